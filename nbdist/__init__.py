@@ -153,9 +153,10 @@ _NAMESPACES = ("autograd", "nn", "optim", "rpc", "swarm", "testing")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a part of the package when a program first asks for it.
+    """Import and return the class `Cluster` or a subpackage when a program first asks for it.
 
-    `Cluster` needs Jupyter's packages, and `swarm` needs transformers, which not every program has.
+    Python calls this for a name that the package does not have yet. `Cluster` needs Jupyter's packages, and `swarm`
+    needs transformers, which not every program has. Any other name raises AttributeError.
     """
     if name == "Cluster":
         from nbdist.cluster.cluster import Cluster
@@ -167,35 +168,42 @@ def __getattr__(name: str) -> Any:
 
 
 def _make_recorder(agent: Any) -> Any:
-    """Return the recorder of an agent."""
+    """Return a new recorder for an agent, which records the agent's calls for backward passes.
+
+    The agent calls this once, so a process imports `nbdist.autograd` only when it has an agent.
+    """
     from nbdist.autograd.recorder import Recorder
 
     return Recorder(agent)
 
 
 def _describe(value: Any) -> str:
-    """Return a value as lines of text, by the layer that draws."""
+    """Return a `Trace` or a `Plan` of `nbdist.autograd` as lines of text, for its repr."""
     from nbdist.views.drawing.values import text_of
 
     return text_of(value)
 
 
 def _draw(value: Any) -> dict[str, str]:
-    """Return the pictures of a value by MIME type, by the layer that draws."""
+    """Return the pictures of a `Trace`, a `Plan` or a `PipelineTimeline`, by MIME type, for a notebook."""
     from nbdist.views.drawing.values import pictures_of
 
     return pictures_of(value)
 
 
 def _make_timeline(agent: Agent) -> Timeline:
-    """Return a new timeline of the work of an agent and its world."""
+    """Begin to record the work of an agent and all members of its world; return the `Timeline`, which can stop it."""
     from nbdist.views.timeline.timeline import Timeline
 
     return Timeline(agent)
 
 
 def _make_view(cluster: Cluster, targets: Any, balanced: bool) -> DirectView | LoadBalancedView:
-    """Return a view of workers of a cluster, as ipyparallel has them."""
+    """Return ipyparallel's view of some workers of a cluster, which calls functions on them. For `Cluster.view`.
+
+    ``targets`` names the workers; None for all. If ``balanced``, each call runs on the first of them that is free, else
+    on all of them.
+    """
     from nbdist.compat.ipyparallel.client import view_of
 
     return view_of(cluster, targets, balanced=balanced)
@@ -216,7 +224,10 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """End the cluster and nbdist's displays; ``%unload_ext nbdist`` calls this."""
+    """End the notebook's cluster, if it has one, and show objects as before; ``%unload_ext nbdist`` calls this.
+
+    The magics stay registered.
+    """
     from nbdist.magics import unload
 
     unload(shell)

@@ -71,7 +71,7 @@ def is_users(file: str) -> bool:
 
 
 def is_of_cell(file: str) -> bool:
-    """Return whether this is the name under which ipykernel has compiled some cell."""
+    """Return whether ``file`` is a name under which ipykernel has compiled a cell of the notebook."""
     return _CELL.search(file) is not None
 
 
@@ -86,7 +86,7 @@ def _is_in(folder: str, packages: tuple[str, ...], file: str) -> bool:
 
 
 def _is_in_packages(file: str) -> bool:
-    """Return whether a file belongs to a package in the usual folder of some Python, which may be another one."""
+    """Return whether a file lies in ``site-packages`` or ``dist-packages`` of some Python, which may be another one."""
     return "/site-packages/" in file or "/dist-packages/" in file
 
 

@@ -44,12 +44,12 @@ def examine() -> int:
 
 
 def _line(what: str, found: str) -> None:
-    """Print one line: a name and the finding."""
+    """Print one line: the name of a feature or package, padded to a column, and what was found."""
     print(f"{what:<18} {found}")
 
 
 def _try(what: str, find: Callable[[], str]) -> bool:
-    """Print the result of ``find()``, or "no" and the error; return whether it succeeded."""
+    """Print the result of ``find()``, or "no" and the error that it raised; return whether it succeeded."""
     try:
         _line(what, find())
     except (NbdistError, OSError, AttributeError, RuntimeError) as error:
@@ -64,7 +64,7 @@ def _runtime_directory() -> str:
 
 
 def _unix_sockets() -> str:
-    """Check that a unix socket in the runtime directory can be connected to."""
+    """Return "yes" if a unix socket in the directory for sockets can be connected to. Raises an error if not."""
     path = runtime_directory() / f"doctor-{os.getpid()}"
     with contextlib.ExitStack() as undo:
         door = undo.enter_context(socket.socket(socket.AF_UNIX))
@@ -77,32 +77,42 @@ def _unix_sockets() -> str:
 
 
 def _secret() -> str:
-    """Return where the secret comes from: a file for several hosts, or this user's own."""
+    """Return where agents read the secret that they prove to one another.
+
+    That is the path of the file that several hosts share, or a phrase that says that it is this user's own. Raises an
+    error if the secret cannot be read.
+    """
     if Secret.find(None).shared_off_host:
         return os.environ["NBDIST_SECRET_FILE"]
     return "this user's own; members on this host only"
 
 
 def _curve() -> str:
-    """Check that the ZeroMQ of this machine can derive CURVE keys, with which connections are encrypted."""
+    """Return "yes" if this machine's ZeroMQ can derive CURVE keys, which encrypt connections.
+
+    Raises an error if not.
+    """
     Secret.find(None).curve("member")
     return "yes"
 
 
 def _memfd() -> str:
-    """Check that memory can be shared with other agents of this host."""
+    """Return "yes" if this process can make memory to share with agents of this host. Raises OSError if not."""
     os.close(os.memfd_create("nbdist-doctor"))
     return "yes"
 
 
 def _pidfd() -> str:
-    """Check that a process can be watched by a pidfd, so that the kernel reports its end at once."""
+    """Return "yes" if a pidfd can watch a process, so that the kernel reports its end at once.
+
+    Raises OSError or AttributeError if not.
+    """
     os.close(os.pidfd_open(os.getpid()))
     return "yes"
 
 
 def _agents() -> None:
-    """Print this user's agents on this host, and the files that dead agents have left."""
+    """Print a line for each agent of this user on this host: its process and command, or that it has died."""
     for path, is_alive in sorted(_directories()):
         pid = path.name.split("-")[1]
         if is_alive:

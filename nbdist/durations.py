@@ -45,24 +45,38 @@ def seconds(value: Any, name: str = "timeout") -> float:
 
 
 def limit(value: Any, name: str = "timeout") -> float:
-    """Return the time limit of a call, in seconds: 0 for no limit, negative for the default."""
+    """Return the time limit of a call, in seconds: 0 for no limit, negative for the default.
+
+    More than `LONGEST` becomes 0. Raises TypeError if ``value`` is no number, UsageError if it is NaN; ``name`` is the
+    value's name in the message.
+    """
     found = seconds(value, name)
     return 0.0 if found > LONGEST else found
 
 
 def patience(value: Any, name: str = "timeout") -> float | None:
-    """Return the longest time to wait, in seconds: 0 for not at all, None for no limit."""
+    """Return the longest time to wait, in seconds: 0 for not at all, None for no limit.
+
+    More than `LONGEST` becomes None. Raises TypeError if ``value`` is no number (None is none), UsageError if it is
+    negative or NaN; ``name`` is the value's name in the message.
+    """
     found = _from_0(value, name)
     return None if found > LONGEST else found
 
 
 def bounded(value: Any, name: str = "timeout") -> float:
-    """Return a number of seconds from 0 to `LONGEST`, for computing a deadline. A longer time becomes `LONGEST`."""
+    """Return a number of seconds from 0 to `LONGEST`, for computing a deadline. A longer time becomes `LONGEST`.
+
+    Raises TypeError if ``value`` is no number, UsageError if it is negative or NaN; the message calls it ``name``.
+    """
     return min(_from_0(value, name), LONGEST)
 
 
 def positive(value: Any, name: str = "timeout") -> float:
-    """Return a number of seconds above 0, for computing a deadline. A longer time than `LONGEST` becomes `LONGEST`."""
+    """Return a number of seconds above 0, for computing a deadline. A longer time than `LONGEST` becomes `LONGEST`.
+
+    Raises TypeError if ``value`` is no number, UsageError if it is 0, negative or NaN; the message calls it ``name``.
+    """
     found = seconds(value, name)
     if found <= 0:
         raise UsageError(f"{name} must be more than 0 s, not {found:g}")

@@ -54,7 +54,7 @@ _is_running = False
 
 
 def guard(lock: Any) -> Callable[[], bool]:
-    """Register a reentrant lock that other threads need; return a function that tells whether this thread holds it.
+    """Register a reentrant lock that other threads need; return a function that says if the calling thread holds it.
 
     `may_wait` is False in a thread that holds the lock: a call that a finaliser makes there is sent, but waiting for
     the answer raises UsageError. The caller uses the function for its own decisions. The lock stays registered until it
@@ -66,9 +66,11 @@ def guard(lock: Any) -> Callable[[], bool]:
 
 
 def may_wait() -> bool:
-    """Return whether the calling thread may wait for other threads: it is not closed, and holds no guarded lock.
+    """Return whether the calling thread may wait for other threads.
 
-    Whoever is about to wait asks this first, and raises UsageError or hands the work over if it is False.
+    It may not while it runs code of nbdist in which the user's code can run only as a finaliser or as a signal's
+    handler (``this_thread.is_closed``), and while it holds a lock of `guard`. Code that is about to wait asks this
+    first, and if the answer is False, raises UsageError or hands the work over to another thread.
     """
     return not this_thread.is_closed and not any(lock._is_owned() for lock in list(_locks))
 
@@ -87,7 +89,10 @@ def hand_over(job: Callable[[], None]) -> None:
 
 
 def _run() -> None:
-    """Run the queued jobs. Two threads may do so for a moment, if one starts while the other is about to end."""
+    """Run the queued jobs until none is left; `hand_over` starts this thread.
+
+    Two threads may do so for a moment, if one starts while the other is about to end.
+    """
     global _is_running
     while True:
         try:

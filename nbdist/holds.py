@@ -43,7 +43,10 @@ class Holds(Generic[T]):
         """The notes of all holds. Python reports nothing if a hold and its note are collected together, in a cycle."""
 
     def hold(self, held: T) -> Hold:
-        """Return a new hold of ``held``; after its end, `take_ended` returns ``held``."""
+        """Return a new `Hold`, an object that the caller keeps as long as ``held`` is needed.
+
+        Once the `Hold` has been garbage-collected, `take_ended` returns ``held``. Until then, ``held`` stays alive.
+        """
         hold = Hold()
         note = hold.note = _Note(hold, self.ended.append)
         note.held = held
@@ -51,12 +54,15 @@ class Holds(Generic[T]):
         return hold
 
     def forget(self, hold: Hold) -> None:
-        """Never report the end of ``hold``."""
+        """Drop what ``hold`` holds: `take_ended` will not return it. Call it once for a hold."""
         self._notes.discard(hold.note)
         del hold.note
 
     def take_ended(self) -> list[T]:
-        """Return what was held by the holds that have ended since the last call."""
+        """Return what was held by the holds that have been garbage-collected since the last call; perhaps nothing.
+
+        Each held object is returned once, to one thread.
+        """
         taken: list[T] = []
         while self.ended:
             try:
@@ -68,5 +74,5 @@ class Holds(Generic[T]):
         return taken
 
     def clear(self) -> None:
-        """Drop the notes of all holds made so far. The end of such a hold need not be reported, but may be."""
+        """Stop reporting the holds made so far: `take_ended` need not return what they held, but still may."""
         self._notes.clear()

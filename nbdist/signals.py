@@ -89,7 +89,11 @@ class Deferral:
                 del raised  # else the error, its traceback and this frame would keep each other alive
 
     def put_back(self) -> None:
-        """Restore the earlier handlers, except where somebody has set another one meanwhile."""
+        """Restore the handlers that signals had before this deferral, except where code has set another one meanwhile.
+
+        The deferral is over then: a signal that still reaches `_note` calls its handler at once. Called at the end of
+        the block, and in a forked child.
+        """
         for number, before in self._before.items():
             if signals.getsignal(number) == self._note:
                 signals.signal(number, before)
@@ -104,7 +108,10 @@ class Deferral:
             self.is_due = True
 
     def _run_what_came(self) -> None:
-        """Call the handlers of the signals that came, in order."""
+        """Call the handlers of the signals that came during the block, in order. The error of a handler is raised.
+
+        Then the later signals stay queued, and the next call goes on with them.
+        """
         while self._came:
             number, frame = self._came[0]
             try:

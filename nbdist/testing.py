@@ -135,7 +135,7 @@ class World:
     # -- joining ------------------------------------------------------------------------------
 
     def _make(self, name: str, id: int, size: int | None) -> Agent:
-        """Make and start an agent; ``size`` is that of a fixed world, None in a dynamic one."""
+        """Make and start an agent; ``size`` is the number of agents in a fixed world, None in a dynamic one."""
         incarnation = new_incarnation()
         channel = self._open(f"{os.getpid()}-{incarnation:x}")
         host = host_identity()
@@ -166,7 +166,7 @@ class World:
         return agent
 
     def _open(self, label: str) -> Channel:
-        """Open a channel of the world's kind, with the world's faults around it."""
+        """Open a channel of the world's kind, with the world's faults around it; ``label`` names its sockets."""
         channel: Channel
         if self._channel == "inprocess":
             channel = self._network.open()

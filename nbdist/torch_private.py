@@ -88,7 +88,7 @@ FUNCTIONS: dict[str, str] = {
     "torch._utils._get_sparse_tensors_to_validate": "since 2.15; before, torch._utils._sparse_tensors_to_validate",
     "torch._utils._sparse_tensors_to_validate": "until 2.14; where both are missing, torch keeps no such list",
     "torch._utils._validate_loaded_sparse_tensors": "sparse tensors that arrive are not validated",
-    "torch.autograd.Variable._execution_engine": REQUIRED,
+    "torch.autograd.Variable._execution_engine": "nbdist.autograd cannot be imported",
     "torch.distributed.distributed_c10d._world": (
         "a worker's death ends the collectives of all process groups, and a group may not form after a failed forming"
     ),
@@ -147,7 +147,7 @@ def _find(name: str, otherwise: Any = None) -> Any:
 
 
 def _raises(name: str) -> Callable[..., Any]:
-    """Return a function that raises UsageError about a missing name."""
+    """Return a function, for any arguments, that raises UsageError: this torch lacks ``name``, which nbdist needs."""
 
     def missing(*_: Any, **__: Any) -> Any:
         newest = ".".join(map(str, NEWEST_TESTED))
@@ -186,7 +186,7 @@ class ValuesOfThreads:
             self._tell_torch(key, value)
 
     def value(self, key: str) -> Any:
-        """Return the value under a key, or None.
+        """Return the calling thread's value under a key; None if there is none.
 
         In an engine's thread for a GPU, this is the value of the thread that started the backward pass.
         """
@@ -194,11 +194,11 @@ class ValuesOfThreads:
         return _value(key) if value is None and _has(key) else value
 
     def has(self, key: str) -> bool:
-        """Return whether there is a value under a key."""
+        """Return whether the calling thread has a value under a key, as `value` finds it."""
         return self.value(key) is not None
 
     def take(self, key: str) -> None:
-        """Remove the value under a key."""
+        """Remove the calling thread's value under a key; do nothing if there is none."""
         self._local.__dict__.pop(key, None)
         if _has(key):
             self._tell_torch(key, None)
@@ -304,7 +304,8 @@ _collect_all: Any = _find("torch._C._collect_all", False)
 def take_over_collect_all(collect: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
     """Make ``torch.futures.collect_all`` and ``wait_all`` call ``collect(futures, collect_of_torch)``.
 
-    Does nothing if this torch has no private function to replace.
+    ``collect_of_torch`` is the function of torch that they called before, for futures that are all torch's. Does
+    nothing if this torch has no private function to replace.
     """
     if _collect_all:
         torch._C._collect_all = lambda futures: collect(futures, _collect_all)
@@ -344,7 +345,10 @@ def is_process_group_known(group: Any) -> bool:
 
 
 def restart_group_numbers() -> None:
-    """Reset torch's counter of process groups, so that torch names the next one as a new process would."""
+    """Reset torch's counter of process groups, so that torch names the next one as a new process would.
+
+    Destroy all groups first. The ranks of a group find one another by its name, and some may be new processes.
+    """
     _find("torch.distributed.distributed_c10d._world", _no_world).group_count = 0
 
 
@@ -352,7 +356,7 @@ def restart_group_numbers() -> None:
 
 
 def load_layouts() -> None:
-    """Fill torch's table of layouts.
+    """Fill torch's table of tensor layouts now, before several threads rebuild sparse tensors.
 
     torch fills it when a sparse tensor is first rebuilt; another thread that comes meanwhile finds it half full.
     """

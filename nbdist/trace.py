@@ -84,7 +84,7 @@ def emit(event: str, **fields: Any) -> None:
 
 
 def _drop(listener: Listener) -> None:
-    """Remove a listener that has raised an error."""
+    """Unsubscribe a listener, because it has raised an error."""
     global listeners
     with _lock:
         listeners = tuple(other for other in listeners if other is not listener)

@@ -261,8 +261,8 @@ FAULTS = {
     ),
     "a recovered session lacks its first step": Fault(
         "swarm/client/session.py",
-        "            for step in history.steps:\n                self._again(gone, parts, step)",
-        "            for step in history.steps[1:]:\n                self._again(gone, parts, step)",
+        "            for step in history.steps:\n                self._step_of_lost_part(gone, parts, step)",
+        "            for step in history.steps[1:]:\n                self._step_of_lost_part(gone, parts, step)",
         "swarm/test_recovery.py::test_what_comes_out_different_at_once_is_done_step_by_step",
     ),
     "what is settled before it is announced stays open": Fault(

@@ -36,7 +36,10 @@ Checked = Literal["nan"] | None
 
 
 def recorder() -> Recorder:
-    """Return the recorder of the calling thread's agent; raises NotInitialized if RPC has not begun."""
+    """Return the `Recorder` of the calling thread's agent, by which its contexts and backward passes are reached.
+
+    Raises NotInitialized if RPC has not begun.
+    """
     return cast(Recorder, current_agent().recorder)
 
 
@@ -185,10 +188,7 @@ def open(*, lines: bool = False, check: Checked = None) -> ContextId:
 
 
 def _is_checked(check: Any) -> bool:
-    """Return whether ``check`` asks for a search for NaN; raises UsageError if it is anything else.
-
-    `context` calls this with its argument.
-    """
+    """Return True if ``check`` is ``"nan"``, and False if it is None; raises UsageError if it is anything else."""
     if check not in ("nan", None):
         raise UsageError(f'check must be "nan", or None to check nothing, not {check!r}')
     return check is not None
@@ -289,7 +289,8 @@ def _prepare(
 ) -> tuple[Recorder, Context, list[torch.Tensor], list[torch.Tensor], dict[str, bool]]:
     """Check the arguments of `backward`; return the recorder, the context, the roots, a gradient for each, options.
 
-    Raises UsageError for an unknown mode or an unknown or ended context, and what `_check_roots` raises.
+    The options are ``smart``, ``retain_graph`` and ``accumulate``, as keyword arguments for `Recorder.begin`. Raises
+    UsageError for an unknown mode or an unknown or ended context, and what `_check_roots` raises.
     """
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
@@ -318,9 +319,9 @@ class Handle:
         ended.add_done_callback(self._end)
 
     def go(self) -> None:
-        """Run what can run at once, on the calling thread; `backward_async` has a thread of the pool call this once.
+        """Run the nodes that can run before other workers send gradients, on the calling thread.
 
-        Returns when this worker can run no more for now. Its own errors become those of `wait`.
+        `backward_async` has a thread of the agent's pool call this once. An error is not raised here, but by `wait`.
         """
         try:
             self._passes.go(self._run)
@@ -328,7 +329,10 @@ class Handle:
             self._outcome.try_settle(None, error)
 
     def _end(self, done: Future[None]) -> None:
-        """Commit the pass or give it up, and settle the outcome; called when the pass ends or is cancelled."""
+        """Add the gradients to the context, or give the pass up if ``done`` has an error; then end `wait`.
+
+        ``done`` calls this once, when the pass ends or is cancelled.
+        """
         error = done.exception()
         if error is None:
             self._passes.commit(self._run)
@@ -358,7 +362,12 @@ class Handle:
 def _check_roots(
     roots: Any, grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the roots as a list and their gradients, 1 where none is given; raises UsageError or TypeError."""
+    """Return the roots as a list, and a gradient for each: the given one, or ones for a root of one element.
+
+    Raises TypeError for roots that are not tensors. Raises UsageError for an RRef, for no roots at all, for numbers or
+    shapes that do not match, for a root of several elements without a gradient, and for a root that does not require
+    grad or is a leaf.
+    """
     if isinstance(roots, torch.Tensor):
         roots = [roots]
     if isinstance(roots, RRef):
@@ -381,7 +390,8 @@ def _check_roots(
         if gradient is not None:
             if gradient.shape != root.shape:
                 raise UsageError(
-                    f"the gradient of root {number} has shape {tuple(gradient.shape)}, the root {tuple(root.shape)}"
+                    f"the gradient of root {number} has shape {tuple(gradient.shape)}, but the root has shape "
+                    f"{tuple(root.shape)}"
                 )
             gradients.append(gradient)
         elif root.numel() != 1:

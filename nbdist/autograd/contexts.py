@@ -67,7 +67,7 @@ class Contexts:
 
     @property
     def last_id(self) -> int:
-        """The highest id that a context of this worker could have."""
+        """The highest id that a context made by this worker could have."""
         return self._first + (1 << _COUNTER_BITS) - 1
 
     def next_message(self) -> int:
@@ -83,7 +83,7 @@ class Contexts:
 
     @property
     def current(self) -> Context | None:
-        """The context of the calling thread, unless it has ended meanwhile."""
+        """The context that the calling thread is in; None if it is in none, or if that context has ended."""
         context = self.here.context
         return context if context is not None and context.id in self._contexts else None
 
@@ -97,7 +97,7 @@ class Contexts:
 
     @contextmanager
     def outside(self) -> Generator[None]:
-        """Take the calling thread out of its context for a block, so that calls which only look are not recorded."""
+        """Take the calling thread out of its context for a block, so that nbdist's own calls in it are not recorded."""
         before = self.set_current(None)
         try:
             yield
@@ -109,7 +109,8 @@ class Contexts:
     def new(self, *, lines: bool = False, check: bool = False) -> Context:
         """Make a context, of which this worker is the maker; no thread enters it.
 
-        `Recorder.open` enters it, and `Recorder.close` ends it on all workers.
+        ``lines`` and ``check`` say whether it notes lines of code and looks for NaN. `Recorder.open` has the thread
+        enter it, and `Recorder.close` ends it on all workers.
         """
         with self._lock:
             context = Context(self._first + next(self._numbers), self._incarnation, lines=lines, check=check)
@@ -145,9 +146,10 @@ class Contexts:
     ) -> Context | None:
         """Return the context to which a message belongs, or None if that context is over.
 
-        Calls ``entered()`` if the context is new on this worker. A dead maker's context is over, even if a third
-        worker's message of it comes late. So if there is a context with the same id and another maker, that maker is
-        dead and ``maker`` has taken its place: the new context replaces the old one.
+        Calls ``entered()`` if the context is new on this worker. ``lines`` and ``check`` turn on what they do in `new`.
+        A dead maker's context is over, even if a third worker's message of it comes late. So if there is a context with
+        the same id and another maker, that maker is dead and ``maker`` has taken its place: the new context replaces
+        the old one.
         """
         context = self._contexts.get(id)
         if context is not None and context.maker == maker:
@@ -169,8 +171,9 @@ class Contexts:
         return context
 
     def release(self, id: int, maker: int) -> Context | None:
-        """End a context on this worker, also for messages that come later; return it, or None if it was not here.
+        """End a context on this worker; return it, or None if it was not here.
 
+        Messages of it that come later no longer find it, nor make it anew.
         ``maker`` is the incarnation of the worker that made the context: a restarted worker may reuse ids. A second
         call returns None.
         """
@@ -180,7 +183,10 @@ class Contexts:
             return self._contexts.pop(id) if context is not None and context.maker == maker else None
 
     def _note_over(self, id: int, maker: int) -> None:
-        """Remember that a context has ended, for messages that come too late; called with the lock held."""
+        """Remember that a context has ended, so that a late message does not make it anew; called with the lock held.
+
+        Only the last 10,000 are remembered.
+        """
         self._over[id, maker] = None
         if len(self._over) > _ENDED_CONTEXTS_REMEMBERED:
             self._over.popitem(last=False)

@@ -353,6 +353,7 @@ def encode_usual_gradients(
     """Return the payload and the frames of a list with one small gradient; None where `codec.encode` is needed.
 
     It is needed for any other list, and for a gradient that requires grad, has no elements or is no plain dense tensor.
+    ``space`` is the memory that is shared with the receiver, or None; a gradient that would go there needs it, too.
     What this returns is what `codec.encode` would return, but sooner; it is the usual case.
     """
     gradient = gradients[0] if len(gradients) == 1 else None

@@ -60,9 +60,10 @@ _NO_EDGE = -1
 
 
 def _carry() -> Surroundings | None:
-    """Return a function that makes the block for a future's callback: the present context; None outside of any.
+    """Return a function that makes the ``with`` block in which a future's callback runs; None outside of any context.
 
-    The callback then belongs to the context of the thread that registered it, whichever thread runs it.
+    `nbdist.rpc.futures` calls this when a callback is registered. The block puts the thread that runs the callback into
+    the context, and the gradient mode, of the thread that registered it.
     """
     try:
         recorder = current_agent().recorder
@@ -157,7 +158,8 @@ class Recorder:
     def noting(self, context: Context) -> AbstractContextManager[None]:
         """Return the block in which a thread notes lines of code, or looks for NaN, as the context asks.
 
-        The maker enters it when the context opens; a worker enters it while it serves a call of the context.
+        The block raises ForwardNaN for a NaN. The maker enters it when the context opens; a worker enters it while it
+        serves a call of the context.
         """
         return noted(lines=context.lines, check=Check(self.name, self.name_of) if context.check else None)
 
@@ -218,18 +220,20 @@ class Recorder:
         return self.contexts.current if self.contexts.here.context is not None else None
 
     def _join(self, context: Context, worker: int) -> None:
-        """Note that a worker has a context, and tell it of the watch if there is one.
+        """Note that a worker, an incarnation, has a context; on the maker, tell the worker of the context's watch.
 
-        Does nothing if it is known.
+        Does nothing if the worker is known to have the context.
         """
         if worker not in context.workers:
             context.workers.add(worker)  # first: a watch that begins now tells all workers that are in the set
             self.passes.observing.on_join(context, worker)
 
     def outgoing(self, context: Context, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
-        """Make gates for the tensors of a message that require grad; return the recording that travels with it.
+        """Make a gate for each of the tensors, which a message carries; return the recording that travels with it.
 
-        The agent calls this before it sends a call or a reply; `withdraw` undoes it if the sending fails.
+        ``tensors`` are those of the message that require grad, ``to`` is the receiver's incarnation, and ``function``
+        names the call. The recording names the context and the message. The agent calls this before it sends a call or
+        a reply; `withdraw` undoes it if the sending fails.
         """
         if to not in context.workers:
             self._join(context, to)
@@ -334,9 +338,9 @@ class Recorder:
         return self.passes.begin(context, PassRoots(edges, gradients), outcome, **options)
 
     def wait(self, run: Run) -> None:
-        """Wait for the end of a pass; its error is raised, in the words of `failure_words`.
+        """Wait for the end of a pass that began here; raises its error, or what `failure_words` makes of it.
 
-        The thread may read messages for the agent meanwhile.
+        The thread may read messages for the agent meanwhile. If Ctrl-C ends the wait, the pass is given up.
         """
         try:
             self.passes.wait(run, self._agent.read_as_guest)
@@ -393,9 +397,10 @@ class Recorder:
         agent.post(to, Cast(topic, data, encoded.payload), encoded.frames, slots=encoded.slots)
 
     def _devices(self, to: Record | None) -> dict[str, str]:
-        """Return the device map for gradients to a worker: the reverse of its own map for this agent, and this agent's.
+        """Return the map from devices here to devices of a worker, for gradients that are sent to it.
 
-        Where the two differ, this agent's map holds.
+        It is the reverse of that worker's map for this agent, and this agent's map, which holds where they differ. The
+        map is empty if the worker is gone (None), or if neither has a map.
         """
         if to is None or not (to.device_maps or self._agent.options.device_maps):
             return {}
@@ -456,7 +461,8 @@ class Recorder:
     def _handle_with_value(self, kind: type, act: Callable[[Any, Any, Payload, list[bytes]], None]) -> None:
         """Register ``act(message, value, payload, frames)`` for a kind of message, in a thread of the pool.
 
-        The value is what small payloads hold; of larger ones it is `codec.NOT_DECODED`, and ``act`` decodes it.
+        ``payload`` describes ``frames``, the encoded value. The reading thread decodes small values, before ``act``
+        runs; of larger ones the value is `codec.NOT_DECODED`, and ``act`` decodes it.
         """
 
         def on_cast(cast: Cast, sender: int, frames: list[bytes]) -> Job:
@@ -486,7 +492,11 @@ class Recorder:
         self.passes.on_failed(message, failure)
 
     def _on_lost(self, record: Record, why: str) -> None:
-        """Deal with the loss of a worker: its contexts end, the passes that need it fail, its pauses are over."""
+        """Deal with the loss of a worker: the contexts that it made end, and the passes that need it fail.
+
+        Clocks of calls that the worker's pauses have stopped run again. The thread that notices the loss calls this; a
+        thread of the agent's pool ends the contexts. ``why`` is for the errors.
+        """
         for context in self.contexts.all():
             context.workers.discard(record.incarnation)
         self._frozen.pop(record.incarnation, None)

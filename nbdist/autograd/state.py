@@ -92,7 +92,10 @@ class Context:
         return [*found.leaves, *found.nodes.difference(found.leaves)]  # leaves have no order but that of the walk
 
     def number_all(self, more: Iterable[tuple[Node, int]] = ()) -> dict[Node, int]:
-        """Return the number of every node of the graph on this worker, as `nodes` finds them."""
+        """Return the number by which users see each node of the graph on this worker; `nodes` finds the nodes.
+
+        A node keeps its number for the life of the context.
+        """
         return self.numbers.of(self.nodes(more))
 
     def commit(self, run: Run) -> None:
@@ -102,7 +105,10 @@ class Context:
                 self._gradients.update(run.part.gradients)
 
     def contribute(self, key: object, gradients: GradientStore) -> None:
-        """Add gradients that a pipeline's step has computed on this worker; `withdraw` removes them by the key."""
+        """Add gradients that a pipeline's step has computed on this worker; `withdraw` removes them by the key.
+
+        ``key`` names the step. A second call with the same key replaces the gradients of the first.
+        """
         with self.lock:
             self._contributions[key] = gradients
 
@@ -112,9 +118,9 @@ class Context:
             self._contributions.pop(key, None)
 
     def fold(self) -> None:
-        """Add up the gradients of all passes and contributions; call it only while no pass runs.
+        """Add up the gradients of all passes and pipeline steps into one sum for each leaf, which replaces them.
 
-        One sum replaces them, so a second call changes nothing.
+        Call it only while no pass runs. A second call changes nothing.
         """
         with self.lock:
             for gradients in self._contributions.values():
@@ -127,7 +133,7 @@ class Context:
     def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
         """Multiply the gradients of some leaves by a factor; call it only while no pass runs.
 
-        It serves the clipping of gradients.
+        It serves the clipping of gradients. Leaves without a gradient are skipped; the products are new tensors.
         """
         self.fold()
         with self.lock:
@@ -151,7 +157,10 @@ class Context:
         return dict(self._total().items())
 
     def gradients_of(self, leaves: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Return each of these leaves with its gradient, or None. Hashes no tensor, which would be slow."""
+        """Return each of these leaves, in their order, with its gradient summed over all passes, or with None.
+
+        Hashes no tensor, which would be slow.
+        """
         total = self._total()
         return [(leaf, total.of(leaf)) for leaf in leaves]
 

@@ -85,16 +85,18 @@ class Channel(Protocol):
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed.
 
-        Up to `readers` threads may wait here, and one more with ``guest=True``. A message wakes the guest rather than
-        a reader, and `call` wakes only the guest. A reader passes ``soon=True`` if no other thread of the agent has
-        work: then the channel may look for a message for a millisecond without sleeping (`nbdist.channel.spinning`).
+        Up to `readers` threads of the agent's pool may wait here. One more may do so as the *guest*: a thread that
+        waits for the reply to its own call, and passes ``guest=True``. It may get any message. A message wakes the
+        guest rather than a reader, and `call` wakes only the guest. A reader passes ``soon=True`` if no other thread of
+        the agent has work: then the channel may look for a message for a millisecond without sleeping
+        (`nbdist.channel.spinning`).
         """
         ...
 
     def has_more(self) -> bool:
-        """Return whether a message has come for which no thread in `receive` will be woken.
+        """Return whether a message has come, or part of one, for which no thread in `receive` will be woken.
 
-        Somebody must then call `receive`, or `wake` a thread that does.
+        The caller must then call `receive`, or `wake` a thread that does.
         """
         ...
 
@@ -107,10 +109,10 @@ class Channel(Protocol):
         ...
 
     def expect(self) -> None:
-        """Keep messages from waking readers, because the calling thread will read its answer itself, as guest.
+        """Keep messages from waking readers, because the calling thread will read its reply itself, as guest.
 
-        Does nothing where the thread would sleep in `receive` anyway. `expect_no_more` must follow. A second call
-        before `expect_no_more` does no harm.
+        Call it before the call is sent, and then ``receive(guest=True)``. Does nothing where the thread would sleep in
+        `receive` anyway. `expect_no_more` must follow. A second call before `expect_no_more` does no harm.
         """
         ...
 
@@ -124,14 +126,14 @@ class Channel(Protocol):
     def call(self) -> None:
         """Make the guest's `receive` return None, again and again until `called`. Any thread may call this.
 
-        A reader that has handled the guest's answer calls this. After `close` it does no harm.
+        A reader that has handled the reply for which the guest waits calls this. After `close` it does no harm.
         """
         ...
 
     def called(self) -> None:
-        """End what `call` began: the guest has returned from `receive`.
+        """End the effect of `call`, because the guest has returned from `receive`.
 
-        It does nothing if nobody called.
+        It does nothing if nobody called `call`.
         """
         ...
 

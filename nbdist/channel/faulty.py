@@ -56,7 +56,7 @@ class Faults:
 
 
 def _rule(rules: Mapping[str, float], word: str) -> float:
-    """Return a rule's number for a kind of messages; 0 if the rule names neither the kind nor ``"*"``."""
+    """Return what a rule of `Faults`, such as ``drop``, says of the kind ``word``; 0 if of neither that nor ``"*"``."""
     return rules.get(word, rules.get("*", 0))
 
 
@@ -105,8 +105,8 @@ class FaultyChannel:
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the wrapped channel's next message, without faults.
 
-        Returns None after ``timeout`` seconds, after `wake` (the guest: after `call`), and once closed. ``guest`` and
-        ``soon`` are passed on.
+        Returns None after ``timeout`` seconds, after `wake`, for the guest also after `call`, and once closed.
+        ``guest`` and ``soon`` are passed on; `Channel.receive` explains them.
         """
         return self.inner.receive(timeout, guest, soon)
 
@@ -115,7 +115,7 @@ class FaultyChannel:
         self.inner.wake()
 
     def expect(self) -> None:
-        """Keep messages from waking readers: the calling thread will read its own answer.
+        """Keep messages from waking readers: the calling thread will read the reply to its own call.
 
         Passes the call on to the wrapped channel. `expect_no_more` must follow; a second call before it does no harm.
         """
@@ -131,14 +131,14 @@ class FaultyChannel:
     def call(self) -> None:
         """Make the guest's `receive` return None, again and again until `called`.
 
-        Passes the call on to the wrapped channel.
+        The guest is a thread in ``receive(guest=True)``. Passes the call on to the wrapped channel.
         """
         self.inner.call()
 
     def called(self) -> None:
-        """End what `call` began: the guest has returned from `receive`.
+        """End the effect of `call`, because the guest has returned from `receive`.
 
-        Passes the call on to the wrapped channel; if nobody called, it does nothing.
+        Passes the call on to the wrapped channel; if nobody called `call`, it does nothing.
         """
         self.inner.called()
 
@@ -179,7 +179,11 @@ class FaultyLink:
         self._failed: dict[str, int] = {}
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
-        """Send a message with the faults that the rules name for its kind. Raises ChannelError for ``fail``."""
+        """Send a message with the faults that the rules name for its kind.
+
+        ``fail`` raises ChannelError. A message that is dropped raises nothing. A delayed one is sent later, by the
+        channel's thread.
+        """
         faults, chance = self._channel.faults, self._channel.random.random
         word = faults.match(kind, frames) if faults.match else kind
         failed = self._failed.get(word, 0)
@@ -200,7 +204,7 @@ class FaultyLink:
                 self._inner.send(kept, kind)
 
     def _send_late(self, frames: Sequence[Buffer], kind: str) -> None:
-        """Send a delayed message. If the link is closed by now, the message is lost: its sender has gone on.
+        """Send a delayed message. If the wrapped link raises ChannelError, as when it is closed, the message is lost.
 
         Runs in the thread of the channel.
         """

@@ -43,7 +43,10 @@ _unfilled: Callable[[None, int], bytearray] = ctypes.PYFUNCTYPE(ctypes.py_object
 
 
 def head(sizes: Sequence[int]) -> bytes:
-    """Return the head of a message whose frames have these ``sizes``, in bytes."""
+    """Return the bytes to write before the frames of a message, from which `Cutter` learns where each frame ends.
+
+    ``sizes`` are those of the frames, in bytes.
+    """
     count = len(sizes)
     layout = _HEADS[count] if count < len(_HEADS) else struct.Struct(f"<QI{count}Q")
     return layout.pack(_SIZE * count + sum(sizes), count, *sizes)
@@ -58,9 +61,9 @@ class Large:
     def frames(self) -> list[bytes]:
         """Return copies of the frames. Raises ProtocolError if their sizes do not add up to the message's length.
 
-        Called by the thread that hands the message on: copying takes long.
+        Copying takes long, so the thread that hands the message on calls this, without a lock.
         """
-        return _frames(self._whole, 0, *_HEAD.unpack_from(self._whole))
+        return _copy_frames(self._whole, 0, *_HEAD.unpack_from(self._whole))
 
 
 class Cutter:
@@ -84,7 +87,7 @@ class Cutter:
         return self.large[self._filled :]
 
     def wrote(self, count: int) -> list[Large]:
-        """Note that ``count`` bytes were written to `room`. Returns the message if it is whole now, else nothing.
+        """Note that ``count`` bytes were written to `room`. Returns the message in a list; [] if it is not whole yet.
 
         Must follow each read into `room`.
         """
@@ -96,7 +99,10 @@ class Cutter:
         return [Large(whole)]
 
     def feed(self, data: bytes) -> list[list[bytes]]:
-        """Take bytes that have come while `large` is None. Returns the messages that are whole now.
+        """Take bytes that have come while `large` is None. Returns the messages that are whole now, each as its frames.
+
+        The bytes of an incomplete message are kept. If they tell its length, `large` is set, and its rest is to be read
+        into `room`.
 
         Raises:
             ProtocolError: no link of nbdist sends such bytes, or the message is longer than ``max_message``.
@@ -119,14 +125,17 @@ class Cutter:
             if end - start < _HEAD.size + length:
                 self._begin_large(data, start, _HEAD.size + length)
                 return messages
-            messages.append(_frames(data, start, length, count))
+            messages.append(_copy_frames(data, start, length, count))
             start += _HEAD.size + length
         if start < end:
             self._rest = data[start:]
         return messages
 
     def _begin_large(self, data: bytes, start: int, length: int) -> None:
-        """Allocate memory for the message of ``length`` bytes that begins at ``start``, and copy in what has come."""
+        """Set `large` to new memory for the message of ``length`` bytes at ``start``, and copy in what has come of it.
+
+        Raises MemoryError if the message has 64 MiB or more and the machine has less memory left.
+        """
         if length >= _COMPARED_WITH_MEMORY and length > (left := mapping.available()):
             raise MemoryError(
                 f"a message of {amounts.size(length)} does not fit: the machine has {amounts.size(left)} of memory left"
@@ -137,8 +146,11 @@ class Cutter:
         self.large = large
 
 
-def _frames(data: bytes | memoryview, start: int, length: int, count: int) -> list[bytes]:
-    """Return copies of the ``count`` frames of the message whose head begins at ``start``."""
+def _copy_frames(data: bytes | memoryview, start: int, length: int, count: int) -> list[bytes]:
+    """Return copies of the ``count`` frames of the message whose head begins at ``start``.
+
+    ``length`` is the number in the head. Raises ProtocolError if the frames' sizes do not add up to it.
+    """
     if count < len(_HEADS):
         _, _, *sizes = _HEADS[count].unpack_from(data, start)
     else:

@@ -54,9 +54,9 @@ class Gate:
         return False
 
     def shut(self) -> bool:
-        """Keep files from waking the threads in `wait`. Returns False if another thread has shut the gate already.
+        """Keep files from waking the threads in `wait`. Returns False if a thread has shut the gate already.
 
-        After True, the calling thread must call `open`, and must poll `news` itself.
+        After True, the calling thread must poll `news`, the epoll of all files, itself, and then call `open`.
         """
         with self._lock:
             if self._owner:
@@ -71,7 +71,10 @@ class Gate:
         return self._owner == thread
 
     def open(self, owner: int) -> None:
-        """Open the gate if it is still shut by the thread with the ident ``owner``; else do nothing."""
+        """Let files wake the threads in `wait` again, if the thread with the ident ``owner`` still keeps the gate shut.
+
+        A file that is still readable then wakes a thread. Otherwise this does nothing.
+        """
         if self._owner != owner:
             return
         with self._lock:
@@ -80,7 +83,7 @@ class Gate:
                 self._owner = 0
 
     def _let_through(self, events: int) -> None:
-        """Set which events of `news` wake the threads in `wait`: 0 for none."""
+        """Set which events of `news` wake the threads in `wait`: EPOLLIN, or 0 for none. Does nothing once closed."""
         try:
             self._gate.modify(self.news, events)
         except (OSError, ValueError):  # the gate is closed

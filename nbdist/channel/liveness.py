@@ -40,7 +40,10 @@ def started_at(pid: int) -> int:
 
 
 def _look_up(pid: int) -> int | None:
-    """Return when the process started; `_ENDED` if it has ended, None if the kernel does not answer."""
+    """Return when the process started, in clock ticks since boot.
+
+    Returns `_ENDED` (0) if it has ended, also for a zombie, and None if the kernel does not answer.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -54,7 +57,8 @@ def _look_up(pid: int) -> int | None:
 def is_alive(pid: int, started: int) -> bool:
     """Return whether the process with this pid and start time runs; True if the kernel does not answer.
 
-    With ``started`` 0, a start time that is not known, any process with this pid counts, even a zombie.
+    ``started`` is as `started_at` returns it. With ``started`` 0, a start time that is not known, any process with this
+    pid counts, even a zombie.
     """
     if started:
         found = _look_up(pid)
@@ -88,8 +92,9 @@ class ProcessWatch:
             self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def watch(self, pid: int, started: int) -> None:
-        """Report the end of this process; at once if it has ended already.
+        """Report the end of this process by ``on_end(pid)``; at once if it has ended already.
 
+        ``started`` is as `started_at` returns it, 0 if it is not known.
         Does nothing for a pid that is watched already, and nothing after `close`.
         """
         with self._lock:
@@ -102,7 +107,7 @@ class ProcessWatch:
         self._wake()
 
     def _wake(self) -> None:
-        """Make the thread look at the tables again, without waiting for its time-out.
+        """Make the watch's thread look at once for processes to watch, and whether the watch is closed.
 
         After `close`, nothing happens.
         """
@@ -140,9 +145,10 @@ class ProcessWatch:
                     _log.exception("process %d has ended; the function that was to handle this failed", pid)
 
     def _has_ended(self, pid: int, started: int) -> bool:
-        """Return whether a polled process has ended; if it has not, move it to `_files` if a pidfd can be opened.
+        """Return whether a process in `_polled` has ended; False if the kernel does not answer.
 
-        The caller holds the lock.
+        If it runs, and a pidfd can be opened, it is moved to `_files`: the kernel then reports its end. The caller
+        holds the lock.
         """
         try:
             file = os.pidfd_open(pid)

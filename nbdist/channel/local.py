@@ -173,6 +173,7 @@ class LocalChannel:
     def _register(self, file: int) -> None:
         """Watch a file: when it becomes readable, the kernel wakes the guest, or a reader if no guest waits.
 
+        Both are threads in `receive`; the guest waits there for the reply to its own call.
         The order matters: the kernel asks the epoll that was registered first, and stops where a thread was woken. So
         readers sleep while a guest reads its answer.
         """
@@ -207,7 +208,7 @@ class LocalChannel:
                 for number, what in events:
                     incoming = self._incoming.get(number)
                     if incoming is None:
-                        woken |= self._note(number)
+                        woken |= self._handle_own_file(number)
                     else:
                         self._ready.add(number)
                         if what != select.EPOLLIN:
@@ -218,7 +219,7 @@ class LocalChannel:
             if soon:
                 self._gate.open(threading.get_ident())
             if message is not None:
-                frames = message if isinstance(message, list) else self._cut(message)
+                frames = message if isinstance(message, list) else self._cut_into_frames(message)
                 if frames is not None:
                     return frames
             if woken or self._closed or not (events or has_some):
@@ -230,8 +231,9 @@ class LocalChannel:
                     return None
 
     def _watch(self, timeout: float | None, guest: bool, soon: bool) -> Sequence[tuple[int, int]] | None:
-        """Wait until files are readable, polling first if that pays; return them, with their events.
+        """Wait until files are readable; return the number of each, with its epoll events.
 
+        The arguments are those of `receive`. The thread first polls without sleeping, if earlier waits were short.
         Returns () after ``timeout`` seconds, and None if this thread was woken but another one has read the file.
         """
         me, begun, spinning = threading.get_ident(), time.monotonic(), self._spinning[guest]
@@ -255,7 +257,7 @@ class LocalChannel:
     def _wait(
         self, epoll: select.epoll | None, timeout: float | None, look_until: float = 0.0
     ) -> Sequence[tuple[int, int]] | None:
-        """Wait until files in ``epoll`` (None: behind the gate) are readable; return them as `_watch` does.
+        """Wait until files in ``epoll`` are readable, or behind the gate (None); return them as `_watch` does.
 
         With ``look_until``, a moment as of `time.monotonic`, the thread polls until then without sleeping, and yields
         its core between two polls.
@@ -291,7 +293,7 @@ class LocalChannel:
             raise
 
     def _look_everywhere(self) -> None:
-        """Wake a thread that looks at everything: Ctrl-C may have lost the only report that a file is readable."""
+        """Have a thread in `receive` read all connections: Ctrl-C may have lost the report that one is readable."""
         with self._turn:
             self._ready.update(self._incoming)
             self._more_beside = True
@@ -299,14 +301,18 @@ class LocalChannel:
         self.wake()
 
     def has_more(self) -> bool:
-        """Return whether there may be messages that this channel has not returned: no thread is woken for them.
+        """Return whether there may be messages that `receive` has not returned, and for which no thread is woken.
 
         A thread must then call `receive`.
         """
         return bool(self._arrived or self._ready or self._more_beside)
 
-    def _note(self, number: int) -> bool:
-        """Handle one of the channel's own files, which is readable. Returns whether `wake` or `call` was called."""
+    def _handle_own_file(self, number: int) -> bool:
+        """Handle one of the channel's own files, which is readable: accept connections, or note what it says.
+
+        Returns True if it says that `wake` or `call` was called: `receive` then returns. The ZeroMQ channel's file says
+        that it may have messages. `_turn` is held.
+        """
         if number == self._wake:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
@@ -322,7 +328,8 @@ class LocalChannel:
     def _gather(self) -> None:
         """Read a part from each connection that has bytes, and one message from ZeroMQ, so that none must wait long.
 
-        A connection that fails is closed, with a line in the log.
+        Messages that are whole go to `_arrived`. A connection that fails is closed, with a line in the log. `_turn` is
+        held.
         """
         for number in [*self._ready]:
             incoming = self._incoming[number]
@@ -341,7 +348,7 @@ class LocalChannel:
                 self._more_beside = False
 
     def _try_to_accept(self) -> None:
-        """Accept connections again, `_ACCEPT_AGAIN_AFTER` seconds after that failed."""
+        """Accept new connections if `_ACCEPT_AGAIN_AFTER` seconds have passed since that failed; else do nothing."""
         with self._turn:
             if time.monotonic() > self._try_again_at:
                 self._try_again_at = math.inf
@@ -376,7 +383,7 @@ class LocalChannel:
                 return
             self._incoming[sock.fileno()] = _Incoming(sock, Cutter(self._max_message))
 
-    def _cut(self, message: _Uncut) -> list[bytes] | None:
+    def _cut_into_frames(self, message: _Uncut) -> list[bytes] | None:
         """Cut a large message into frames without holding a lock.
 
         If the bytes are no message, or there is no memory for the frames, closes the connection and returns None.
@@ -405,9 +412,9 @@ class LocalChannel:
         incoming.socket.close()
 
     def expect(self) -> None:
-        """Keep messages from waking readers, if the calling thread will look for its answer without sleeping.
+        """Keep messages from waking readers, if the calling thread will poll for its reply without sleeping.
 
-        Does nothing if it would sleep anyway. `expect_no_more` must follow.
+        The thread must then call ``receive(guest=True)``, and `expect_no_more`. Does nothing if it would sleep anyway.
         """
         if self._may_look and self._spinning[True].is_worth_while:
             self._gate.shut()
@@ -417,12 +424,12 @@ class LocalChannel:
         self._gate.open(threading.get_ident())
 
     def call(self) -> None:
-        """Make the guest's `receive` return None, again and again until `called`. Does nothing once closed."""
+        """Make ``receive(guest=True)`` return None, again and again until `called`. Does nothing once closed."""
         with contextlib.suppress(OSError, ValueError):  # the channel is closed
             os.eventfd_write(self._call, 1)
 
     def called(self) -> None:
-        """End what `call` began. Does nothing if nobody called, or once closed."""
+        """End the effect of `call`: the guest has returned from `receive`. Does nothing without one, or once closed."""
         with contextlib.suppress(OSError, ValueError):  # nobody called, or the channel is closed
             os.eventfd_read(self._call)
 
@@ -457,7 +464,7 @@ class LocalChannel:
             self._beside.close()
 
     def _release(self) -> None:
-        """Close all files but those of links and of the ZeroMQ channel."""
+        """Close all files of this channel but those of the links, the outbox and the ZeroMQ channel."""
         for incoming in self._incoming.values():
             incoming.socket.close()
         self._incoming.clear()

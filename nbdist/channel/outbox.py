@@ -46,7 +46,7 @@ def is_own_user(sock: socket.socket) -> bool:
 
 
 class Outbox:
-    """Writes the backlogs of a channel's links to their sockets, in a thread that starts when there is a backlog."""
+    """Writes the backlogs of links, bytes for which their sockets had no room, in a thread that starts when needed."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, LocalLink] = {}
@@ -112,7 +112,7 @@ class Outbox:
 
 
 class LocalLink:
-    """A `Link` to another agent of this host, over one unix socket. Threads take turns at it."""
+    """A `Link` to another agent of this host, over one unix socket; bytes for which it has no room go to a backlog."""
 
     def __init__(self, path: str, outbox: Outbox) -> None:
         """Connect to the socket at ``path``. Raises ChannelError, or TooManyFiles if no file can be opened."""
@@ -164,7 +164,7 @@ class LocalLink:
                 self._backlog.extend(map(memoryview, pieces))
                 return
             try:
-                sent = self._try(self._socket, pieces[:_PIECES_PER_WRITE])
+                sent = self._write_what_fits(self._socket, pieces[:_PIECES_PER_WRITE])
                 if self._socket is not None and (len(pieces) > 1 or sent < len(pieces[0])):
                     self._backlog.extend(map(memoryview, pieces))
                     self._advance(sent)
@@ -177,19 +177,23 @@ class LocalLink:
     def flush(self) -> None:
         """Write as much of the backlog as the socket takes at once. Called by the outbox's thread.
 
+        Once the backlog is empty, the outbox stops calling, and a link that was closed meanwhile closes its socket.
         Does nothing if the socket has been closed.
         """
         with self._lock:
             if self._socket is None:
                 return
-            self._advance(self._try(self._socket, list(islice(self._backlog, _PIECES_PER_WRITE))))
+            self._advance(self._write_what_fits(self._socket, list(islice(self._backlog, _PIECES_PER_WRITE))))
             if self._socket is not None and not self._backlog:
                 self._outbox.forget(self._socket.fileno())
                 if self._closed:
                     self._shut()
 
-    def _try(self, sock: socket.socket, pieces: Sequence[Buffer]) -> int:
-        """Write as much as the socket has room for; return the number of bytes. An error closes the socket."""
+    def _write_what_fits(self, sock: socket.socket, pieces: Sequence[Buffer]) -> int:
+        """Write as much as the socket has room for, without waiting; return the number of bytes that it took.
+
+        An error closes the socket, drops the backlog, and returns 0. The lock is held.
+        """
         try:
             return sock.send(pieces[0]) if len(pieces) == 1 else sock.sendmsg(pieces)
         except BlockingIOError:
@@ -200,10 +204,7 @@ class LocalLink:
             return 0
 
     def _advance(self, sent: int) -> None:
-        """Remove the first ``sent`` bytes from the backlog.
-
-        The socket has taken them.
-        """
+        """Remove the first ``sent`` bytes from the backlog, which the socket has taken. The lock is held."""
         backlog = self._backlog
         while backlog and sent >= len(backlog[0]):
             sent -= len(backlog.popleft())
@@ -223,7 +224,7 @@ class LocalLink:
     def _shut(self) -> None:
         """Close the socket and drop the backlog. The next `send` connects again, unless the link is closed.
 
-        A second call does nothing.
+        A second call does nothing. The lock is held.
         """
         sock, self._socket = self._socket, None
         self._backlog.clear()

@@ -20,8 +20,9 @@ USED_UP = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, err
 
 
 def in_words(number: int, path: str = "") -> str:
-    """Return a text for an error ``number`` of `USED_UP`: the resource, its limit, and what to do.
+    """Return a text that names the resource (files, disk, memory) that is used up, its limit, and what to do.
 
+    ``number`` is the error number in `USED_UP` with which the kernel reported it.
     ``path`` is the file or directory that the failed operation was about, if it is known.
     """
     where = f" ({path})" if path else ""
@@ -39,8 +40,8 @@ def in_words(number: int, path: str = "") -> str:
 
 def explain(error: BaseException) -> str:
     """Return the text of `in_words` if the error is about a used-up resource, else the error's own text."""
-    number = _number(error)
-    return in_words(number, _path(error)) if number else str(error)
+    number = _error_number(error)
+    return in_words(number, _path_of(error)) if number else str(error)
 
 
 @contextlib.contextmanager
@@ -55,10 +56,10 @@ def refusals_in_words(doing: str) -> Iterator[None]:
     except ResourceError:
         raise
     except Exception as error:
-        number = _number(error)
+        number = _error_number(error)
         if not number:
             raise
-        used_up_and_remedy = in_words(number, _path(error))
+        used_up_and_remedy = in_words(number, _path_of(error))
         failure = ResourceError(f"{doing}: {used_up_and_remedy}")
         failure.errno = number
         raise failure from error
@@ -103,18 +104,18 @@ def require_files(count: int, doing: str) -> None:
             os.close(file)
 
 
-def _number(error: BaseException) -> int:
-    """Return the error number in `USED_UP` that an error stands for; 0 if the error is about something else."""
+def _error_number(error: BaseException) -> int:
+    """Return the kernel's error number if an error says that a resource is used up (`USED_UP`); else 0."""
     number = getattr(error, "errno", None)
     if number is None and isinstance(error, NbdistError):  # its text may be about another process; its cause is not
-        return _number(error.__cause__) if error.__cause__ is not None else 0
+        return _error_number(error.__cause__) if error.__cause__ is not None else 0
     if number is None:  # errors of torch's stores and of ZeroMQ's wrappers have only the kernel's text
         text = str(error)
         number = next((each for each in USED_UP if os.strerror(each) in text), 0)
     return number if number in USED_UP else 0
 
 
-def _path(error: BaseException) -> str:
+def _path_of(error: BaseException) -> str:
     """Return the path that an OSError is about; an empty text if the error names none."""
     path = getattr(error, "filename", None)
     return path if isinstance(path, str) else ""

@@ -49,7 +49,10 @@ class Secret:
     """The secret that all members of a cluster share."""
 
     def __init__(self, value: bytes, *, shared_off_host: bool) -> None:
-        """Wrap a secret. Raises SecurityError if it has fewer than 16 bytes."""
+        """Wrap the bytes of a secret. Raises SecurityError if it has fewer than 16.
+
+        ``shared_off_host`` says whether processes on other hosts may have it, too.
+        """
         if len(value) < _SHORTEST_SECRET:
             raise SecurityError(
                 f"a cluster secret needs at least {_SHORTEST_SECRET} bytes; this one has {len(value)}. Make one with "
@@ -94,7 +97,7 @@ class Secret:
         return hmac.digest(self.derive("sign"), data, "sha256") + data
 
     def verify(self, signed: bytes) -> bytes:
-        """Return the data that `sign` was given. Raises SecurityError if it was not signed with this secret."""
+        """Return the data in ``signed``, without the signature. Raises SecurityError if another secret signed it."""
         mark, data = signed[:32], signed[32:]
         if not hmac.compare_digest(mark, hmac.digest(self.derive("sign"), data, "sha256")):
             raise SecurityError(
@@ -105,7 +108,10 @@ class Secret:
         return data
 
     def curve(self, role: str) -> CurveKeys:
-        """Return the key pair of a role: ``door`` for listening sockets, ``member`` for connecting ones."""
+        """Return the CURVE key pair of a role: ``door`` for listening TCP sockets, ``member`` for connecting ones.
+
+        All members derive the same pairs from the secret.
+        """
         private = z85.encode(self.derive(f"curve {role}"))
         return CurveKeys(zmq.curve_public(private), private)
 

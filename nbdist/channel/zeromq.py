@@ -195,7 +195,7 @@ class ZmqChannel:
                 # protected by its directory.
                 self._secured(self._inbox)
                 self._inbox.set(zmq.IPV6, int(":" in host))
-                self._bind(f"tcp://{_bracketed(host)}:*")
+                self._bind(f"tcp://{_in_brackets(host)}:*")
             self._poller = zmq.Poller()
             self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             undo.callback(os.close, self._wake_out)
@@ -207,7 +207,7 @@ class ZmqChannel:
     # -- setting up ---------------------------------------------------------------------------
 
     def _prepare(self, sock: zmq.Socket[bytes]) -> None:
-        """Set a socket's options. Its queue has no limit, so that no `send` ever blocks."""
+        """Set the options of a new socket. Its queues have no limit, so that no `send` ever blocks."""
         sock.set(zmq.SNDHWM, 0)
         sock.set(zmq.RCVHWM, 0)
         sock.set(zmq.LINGER, _LINGER_MS)
@@ -218,7 +218,7 @@ class ZmqChannel:
 
     @contextlib.contextmanager
     def _authenticator(self) -> Iterator[None]:
-        """Run ZeroMQ's thread that admits connections by TCP, which must have the members' public key."""
+        """Run, during the block, ZeroMQ's thread that admits a TCP connection only with the members' key pair."""
         authenticator = ThreadAuthenticator(self._context)
         authenticator.start()
         try:
@@ -228,14 +228,17 @@ class ZmqChannel:
             authenticator.stop()
 
     def _secured(self, sock: zmq.Socket[bytes]) -> None:
-        """Make a socket a CURVE server with the key pair of the role ``door``."""
+        """Have a socket encrypt its TCP connections and prove who it is, with the CURVE keys of the role ``door``."""
         door = self._secret.curve("door")
         sock.set(zmq.CURVE_SERVER, 1)
         sock.set(zmq.CURVE_PUBLICKEY, door.public)
         sock.set(zmq.CURVE_SECRETKEY, door.private)
 
     def _bind(self, address: str) -> None:
-        """Listen at an address; a port of ``*`` is replaced by a free one. Raises ChannelError if that fails."""
+        """Listen at an address, and add it to `addresses`, with a free port in the place of ``*``.
+
+        Raises ChannelError if that fails.
+        """
         try:
             self._inbox.bind(address)
         except zmq.ZMQError as error:
@@ -263,7 +266,10 @@ class ZmqChannel:
         raise ChannelError(f"none of the addresses {list(addresses)} can be reached from this process")
 
     def _link(self, address: str, *, curve: bool) -> ZmqLink:
-        """Open a PUSH socket to an address; ``curve`` adds the keys of a member."""
+        """Return a new link by a PUSH socket to an address; ``curve`` encrypts it with the keys that all members share.
+
+        Raises ChannelError if the channel is closed or the address is wrong, TooManyFiles if no socket can be opened.
+        """
         with self._lock:
             if self._closed:
                 raise ChannelError("the channel is closed: RPC has been shut down in this process")
@@ -306,7 +312,7 @@ class ZmqChannel:
             return self._receive(timeout)
 
     def _receive(self, timeout: float | None) -> list[bytes] | None:
-        """Return the next message. The caller holds `_receiving`."""
+        """Return the next message's frames, or None, as `receive` does. The caller holds `_receiving`."""
         try:
             if self._has_message():  # asked first: the exception zmq.Again would cost as much time as the message
                 return _split(self._inbox.recv_multipart(zmq.NOBLOCK))
@@ -433,7 +439,10 @@ class ZmqLink:
 
 
 def _split(parts: list[bytes]) -> list[bytes] | None:
-    """Return the frames of a message that came as these ZeroMQ parts; None if no `ZmqLink` sends such parts."""
+    """Return the frames of a message that came as these ZeroMQ parts; None if no `ZmqLink` sends such parts.
+
+    A small message comes as one part, which begins with the number and the sizes of its frames.
+    """
     if len(parts) > 1:
         return parts
     joined = parts[0]
@@ -449,6 +458,6 @@ def _split(parts: list[bytes]) -> list[bytes] | None:
     return frames if frames and start == len(joined) else None
 
 
-def _bracketed(host: str) -> str:
+def _in_brackets(host: str) -> str:
     """Return a host as it is written in an address: IPv6 addresses are put in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host

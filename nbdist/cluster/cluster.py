@@ -172,7 +172,10 @@ class Cluster:
 
     @property
     def folder(self) -> str:
-        """The run directory: sockets, connection files and logs of the workers. It exists from `start` on."""
+        """The path of the run directory, with the workers' sockets, connection files and logs.
+
+        AttributeError before `start`.
+        """
         return str(self._lives.folder)
 
     def find(self, name: str) -> Worker:
@@ -187,7 +190,7 @@ class Cluster:
 
     @property
     def kernel_thread(self) -> KernelThread:
-        """The thread that talks to the workers' kernels. It exists from `start` on."""
+        """The thread that talks to the workers' kernels. AttributeError before `start`."""
         return self._thread
 
     def signal(self, name: str, number: int) -> None:
@@ -366,9 +369,10 @@ class Cluster:
         return any(record.name == name for record in self.agent.members())
 
     def _explain_end(self, pid: int) -> str:
-        """Return how the worker with this process id died; empty if none did. The RPC agent asks, for its errors.
+        """Return in words how the worker with this process id died; "" for other processes, and while the worker lives.
 
-        Waits up to `_OUTPUT_ARRIVES_WITHIN` seconds twice, so that the worker's last words are in the text.
+        The RPC agent calls this for the text of its errors. Waits at most `_OUTPUT_ARRIVES_WITHIN` seconds for the end
+        of the process, and as long again for the last text that the worker wrote to standard error.
         """
         for worker in self.workers:
             if worker.pid == pid:
@@ -487,7 +491,8 @@ class Cluster:
     def _send(self, cell: Cell, workers: Sequence[Worker], content: bytes, metadata: bytes) -> None:
         """Send a cell to its workers; the cell fails at once on those that are dead. In the kernel thread.
 
-        A dead worker does not keep the others from running the cell.
+        ``content`` and ``metadata`` are those of the execute request, as JSON. A dead worker does not keep the others
+        from running the cell.
         """
         cell.when_part_ends(self._part_ended)
         lost: dict[str, str | None] = {}
@@ -506,9 +511,10 @@ class Cluster:
             cell.on_lost(name, f"{why or 'is not running'}\n`%dist_restart {name}` starts it again")
 
     def _part_ended(self, cell: Cell, name: str) -> None:
-        """Note that a worker has ended a cell; form the process group if that is due. In the kernel thread.
+        """Remove a cell that has ended on a worker from the cells of that worker. In the kernel thread.
 
-        The cell calls this once for each worker, as set by `_send`.
+        The cell calls this once for each worker, as set by `_send`. If a restart has left the process group to be
+        formed once all workers are idle, and they now are, this begins to form it.
         """
         worker = self.find(name)
         if cell in worker.cells:
@@ -546,7 +552,9 @@ class Cluster:
     # -- views: of higher layers, by `nbdist.registry` ------------------------------------------
 
     def timeline(self) -> Timeline:
-        """Record what all workers do from now on, until `Timeline.stop` or the end of a ``with`` block.
+        """Return a new timeline, which records what all workers do from now on.
+
+        It records until `Timeline.stop` or the end of a ``with`` block.
 
         Example:
             ::
@@ -586,9 +594,10 @@ class Cluster:
         interrupt_workers(self, [worker for worker in self.select(targets) if worker.alive])
 
     def _interrupt_cell(self, cell: Cell) -> Sequence[str]:
-        """Interrupt a cell; return what to say of workers that do not stop. Does not wait in the kernel thread.
+        """Interrupt a cell; return a text for each worker that does not stop.
 
-        In the kernel thread the list is empty, and the interrupt goes on by itself.
+        Waits until the workers have stopped, about 2 s at most, or 30 s if one is formatting its traceback. In the
+        kernel thread it does not wait and returns an empty list; the interrupt then continues by itself.
         """
         if self._thread.is_current():
             self._thread.loop.create_task(interrupt_cell(self, cell))
@@ -621,7 +630,8 @@ class Cluster:
     def references(self, cell: Cell, targets: Targets = None) -> Any:
         """Return RRefs to the values of the last expression of a cell, one for each worker of the cell.
 
-        Does not wait for the cell. A worker hands each value out once.
+        Does not wait for the cell. If the cell fails on a worker, fetching the value of that worker's RRef raises
+        RemoteError. Only one call for each cell is possible, because a worker keeps the value for this call only.
 
         Args:
             cell: The handle that `execute` returned.
@@ -713,16 +723,17 @@ class Cluster:
     # -- for the notebook -----------------------------------------------------------------------
 
     def settle(self, *, patience: float | None = None) -> None:
-        """Show what the calls of the notebook's cell printed on workers. The magics call this; programs need not.
+        """Show, below the cell that runs in the notebook, what its calls (RPCs) have printed on workers.
 
-        ::
+        Waits for text that is on its way. The magics call this after each cell, and before a cell's result is shown;
+        programs need not. ::
 
             called                              the page is watched     captured output, or nobody watches
             after a cell (``patience`` None)    does not wait           waits up to 1 s
             before a result is shown            waits ``patience`` s    ``patience`` s if watched, else 1 s
 
         Args:
-            patience: Seconds to wait at most for output that is on its way, before a result is shown.
+            patience: Seconds to wait at most before a result is shown; None after a cell.
         """
         sink = current_sink()
         origin = self._router.origins.find(sink.key)

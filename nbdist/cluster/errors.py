@@ -33,7 +33,7 @@ _SHORT_TEXT = 80
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def _on(worker: str) -> re.Pattern[str]:
+def _name_pattern(worker: str) -> re.Pattern[str]:
     """Return a pattern for the worker's name in the frames of a traceback. For worker1 it does not match worker10."""
     return re.compile(rf" on {re.escape(worker)}(?!\w)")
 
@@ -49,19 +49,22 @@ class WorkerError:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """A key that is equal for errors that differ only in the worker, and in numbers within long lines."""
-        text = _shared(self.text)
+        """A key that is equal for errors that differ only in the worker, and in numbers within long lines.
+
+        `make_error` shows errors with equal keys once.
+        """
+        text = _comparable(self.text)
         shown = _COLOUR.sub("", "\n".join(self.traceback))
         if self.text:
             shown = shown.replace(self.text, text)
-        shown = "\n".join(map(_shared, shown.split("\n")))  # notes and causes are long texts with numbers, too
-        return self.name, text, _on(self.worker).sub("", shown)
+        shown = "\n".join(map(_comparable, shown.split("\n")))  # notes and causes are long texts with numbers, too
+        return self.name, text, _name_pattern(self.worker).sub("", shown)
 
     def lines(self, workers: str) -> list[str]:
         """Return the lines of the traceback, with ``workers``, the names of all that had it, in place of the worker."""
         if not self.traceback:
             return [f"{self.name}: {self.text}" if self.text else self.name]
-        return [_on(self.worker).sub(f" on {workers}", line) for line in self.traceback]
+        return [_name_pattern(self.worker).sub(f" on {workers}", line) for line in self.traceback]
 
 
 class CellError(NbdistError):
@@ -93,7 +96,7 @@ class CellInterrupted(KeyboardInterrupt):
     traceback: Sequence[str] = ()
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows."""
+        """Return the lines that IPython shows: the workers' tracebacks, or only the name KeyboardInterrupt."""
         return list(self.traceback)
 
 
@@ -112,23 +115,24 @@ def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
     traceback: list[str] = []
     alike = grouped(errors, lambda error: error.key)
     for group in alike[:_TRACEBACKS_SHOWN]:
-        whose = _whose(group)
+        whose = _names_of(group)
         if targets > 1:
             traceback.append(f"[{whose}]")
         traceback += group[0].lines(whose)
     if left := [error for group in alike[_TRACEBACKS_SHOWN:] for error in group]:
-        traceback.append(f"... and other errors on {_whose(left)}")
+        traceback.append(f"... and other errors on {_names_of(left)}")
     names = {error.name for error in errors}
-    texts = grouped(errors, lambda error: (error.name, _shared(error.text)))
+    texts = grouped(errors, lambda error: (error.name, _comparable(error.text)))
     name = names.pop() if len(names) == 1 else "CellError"
     if len(texts) == 1:
         text = errors[0].text
     else:
         said = [
-            f"{_whose(group)}: {_say(group[0], with_name=name == 'CellError')}" for group in texts[:_TRACEBACKS_SHOWN]
+            f"{_names_of(group)}: {_in_one_line(group[0], with_name=name == 'CellError')}"
+            for group in texts[:_TRACEBACKS_SHOWN]
         ]
         if left := [error for group in texts[_TRACEBACKS_SHOWN:] for error in group]:
-            said.append(f"and others on {_whose(left)}")
+            said.append(f"and others on {_names_of(left)}")
         text = "; ".join(said)
     made = _class_for(name)(text)
     made.errors = tuple(errors)
@@ -144,7 +148,7 @@ def grouped(errors: Sequence[WorkerError], key: Callable[[WorkerError], Hashable
     return list(groups.values())
 
 
-def _shared(text: str) -> str:
+def _comparable(text: str) -> str:
     """Return a text by which to compare errors: in a long text every number becomes 0.
 
     The numbers of long texts are ports, addresses and the like, which differ between workers.
@@ -152,12 +156,12 @@ def _shared(text: str) -> str:
     return text if len(text) <= _SHORT_TEXT else _NUMBER.sub("0", text)
 
 
-def _whose(errors: Sequence[WorkerError]) -> str:
-    """Return the names of the workers that had these errors, in short."""
+def _names_of(errors: Sequence[WorkerError]) -> str:
+    """Return the names of the workers that had these errors, as one short text such as ``worker0-2``."""
     return say_names([error.worker for error in errors])
 
 
-def _say(error: WorkerError, *, with_name: bool) -> str:
+def _in_one_line(error: WorkerError, *, with_name: bool) -> str:
     """Return an error in one line, with or without the name of its class."""
     return ": ".join(part for part in (error.name if with_name else "", error.text) if part)
 

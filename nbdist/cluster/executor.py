@@ -57,7 +57,7 @@ class Task(Future[Any]):
 
     @property
     def seconds(self) -> float:
-        """Seconds that the call took, by the worker's clock; 0 until its value has arrived."""
+        """Seconds that the call took, by the worker's clock; 0 until its value has arrived, and for a failed task."""
         return (self.completed - self.started).total_seconds() if self.started and self.completed else 0.0
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> None:
@@ -137,9 +137,11 @@ class Lanes:
             del task
 
     def _take(self, name: str) -> Task | None:
-        """Return the oldest task that a worker may run; None, and then the worker's thread must end, if there is none.
+        """Take the oldest task that a worker may run out of the queue and return it; None if there is none.
 
-        A dead worker leaves tasks to living ones. If none of a task's workers lives, a dead one takes it, and it fails.
+        Does not wait. After None the worker's thread must end: it no longer counts as serving the worker. Takes the
+        lock. A dead worker leaves tasks to living ones. If none of a task's workers lives, a dead one takes it, and it
+        fails.
         """
         with self._lock:
             for task in self._waiting:

@@ -62,7 +62,7 @@ _TRACEBACK_WITHIN = 30.0
 _TRACEBACK_FORMATTERS = ("showtraceback", "_format_exception_for_storage")
 """The functions of IPython that format an error's traceback."""
 _POLL = 0.005
-"""Seconds between two looks at a condition that `_until` waits for."""
+"""Seconds between two looks at a condition that `_wait_until` waits for."""
 
 
 class InterruptedCluster(Protocol):
@@ -93,7 +93,10 @@ class InterruptedCluster(Protocol):
 
 
 async def interrupt_cell(cluster: InterruptedCluster, cell: Cell) -> list[str]:
-    """Interrupt a cell on the workers that still run it; return a text for each worker that does not stop in time."""
+    """Interrupt a cell on the workers that still run it; return a text for each worker that does not stop.
+
+    Runs in the kernel thread. Takes about 2 s at most, or 30 s if a worker is formatting its traceback.
+    """
     return await interrupt(cluster, [(cell, part) for part in cell.parts.values()])
 
 
@@ -118,29 +121,32 @@ def _interrupt_cells_of(cluster: InterruptedCluster, workers: Sequence[Worker]) 
 async def interrupt(cluster: InterruptedCluster, work: Sequence[tuple[Cell, CellPart]]) -> list[str]:
     """Interrupt cells on workers, in the kernel thread; return a text for each worker that does not stop in time.
 
-    Cells that have not begun are called off, cells that run get SIGINT. After `BREAK_AFTER` seconds collectives are
-    broken, after `PATIENCE` seconds the workers that still run are described.
+    ``work`` has each cell with the part of the worker on which to interrupt it. Cells that have not begun are called
+    off, cells that run get SIGINT. After `BREAK_OFF_AFTER` seconds collectives are broken; after `NAME_AFTER` seconds
+    the texts say where the workers are that still run.
     """
     began = time.monotonic()
     work = [(cell, part) for cell, part in work if not part.done]
     running = [part for cell, part in work if _is_next(cluster, cell, part)]
     called_off = [_call_off(cluster, part) for cell, part in work if not _is_next(cluster, cell, part)]
     # Call cells off before any signal: once the signalled cell ends, the worker begins the next one.
-    await _until(lambda: all(future is None or future.done() for future in called_off), began + _SKIP_CONFIRMED_WITHIN)
+    await _wait_until(
+        lambda: all(future is None or future.done() for future in called_off), began + _SKIP_CONFIRMED_WITHIN
+    )
     for part in running:
         _signal(cluster, part)
     parts = [part for _, part in work]
-    await _until(lambda: all(part.done for part in parts), began + BREAK_OFF_AFTER)
+    await _wait_until(lambda: all(part.done for part in parts), began + BREAK_OFF_AFTER)
     for cell, part in work:
         if not part.done and _is_next(cluster, cell, part):
             _break_collective(cluster, part)
-    await _until(lambda: all(part.done for part in parts), began + NAME_AFTER)
+    await _wait_until(lambda: all(part.done for part in parts), began + NAME_AFTER)
     said = [await _describe(cluster, cell, part, began + _TRACEBACK_WITHIN) for cell, part in work if not part.done]
     return [text for text in said if text]
 
 
 def stop_served_calls() -> None:
-    """Stop the calls that this worker runs for others. The notebook calls this on the worker.
+    """Raise KeyboardInterrupt in the calls that this worker runs for others. The notebook calls this on the worker.
 
     Does nothing if this worker has no agent.
     """
@@ -158,17 +164,17 @@ def _is_next(cluster: InterruptedCluster, cell: Cell, part: CellPart) -> bool:
     return part.began is not None or (bool(cells) and cells[0] is cell)
 
 
-async def _until(happened: Callable[[], bool], deadline: float) -> None:
+async def _wait_until(happened: Callable[[], bool], deadline: float) -> None:
     """Wait until ``happened()`` is true or the deadline, by `time.monotonic`, has passed."""
     while not happened() and time.monotonic() < deadline:
         await asyncio.sleep(_POLL)
 
 
 def _signal(cluster: InterruptedCluster, part: CellPart) -> None:
-    """Send SIGINT to the worker as soon as its kernel reacts to it, which is when the cell has begun.
+    """Send SIGINT to the worker of a cell's part as soon as its kernel reacts to it: when the cell has begun there.
 
-    A part that has ended gets no signal. A cell that holds the GIL cannot report its beginning, so the signal goes out
-    `_SIGNAL_ANYWAY_AFTER` seconds later at the latest.
+    Returns at once. A part that has ended gets no signal. A cell that holds the GIL cannot report its beginning, so the
+    signal goes out `_SIGNAL_ANYWAY_AFTER` seconds later at the latest.
     """
     loop = asyncio.get_running_loop()
 
@@ -202,7 +208,7 @@ def _signal(cluster: InterruptedCluster, part: CellPart) -> None:
 
 
 def _call_off(cluster: InterruptedCluster, part: CellPart) -> Future[Any] | None:
-    """Tell a worker to skip a cell that has not begun.
+    """Tell the worker of a cell's part to skip the cell, which has not begun there.
 
     Returns a future that is done once the worker has confirmed, or None if the worker is gone. A worker that was told
     ends the cell as soon as it begins. A signal at that moment would come too late and hit the worker's next work, so
@@ -220,9 +226,10 @@ def _call_off(cluster: InterruptedCluster, part: CellPart) -> Future[Any] | None
 
 
 def _break_collective(cluster: InterruptedCluster, part: CellPart) -> None:
-    """Break the process group of the collective in which the worker may wait, and note in the part what was broken.
+    """Make the worker of a cell's part shut the process group of the collective in which it may wait.
 
-    Returns at once. The note stays empty if the worker does not answer or waits in no collective.
+    Returns at once. `CellPart.note` later gets the sentence for the user that says so; it stays empty if the worker
+    does not answer or waits in no collective.
     """
 
     def note(future: object) -> None:
@@ -234,18 +241,21 @@ def _break_collective(cluster: InterruptedCluster, part: CellPart) -> None:
 
 
 async def _describe(cluster: InterruptedCluster, cell: Cell, part: CellPart, deadline: float) -> str:
-    """Return what to say of a worker that has not ended its cell; "" if it ends while its traceback is formatted."""
+    """Return a sentence on a worker that has not ended its cell: where it is, and how to restart it.
+
+    A worker that is formatting its traceback is waited for until ``deadline``, by `time.monotonic`; "" if it ends then.
+    """
     name = part.worker
     if not _is_next(cluster, cell, part):
         return f"{name} has not begun this cell and will skip it: it still runs an earlier one"
-    frames = await _frames(cluster, name)
+    frames = await _main_frames(cluster, name)
     while _formats_traceback(frames) and not part.done:
         if time.monotonic() > deadline:
             return f"{name} has stopped, but still formats its traceback; `%dist_restart {name}` starts it again"
-        await _until(lambda: part.done, time.monotonic() + where.ANSWER_WITHIN)
-        frames = await _frames(cluster, name)
+        await _wait_until(lambda: part.done, time.monotonic() + where.ANSWER_WITHIN)
+        frames = await _main_frames(cluster, name)
         if not _formats_traceback(frames):  # the traceback is done, and the reply arrives in a moment
-            await _until(lambda: part.done, time.monotonic() + NAME_AFTER)
+            await _wait_until(lambda: part.done, time.monotonic() + NAME_AFTER)
     if part.done:
         return ""
     place = _say_place(frames, cell)
@@ -255,7 +265,7 @@ async def _describe(cluster: InterruptedCluster, cell: Cell, part: CellPart, dea
     )
 
 
-async def _frames(cluster: InterruptedCluster, worker: str) -> list[where.Frame]:
+async def _main_frames(cluster: InterruptedCluster, worker: str) -> list[where.Frame]:
     """Return the frames of a worker's main thread, innermost first; none if the worker writes none."""
     with contextlib.suppress(OSError):
         asked = where.Question(cluster.folder, worker, cluster.signal)

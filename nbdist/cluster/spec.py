@@ -80,7 +80,7 @@ class Spec:
             raise UsageError("the backend nccl needs GPUs, and torch sees none here; use the backend gloo")
         if not there:
             return [("cpu", None)] * self.count
-        chosen = self._chosen()
+        chosen = self._usable_gpus()
         if self.backend == "nccl" and len(chosen) < self.count:
             raise UsageError(
                 f"the backend nccl needs a GPU for each of {self.count} workers, and has {len(chosen)}; "
@@ -97,9 +97,9 @@ class Spec:
         # The variable may be set for this process, too: then its entries are the names of the GPUs that torch counts.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name.strip() for name in visible.split(",")] if visible else []
-        chosen = [own] if self.isolate_gpus else self._chosen()
+        chosen = [own] if self.isolate_gpus else self._usable_gpus()
         return ",".join(names[gpu] if names else str(gpu) for gpu in chosen)
 
-    def _chosen(self) -> list[int]:
+    def _usable_gpus(self) -> list[int]:
         """Return the numbers of the GPUs that workers may get: those asked for, else all that torch sees."""
         return list(self.gpu_ids) if self.gpu_ids is not None else list(range(torch.cuda.device_count()))

@@ -70,9 +70,10 @@ class Position(NamedTuple):
 
 
 def place() -> Position | None:
-    """Return where this process's main thread is; None if it runs no user code.
+    """Return the `Position` of this process's main thread; None if it runs no user code.
 
-    Runs by RPC on the worker, in another thread, which can do so as long as the main thread releases the GIL.
+    A position is the instruction, the processor time used so far, and the call and line of the user's code. Runs by RPC
+    on the worker, in another thread, which can do so as long as the main thread releases the GIL.
     """
     ident = threading.main_thread().ident or 0
     innermost = sys._current_frames().get(ident)
@@ -101,10 +102,11 @@ def say_where(tb: TracebackType | None) -> str:
 
 
 def _find(frames: Sequence[tuple[FrameType, int]]) -> tuple[str, str] | None:
-    """Return the call and the line of a `Position`; None if there is no frame of the user's.
+    """Return the call that the user's code is in and its place, such as ``dist.recv(src=0)`` and ``cell:2``.
 
-    ``frames`` has frames and line numbers, the innermost first. Between the wait and the user's line are frames of
-    torch, nbdist or Python. The outermost of these that is no wrapper is the function that the user called.
+    Returns None if there is no frame of the user's. ``frames`` has frames and line numbers, the innermost first.
+    Between the wait and the user's line are frames of torch, nbdist or Python. The outermost of these that is no
+    wrapper is the function that the user called.
     """
     called = ""
     for frame, number in frames:
@@ -153,7 +155,8 @@ class Stands:
     def saw(self, worker: str, found: Position | None, now: float) -> None:
         """Note where a worker was at the time ``now``; None if it has not answered or runs no user code.
 
-        The worker waits, since the earlier look, if nothing has moved between two looks.
+        The worker counts as waiting, since the earlier of two looks, if it is at the same instruction in both and has
+        used at most `_SHARE_OF_WAITING` of the time between them on the processor.
         """
         if found is None:
             self._last.pop(worker, None)
@@ -173,8 +176,8 @@ class Stands:
         """Return the line to show at the time ``now``; empty if none should be shown.
 
         There is a line if all ``running`` workers wait, or if some wait and others have ended, as in a deadlock after
-        an error. Workers that wait at the same place share an entry. ``ended`` says of each worker that has ended the
-        cell whether it failed.
+        an error. Workers that wait at the same place are named together. ``ended`` says of each worker that has ended
+        the cell whether it failed.
         """
         waiting = [worker for worker in running if worker in self._since]
         if not waiting or not (ended or len(waiting) == len(running)):
@@ -217,15 +220,16 @@ class Lookout:
         Call it once, when the cell has been sent.
         """
         self._cell.when_done(lambda: self._line.show(""))
-        self._later(self._look, min(_LOOK_EVERY, self._after))
+        self._look_later(self._look, min(_LOOK_EVERY, self._after))
 
-    def _later(self, action: Any, seconds: float, *arguments: Any) -> None:
+    def _look_later(self, action: Any, seconds: float, *arguments: Any) -> None:
         self._thread.loop.call_later(seconds, action, *arguments)
 
     def _look(self) -> None:
-        """Ask the workers where they are, if the cell is silent. The kernel thread must not wait for their answers.
+        """Ask the workers where they are (`place`), if the cell has shown nothing for the last seconds.
 
-        `_judge` therefore runs `_ANSWER_WITHIN` seconds later and takes the answers that have come by then.
+        The kernel thread must not wait for their answers. `_judge` therefore runs `_ANSWER_WITHIN` seconds later and
+        takes the answers that have come by then.
         """
         if self._cell.done:
             return
@@ -234,10 +238,13 @@ class Lookout:
             for part in self._running():
                 with contextlib.suppress(NbdistError):  # the worker is gone
                     asked[part.worker] = self._agent.call(part.worker, place, timeout=_ANSWER_WITHIN)
-        self._later(self._judge, _ANSWER_WITHIN, asked)
+        self._look_later(self._judge, _ANSWER_WITHIN, asked)
 
     def _judge(self, asked: Mapping[str, Any]) -> None:
-        """Note the answers, show or remove the line, and look again later."""
+        """Take the answers that have come, show, change or remove the line, and plan the next look.
+
+        ``asked`` has the future of each worker's `Position`, by name.
+        """
         if self._cell.done:
             return
         now = time.monotonic()
@@ -250,8 +257,8 @@ class Lookout:
         ended = {part.worker: part.error is not None for part in self._cell.parts.values() if part.done}
         silent = now - self._cell.last_output >= self._after
         self._line.show(self._stands.say([part.worker for part in self._running()], ended, now) if silent else "")
-        self._later(self._look, max(0.1, min(_LOOK_EVERY, self._after) - _ANSWER_WITHIN))
+        self._look_later(self._look, max(0.1, min(_LOOK_EVERY, self._after) - _ANSWER_WITHIN))
 
     def _running(self) -> list[CellPart]:
-        """Return the parts of the cell that have not ended."""
+        """Return the parts of the cell (one for each worker) that have not ended."""
         return [part for part in self._cell.parts.values() if not part.done]

@@ -75,7 +75,7 @@ def _parse_one(part: str, text: str, names: Sequence[str]) -> Sequence[int]:
     if part in names:
         return [names.index(part)]
     if _NAME.fullmatch(part):
-        raise UnknownWorker(f"there is no worker {part!r}; {_which(names)}")
+        raise UnknownWorker(f"there is no worker {part!r}; {_which_workers(names)}")
     raise UsageError(
         f"{text!r} is not a target: write a rank (0, -1), several (0,2), a range (0-2 with its end, 0:2 without), "
         "a name, or all"
@@ -92,10 +92,10 @@ def _slice(part: str, match: re.Match[str], names: Sequence[str]) -> Sequence[in
         raise UsageError(f"the step of the slice {part!r} must not be 0")
     for bound in (start, stop):
         if bound is not None and not -len(names) <= bound <= len(names):
-            raise UnknownWorker(f"{part!r} goes beyond the last worker; {_which(names)}")
+            raise UnknownWorker(f"{part!r} goes beyond the last worker; {_which_workers(names)}")
     ranks = range(len(names))[start:stop:step]
     if not ranks:
-        raise UsageError(f"the slice {part!r} names no worker; {_which(names)}")
+        raise UsageError(f"the slice {part!r} names no worker; {_which_workers(names)}")
     return ranks
 
 
@@ -105,11 +105,11 @@ def _rank(number: int, names: Sequence[str]) -> int:
     Raises UnknownWorker if there is none.
     """
     if not -len(names) <= number < len(names):
-        raise UnknownWorker(f"there is no worker with rank {number}; {_which(names)}")
+        raise UnknownWorker(f"there is no worker with rank {number}; {_which_workers(names)}")
     return number % len(names)
 
 
-def _which(names: Sequence[str]) -> str:
+def _which_workers(names: Sequence[str]) -> str:
     """Return the sentence that says which workers there are."""
     if len(names) == 1:
         return f"there is {names[0]} alone, with rank 0"

@@ -100,7 +100,11 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """The worker's state, as in the table above: a step, "idle", "busy", or how it was lost."""
+        """The worker's state in words.
+
+        A step while it starts, such as "kernel"; "idle"; "busy" while it has cells; or the first line of how it was
+        lost.
+        """
         if self.lost is not None:
             return self.lost.partition("\n")[0]
         if self.step != "ready":
@@ -108,9 +112,10 @@ class Worker:
         return "busy" if self.cells else "idle"
 
     def connection(self, folder: Path) -> dict[str, Any]:
-        """Return the connection information of the next kernel, and count one life more.
+        """Return the content of the connection file for the kernel that is started next.
 
-        The kernel's sockets are in the run directory, which no other user can enter.
+        Each start of the worker is a life, and has a number of its own: this counts `lives` up. The kernel's sockets
+        are in the run directory, ``folder``, which no other user can enter.
         """
         self.lives += 1
         return {
@@ -123,13 +128,14 @@ class Worker:
         }
 
     def connection_file(self, folder: Path) -> Path:
-        """Return the path of the connection file of the present life."""
+        """Return the path of the kernel's connection file, in ``folder``, for the latest start of the worker."""
         return folder / f"{self.name}-{self.lives}.json"
 
     def prepare(self, thread: KernelThread, folder: Path, listener: Callable[[Worker, str, Message], None]) -> None:
-        """Forget the previous life, write the connection file of the next kernel, and make a client for it.
+        """Get ready for the next start: write a new connection file, make a `Kernel` for it, and reset the state.
 
-        ``listener(worker, channel, message)`` gets, in the kernel thread, the messages that nobody awaits.
+        The print log is kept. ``listener(worker, channel, message)`` gets, in the kernel thread, the messages that
+        answer no `Kernel.ask`.
         """
         connection = self.connection(folder)
         self.print_log = self.print_log or PrintLog(folder, self.name)
@@ -157,9 +163,9 @@ class Worker:
             "store_history": False,
             "allow_stdin": False,
         }
-        return self._outcome(self.kernel.ask("execute_request", {**request, "user_expressions": {}}))
+        return self._wait_for_reply(self.kernel.ask("execute_request", {**request, "user_expressions": {}}))
 
-    async def _outcome(self, asked: asyncio.Future[Message]) -> None:
+    async def _wait_for_reply(self, asked: asyncio.Future[Message]) -> None:
         """Wait for the reply to `call`; raise StartError with the worker's traceback if it is an error.
 
         WorkerLost if the worker dies before it replies.
@@ -175,7 +181,7 @@ class Worker:
         The reason has the last lines of ``last_words``, the process's standard error; where that is empty, those of
         the present cell's standard error. In the kernel thread.
         """
-        lines = _telling([line for line in last_words.splitlines() if line.strip()] or self.stderr.lines())
+        lines = _lines_that_say_why([line for line in last_words.splitlines() if line.strip()] or self.stderr.lines())
         why = describe_exit(code)
         for cell in self.cells:
             lines = [labels.rename_cell_frames(line, cell.source, cell.number, self.name) for line in lines]
@@ -227,8 +233,11 @@ class Worker:
             self.stderr.feed(text)
 
 
-def _telling(lines: list[str]) -> list[str]:
-    """Return the lines that say why a process died: those from the beginning of a crash, else the last ones."""
+def _lines_that_say_why(lines: list[str]) -> list[str]:
+    """Return at most `_LAST_LINES` lines that say why a process died.
+
+    They start with the first line of a crash report, if there is one; otherwise they are the last lines.
+    """
     crash = next((index for index, line in enumerate(lines) if _CRASH.search(line)), None)
     return lines[-_LAST_LINES:] if crash is None else lines[crash : crash + _LAST_LINES]
 
@@ -251,5 +260,5 @@ async def first_error(work: list[asyncio.Task[None]]) -> None:
 
 
 def lost_error(worker: Worker) -> WorkerLost:
-    """Return the error for a caller that needs a worker that is lost."""
+    """Return the WorkerLost to raise for a worker that is lost; it says how to restart the worker."""
     return WorkerLost(f"{worker.name} {worker.lost}\n`%dist_restart {worker.name}` starts it again")

@@ -30,9 +30,9 @@ class RpcAgent:
 
     @classmethod
     def around(cls, agent: Agent) -> RpcAgent:
-        """Return a wrapper of an agent that runs already.
+        """Return a new wrapper of an agent that runs already.
 
-        `agent_of_torch` then returns it for that agent.
+        From now on, `agent_of_torch` returns this wrapper for the agent.
         """
         self = cls.__new__(cls)
         self._agent = agent
@@ -52,7 +52,7 @@ class RpcAgent:
         return [WorkerInfo(record.name, record.id) for record in self._agent.members()]
 
     def get_debug_info(self) -> dict[str, str]:
-        """Return counters of the agent, under torch's names."""
+        """Return counters of the agent as text, by torch's names: its threads, the calls that it waits for or runs."""
         counters = self._agent.statistics()
         return {
             "agent.thread_pool_size": str(self._agent.options.num_worker_threads),
@@ -69,7 +69,7 @@ class RpcAgent:
         return self._agent.me.world_size is not None
 
     def shutdown(self) -> None:
-        """End the agent at once, without waiting for other workers."""
+        """End the agent at once, without waiting for other workers; its open calls fail with WorkerLost."""
         api.finish(self._agent)
 
     def _get_device_map(self, worker: WorkerInfo | str) -> dict[torch.device, torch.device]:
@@ -95,15 +95,15 @@ class TensorPipeAgent(RpcAgent):
         reverse_device_maps: Mapping[str, Any] | None = None,
         devices: Sequence[Any] = (),
     ) -> None:
-        wrap = self._wrapper(options)
+        wrap = self._channel_wrapper(options)
         self._agent = api.initialize(name, rank, world_size or None, options, store=store, wrap=wrap)
         _wrappers[self._agent] = self
 
     @staticmethod
-    def _wrapper(options: RpcBackendOptions) -> Any:
-        """Return a function that wraps the agent's channel, or None.
+    def _channel_wrapper(options: RpcBackendOptions) -> Any:
+        """Return None: the agent uses its channel as it is.
 
-        Only the subclass that injects faults has one.
+        The subclass that injects faults returns a function that is given the channel and returns a faulty one.
         """
         return None
 
@@ -112,10 +112,10 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
     """Starts an agent of which some messages fail or come late, as its options say."""
 
     @staticmethod
-    def _wrapper(options: RpcBackendOptions) -> Any:
-        """Return a function that puts faults around a channel. Raises TypeError for options without faults.
+    def _channel_wrapper(options: RpcBackendOptions) -> Any:
+        """Return a function that is given a channel, and returns a channel that injects faults into it.
 
-        ``options`` say which messages fail or come late.
+        ``options`` say which messages fail or come late. Raises TypeError for options of a class without faults.
         """
         if not isinstance(options, FaultyTensorPipeRpcBackendOptions):
             wanted = FaultyTensorPipeRpcBackendOptions.__name__

@@ -23,7 +23,7 @@ class _Joint:
         self.next_functions = tuple(slot.edge for slot in sent.slots)
 
     def name(self) -> str:
-        """Return the name of torch's node."""
+        """Return the name that torch gives a send node: ``torch::distributed::autograd::SendRpcBackward``."""
         return "torch::distributed::autograd::SendRpcBackward"
 
 
@@ -37,11 +37,14 @@ class DistAutogradContext:
         return self._context.id
 
     def _send_functions(self) -> dict[int, Any]:
-        """Return the node of each message that was sent in the context, by the message's id."""
+        """Return a send node in torch's form for each message that this worker sent in the context, by message id."""
         return {message: _Joint(sent) for message, sent in self._context.sends.items()}
 
     def _recv_functions(self) -> dict[int, Any]:
-        """Return a node of each message that was received in the context, by the message's id."""
+        """Return a receive node of each message that this worker received in the context, by the message's id.
+
+        nbdist has a node for each tensor; this is the first one of the message.
+        """
         return {message: node for message, end in self._context.receives.items() for node in end.nodes[:1]}
 
     def _known_worker_ids(self) -> set[int]:
@@ -58,7 +61,7 @@ def _init(worker_id: int) -> None:
 
 
 def _get_debug_info() -> dict[str, str]:
-    """Return the number of open contexts and of backward passes that run in them, under torch's names."""
+    """Return the numbers of this worker's contexts and of backward passes in them as text, by torch's names."""
     contexts = recorder().contexts.all()
     return {
         "num_autograd_contexts": str(len(contexts)),
@@ -67,10 +70,7 @@ def _get_debug_info() -> dict[str, str]:
 
 
 def _is_valid_context(context_id: int) -> None:
-    """Raise an error if this worker has no context with this id.
-
-    The error is a UsageError; a valid context returns None.
-    """
+    """Raise UsageError if this worker has no context with this id; else do nothing."""
     recorder().contexts.get(context_id)
 
 
@@ -85,7 +85,7 @@ def _new_context() -> DistAutogradContext:
 def _current_context() -> DistAutogradContext:
     """Return the context of the calling thread. Raises RuntimeError if it is in none.
 
-    Torch's text, since programs compare it.
+    The error has torch's text, because programs compare it.
     """
     found = recorder().contexts.current
     if found is None:
@@ -94,10 +94,7 @@ def _current_context() -> DistAutogradContext:
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
-    """Return the context with this id. Raises an error if this worker has none.
-
-    The error is a UsageError.
-    """
+    """Return the context with this id. Raises UsageError if this worker has none."""
     return DistAutogradContext(recorder().contexts.get(context_id))
 
 
@@ -111,5 +108,5 @@ def _release_context(context_id: int) -> None:
 
 
 def _get_max_id() -> int:
-    """Return the highest id of a context that this worker has made."""
+    """Return the highest id that a context made by this worker can have, as in torch: not the last one made."""
     return recorder().contexts.last_id

@@ -43,7 +43,10 @@ class MessageNames:
         """The ids of the references to results of torch's operators."""
 
     def __call__(self, kind: str, frames: Sequence[Buffer]) -> str:
-        """Return torch's type of a message; its ``kind`` if torch has no such message."""
+        """Return torch's type of a message, such as "PYTHON_CALL"; its ``kind`` if torch has no such message.
+
+        ``frames`` are the message's frames, of which the first is the envelope.
+        """
         what = _CALLS.get(kind)
         if what is None:
             return _OTHERS.get(kind, kind)

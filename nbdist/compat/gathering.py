@@ -52,18 +52,19 @@ _rounds: defaultdict[tuple[int, str], _Round] = defaultdict(_Round)
 
 
 def _round(sequence_id: str) -> _Round:
-    """Return the current agent's round with this id; make it at the first call.
+    """Return the current agent's state of one call of `all_gather`, the round with this id; make it at the first call.
 
-    The leader's call may arrive before this worker's own, so either makes it.
+    The parts of other members may arrive before this worker itself calls `all_gather`, so either makes it.
     """
     with _lock:
         return _rounds[api.current_agent().me.incarnation, sequence_id]
 
 
 def gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: Collection[str]) -> None:
-    """Add a member's part to a round of the leader. Followers call this on the leader.
+    """Add the object of one member to one call of `all_gather`, on the leader: the first member by name.
 
-    Raises RuntimeError if the member has sent its part before.
+    The other members call this on the leader, which waits for the objects of all ``worker_names``. Raises RuntimeError
+    if the member has sent its object before.
     """
     gathering = _round(sequence_id)
     with _lock:
@@ -79,7 +80,10 @@ def gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names:
 
 
 def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
-    """Give all parts to a follower's round. The leader calls this on each follower."""
+    """End a follower's wait in `all_gather` with the objects of all members, by name.
+
+    The leader, which is the first member by name, calls this on each other member, once for each `all_gather`.
+    """
     _round(sequence_id).whole.set_result(objects_map)
 
 
@@ -112,9 +116,9 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
 
 
 def _wait(sequence_id: str, others: list[str], deadline: float) -> dict[str, Any]:
-    """Wait for all parts of a round. Raises an error if one of ``others`` is lost, RpcTimeout at the deadline.
+    """Wait until this worker has the objects of all members in one call of `all_gather`; return them by name.
 
-    ``deadline`` is a time of `time.monotonic`.
+    Raises an error if one of ``others`` is lost, RpcTimeout at the ``deadline``, a time of `time.monotonic`.
     """
     agent, whole = api.current_agent(), _round(sequence_id).whole
     while True:
@@ -129,7 +133,10 @@ def _wait(sequence_id: str, others: list[str], deadline: float) -> dict[str, Any
 
 
 def _broadcast(sequence_id: str, whole: dict[str, Any], followers: list[str], timeout: float) -> None:
-    """Send all parts to the followers. Raises RpcTimeout, with torch's text, if that fails for any of them."""
+    """Send the objects of all members to the followers, and wait until they have them; for the leader's `all_gather`.
+
+    Raises RpcTimeout, with torch's text, if that fails for any follower. ``timeout`` is in seconds, for each call.
+    """
     agent = api.current_agent()
     told = dict.fromkeys(followers, (sequence_id, whole))
     errors = ask_each(agent, broadcast_to_followers, told, timeout=timeout).errors

@@ -63,9 +63,10 @@ Method = Callable[..., Any]
 
 
 def _stand_in(method: Method, way: str) -> Method:
-    """Return a replacement of ``RRef.rpc_sync`` or the like that raises torch's errors.
+    """Return a replacement of ``method``, which is ``RRef.rpc_sync`` or the like, that raises torch's errors.
 
-    Its calls are made by the method ``way`` of `nbdist.rpc.calls.caller.Caller`.
+    Like ``method``, it returns a proxy of the value. Calls of the proxy's methods are made by the method ``way`` of the
+    agent's `nbdist.rpc.calls.caller.Caller`.
     """
 
     @functools.wraps(method)
@@ -76,7 +77,10 @@ def _stand_in(method: Method, way: str) -> Method:
 
 
 def _call(call: Method, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
-    """Call the method ``name`` of a reference's value by ``call``, and raise torch's errors."""
+    """Return ``call(rref, name, timeout, ...)``, which calls the method ``name`` of a reference's value.
+
+    If nbdist refuses the call, torch's error is raised. ``timeout`` is in seconds.
+    """
     try:
         return call(rref, name, timeout, *args, **kwargs)
     except (UsageError, RRefError) as error:
@@ -84,7 +88,7 @@ def _call(call: Method, rref: RRef[Any], name: str, timeout: float, *args: Any, 
 
 
 def _in_torchs_words(method: Method, name: str) -> Method:
-    """Return a replacement of ``RRef.to_here`` or the like that raises torch's errors."""
+    """Return a function that does the same as ``method``, the method ``name`` of RRef, but raises torch's errors."""
 
     @functools.wraps(method)
     def use(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +150,11 @@ class Serialized:
         self._fork = fork
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make a fork for an unknown receiver, and pickle it."""
+        """Return how pickle makes a copy, with a new fork for an unknown receiver.
+
+        The value lives until `accept` of the copy, or for ever if the bytes are never read. A copy that is pickled
+        again passes its fork on.
+        """
         return Serialized, (None, self._fork if self._rref is None else _fork_for_anybody(self._rref))
 
     def accept(self) -> RRef[Any]:
@@ -164,7 +172,10 @@ class Serialized:
 
 
 def in_a_message(serialized: Serialized) -> Any:
-    """Reduce a serialized reference for a message: the RRef itself goes into it, and the codec makes the fork."""
+    """Return how pickle makes a copy of ``serialized`` in a message, as ``__reduce__`` does.
+
+    The RRef itself goes into the message, and the codec makes the fork for the receiver.
+    """
     if serialized._rref is None:
         return serialized.__reduce__()
     return _unchanged, (serialized._rref,)
@@ -176,7 +187,10 @@ def _unchanged(rref: RRef[Any]) -> RRef[Any]:
 
 
 def _serialize(self: RRef[Any]) -> tuple[Serialized]:
-    """Return the argument for `_deserialize`, which a pickler or a call can carry. Raises torch's errors."""
+    """Return the argument for `_deserialize`, which a pickler or a call can carry.
+
+    Raises torch's error if the reference cannot be used any more.
+    """
     try:
         self.check_alive()
     except RRefError as error:
@@ -185,21 +199,27 @@ def _serialize(self: RRef[Any]) -> tuple[Serialized]:
 
 
 def _deserialize(data: tuple[Serialized | RRef[Any]]) -> RRef[Any]:
-    """Return the reference that `_serialize` was called on, for the current agent.
+    """Return a reference to the value of the reference that `_serialize` was called on, for the current agent.
 
-    RRefError if the argument was used before.
+    Raises RRefError if ``data`` was used before.
     """
     (serialized,) = data
     return serialized.accept() if isinstance(serialized, Serialized) else serialized
 
 
 def _fork_for_anybody(rref: RRef[Any]) -> bytes:
-    """Make a fork of a reference for an unknown receiver, and encode it."""
+    """Make a fork of a reference for an unknown receiver, and return it as bytes for `_accept_fork`.
+
+    Whoever accepts it becomes a user. If nobody does, the value is kept.
+    """
     return msgspec.msgpack.encode(rref.hand_over(_UNKNOWN_RECEIVER))
 
 
 def _accept_fork(data: bytes) -> RRef[Any]:
-    """Return the reference of an encoded fork, for the current agent."""
+    """Make the current agent a user of the value of a fork that `_fork_for_anybody` made; return the reference.
+
+    Accept each fork once.
+    """
     agent = api.current_agent()
     fork = msgspec.msgpack.decode(data, type=Fork)
     rref: RRef[Any]
@@ -226,7 +246,7 @@ def release_users(agent: Agent, timeout: float) -> None:
 
 
 def debug_info(agent: Agent) -> dict[str, str]:
-    """Return the numbers of references of several kinds, under torch's names."""
+    """Return numbers as text, by torch's names: of values that this agent owns, of forks, of references under way."""
     forks = agent.references.forks
     creations = sum(1 for call in agent.awaited() if call.result is not None)
     return {

@@ -80,9 +80,9 @@ def _torch_rpc_runs() -> bool:
 
 
 def _take_over_settings() -> None:
-    """Copy settings from torch's modules to nbdist's: reducers, which torch itself registers too, and a flag.
+    """Copy the registered reducers and the flag ``_ignore_rref_leak`` from torch's modules to nbdist's.
 
-    Does nothing for modules that have not been imported.
+    torch itself registers reducers, too. Does nothing for modules that have not been imported.
     """
     internal, api = (sys.modules.get(f"torch.distributed.rpc.{name}") for name in ("internal", "api"))
     if internal is not None:
@@ -93,9 +93,9 @@ def _take_over_settings() -> None:
 
 
 def _replace(name: str, module: types.ModuleType) -> None:
-    """Register ``module`` and its submodules under ``name``, and remove all modules that were registered there.
+    """Replace the module ``name`` and its submodules by ``module`` and its own, wherever a program can find them.
 
-    A later import then finds ``module``.
+    That is ``sys.modules``, the attribute of the parent package, and the globals of modules that imported from it.
     """
     new = {name: module}
     for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):

@@ -146,7 +146,7 @@ def _of_worker_info(error: UsageError, name: Any) -> Exception:
 
 
 def refuse_file(file: io.TextIOWrapper) -> NoReturn:
-    """Raise pickle's error for an open file in a message. Without this, cloudpickle would send the file's contents."""
+    """Raise TypeError, with pickle's text, for an open file in a message. cloudpickle would send its contents."""
     raise TypeError(f"cannot pickle '_io.{type(file).__name__}' object")
 
 

@@ -51,7 +51,11 @@ def check(shell: Any, code: str, own: Container[str], page: Page) -> None:
 
 
 def _find_magic(transformed: str, own: Container[str]) -> str | None:
-    """Return the first magic of ``own`` in code that IPython has transformed, with its sign; None if there is none."""
+    """Return the first magic among the names in ``own`` that code uses, such as ``%%remote``; None if there is none.
+
+    ``transformed`` is the code as IPython has transformed it. The text below a magic such as ``%%time`` is searched,
+    too.
+    """
     if not any(method in transformed for method in _MARKS):
         return None
     try:

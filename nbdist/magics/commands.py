@@ -44,7 +44,6 @@ from nbdist.magics.lines import (
 from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
 from nbdist.views.passes.watching import Watcher
-from nbdist.views.timeline.timeline import Timeline
 from nbdist.views.workers.difference import DiffTable
 from nbdist.views.workers.memory import FreedTable, MemoryTable
 from nbdist.views.workers.panel import Panel
@@ -64,7 +63,7 @@ _REMOTE_USAGE = (
 
 
 def _shortly(magic: F) -> F:
-    """Return the magic, whose errors of nbdist are shown without a traceback: it would show only nbdist's own code.
+    """Return the magic, with errors of nbdist shown without a traceback, which would show only nbdist's own code.
 
     An error with a rendering of its own, or with notes, such as an error of a worker, is shown as usual.
     """
@@ -120,8 +119,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
                    [--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE]
 
         -n, --num-processes   the number of workers (2; with -g, one for each GPU)
-        -g, --gpu-ids         the GPUs to use, by number (all)
-        --backend             the backend of the process group; none for no group
+        -g, --gpu-ids         the GPUs to use, by number (all; with --backend gloo, none)
+        --backend             the backend of the process group; none for no group (nccl if each worker has its own GPU,
+                              else gloo)
         --driver              the notebook's name; the notebook then has id 0, and the first worker is worker1
         --seed                seed random numbers: worker r with S + r
         -t, --timeout         seconds within which all workers must be ready (120)
@@ -130,7 +130,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         --preload             import these modules once, before the workers start. Forked workers then have them at no
                               cost of time or memory. A changed module is imported again by the next %dist_init
 
-        If a cluster with the same options runs already, it is kept. %dist_shutdown ends it.
+        If a cluster with the same options runs already, it is kept; one with other options is an error.
+        %dist_shutdown ends it.
 
         Example:
             %dist_init -n 4 --seed 1
@@ -220,6 +221,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def dist_status(self, line: str) -> StatusTable | None:
         """Show each worker's pid, device, state, memory and calls in flight.
 
+        Busy workers are shown too: within about a second, with what the notebook knows of them.
+
         Example:
             %dist_status
         """
@@ -238,6 +241,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @_shortly
     def dist_panel(self, line: str) -> Panel:
         """Show a live row for each worker: running code, CPU, memory, calls; with buttons to interrupt and restart.
+
+        An error if no cluster runs.
 
         Example:
             %dist_panel
@@ -288,6 +293,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def dist_free(self, line: str) -> FreedTable:
         """Free the values that only `Out`, `_` and tracebacks hold, in the notebook and on all workers.
 
+        Shows which values were freed. The entries of Out that held them are gone, and so is the error that %debug
+        shows, if its traceback held them. Your variables keep their values.
+
         Example:
             %dist_free
         """
@@ -322,6 +330,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             raise UsageError(f"the lines cannot be saved: {error}") from error
 
     @line_magic
+    @_shortly
     def dist_debug(self, line: str) -> StatusTable | None:
         """Show what `%dist_status` shows: this is its name in nbdistributed.
 
@@ -369,6 +378,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def dist_push(self, line: str) -> None:
         """Copy variables of the notebook to workers: %dist_push NAME [NAME ...] [-r TARGET].
 
+        Without -r, to all workers. Returns when all have the values, after the cells that they were sent before.
+
         Example:
             %dist_push model rate -r 0,2
         """
@@ -383,7 +394,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def dist_pull(self, line: str) -> None:
         """Copy variables of workers to the notebook: %dist_pull NAME [NAME ...] [-r TARGET].
 
-        From several workers, each variable becomes the list of the workers' values.
+        Without -r, from all workers. From several workers, each variable becomes the list of the workers' values. It
+        replaces the notebook's variable of that name; model.weight becomes weight.
 
         Example:
             %dist_pull losses -r worker1
@@ -396,9 +408,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def _names(line: str, usage: str) -> tuple[list[str], str | None]:
-        """Return the names and the target in the line of `%dist_push` or `%dist_pull`.
+        """Return the names and the target (None for all workers) in the line of `%dist_push` or `%dist_pull`.
 
-        Raises UsageError for a line without names.
+        ``usage`` is the syntax that an error shows. Raises UsageError for a line without names.
         """
         options = reader(usage)
         options.add_argument("names", nargs="+")
@@ -413,8 +425,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def dist_diff(self, line: str) -> DiffTable:
         """Show whether a value is equal on all workers, or where it first differs: %dist_diff EXPRESSION [-r TARGET].
 
-        The value may be a tensor, a module, a state_dict or any other. It stays on its worker, and is compared part by
-        part.
+        The expression runs on each worker. Its value may be a tensor, a module, a state_dict or any other. It stays on
+        its worker, and is compared with that of the first worker part by part.
 
         Example:
             %dist_diff model.state_dict() -r 0,1
@@ -466,13 +478,14 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         %%timeline [FILE]
 
-        FILE, if it is given, is written for the viewer Perfetto (ui.perfetto.dev).
+        FILE, if it is given, is written for the viewer Perfetto (ui.perfetto.dev). If the cell fails, the timeline of
+        what was done until then is shown, too.
 
         Example:
             %%timeline step.json
             train(batch)
         """
-        told = Timeline(self._session.cluster().agent)
+        told = self._session.cluster().timeline()
         try:
             value = self._run_here(cell)
         finally:

@@ -1,7 +1,7 @@
 """Completes options and workers in the lines of magics, and the workers' names in code for workers.
 
-Names come from the kernel of the first target worker if it answers within 0.2 s. If it is busy, they come from its last
-reply: completion never waits for a worker that computes.
+Names come from the kernel of the first target worker if it answers within 0.2 s. If it is busy, they are the names that
+it sent after its last cell: completion never waits for a worker that computes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ ANSWER_TIMEOUT = 0.2
 
 _BACKENDS = ("gloo", "nccl", "none")
 _BACKEND = re.compile(r".*\s--backend[ =]\s*\w*")
-_MAGICS_WITH_NAMES = ("%remote", "%dist_restart", "%dist_push", "%dist_pull")
+_MAGICS_WITH_NAMES = (
+    "%remote",
+    "%dist_restart",
+    "%dist_push",
+    "%dist_pull",
+    "%dist_diff",
+    "%dist_log",
+    "%dist_memory",
+)
 """The line magics that take the names of workers or variables."""
 _MAGIC_LINE = re.compile(r"\s*(%%?\w+)\b")
 _CALLED = re.compile(
@@ -47,7 +55,7 @@ class _Nothing(list[SimpleCompletion]):
     """
 
     def __len__(self) -> int:
-        """Return 1, although the list is empty."""
+        """Return 1, although the list is empty: IPython would else show the completions of its other completers."""
         return 1
 
 
@@ -76,9 +84,10 @@ class RemoteCompleter:
         self._completer.custom_matchers.remove(self._match)
 
     def match(self, text: str, cursor: int) -> SimpleMatcherResult:
-        """Return the completions at a place in a cell's text, in characters; none where IPython knows better.
+        """Return the completions at a place in a cell's text; ``cursor`` counts characters.
 
-        No worker is asked unless the cursor is in code for workers.
+        An empty result, where the text is not for this completer, leaves the completion to IPython. No worker is asked
+        unless the cursor is in code for workers.
         """
         before = text[:cursor]
         if (called := _CALLED.search(before)) is not None and Cluster.current is not None:
@@ -87,7 +96,7 @@ class RemoteCompleter:
             return SimpleMatcherResult(completions=found, suppress=True, matched_fragment=called[1])
         place = find_remote_code(text, cursor)
         if place is not None:
-            return self._body(place)
+            return self._remote_code(place)
         first = FIRST_LINE.match(text)
         if first is not None and cursor <= first.end():
             return self._words(
@@ -104,17 +113,23 @@ class RemoteCompleter:
         return self._words(line, _BACKENDS if _BACKEND.fullmatch(line) else options)
 
     def _variables(self, magic: str) -> list[str]:
-        """Return the variables that ``%dist_push`` or ``%dist_pull`` can copy; [] for any other magic."""
+        """Return the notebook's variables for ``%dist_push``, the workers' for ``%dist_pull`` and ``%dist_diff``.
+
+        [] for any other magic.
+        """
         if magic == "%dist_push":
             hidden = self._shell.user_ns_hidden
             return [name for name in list(self._shell.user_ns) if not name.startswith("_") and name not in hidden]
-        if magic == "%dist_pull" and Cluster.current is not None:
+        if magic in ("%dist_pull", "%dist_diff") and Cluster.current is not None:
             return sorted({name for worker in Cluster.current.workers for name in worker.names})
         return []
 
     @staticmethod
     def _words(before: str, words: Iterable[str], *, suppress: bool = True) -> SimpleMatcherResult:
-        """Return those of ``words`` that begin as the last word of ``before``, the text up to the cursor."""
+        """Return those of ``words`` that begin as the last word of ``before``, the text up to the cursor.
+
+        With ``suppress``, IPython shows no completions of its own beside them.
+        """
         begun = _WORD.search(before)[0]  # type: ignore[index]
         found = [SimpleCompletion(word, type="magic") for word in words if word.startswith(begun)]
         if not found or _MAGIC.fullmatch(before):  # the magic's own name is not complete yet
@@ -122,7 +137,7 @@ class RemoteCompleter:
         return SimpleMatcherResult(completions=found, suppress=suppress, matched_fragment=begun)
 
     @staticmethod
-    def _body(place: RemoteCode) -> SimpleMatcherResult:
+    def _remote_code(place: RemoteCode) -> SimpleMatcherResult:
         """Return the completions of code for workers, from the first target worker.
 
         An idle worker is asked; a busy or silent one is completed from the names that it had after its last cell.

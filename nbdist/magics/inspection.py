@@ -33,7 +33,7 @@ class RemoteInspector:
     def _inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
         """Return the reply to an inspect request, from the first target worker if the code is for workers.
 
-        Waits for the worker for 0.2 s at most; if the worker is busy, the reply says so.
+        Waits for the worker for 0.2 s at most. If it does not answer, the reply says that it is busy.
         """
         place = find_remote_code(code, cursor_pos)
         worker = place.first_target() if place is not None else None

@@ -40,7 +40,7 @@ class _Reader(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise UsageError with the message and the syntax; argparse itself would end the process.
 
-        argparse calls this for a wrong line, also with the text of the errors of `_count` and the like.
+        argparse calls this for a wrong line, also with the text of the errors of `_whole_number` and the like.
         """
         raise UsageError(f"{message}; write: {self.usage}")
 
@@ -61,9 +61,9 @@ _LONGEST_TIMEOUT = 1e8
 
 
 def _this_host(text: str) -> str:
-    """Return an address if it is this host's own loopback address, else fail.
+    """Return the address of ``--master-addr`` if it is this host's own loopback address.
 
-    Raises argparse's error, which the user sees as UsageError.
+    For any other address raises argparse's error, which the user sees as UsageError.
     """
     if text not in ("localhost", "127.0.0.1"):
         raise argparse.ArgumentTypeError(f"workers are started on this host only, not at {text!r}")
@@ -151,7 +151,7 @@ def parse_cell(line: str, usage: str) -> CellLine:
     Raises UsageError for a wrong line; the target is not looked up here.
     """
     found = _cell_reader(usage).read(line)
-    if found.out is not None and (not found.out.isidentifier() or keyword.iskeyword(found.out)):
+    if not _can_name(found.out):
         raise UsageError(f"-o needs the name of a variable, not {found.out.strip()!r}; write: {usage}")
     return CellLine(
         _targets(found.targets),
@@ -302,7 +302,7 @@ def parse_watch(line: str) -> WatchLine:
     reader.add_argument("-o", "--out")
     reader.add_argument("--no-norms", action="store_true")
     found: Any = reader.read(line)
-    if found.out is not None and not found.out.isidentifier():
+    if not _can_name(found.out):
         raise UsageError(f"%%watch -o needs the name of a variable, not {found.out!r}")
     return WatchLine(found.paused, found.noblock, found.no_norms, found.out)
 
@@ -326,8 +326,8 @@ def parse_log(line: str) -> LogLine:
     """
     reader = _Reader("%dist_log [TARGET] [--cell NUMBER] [--lines FIRST:LAST] [--save FILE]")
     reader.add_argument("targets", nargs="*")
-    reader.add_argument("--cell", type=_count)
-    reader.add_argument("--lines", type=_span)
+    reader.add_argument("--cell", type=_whole_number)
+    reader.add_argument("--lines", type=_line_span)
     reader.add_argument("--save")
     found = reader.read(line)
     return LogLine(_targets(found.targets), found.cell, found.lines, found.save)
@@ -345,14 +345,19 @@ def parse_memory(line: str) -> tuple[str | None, bool]:
     return _targets(found.targets), found.all
 
 
-def _count(text: str) -> int:
+def _can_name(out: str | None) -> bool:
+    """Return whether the text behind ``-o`` can name a variable; True if the option is not given."""
+    return out is None or (out.isidentifier() and not keyword.iskeyword(out))
+
+
+def _whole_number(text: str) -> int:
     """Return the whole number that the text of an option says; argparse's error if it is not a number from 1 on."""
     if not re.fullmatch(r"\s*\d{1,9}\s*", text) or not int(text):
         raise argparse.ArgumentTypeError(f"{text.strip()!r} is not a whole number from 1 on")
     return int(text)
 
 
-def _span(text: str) -> tuple[int | None, int | None]:
+def _line_span(text: str) -> tuple[int | None, int | None]:
     """Return the first and the last line of ``FIRST:LAST``, as `LogLine.lines` has them.
 
     Without FIRST the first line is 1; without LAST the last one is None. A single number N, without a colon, returns
@@ -361,8 +366,8 @@ def _span(text: str) -> tuple[int | None, int | None]:
     """
     first, colon, last = text.partition(":")
     if not colon:
-        return None, _count(first)
-    return _count(first) if first.strip() else 1, _count(last) if last.strip() else None
+        return None, _whole_number(first)
+    return _whole_number(first) if first.strip() else 1, _whole_number(last) if last.strip() else None
 
 
 def parse_diff(line: str) -> tuple[str, str | None]:

@@ -25,7 +25,8 @@ class Reruns:
     def begin(self, cell: Cell) -> None:
         """Note a new run, and show the further output of earlier runs of the same cell below it.
 
-        Does nothing if the front end does not give its cells an id.
+        If an earlier run still runs on workers, a line below the cell says so. Does nothing if the front end does not
+        give its cells an id.
         """
         parent = self._shell.get_parent() if hasattr(self._shell, "get_parent") else None
         id = ((parent or {}).get("metadata") or {}).get("cellId")
@@ -38,11 +39,11 @@ class Reruns:
                 run.move_to(cell.sink)
             running = {name: None for run in earlier for name in run.running}
             if running and cell.sink.interactive:
-                cell.sink.page.publish("stream", {"name": "stderr", "text": _say(list(running), cell)})
+                cell.sink.page.publish("stream", {"name": "stderr", "text": _line_about(list(running), cell)})
         earlier.append(cell)
 
 
-def _say(running: list[str], cell: Cell) -> str:
+def _line_about(running: list[str], cell: Cell) -> str:
     """Return the line that tells the user of an earlier run on the workers ``running``."""
     awaited = [name for name in running if name in cell.parts]
     who = say_names(running)

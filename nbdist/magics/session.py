@@ -71,13 +71,13 @@ class NotebookSession:
 
     @staticmethod
     def cluster() -> Cluster:
-        """Return the cluster that runs. Raises UsageError if none does."""
+        """Return the cluster of this process. Raises UsageError if there is none."""
         if Cluster.current is None:
             raise UsageError("no cluster runs; start one with %dist_init -n 4")
         return Cluster.current
 
     def page(self) -> Page:
-        """Return the cell of the page that runs now; an empty one outside of a kernel."""
+        """Return the text of the notebook cell that runs now, as a `Page`; its text is empty outside of a kernel."""
         parent = self._shell.get_parent() if hasattr(self._shell, "get_parent") else None
         return Page((parent or {}).get("content", {}).get("code", ""))
 
@@ -110,9 +110,10 @@ class NotebookSession:
     # -- with every cell ------------------------------------------------------------------------
 
     def _transform(self, lines: list[str]) -> list[str]:
-        """Rewrite a cell's lines: put a space into ``%%rank[0,1]``, and ``%%distributed`` above a plain cell.
+        """Return a cell's lines, rewritten before IPython runs them.
 
-        The second is done after ``%dist_mode -e`` only.
+        ``%%rank[0,1]`` gets a space before the bracket. After ``%dist_mode -e`` a cell without a magic gets
+        ``%%distributed`` above it.
         """
         first = next((index for index, line in enumerate(lines) if line.strip()), None)
         if first is None:

@@ -34,7 +34,7 @@ class _Entry(Function):
         """Return the one tensor of the list ``tensor`` unchanged, as the output of this node.
 
         The list hides the tensor from autograd, which would make a view of an input that is returned unchanged. The
-        ``anchor`` is the input that requires grad.
+        ``anchor`` is the input that requires grad. `backward` stores the tensor's gradient in ``gradients[index]``.
         """
         ctx.gradients, ctx.index = gradients, index
         return tensor[0]
@@ -56,7 +56,8 @@ _entered: Any = _Entry.apply
 def enter(values: Values, wanted: int) -> tuple[Values, list[torch.Tensor | None]]:
     """Return the arguments to call a stage with, and a list that the backward pass fills with their gradients.
 
-    Bit ``i`` of ``wanted`` says whether value ``i`` gets a gradient; the list has None for the other values.
+    Bit ``i`` of ``wanted`` says whether value ``i`` gets a gradient; the list has None for the other values. If the
+    same tensor occurs twice, the list has the sum at its first place, and None at the second.
     """
     gradients: list[torch.Tensor | None] = [None] * len(values)
     entered: dict[Any, torch.Tensor] = {}

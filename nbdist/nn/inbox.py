@@ -31,7 +31,7 @@ class Inbox:
         self._changed = threading.Condition(threading.Lock())
 
     def put(self, op: Op, thing: Any) -> None:
-        """Store the input of an operation, and wake the thread that waits for it. Dropped if the step has failed.
+        """Store the input of a forward or backward, and wake the thread that waits for it. Dropped if the step failed.
 
         Storing the same input again replaces it.
         """
@@ -41,7 +41,7 @@ class Inbox:
                 self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Let the step fail: drop all inputs, and make `take` and `check` raise an error like this one.
+        """Let the step fail: drop all inputs, and make `take` and `check` raise a new error with this type and text.
 
         Only the first error counts. An error that is not nbdist's becomes a `RemoteError`.
         """
@@ -59,7 +59,7 @@ class Inbox:
         self.on_fail()
 
     def has(self, op: Op) -> bool:
-        """Return whether an operation's input has arrived."""
+        """Return whether an operation's input has arrived and has not been taken. False once the step has failed."""
         with self._changed:
             return op in self._things
 

@@ -68,7 +68,8 @@ class _Outcomes:
     def add(self, index: int, future: Future[Any]) -> None:
         """Expect an answer from worker number ``index``: the value of ``future``. Called once for each worker.
 
-        `all` is settled with the list of all answers, by worker, or at once with the first error.
+        Once all workers have answered, whoever waits for `all` gets the list of their answers, by worker number. If one
+        fails, the waiting thread gets the first error at once.
         """
         future.add_done_callback(lambda done: self._take(index, done))
 
@@ -189,7 +190,15 @@ class Pipeline:
         made = ask_all(
             build_stages,
             {
-                name: (self._uid, _every(parts, worker, len(names)), where, agent.me.name, device, prefixed, options)
+                name: (
+                    self._uid,
+                    _parts_by_stage(parts, worker, len(names)),
+                    where,
+                    agent.me.name,
+                    device,
+                    prefixed,
+                    options,
+                )
                 for worker, (name, (_, device)) in enumerate(zip(names, places, strict=True))
             },
         )
@@ -294,9 +303,11 @@ class Pipeline:
         return total([loss for part in done for loss in part.losses])
 
     def _step(self, table: Table, sizes: list[int], inputs: Values, targets: Values, **options: Any) -> list[Done]:
-        """Run one step on all workers, and return what each has done. ``options`` are fields of `Order`.
+        """Run one step on all workers; return, by worker, a `Done` with the losses or outputs, and the times.
 
-        If a worker fails or the user interrupts, all workers are told to abandon the step, and the error is raised.
+        ``table`` has each worker's operations in order, and ``sizes`` the rows of each micro-batch; ``options`` are
+        fields of `Order`. If a worker fails or the user interrupts, all workers are told to abandon the step, and the
+        error is raised.
         """
         agent = self._agent
         if agent.closed:
@@ -350,8 +361,8 @@ class Pipeline:
     def _abandon(self, step: int, context_id: int | None, why: str) -> list[Latch]:
         """Tell all workers to abandon a step; return a latch for each worker that could be told. Does not wait.
 
-        Workers that are gone are skipped. ``context_id`` is None outside of an autograd context; ``why`` becomes the
-        text of their error.
+        The caller can wait on a latch until its worker has withdrawn the step's gradients. Workers that are gone are
+        skipped. ``context_id`` is None outside of an autograd context; ``why`` becomes the text of their error.
         """
         args = self._uid, step, context_id, f"step {step} of a pipeline failed elsewhere: {why}"
         told = []
@@ -380,7 +391,7 @@ class Pipeline:
 
         Asks all workers; raises `WorkerLost` if one is gone.
         """
-        self._all("train", mode)
+        self._call_all_stations("train", mode)
         self.training = mode
         return self
 
@@ -448,7 +459,7 @@ class Pipeline:
             )
         self.load_model(state["model"])
         generators = dict(enumerate(state["random"]["stages"]))
-        self._give("restore_random", generators, state["seed"])
+        self._call_with_parts("restore_random", generators, state["seed"])
         restore_random_state(state["random"]["driver"])
         self._seed = state["seed"]
         with self._counting:
@@ -484,7 +495,7 @@ class Pipeline:
         by_stage: dict[int, dict[str, Any]] = {}
         for name, value in state.items():
             by_stage.setdefault(stage_of[name], {})[name] = value
-        self._give("load", by_stage)
+        self._call_with_parts("load", by_stage)
 
     def timeline(self) -> PipelineTimeline:
         """Return when each operation of the last completed step ran, beside the ideal schedule.
@@ -513,36 +524,40 @@ class Pipeline:
         ]
         return PipelineTimeline(self.workers, self.stages, moved, step)
 
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all stations at the same time, with the same arguments; return the answers by worker.
+    def _call_all_stations(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the `Station` of each worker at the same time; return the answers in the order of workers.
 
-        If workers fail, their error is raised.
+        If one worker fails, its error is raised; if several fail, `StepFailed`.
         """
         calls = {rref.owner_name(): (rref, method, *args) for rref in self._stations}
         return list(ask_all(call_station, calls).values())
 
-    def _give(self, method: str, by_stage: Mapping[int, Any], *args: Any) -> None:
-        """Call a method of all stations at the same time, each with ``args`` and its own stages' part of a mapping.
+    def _call_with_parts(self, method: str, by_stage: Mapping[int, Any], *args: Any) -> None:
+        """Call a method of the `Station` of each worker at the same time, and wait for all.
 
-        If workers fail, their error is raised.
+        Each gets ``args`` and a dict: the values of ``by_stage`` for the stages that live on that worker, by stage
+        number. If one worker fails, its error is raised; if several fail, `StepFailed`.
         """
         ask_all(
             call_station,
             {
-                rref.owner_name(): (rref, method, *args, _every(by_stage, worker, len(self.workers)))
+                rref.owner_name(): (rref, method, *args, _parts_by_stage(by_stage, worker, len(self.workers)))
                 for worker, rref in enumerate(self._stations)
             },
         )
 
     def _gather(self, method: str) -> dict[int, Any]:
-        """Call a method of all stations that returns a dict by stage; return the union of the dicts."""
+        """Call a method of the `Station` of each worker that returns a dict by stage; return the union of the dicts.
+
+        Errors are raised as in `_call_all_stations`: that of the worker that failed, or `StepFailed` if several did.
+        """
         found: dict[int, Any] = {}
-        for part in self._all(method):
+        for part in self._call_all_stations(method):
             found.update(part)
         return found
 
 
-def _every(parts: Sequence[Any] | Mapping[int, Any], worker: int, workers: int) -> dict[int, Any]:
-    """Return, by stage number, the parts of the stages that live on worker number ``worker``."""
+def _parts_by_stage(parts: Sequence[Any] | Mapping[int, Any], worker: int, workers: int) -> dict[int, Any]:
+    """Return, by stage number, the items of ``parts`` for the stages that live on worker number ``worker``."""
     items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
     return {stage: part for stage, part in items if stage % workers == worker}

@@ -44,14 +44,15 @@ def seed_of(seed: int, step: int, stage: int, micro_batch: int) -> int:
 
 @contextmanager
 def seeded(number: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators for the time of the block, then restore them; no other stage draws meanwhile.
+    """Seed torch's generators with ``number`` for the time of the block, then restore them.
 
-    The generators are those of the CPU, and of ``device`` if it is a GPU.
+    Other threads' stages wait until the block ends before they draw. The generators are those of the CPU, and of
+    ``device`` if it is a GPU.
     """
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(_generator_of(device))
-    with _undisturbed():
+    with _alone():
         states = [generator.get_state() for generator in generators]
         try:
             for generator in generators:
@@ -67,7 +68,7 @@ def random_state(device: torch.device = _CPU) -> dict[str, Any]:
 
     The states consist of tensors, tuples, strings and numbers, which ``torch.load(weights_only=True)`` reads.
     """
-    with _undisturbed():
+    with _alone():
         found: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
         if device.type == "cuda":
             found["cuda"] = _generator_of(device).get_state()
@@ -84,7 +85,7 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device = _CPU) 
 
     numpy's state is skipped if numpy is not imported here.
     """
-    with _undisturbed():
+    with _alone():
         torch.default_generator.set_state(state["torch"])
         random.setstate(state["python"])
         if device.type == "cuda" and "cuda" in state:
@@ -102,10 +103,11 @@ def _generator_of(device: torch.device) -> torch.Generator:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Keep the other threads' stages from drawing for the time of the block.
+def _alone() -> Iterator[None]:
+    """Hold the lock under which stages draw random numbers, so that no other thread's stage draws during the block.
 
-    A thread that has to wait says so to its pool (`blocking_wait`), which may add a thread meanwhile.
+    A thread of the agent's pool that has to wait for the lock says so (`blocking_wait`), and the pool may add a thread
+    meanwhile.
     """
     if not _drawing.acquire(blocking=False):
         with blocking_wait():

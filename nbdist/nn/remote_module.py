@@ -188,7 +188,7 @@ _REFUSED_METHODS = (
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
-    """Return a method that refuses to do what ``name`` does, and says what to call instead."""
+    """Return a method, to be called ``name``, that raises UsageError, which says what to call instead."""
     instead = _ALTERNATIVES.get(name, "get_module_rref(), and a function that runs on the owner")
 
     def refuse(self: RemoteModule, *_: Any, **__: Any) -> NoReturn:

@@ -128,7 +128,10 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Table]] = {
 
 
 def _forwards(worker: int, workers: int, stages: int, micro_batches: int) -> Iterator[Op]:
-    """Yield a worker's forwards in order: by groups of micro-batches, and each group stage by stage."""
+    """Yield a worker's forwards in order: groups of ``workers`` micro-batches, each group through all its stages.
+
+    A group goes through one of the worker's stages completely before it goes through the next.
+    """
     for first in range(0, micro_batches, workers):
         for stage in range(worker, stages, workers):
             for micro_batch in range(first, min(first + workers, micro_batches)):
@@ -136,7 +139,10 @@ def _forwards(worker: int, workers: int, stages: int, micro_batches: int) -> Ite
 
 
 def _backwards(worker: int, workers: int, stages: int, micro_batches: int) -> Iterator[Op]:
-    """Yield a worker's backwards in order: as `_forwards`, but each group from the last stage to the first."""
+    """Yield a worker's backwards in order: groups of ``workers`` micro-batches, each from the worker's last stage on.
+
+    A group goes through one of the worker's stages completely before it goes through the one before.
+    """
     for first in range(0, micro_batches, workers):
         for stage in reversed(range(worker, stages, workers)):
             for micro_batch in range(first, min(first + workers, micro_batches)):

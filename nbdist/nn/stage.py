@@ -60,7 +60,7 @@ class Stage:
             raise
 
     def compute(self, number: int, values: Values, buffers: Mapping[str, torch.Tensor] | None = None) -> Any:
-        """Call the module, its random draws seeded with ``number``.
+        """Call the module with ``values`` and return its output, its random draws seeded with ``number``.
 
         If ``buffers`` are given, the module reads and changes them instead of its own.
         """

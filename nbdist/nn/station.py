@@ -136,11 +136,11 @@ class Station:
     # -- a step -------------------------------------------------------------------------------
 
     def run(self, order: Order, inputs: Sequence[Values], targets: Sequence[Values]) -> Done:
-        """Run this worker's share of a step, and return its result.
+        """Run this worker's share of a step; return a `Done`: when each operation ran, and the losses or outputs.
 
-        ``inputs`` are the micro-batches for the first stage, ``targets`` those for the loss; both are empty on workers
-        that do not need them. Raises `Abandoned` if the step has failed elsewhere, `WorkerLost` if a worker of the
-        pipeline is gone, else what an operation raised.
+        ``order`` has the operations and options. ``inputs`` are the micro-batches for the first stage, ``targets``
+        those for the loss; both are empty on workers that do not need them. Raises `Abandoned` if the step has failed
+        elsewhere, `WorkerLost` if a worker of the pipeline is gone, else what an operation raised.
         """
         inbox = self.inbox(order.step)
         if inbox is None:
@@ -156,10 +156,10 @@ class Station:
                 self._end(order.step)
 
     def inbox(self, step: int) -> Inbox | None:
-        """Return the inbox of a step, which is made on the first call; None if the step is over.
+        """Return the `Inbox` that keeps the step's inputs from other workers; None if the step is over.
 
-        Deliveries and the step's own thread may come in either order, so either makes it. The caller drops what comes
-        for a step that is over.
+        The first call makes it. Deliveries and the step's own thread may come in either order, so either makes it. The
+        caller drops what comes for a step that is over.
         """
         with self._lock:
             inbox = self._inboxes.get(step)
@@ -170,7 +170,8 @@ class Station:
     def commit(self, order: Order, inbox: Inbox, gradients: GradientStore) -> None:
         """Add the gradients of a finished share to the current context; raise an error if the step failed elsewhere.
 
-        The lock is held, so an `abandon` either comes first and is seen here, or comes later and withdraws them.
+        This takes the station's lock, so an `abandon` either comes first and is seen here, or comes later and withdraws
+        the gradients. Raises UsageError if the context has ended.
         """
         context = recorder().contexts.current
         if context is None:
@@ -198,9 +199,10 @@ class Station:
                 context.withdraw((self.uid, step))
 
     def on_lost(self, record: Record, why: str) -> None:
-        """Fail the running steps if the worker or the driver that is gone belongs to this pipeline.
+        """Fail the running steps if the agent that is gone has stages of this pipeline, or owns the pipeline.
 
-        Steps that wait then raise WorkerLost. The agent calls this.
+        Steps that wait then raise WorkerLost. The agent of this worker calls this for each loss; ``why`` is for the
+        text.
         """
         if record.incarnation in self._needed:
             with self._lock:
@@ -209,7 +211,7 @@ class Station:
                 inbox.fail(WorkerLost(f"{record.name} {why}; the step of a pipeline needed it. Make a new pipeline"))
 
     def _end(self, step: int) -> None:
-        """Mark a step as over, so that late deliveries are dropped; with the lock held.
+        """Mark a step as over, so that late deliveries are dropped; the caller holds the station's lock.
 
         Harmless on a second call.
         """
@@ -221,7 +223,7 @@ class Station:
     # -- its modules --------------------------------------------------------------------------
 
     def parameter_rrefs(self) -> dict[int, list[RRef[Any]]]:
-        """Return references to the parameters of each stage; the first of the stages that share one has it."""
+        """Return references to the parameters, by stage; one that stages share is in the first one's list only."""
         known: set[int] = set()
         found: dict[int, list[RRef[Any]]] = {}
         for index, stage in self.stages.items():
@@ -268,7 +270,7 @@ class Station:
             stage.module.load_state_dict({name.removeprefix(stage.prefix): value for name, value in state.items()})
 
     def random_states(self) -> dict[int, dict[str, Any]]:
-        """Return the states of this process's random generators, once for each stage, each with its own device's."""
+        """Return, for each stage, the states of this process's random generators, with that of the stage's own GPU."""
         return {index: random_state(stage.device) for index, stage in self.stages.items()}
 
     def restore_random(self, seed: int, states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -310,9 +312,10 @@ class _Step:
         self._outputs: list[Any] = []
 
     def run(self) -> Done:
-        """Run all operations of the row, commit the gradients, and return the result.
+        """Run all operations of this worker, in order; return a `Done`: when each ran, and the losses or outputs.
 
-        An error of the step is raised, and no gradient is committed.
+        At the end of a training step, add the gradients to the context. If the step fails, raise its error and add
+        none.
         """
         try:
             return self._run()
@@ -328,9 +331,9 @@ class _Step:
         order, places = self._order, self._station.places
         with self._mode(), WatchedShare.of(order.head, order.row, places, self._me, self._inbox) as watched:
             for op in order.row:
-                if watched is not None and not self._inbox.has(op) and self._comes(op):
+                if watched is not None and not self._inbox.has(op) and self._comes_by_inbox(op):
                     watched.waits(op)
-                wanted, given = self._given(op)
+                wanted, given = self._wait_for_input(op)
                 start = time.monotonic()
                 with watched.doing(op, given) if watched is not None else _NOT_WATCHED as look:
                     if op.kind == "F":
@@ -358,19 +361,19 @@ class _Step:
             return torch.enable_grad()
         return torch.set_grad_enabled(self._order.recorded and torch.is_grad_enabled())
 
-    def _comes(self, op: Op) -> bool:
+    def _comes_by_inbox(self, op: Op) -> bool:
         """Return whether an operation's input comes from another stage, by the inbox.
 
         The inputs of the first stage's forward, which gets the batch, and of the last stage's backward do not.
         """
         return op.stage != (0 if op.kind == "F" else self._last)
 
-    def _given(self, op: Op) -> tuple[int, Values]:
-        """Return an operation's input, and a bit mask of the values in it that need a gradient. Waits for the input.
+    def _wait_for_input(self, op: Op) -> tuple[int, Values]:
+        """Wait for an operation's input; return a bit mask of the values in it that need a gradient, and the values.
 
         Raises the step's error if the step has failed.
         """
-        if not self._comes(op):
+        if not self._comes_by_inbox(op):
             self._inbox.check()
             return 0, self._inputs[op.micro_batch] if op.kind == "F" else (None,)
         found: tuple[int, Values] = self._inbox.take(op)
@@ -412,9 +415,9 @@ class _Step:
             self._outputs.append(value)
 
     def _loss(self, micro_batch: int, output: Any) -> torch.Tensor:
-        """Return a micro-batch's share of the loss, with its graph, and keep a detached copy for the result.
+        """Return a micro-batch's share of the batch's loss, with its graph, and keep a detached copy for the result.
 
-        ``finite`` of `train_step` makes a NaN or Inf a FloatingPointError.
+        Raises FloatingPointError for a NaN or Inf, unless the user gave ``finite=False`` to `train_step`.
         """
         order = self._order
         assert order.loss_fn is not None  # the last stage's worker gets one if the step trains
@@ -483,7 +486,7 @@ class _Step:
 def _fail_if_failed(latch: Latch, inbox: Inbox) -> None:
     """Fail the step if a delivery failed: the worker that did not get it will never send anything back.
 
-    Called when the latch of a delivery settles.
+    Called once, by the thread that brings the delivery's outcome, which ``latch`` has.
     """
     if latch.error is not None:
         inbox.fail(latch.error)
@@ -524,9 +527,10 @@ _all: weakref.WeakKeyDictionary[Agent, weakref.WeakValueDictionary[str, Station]
 
 
 def _stations(agent: Agent) -> weakref.WeakValueDictionary[str, Station]:
-    """Return the stations of one agent by their pipelines' ids; the first call subscribes to losses of workers.
+    """Return the stations of one agent by their pipelines' ids.
 
-    Deliveries find their station here. The references are weak, so this dict keeps no station alive.
+    The first call for an agent also makes the agent report lost workers to its stations. Deliveries find their station
+    here. The references are weak, so this dict keeps no station alive.
     """
     found = _all.get(agent)
     if found is None:
@@ -565,22 +569,24 @@ def build_stages(
 
 
 def run_share(rref: RRef[Station], order: Order, inputs: Sequence[Values], targets: Sequence[Values]) -> Done:
-    """Call `Station.run`; the pipeline's owner calls this once a step on each worker."""
+    """Run a worker's share of one step, and return its result; the pipeline's owner calls this on each worker.
+
+    An error of the step, or `Abandoned` if another worker failed, goes to the owner.
+    """
     return rref.local_value().run(order, inputs, targets)
 
 
 def call_station(rref: RRef[Station], method: str, *args: Any) -> Any:
-    """Call a method of a station, and return its result.
-
-    Runs on the station's worker, where the pipeline's owner has sent it.
-    """
+    """Call a method of a `Station` and return its result; runs on the station's worker, for the pipeline's owner."""
     return getattr(rref.local_value(), method)(*args)
 
 
 def deliver(uid: str, step: int, kind: str, stage: int, micro_batch: int, wanted: int, *values: Any) -> None:
     """Store the input of an operation, sent by the worker of a neighbouring stage, in the step's inbox.
 
-    A delivery for a step that is over is dropped. ``wanted`` is the bit mask of `enter`.
+    The operation is the forward (``kind`` "F") or backward ("B") of a micro-batch through a stage. Bit ``i`` of
+    ``wanted`` says whether value ``i`` needs a gradient. A delivery for a step that is over is dropped; `Abandoned` is
+    raised if this worker has no stages of the pipeline any more.
     """
     station = _stations(current_agent()).get(uid)
     if station is None:
@@ -591,9 +597,10 @@ def deliver(uid: str, step: int, kind: str, stage: int, micro_batch: int, wanted
 
 
 def abandon_step(uid: str, step: int, context_id: int | None, why: str) -> None:
-    """Call `Station.abandon` if this worker still has stages of the pipeline.
+    """Give up a step that failed elsewhere: wake the thread that runs it on this worker, and drop its gradients.
 
-    The pipeline's owner calls this on each worker. Elsewhere it does nothing.
+    The pipeline's owner calls this on each worker. Does nothing if this worker has no stages of the pipeline any more.
+    ``why`` is the text of the error that the running thread raises.
     """
     station = _stations(current_agent()).get(uid)
     if station is not None:

@@ -27,7 +27,10 @@ class PipelineTimeline:
     """
 
     def __init__(self, workers: Sequence[str], stages: int, rows: Sequence[Sequence[OpTimes]], step: int) -> None:
-        """Take the times of one clock, and shift them so that the first operation begins at 0."""
+        """Make the timeline of one step from ``rows``: for each worker, when its operations ran, in order.
+
+        All times are in seconds of one clock. They are shifted so that the first operation begins at 0.
+        """
         first = min((row[0].start for row in rows if row), default=0.0)
         self.workers = list(workers)
         self.stages = stages
@@ -47,7 +50,10 @@ class PipelineTimeline:
 
     @property
     def ideal_seconds(self) -> float:
-        """The length in seconds of the ``ideal`` schedule."""
+        """The seconds that the step would take if sending took no time and no operation were slower than usual.
+
+        See ``ideal``: each operation takes the median time of its stage and direction.
+        """
         return _length(self.ideal)
 
     @property
@@ -57,11 +63,11 @@ class PipelineTimeline:
 
     @property
     def ideal_bubble(self) -> float:
-        """The part of the workers' time, from 0 to 1, that would be bubbles in the ``ideal`` schedule."""
+        """The part of the workers' time, from 0 to 1, in which they would run no operation if sending took no time."""
         return _bubble(self.ideal)
 
     def _median(self) -> dict[Op, float]:
-        """Return for each operation the median seconds of all operations of the same stage and direction."""
+        """Return for each operation the median seconds of all forwards, or of all backwards, of its stage."""
         by_kind: dict[tuple[str, int], list[float]] = {}
         for row in self.rows:
             for op, start, end in row:
@@ -86,12 +92,15 @@ class PipelineTimeline:
 
 
 def _length(rows: Sequence[Sequence[OpTimes]]) -> float:
-    """Return when the last operation ends, in seconds."""
+    """Return when the last operation ends, in seconds from the first one's start; 0 without operations."""
     return max((row[-1].end for row in rows if row), default=0.0)
 
 
 def _bubble(rows: Sequence[Sequence[OpTimes]]) -> float:
-    """Return the part of the rows' time, from 0 to 1, in which no operation runs."""
+    """Return the part of the workers' time, from 0 to 1, in which no operation runs; 0 without operations.
+
+    A worker's time goes from 0 to the end of the last operation of all rows.
+    """
     whole = _length(rows) * len(rows)
     return 1 - _busy(rows) / whole if whole else 0.0
 

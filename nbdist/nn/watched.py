@@ -35,19 +35,23 @@ __all__ = ["WatchedShare", "WatchedStep", "plan_of_step"]
 
 
 def plan_of_step(context_id: int, table: Table, workers: Sequence[str], stages: int) -> Plan:
-    """Return a step as a plan to watch: its operations as nodes by worker, and how many inputs each waits for."""
+    """Return a step of a pipeline as the plan of a pass, which views can draw.
+
+    The step's operations are the plan's nodes, and its activations and gradients between workers the messages.
+    ``table`` has each worker's operations in order.
+    """
     places = {op: (workers[row], number) for row, ops in enumerate(table) for number, op in enumerate(ops)}
     found = Trace(context_id, of_step=True)
     waits_for = {}
     for op, (worker, number) in places.items():
-        needed = _needs(op, stages)
+        needed = _needed_before(op, stages)
         own = [places[each][1] for each in needed if places[each][0] == worker]
         away = [each for each in needed if places[each][0] != worker]
-        message = _message(op, stages) if away else None
+        message = _message_number(op, stages) if away else None
         for each in away:
             sender, source = places[each]
             what = "activations" if op.kind == "F" else "gradients"
-            found.edges.append(Edge(_message(op, stages), sender, worker, what, (), (source,)))
+            found.edges.append(Edge(_message_number(op, stages), sender, worker, what, (), (source,)))
         found.nodes.setdefault(worker, []).append(
             NodeInfo(
                 number,
@@ -66,7 +70,7 @@ def plan_of_step(context_id: int, table: Table, workers: Sequence[str], stages: 
     return Plan(found, roots, waits_for, list(found.edges), [])
 
 
-def _needs(op: Op, stages: int) -> list[Op]:
+def _needed_before(op: Op, stages: int) -> list[Op]:
     """Return the operations that must run before an operation. A backward needs its own forward too."""
     needed = [each for each in (what_it_needs(op, stages),) if each is not None]
     forward = op._replace(kind="F")
@@ -77,7 +81,7 @@ def _name(op: Op) -> str:
     return f"{op.kind}{op.micro_batch}"
 
 
-def _message(op: Op, stages: int) -> int:
+def _message_number(op: Op, stages: int) -> int:
     """Return the number of the message that brings an operation its input; each operation has its own number."""
     return (op.micro_batch * stages + op.stage) * 2 + (op.kind == "B")
 
@@ -86,7 +90,10 @@ class WatchedStep:
     """One step, as the pipeline's owner reports it to the context's watcher, if there is one."""
 
     def __init__(self, table: Table, workers: Sequence[str], stages: int) -> None:
-        """Show the step's plan to the watcher of the current context. `head` is None if there is no watcher."""
+        """Show the step's plan to the watcher of the current context, if it has one.
+
+        `head` is then the id that the workers' reports name; None if nobody watches.
+        """
         here = recorder()
         self._observing = here.passes.observing
         self._context = here.contexts.current
@@ -125,9 +132,11 @@ class WatchedShare:
     def of(
         cls, head: Head | None, row: Sequence[Op], places: Sequence[str], me: str, inbox: Inbox
     ) -> Iterator[WatchedShare | None]:
-        """Observe a share for the time of the block; yield None if nobody watches. Stage ``s`` is on ``places[s]``.
+        """Observe this worker's share of a step for the time of the block; yield None if nobody watches.
 
-        If the step fails elsewhere, the inbox stops the observer, so a halted operation ends.
+        ``head`` is the id that reports name (None if nobody watches), ``row`` has the worker's operations in order,
+        stage ``s`` is on the worker ``places[s]``, and ``me`` is this worker. If the step fails elsewhere, the inbox
+        stops the observer, so a halted operation ends.
         """
         here = recorder()
         context = here.contexts.current
@@ -151,7 +160,7 @@ class WatchedShare:
 
         A view then shows the worker as waiting.
         """
-        self._observer.waits_for({_message(op, self._stages)})
+        self._observer.waits_for({_message_number(op, self._stages)})
         self._observer.flush()
 
     @contextmanager
@@ -164,12 +173,12 @@ class WatchedShare:
         """
         needs = what_it_needs(op, self._stages)
         if needs is not None and self._places[needs.stage] != self._me:
-            self._observer.note("arrived", message=_message(op, self._stages))
+            self._observer.note("arrived", message=_message_number(op, self._stages))
         known = tuple(each for each in given if isinstance(each, torch.Tensor))
         gradients = known if op.kind == "B" else ()
         number = self._numbers[op]
         try:
-            self._observer.come_to(number, _name(op), gradients, sends=self._sends(op))
+            self._observer.come_to(number, _name(op), gradients, sends=self._sends_output(op))
         except Stopped:
             self._inbox.check()  # raises the error that stopped the step, which says more
             raise
@@ -188,7 +197,7 @@ class WatchedShare:
             self._spoilt.add((op.stage, op.micro_batch))
         self._observer.made(number, _name(op), new, _numbers_in(given))
 
-    def _sends(self, op: Op) -> bool:
+    def _sends_output(self, op: Op) -> bool:
         """Return whether an operation's output goes to another worker."""
         after = op.stage + 1 if op.kind == "F" else op.stage - 1
         return 0 <= after < self._stages and self._places[after] != self._me

@@ -20,13 +20,14 @@ class Distributed:
     def call_all(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method on all local objects at once, wait for all of them, and return the results by worker name.
 
-        Errors are raised as in `nbdist.optim.local.ask_all`, after every worker has answered.
+        Raised after every worker has answered: the error of the one worker that failed, or `StepFailed` if several did.
         """
         return ask_all(call_local, {name: (rref, method, *args) for name, rref in self._parts.items()})
 
     def give_all(self, method: str, values: Mapping[str, Any]) -> None:
-        """Call a method on all local objects at once, each with its worker's value, and wait for all of them.
+        """Call ``method(value)`` on all local objects at once, each with its worker's value, and wait for all of them.
 
-        ``values`` has the values by worker name.
+        ``values`` has an argument for each worker, by worker name. If one worker fails, its error is raised; if several
+        fail, `StepFailed`.
         """
         ask_all(call_local, {name: (rref, method, values[name]) for name, rref in self._parts.items()})

@@ -64,7 +64,7 @@ class LocalOptimizer:
             trace.emit("optimizer.stepped", agent=api.current_agent().me.name, start=start, optimizer=name)
 
     def describe(self) -> list[tuple[str | None, list[int]]]:
-        """Return the full name (None if unknown on this worker) and the shape of each parameter."""
+        """Return the full name in the model (None if unknown here) and the shape of each parameter, in their order."""
         return [(name_of(parameter), list(parameter.shape)) for parameter in self.parameters]
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,9 +83,11 @@ class LocalOptimizer:
 def new_local_optimizer(
     cls: Any, groups: Sequence[Mapping[str, Any]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[RRef[LocalOptimizer], list[tuple[str | None, list[int]]]]:
-    """Make a `LocalOptimizer` on the worker that this call reaches; return a reference to it, and its `describe()`.
+    """Make a `LocalOptimizer` on the worker that runs this; return a reference to it, and its `describe()`.
 
-    An error of torch's optimizer, for a wrong option say, goes to the caller.
+    ``cls`` is a class of ``torch.optim``; ``groups`` are its parameter groups, with references to parameters of this
+    worker under "params"; ``args`` and ``kwargs`` are its further arguments. An error of torch's optimizer, for a wrong
+    option say, goes to the caller.
     """
     optimizer = LocalOptimizer(cls, groups, args, kwargs)
     return RRef(optimizer), optimizer.describe()
@@ -122,7 +124,7 @@ def on_cpu(value: Any) -> Any:
 
 
 def call_local(rref: RRef[Any], method: str, *args: Any) -> Any:
-    """Call a method of the local object that `rref` refers to; runs on its owner.
+    """Call a method of the optimizer or scheduler to which ``rref`` refers, and return its result; runs on the owner.
 
     An error of the method goes to the caller.
     """

@@ -43,22 +43,24 @@ class Group:
 
 
 def read_groups(given: Any) -> list[Group]:
-    """Return the parameter groups of ``params_rref``: references, ``(name, reference)`` pairs, or dicts of them.
+    """Return the parameter groups of ``given``, a `DistributedOptimizer`'s ``params_rref``.
 
-    References and pairs make one group without options. Empty groups are dropped.
+    ``given`` has references, ``(name, reference)`` pairs, or dicts with a list of these under "params". References and
+    pairs make one group without options. Empty groups are dropped.
 
     Raises:
-        UsageError: there is no parameter, an entry is no reference, or two parameters have the same name.
+        UsageError: there is no parameter, an entry is no reference, or the user gave two parameters the same name.
     """
     if isinstance(given, RRef | torch.Tensor | str | Mapping):
         raise UsageError(
-            f"params_rref should be a list of RRefs to parameters, or of groups, not {_shown(given)}: put it in a list"
+            f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: "
+            "put it in a list"
         )
     try:
         entries = list(given)
     except TypeError:
         raise UsageError(
-            f"params_rref should be a list of RRefs to parameters, or of groups, not {_shown(given)}"
+            f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}"
         ) from None
     if entries and all(isinstance(entry, Mapping) for entry in entries):
         groups = [_read_group(index, entry) for index, entry in enumerate(entries)]
@@ -90,12 +92,14 @@ def _read_group(index: int, entry: Mapping[str, Any]) -> Group:
     options = {name: value for name, value in entry.items() if name != "params"}
     found = [params] if isinstance(params, RRef) else params
     if isinstance(found, torch.Tensor | str | Mapping):
-        raise UsageError(f"'params' of group {index} should be a list of RRefs to parameters, not {_shown(found)}")
+        raise UsageError(
+            f"'params' of group {index} should be a list of RRefs to parameters, not {_value_in_words(found)}"
+        )
     try:
         return _group(list(found), f"'params' of group {index}", options)
     except TypeError:
         raise UsageError(
-            f"'params' of group {index} should be a list of RRefs to parameters, not {_shown(found)}"
+            f"'params' of group {index} should be a list of RRefs to parameters, not {_value_in_words(found)}"
         ) from None
 
 
@@ -113,7 +117,7 @@ def _group(entries: Sequence[Any], where: str, options: dict[str, Any]) -> Group
                 if isinstance(rref, Mapping)
                 else "not an RRef: wrap a parameter of this worker as rpc.RRef(parameter)"
             )
-            raise UsageError(f"entry {index} of {where} is {_shown(rref)}, {instead}")
+            raise UsageError(f"entry {index} of {where} is {_value_in_words(rref)}, {instead}")
         group.rrefs.append(rref)
         group.names.append(name)
     return group
@@ -123,7 +127,7 @@ def _is_pair(entry: Any) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
 
 
-def _shown(value: Any) -> str:
+def _value_in_words(value: Any) -> str:
     """Return a value as an error message shows it: a tensor by its shape, anything else by the start of its repr."""
     if isinstance(value, torch.Tensor):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
@@ -134,7 +138,8 @@ def _shown(value: Any) -> str:
 def keys_of(given: Sequence[str | None], known: Sequence[str | None]) -> list[Key]:
     """Return the key of each parameter, from the names ``given`` by the user and the names ``known`` on the owners.
 
-    A given name goes before a known one. A name that several parameters have is no key: they get their positions.
+    Both have an entry for each parameter, None for no name. A given name goes before a known one. A parameter without a
+    name, or with a name that another one has too, gets its position in these lists.
     """
     names = [own or other for own, other in zip(given, known, strict=True)]
     counts = Counter(names)

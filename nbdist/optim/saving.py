@@ -32,10 +32,11 @@ _OWN = ("params", "param_names")
 
 
 def gather(groups: Sequence[Sequence[Key]], parts: Mapping[str, tuple[Sequence[Sequence[Key]], Any]]) -> dict[str, Any]:
-    """Return the joint state of all parts, without ``"shapes"``.
+    """Return one state, in the form of a torch optimizer's, made of the states of all workers' local optimizers.
 
-    ``groups`` has the keys of each group. ``parts`` has, by worker, the keys of each group that the worker owns, and
-    the state of its optimizer.
+    ``groups`` has the keys of each parameter group: the names, or else the positions, by which parameters are saved.
+    ``parts`` has, by worker, the keys of each group that the worker owns, and the state of its optimizer. The result
+    has these keys where torch has positions. The caller adds ``"shapes"``.
 
     If the options of a group differ between workers, because the optimizer adapts them to its gradients, the joint
     state has several groups in its place, one for each value.
@@ -78,10 +79,11 @@ def scatter(
     shapes: Mapping[Key, Sequence[int]],
     parts: Mapping[str, Sequence[Sequence[Key]]],
 ) -> dict[str, dict[str, Any]]:
-    """Return, by worker, the part of a joint state that the worker's optimizer loads: the inverse of `gather`.
+    """Return, by worker, the state that the worker's optimizer loads, cut out of a state that `gather` made.
 
-    ``groups`` and ``parts`` have the keys as in `gather`, for the optimizer that loads. ``shapes`` has the shapes of
-    its parameters. A worker's group without parameters gets the options of the group's first parameter.
+    ``groups`` has the keys of each parameter group of the optimizer that loads, ``parts``, by worker, the keys of each
+    group that the worker owns, and ``shapes`` the shapes of its parameters. A worker's group without parameters gets
+    the options of the group's first parameter.
 
     Raises:
         UsageError: the saved state has other parameters, shapes or groups, has different options for parameters that

@@ -122,7 +122,11 @@ _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """Mark the parent's agents in a forked child, and free the lock of each exchange."""
+    """Mark the parent's agents as `forked` in a forked child, and free each `Exchange.lock`.
+
+    Python calls this in the child. A thread of the parent, which the child does not have, may have held the lock.
+    `Agent.close` leaves the sockets and threads of a forked agent alone: they belong to the parent.
+    """
     for agent in list(_agents):
         agent.forked = True
         # A thread of the parent may hold the lock. The child does not have that thread.
@@ -136,7 +140,7 @@ class Agent:
     """A member of an RPC world: one worker's endpoint, made of the parts in this package."""
 
     def __init__(self, me: Record, channel: Channel, options: RpcBackendOptions, arena: Arena | None = None) -> None:
-        """Make the parts; `start` begins to read.
+        """Make the agent and its parts; it neither reads nor sends before `start`.
 
         ``me`` describes this agent to the others. The agent owns ``channel`` and ``arena`` from now on and closes them.
         ``arena`` is the shared memory for large tensors; None where there is none.
@@ -299,7 +303,11 @@ class Agent:
 
     @property
     def read_as_guest(self) -> Callable[[Latch], None] | None:
-        """Reads the answer in the thread that waits for it; None if the channel has no place for such a guest."""
+        """The function with which a thread that waits for an answer reads messages itself; None if it cannot.
+
+        It takes the latch on which the thread waits, and reads until the latch is settled. It may return earlier; then
+        the thread sleeps on the latch. None if the channel lets only one thread read at a time.
+        """
         return self.caller.read_as_guest
 
     def know_cells(
@@ -330,16 +338,18 @@ class Agent:
         self.pool.start()
 
     def handle_cast(self, topic: str, handler: Handler) -> None:
-        """Call ``handler`` for every one-way message of a topic, in place of the topic's handler so far.
+        """Call ``handler(message, sender, frames)`` for every one-way message of a topic; replaces an earlier handler.
 
-        The handler runs in the reading thread, so it must be quick; it may return a job for the pool.
+        ``sender`` is the sender's incarnation, ``frames`` are the frames after the envelope. The handler runs in the
+        reading thread, so it must be quick; it may return a job (a function without arguments), which a thread of the
+        pool runs.
         """
         self._cast_handlers[topic] = handler
 
     def _on_cast(self, message: Cast, sender: int, frames: list[bytes]) -> Job | None:
-        """Pass a one-way message to the handler of its topic.
+        """Pass a one-way message to the handler of its topic; return the job that the handler returns, if any.
 
-        A topic without a handler is logged.
+        A message whose topic has no handler is logged and dropped.
         """
         handler = self._cast_handlers.get(message.topic)
         if handler is None:
@@ -368,7 +378,10 @@ class Agent:
         return Active(self)
 
     def submit(self, job: Job) -> None:
-        """Run a job on a thread of the pool. Its errors are logged. After `close` the job may never run."""
+        """Run a job, a function without arguments, on a thread of the pool. Its errors are logged.
+
+        After `close` the job may never run.
+        """
         self.pool.submit(job)
 
     def close(self, why: str) -> None:
@@ -403,9 +416,10 @@ class Agent:
     def read(self, timeout: float | None, soon: bool = False, guest: bool = False) -> Job | None:
         """Receive one message and handle it, after doing what is due; return a job if user code has to run.
 
-        Waits ``timeout`` seconds at most, and never longer than 0.2 s (`Links.nap`); returns None if nothing has come.
-        ``guest`` marks a thread that reads beside those of the pool; there may be one at a time. ``soon`` is the
-        argument of `Channel.receive`.
+        Due may be: to release collected references, to return borrowed shared memory, to resend, to ping, to end calls
+        that have timed out. Waits ``timeout`` seconds at most, and never longer than 0.2 s (`Links.nap`); returns None
+        if nothing has come. ``guest`` marks a thread that reads beside those of the pool; there may be one at a time.
+        ``soon`` is the argument of `Channel.receive`.
         """
         now = time.monotonic()
         links, sharing = self.links, self.sharing
@@ -436,9 +450,10 @@ class Agent:
             here.agent = before
 
     def _give_back(self, now: float) -> None:
-        """Send back blocks of shared memory that have waited too long for another message to take them along.
+        """Return shared memory to its owners, where it has waited too long for a message that takes it along.
 
-        Also frees shared memory that was not needed lately.
+        Usually a call or an answer to the owner takes it along. Also frees shared memory that was not needed lately.
+        The reading thread calls this between two messages.
         """
         due, later = self.sharing.tend(now)
         for to, message in due:
@@ -447,7 +462,10 @@ class Agent:
         self.links.note(later)
 
     def _run_due(self, now: float) -> None:
-        """Resend, ping, lose silent members, end calls that have timed out. The caller holds `_turn`."""
+        """Resend and ping where it is time, `lose` silent members, and end calls that have timed out.
+
+        The caller holds `_turn`.
+        """
         for incarnation, why in self.links.tick(now):
             self.lose(incarnation, why)
         self.outcomes.run_due(now)
@@ -502,9 +520,10 @@ class Agent:
             return None
 
     def _refuse(self, envelope: Envelope) -> None:
-        """Refuse a message from or to a past incarnation; its sender must learn that it is out of date.
+        """Answer a message from a past incarnation, or to a past incarnation of this agent, with `Refused`.
 
-        A goodbye needs no answer. An agent that was never connected, and was never a member, cannot be answered.
+        So its sender learns that it is out of date. A goodbye gets no answer, and neither does an agent that was never
+        connected and never a member.
         """
         self.refused += 1
         if isinstance(envelope.message, Goodbye):
@@ -532,14 +551,18 @@ class Agent:
             self.post(sender, Pong(message.number, self.executor.doing()))
 
     def _on_stop(self, message: Stop, sender: int, frames: list[bytes]) -> None:
-        """Stop a call whose caller has given up on it; if it was refused before, fail the value it was to make."""
+        """Stop a call whose caller has given up on it.
+
+        If this agent had refused the call for lack of a definition, the call does not run, and its caller will not
+        repeat it: the value that it was to make fails, for all who wait for it.
+        """
         self.references.abandon(sender, message.id)
         self.stopping.on_stop(message, sender, frames)
 
     def _on_undelivered(self, call: Call) -> None:
         """Fail a call that the callee has not acknowledged after all tries.
 
-        In a job, because `Links` may call this under its lock.
+        A thread of the pool fails it, because `Links` may call this method under its lock.
         """
         self.submit(partial(self.outcomes.undelivered, call.id))
 
@@ -559,7 +582,10 @@ class Agent:
             self._lose(incarnation, why)
 
     def _lose(self, incarnation: int, why: str) -> None:
-        """Do the work of `lose`. The caller holds `_turn`; the waiting calls fail in a job, outside of it."""
+        """Do the work of `lose`. The caller holds `_turn`.
+
+        The calls that wait for the member fail in a job, on a thread of the pool, without that lock.
+        """
         connection = self.links.lose(incarnation)
         if connection is None:
             return
@@ -612,7 +638,10 @@ class Agent:
         return self.caller.begin(to, function, args, timeout)
 
     def ask(self, to: To, function: Any, *args: Any, timeout: float = -1.0) -> Any:
-        """Call a function in another agent's process, as `call` does; wait for its result and return it."""
+        """Call a function in another agent's process, as `call` does; wait for its result and return it.
+
+        Raises the function's error, and the errors of `call` and of its future.
+        """
         return self.caller.sync(to, function, args, None, timeout)
 
     def members(self) -> list[Record]:
@@ -662,15 +691,24 @@ class Agent:
         return self.pending.all()
 
     def owned(self) -> list[tuple[GlobalId, Promise[Any], set[int]]]:
-        """List the values that live here or will: id, value, and the other agents that hold references to it."""
+        """List the values that live here or will: id, promise, and the other agents that hold references to it.
+
+        The agents are given by their incarnations.
+        """
         return self.references.owned()
 
     def sent(self) -> dict[str, int]:
-        """Return how many bytes were sent to each agent, by name. Tensors in shared memory count."""
+        """Return how many bytes were sent to each connected agent, by name.
+
+        Tensors in shared memory count. Agents that are gone are left out.
+        """
         return self.links.sent()
 
     def statistics(self) -> dict[str, int]:
-        """Return counters for people and tests, by name."""
+        """Return counters by name: of members, calls, threads, references, messages and shared memory.
+
+        For displays and tests. Some of the names are ``pending_calls``, ``threads`` and ``owned_values``.
+        """
         peers = self.links.peers()
         forks = self.references.forks
         return {

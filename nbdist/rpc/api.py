@@ -193,7 +193,10 @@ def _stop_watching() -> None:
 
 
 def _give_up(agent: Agent) -> None:
-    """Fail the unanswered calls that the main thread has made: Ctrl-C came while it sleeps in torch's C++."""
+    """Fail the unanswered calls that the main thread has made: Ctrl-C came while it sleeps in torch's C++.
+
+    `InterruptWatch` calls this, in its own thread. The calls fail with Interrupted, which ends the sleep.
+    """
     main = threading.main_thread().ident
     calls = [call for call in agent.pending.all() if call.thread == main]
     agent.outcomes.interrupt(calls, Interrupted("interrupted (Ctrl-C) while waiting for this call"))
@@ -240,7 +243,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 def finish(agent: Agent) -> None:
     """End an agent at once, and forget it if it is the agent of this process.
 
-    The members see it leave, and its pending calls fail. For an agent that has ended, nothing happens.
+    The members see it leave, and its pending calls fail. An agent that has ended already is only forgotten.
     """
     global _agent
     agent.close("has shut down")
@@ -252,7 +255,8 @@ def finish(agent: Agent) -> None:
 def _drain(agent: Agent, timeout: float) -> None:
     """Wait until no call of this agent or to it is open, then release all its references.
 
-    Raises RendezvousError after ``timeout`` seconds; 0 or less means no limit.
+    Raises RendezvousError after ``timeout`` seconds; 0 or less means no limit. At the end, it waits a moment for the
+    other members to acknowledge the releases, and returns also if they do not.
     """
     deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
     while agent.exchange.active or agent.pending.unended:

@@ -50,19 +50,16 @@ class _PoolThread(threading.Thread):
     """A thread in which finalisers may not wait for calls, from its first step on: it is started under a lock."""
 
     def _bootstrap(self) -> None:
-        """Close the thread to finalisers before any other Python code runs in it."""
+        """Mark the thread as closed to finalisers before any other Python code runs in it.
+
+        In a closed thread, a call that a user's ``__del__`` makes is sent by another thread, and cannot be waited for.
+        """
         this_thread.is_closed = True
         super()._bootstrap()  # type: ignore[misc]
 
 
 class Pool:
-    """An elastic pool of threads, of which one or two read.
-
-    ``read(timeout, soon)`` waits for a message and returns a job, or None. Up to ``readers`` threads are in it at a
-    time. ``soon`` is True if the thread has just finished the last job and no other thread has anything to do. One of
-    the threads in ``read`` must return when ``wake()`` is called; the pool calls it if ``has_more()`` says that
-    messages are there for which no reader will be woken. Each new thread calls ``begin()`` first.
-    """
+    """An elastic pool of threads that run jobs. One or two of them at a time read messages, which bring jobs."""
 
     def __init__(
         self,
@@ -75,7 +72,16 @@ class Pool:
         has_more: Callable[[], bool] = lambda: False,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make a pool without threads; `start` starts the first."""
+        """Make a pool without threads; `start` starts the first.
+
+        Up to ``size`` threads run jobs at a time, at least 1; those that wait for other calls are not counted. The
+        names of the threads begin with ``name``. Each new thread calls ``begin()`` first.
+
+        ``read(timeout, soon)`` waits for a message and returns a job, or None. Up to ``readers`` threads are in it at a
+        time. ``soon`` is True if the thread has just finished the last job and no other thread has anything to do. One
+        of the threads in ``read`` must return when ``wake()`` is called; the pool calls it if ``has_more()`` says that
+        messages are there for which no reader will be woken.
+        """
         self._size = max(1, size)
         self._read = read
         self._wake = wake
@@ -118,7 +124,7 @@ class Pool:
         return self._running + len(self._queue)
 
     def resize(self, size: int) -> None:
-        """Let up to ``size`` threads run jobs from now on. Jobs that are running are not stopped."""
+        """Let up to ``size`` threads, at least 1, run jobs from now on. Jobs that are running are not stopped."""
         with self._condition:
             self._size = max(1, size)
             self._provide()
@@ -126,7 +132,8 @@ class Pool:
     def submit(self, job: Job) -> None:
         """Run ``job`` on a thread of the pool. Any thread may call this; after `close` the job may never run.
 
-        The calling thread is closed to finalisers meanwhile (`nbdist.finalisers`): it holds the lock of the pool.
+        An error of the job is logged. Meanwhile the calling thread holds the lock of the pool, so a finaliser that runs
+        in it may not wait for calls (`nbdist.finalisers`).
         """
         was_closed = this_thread.is_closed
         try:
@@ -162,7 +169,10 @@ class Pool:
         thread.start()
 
     def _capacity(self) -> bool:
-        """Return whether one more job may run."""
+        """Return whether one more job may run now, by the limit of ``size`` threads. The caller holds the lock.
+
+        Threads that wait for other calls are not counted, and `_unstick` raises the limit.
+        """
         return self._running - self._blocked < self._size + self._extra
 
     def _provide(self) -> None:
@@ -173,9 +183,9 @@ class Pool:
             self._spawn()
 
     def _run(self) -> None:
-        """Run jobs, and read in between, until the pool is closed.
+        """Run jobs, and read in between, until the pool is closed. The errors of jobs are logged.
 
-        Between jobs the thread is closed: a call that a finaliser makes there is sent by another thread.
+        The body of each thread. Between jobs, a call that a finaliser makes in the thread is sent by another thread.
         """
         set_blocking_hook(self._blocking)
         self._begin()
@@ -202,7 +212,7 @@ class Pool:
         """Return the next job for this thread, which may read it itself; None if the thread is to end.
 
         Queued jobs come first, then reading. A thread that finds neither sleeps, or ends if enough others sleep
-        already.
+        already. The caller does not hold the lock.
         """
         while True:
             with self._condition:
@@ -231,9 +241,10 @@ class Pool:
                 return job
 
     def _provide_reader(self) -> None:
-        """Keep the channel read while this thread runs a job. The caller holds the lock.
+        """Make sure that a thread reads messages while this thread runs a job. The caller holds the lock.
 
-        If another thread reads, it is woken only for messages that the channel will not wake it for.
+        If none reads, an idle thread is woken, or a new one is started. A thread that is reading is woken only if there
+        are messages for which the channel wakes no reader.
         """
         if self._reading:
             if self._has_more() and not self._watching:
@@ -246,7 +257,8 @@ class Pool:
     def _lead(self) -> Job | None:
         """Read until there is a job for this thread, and return it; None once the pool is closed.
 
-        Called by a thread whose turn it is to read; another one reads while it runs the job.
+        `_next` calls this, without the lock, in a thread that may read. A job beyond the limit of `_capacity` is
+        queued. Before this returns a job, it makes sure that another thread reads. Errors of reading are logged.
         """
         is_first = True
         while True:
@@ -281,10 +293,11 @@ class Pool:
                 return job
 
     def _leave_to_the_other(self) -> None:
-        """Leave waiting messages to the thread that runs jobs, while jobs end briskly: waking this one costs more.
+        """Wait while the thread that runs jobs ends them quickly, and messages are there that it can read itself.
 
-        Many small calls that come at once then run one after the other, on one thread. A longer job is noticed here,
-        and the rest runs beside it.
+        Called by the second reader: to wake it would cost more. Many small calls that come at once then run one after
+        the other, on one thread. Returns when a job takes longer than `QUICK_JOB_SECONDS` or waits for another call;
+        this thread then reads, and the rest runs beside that job.
         """
         while self._brisk and self._reading < self._readers and self._has_more() and not self._closed:
             finished = self._finished_at
@@ -296,9 +309,10 @@ class Pool:
                 self._brisk = False
 
     def _unstick(self) -> None:
-        """Allow one more thread, or half as many again, if no job has finished for `STUCK_AFTER_SECONDS` seconds.
+        """Allow more threads if no job has finished for `STUCK_AFTER_SECONDS` seconds; give queued jobs a thread.
 
-        So the pool grows quickly when many jobs wait for one another.
+        The limit of `_capacity` rises: the threads beyond ``size`` become one more, or half as many again. So the pool
+        grows quickly when many jobs wait for one another. The caller holds the lock.
         """
         if time.monotonic() - self._finished_at >= STUCK_AFTER_SECONDS:
             self._extra += max(1, self._extra // 2)

@@ -53,7 +53,7 @@ __all__ = ["Exchange"]
 
 
 class Exchange:
-    """The calls and references of one agent: what each of them waits for."""
+    """The calls and references of one agent: what each waits for. Callers hold `lock`, unless a method needs none."""
 
     def __init__(self, me: int, ids: IdSource) -> None:
         self.lock = threading.RLock()
@@ -88,7 +88,7 @@ class Exchange:
 
     @property
     def active(self) -> int:
-        """The number of calls that have come and are not answered."""
+        """The number of calls that have come and are not answered. Needs no lock."""
         return len(self._arrivals)
 
     def doing(self) -> list[Arrival]:
@@ -108,7 +108,8 @@ class Exchange:
     def came(self, arrival: Arrival, forks: Sequence[GlobalId]) -> list[Arrival]:
         """Register a call that brought ``forks``, and count the value that it makes; return the calls that can go on.
 
-        These are the call itself, unless it has to wait, and calls that waited for the value which this one makes.
+        These are the call itself, unless it has to wait, and calls that waited for the value which this one makes. The
+        caller runs them, without the lock.
         """
         self.came_alone(arrival)
         self._refused.pop((arrival.sender, arrival.call.id), None)
@@ -158,7 +159,7 @@ class Exchange:
         return False
 
     def _look_again(self, target: GlobalId) -> list[Arrival]:
-        """Return the calls that waited for a value and can go on now; the others wait in their next stage."""
+        """Return the calls that waited for a value and can go on now; the others wait for the next thing they need."""
         return [arrival for arrival in self._by_target.pop(target) if self._advance(arrival)]
 
     # -- the events that calls wait for -------------------------------------------------------
@@ -188,7 +189,8 @@ class Exchange:
     def answered(self, arrival: Arrival) -> list[Instruction]:
         """Forget a call that has its answer; release the value that it worked on and the value that it made.
 
-        Must be called once for each call that came.
+        Returns the instructions to drop those of them to which nobody refers any more; the caller passes the list to
+        `References.perform` once it has released the lock. Must be called once for each call that came.
         """
         call, forks = arrival.call, self.forks
         del self._arrivals[arrival.number]
@@ -202,9 +204,11 @@ class Exchange:
         return instructions
 
     def refused(self, arrival: Arrival) -> list[Instruction]:
-        """Forget a call that has not run, for lack of a definition. Its caller may repeat it.
+        """Forget a call that has not run, for lack of a function or class of its caller's ``__main__``.
 
-        The value that it was to make is in the same state as before the call came, until `came` or `abandoned`.
+        Its caller may repeat it. The value that it was to make is in the same state as before the call came, until
+        `came` or `abandoned`. Returns the instructions to drop values to which nobody refers any more, for
+        `References.perform`, as `answered` does.
         """
         result = arrival.call.result
         arrival.makes_result = False
@@ -217,8 +221,9 @@ class Exchange:
     def abandoned(self, caller: int, id: int) -> tuple[GlobalId | None, list[Arrival]]:
         """Note that a call which was refused will not be repeated.
 
-        Returns the value that it will never make, and the calls that can go on. The value is None if the call was to
-        make none, or was not refused.
+        Returns the id of the value that it will never make, and the calls that can go on. The caller makes the value
+        fail (`References.settle`) and runs the calls (`References.resume`). The id is None if the call was to make no
+        value, or was not refused.
         """
         result = self._refused.pop((caller, id), None)
         if result is None:
@@ -231,8 +236,10 @@ class Exchange:
     def lost(self, agent: int) -> tuple[list[Instruction], list[Arrival]]:
         """Note that an agent is lost, and drop the forks it held; return the calls that can go on or must end.
 
-        `Arrival.is_heard` is False for the calls that must end: the lost agent had made them. The values that it owned
-        are dead from now on. The values that it was to create here are in `Forks.expected_from`.
+        Returns instructions as well, such as to drop values; the caller passes these to `References.perform` and the
+        calls to `References.resume`, without the lock. `Arrival.is_heard` is False for the calls that must end: the
+        lost agent had made them. The values that it owned are dead from now on. The values that it was to create here
+        are in `Forks.expected_from`.
         """
         instructions = self.forks.on_lost(agent)
         for key in [key for key in self._refused if key[0] == agent]:
@@ -251,7 +258,7 @@ class Exchange:
         return instructions, going_on
 
     def clear(self) -> None:
-        """Forget the calls that wait: the agent has ended."""
+        """Forget all calls that wait, and all refused ones: the agent has ended, so they never run."""
         self._by_fork.clear()
         self._by_target.clear()
         self._refused.clear()

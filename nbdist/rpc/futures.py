@@ -94,10 +94,11 @@ _carrier: Callable[[], Surroundings | None] | None = None
 
 
 def set_carrier(carrier: Callable[[], Surroundings | None] | None) -> None:
-    """Set ``carrier()``, which `Future.then` calls for the surroundings of its callback; None ends this.
+    """Set ``carrier()``, which returns what `Future.then` enters around its callback; None ends this.
 
-    ``carrier`` runs in the thread that calls ``then``. The context manager that it supplies is entered in the thread
-    that runs the callback, so a callback runs in the autograd context in which it was given.
+    ``carrier`` runs in the thread that calls ``then``. It returns None, or a function that returns a context manager.
+    That one is entered in the thread that runs the callback, so a callback runs in the autograd context in which it was
+    given.
     """
     global _carrier
     _carrier = carrier
@@ -242,7 +243,7 @@ class Promise(Generic[T]):
     def _publish(
         self, outcome: Any, error: BaseException | None, submit: Callable[[Callable[[], None]], None] | None
     ) -> None:
-        """Make the outcome visible, wake the waiting threads, and call the callbacks."""
+        """Make the outcome visible, wake the waiting threads, and call the callbacks. `try_settle` calls this once."""
         self._outcome, self._error = outcome, error
         if error is not None:
             self._origin = error.__traceback__

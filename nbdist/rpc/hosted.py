@@ -29,7 +29,8 @@ def take_on(agent: Agent, name: str, rank: int, world_size: int | None, options:
         )
     if rank >= 0 and rank != me.id:
         raise UsageError(
-            f"this is {me.name} of a cluster, where RPC runs already, with rank {me.id}; it cannot get rank {rank}"
+            f"this is {me.name} of a cluster, where RPC runs already, with rank {me.id}; it cannot get rank {rank}: "
+            "leave the rank out"
         )
     members = len(agent.membership.members())
     if world_size and world_size > members:

@@ -58,7 +58,7 @@ class HeldByLinks(Protocol):
     """True once the message may reach its receiver. `Links.post` sets it before it sends."""
 
     def take_back(self) -> None:
-        """Undo what was done for the message, unless the message may go out.
+        """Undo what was done for the message, such as its forks, unless the message may go out.
 
         `Links.post` calls this if the message certainly does not go out.
         """
@@ -118,10 +118,10 @@ class Links:
     # -- connecting and disconnecting ---------------------------------------------------------
 
     def connect(self, record: Record) -> None:
-        """Connect to another agent. A second call for the same incarnation does nothing.
+        """Connect to another agent. A second call for the same incarnation does nothing, nor does a call after `close`.
 
-        The process of an agent on this host is watched; an agent on another host is judged by its silence. Addresses
-        that are files count only for an agent on this host.
+        The process of an agent on this host is watched; an agent on another host is judged by its silence. Of an agent
+        on another host, addresses that are files, such as unix sockets, are not used.
         """
         with self._lock:
             if record.incarnation in self.connections or self.closed:
@@ -145,8 +145,8 @@ class Links:
     def lose(self, incarnation: int) -> Connection | None:
         """Remove the connection to an agent that is gone, and return it.
 
-        Returns None if that was done before, or after `close`. The caller closes the link. Whatever was kept for the
-        agent is forgotten, with the references that the messages held.
+        Returns None if that was done before, or after `close`. The caller closes the link. The messages that were kept
+        to be sent again are forgotten, with the references that they held.
         """
         with self._lock:
             connection = self._remove(incarnation)
@@ -194,13 +194,14 @@ class Links:
     ) -> int:
         """Send a message; return its number, with which `status` can tell whether it has arrived.
 
-        Any thread may call this. ``holds`` is kept until the message has arrived; ``slots`` are the copies of tensors
-        in shared memory. A message with `Message.gives_back` also takes along blocks of the receiver's shared memory.
+        Any thread may call this. ``holds`` is kept until the message has arrived; ``slots`` are the copies of its large
+        tensors in shared memory. If `Message.gives_back` is True, the message also returns shared memory that the
+        receiver owns and this agent has read.
 
         Raises WorkerLost if the agent is not connected, and ChannelError if the channel refuses a call. Other messages
         that must arrive are tried again later, and messages that need not arrive are dropped. If this raises and the
-        message certainly does not go out, ``holds`` and ``slots`` are taken back. After Ctrl-C the message may still go
-        out.
+        message certainly does not go out, ``take_back`` of ``holds`` and of each slot is called. After Ctrl-C the
+        message may still go out.
         """
         was_closed = this_thread.is_closed
         try:
@@ -226,7 +227,7 @@ class Links:
                     outgoing = connection.peer.send(message, frames, now, holds, back)
                     connection.sent += sum(map(len, outgoing.frames))
             except BaseException:  # the receiver is gone, or Ctrl-C came
-                if not self._keeps(to, message):
+                if not self._peer_keeps(to, message):
                     self._take_back(to, holds, slots, back)
                 raise
             try:
@@ -259,7 +260,7 @@ class Links:
         if trace.listeners:
             trace.emit("call.sent", agent=self._me.name, to=call.worker, function=call.function, id=call.id)
 
-    def _keeps(self, to: int, message: Message) -> bool:
+    def _peer_keeps(self, to: int, message: Message) -> bool:
         """Return whether the peer of agent ``to`` keeps a message: it was sent, or will be sent again.
 
         Ctrl-C may come anywhere in `post`. Only the peer knows then whether the message goes out.
@@ -271,7 +272,11 @@ class Links:
     def _take_back(
         self, to: int, holds: HeldByLinks | None, slots: Sequence[Slot], back: list[tuple[int, int]] | None
     ) -> None:
-        """Undo what was done for a message that certainly does not go out."""
+        """Undo what was done for a message to agent ``to`` that certainly does not go out.
+
+        ``back`` is the shared memory of that agent which the message was to return, as pairs of segment and offset; it
+        goes back with a later message. None for no memory.
+        """
         if holds is not None:
             holds.is_sent = False
             holds.take_back()
@@ -315,9 +320,9 @@ class Links:
         return WorkerLost(f"{name} {membership.why_gone(name) or otherwise}")
 
     def _transmit(self, connection: Connection, outgoing: Outgoing) -> None:
-        """Send a message that the peer wants to be sent. If the channel refuses it, the peer tries again later.
+        """Send an encoded message that no caller waits for, such as a ping or a repetition. Raises no ChannelError.
 
-        Nothing is raised: this sends what no caller waits for.
+        If the channel refuses the message, the peer tries again later. The caller does not hold the lock.
         """
         try:
             connection.link.send(outgoing.frames, outgoing.message.kind)
@@ -325,7 +330,10 @@ class Links:
             self._postpone(connection, outgoing)
 
     def _postpone(self, connection: Connection, outgoing: Outgoing) -> float:
-        """Note that the channel refused a message; return when the peer next needs attention."""
+        """Note that the channel refused a message; return the moment when `tick` is needed next.
+
+        The moment is as of `time.monotonic`.
+        """
         with self._lock:
             connection.peer.failed(outgoing.seq, time.monotonic())
             return connection.peer.next_tick()
@@ -344,9 +352,9 @@ class Links:
     # -- for the thread that reads ------------------------------------------------------------
 
     def nap(self, now: float, timeout: float | None) -> float:
-        """Return for how many seconds the reader may wait for a message before it must look at the clock.
+        """Return for how many seconds the reader may wait for a message before it must do what is due (`Agent.read`).
 
-        At most `_LONGEST_NAP_SECONDS`, and at most ``timeout``; 0 if something is due.
+        At most `_LONGEST_NAP_SECONDS`, and at most ``timeout``, if that is given; 0 if something is due now.
         """
         # Announce the nap before measuring it: a thread that moves `due` forward then sees that it must wake us.
         self._asleep_until = now + _LONGEST_NAP_SECONDS
@@ -356,10 +364,10 @@ class Links:
         return wait if timeout is None or wait < timeout else timeout
 
     def accept(self, connection: Connection, envelope: Envelope, size: int) -> bool:
-        """Show an envelope to the peer; return whether its message is new and must be handled.
+        """Note a received envelope in the sender's peer; return whether its message is new and must be handled.
 
-        Called by the reading thread, under `Agent._turn`. ``size`` is the message's bytes: after many bytes the
-        acknowledgement goes out at once.
+        Called by the reading thread, under `Agent._turn`. False for a message that came before. ``size`` is the
+        message's bytes: after many bytes the acknowledgement goes out at once.
         """
         with self._lock:
             fresh = connection.peer.receive(envelope, size, time.monotonic())
@@ -371,6 +379,7 @@ class Links:
     def tick(self, now: float) -> list[tuple[int, str]]:
         """Do what is due: resend, ping, acknowledge. Return the agents that were silent for too long, with the reason.
 
+        Each is a pair of the incarnation and words that complete "worker1 ..."; the caller passes them to `Agent.lose`.
         Called by the reading thread, under `Agent._turn`. Afterwards `set_clock` must be called. The lock is released
         before anything is sent.
         """
@@ -404,15 +413,19 @@ class Links:
         self.hurry(self.due)  # this thread may run a job now, and another reader be asleep
 
     def note(self, due: float) -> None:
-        """Make sure that the clock is looked at by ``due``, or at most `_LONGEST_NAP_SECONDS` seconds later.
+        """Make sure that a reader does what is due by ``due``, or at most `_LONGEST_NAP_SECONDS` seconds later.
 
-        For the reading thread, which looks at the clock before it sleeps, and for work that may be late.
+        ``due`` is as of `time.monotonic`. No reader is woken: for the reading thread, which looks at `due` before it
+        sleeps, and for work that may be late.
         """
         if due < self.due:
             self.due = due
 
     def hurry(self, due: float) -> None:
-        """Make sure that the clock is looked at by ``due``; wake a reader that would sleep too long."""
+        """Make sure that a reader does what is due by ``due``; wake a reader that would sleep too long.
+
+        ``due`` is as of `time.monotonic`.
+        """
         if due < self.due:
             self.due = due
         if due < self._asleep_until:
@@ -464,8 +477,9 @@ class Links:
     def status(self, to: int, seq: int) -> str:
         """Describe in a few words what is known of a call: whether it arrived, and what its worker was doing.
 
-        For the text of a timeout, which then says whether the network or the function was slow. What the worker was
-        doing counts for a minute.
+        ``seq`` is the number of the call's message, which `post` returned. For the text of a timeout, which then says
+        whether the network or the function was slow. What the worker was doing is left out if it said so more than a
+        minute ago.
         """
         with self._lock:
             connection = self.connections.get(to)
@@ -494,7 +508,7 @@ class Links:
         return connection.record if connection is not None else None
 
     def sent(self) -> dict[str, int]:
-        """Return how many bytes were sent to each connected agent, by name."""
+        """Return how many bytes were sent to each connected agent, by name, those in shared memory included."""
         return {each.record.name: each.sent for each in list(self.connections.values())}
 
     def traffic(self) -> tuple[int, int]:
@@ -508,5 +522,5 @@ class Links:
             return sent, sum(peer.outstanding for peer in peers)
 
     def outstanding(self) -> int:
-        """Return how many messages are not acknowledged."""
+        """Return how many messages to connected agents must arrive and are not acknowledged yet."""
         return self.traffic()[1]

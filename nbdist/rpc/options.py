@@ -113,8 +113,7 @@ class RpcBackendOptions:
         switch_interval = durations.seconds(switch_interval, "switch_interval")
         if not 0 < suspect_after <= lost_after:
             raise UsageError(
-                "suspect_after must be more than 0 and at most lost_after, which is not so for "
-                f"{suspect_after!r} and {lost_after!r}"
+                f"suspect_after, {suspect_after!r} s, must be more than 0 and at most lost_after, {lost_after!r} s"
             )
         channel = channel or os.environ.get("NBDIST_CHANNEL") or "auto"
         if channel not in ("auto", "zeromq"):
@@ -172,7 +171,7 @@ def time_limit(rpc_timeout: float) -> float:
     """
     found = durations.limit(rpc_timeout, "rpc_timeout")
     if found < 0:
-        raise UsageError(f"rpc_timeout must be 0 (never) or more, not {found:g}")
+        raise UsageError(f"rpc_timeout must be 0 (no limit) or more seconds, not {found:g}")
     return found
 
 

@@ -31,8 +31,8 @@ class Replied(Protocol):
     def enter(self, recording: Recording, sender: int) -> Any:
         """Return the context of a message that has come; None if that context is over.
 
-        ``recording`` is the note that the sender's recorder put into the message. After None, the tensors of the
-        message get no history here.
+        ``recording`` is the note that the sender's recorder put into the message, ``sender`` the sender's incarnation.
+        After None, the tensors of the message get no history here.
         """
 
     def incoming(self, context: Any, recording: Recording, sender: int, function: str) -> Attach:

@@ -53,7 +53,7 @@ class _Owed:
 
 
 class Sharing:
-    """One agent's arena, and its leases of blocks in other agents' arenas."""
+    """One agent's shared memory for large tensors (its arena), and the blocks of other agents' arenas that it reads."""
 
     def __init__(self, me: Record, arena: Arena | None, *, reads: bool) -> None:
         self._me = me
@@ -79,7 +79,7 @@ class Sharing:
     def can_read(self, owner: Record) -> bool:
         """Return whether this agent can read the arena of another; tested once for each agent.
 
-        False for an agent on another host.
+        False for an agent on another host, and for every agent if the options forbid shared memory.
         """
         known = self._readable.get(owner.incarnation)
         if known is None:
@@ -88,7 +88,7 @@ class Sharing:
         return known
 
     def meet_self(self) -> None:
-        """Use shared memory for what this agent sends to itself, as for any other agent."""
+        """Use shared memory for large tensors that this agent sends to itself. `Agent.start` calls this."""
         self.on_met(self._me.incarnation, self.can_read(self._me))
 
     def on_met(self, other: int, reads: bool) -> None:
@@ -102,7 +102,7 @@ class Sharing:
     # -- sending ------------------------------------------------------------------------------
 
     def undelivered(self, receiver: int, message: Message) -> None:
-        """Retire the blocks of a message that is given up but may have arrived: they are never used again.
+        """Retire the shared memory of a message that is given up but may have arrived: it is never used again.
 
         Called once for each such message; a message without shared memory is ignored.
         """
@@ -112,9 +112,11 @@ class Sharing:
     # -- receiving ----------------------------------------------------------------------------
 
     def begin(self, owner: Record, places: Sequence[Place]) -> list[Buffer] | None:
-        """Return the memory that a message came with; None if its sender has died, and the memory with it.
+        """Return the memory of the tensors that a message brought in shared memory, one buffer for each of ``places``.
 
-        A block that cannot be mapped for another reason is an `Unreadable`; decoding it raises DecodeError.
+        From now on this agent reads that memory; once no tensor refers to it, it goes back to ``owner``. Returns None
+        if the sender has died, and the memory with it. A place that cannot be mapped for another reason is an
+        `Unreadable`; decoding it raises DecodeError.
         """
         memory = self._leases.begin(owner, places, time.monotonic())
         if not all(memory) and not is_alive(owner.pid, owner.started):
@@ -122,10 +124,11 @@ class Sharing:
         return memory
 
     def tend(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:
-        """Collect ended leases, and trim unused memory. Called by the reading thread between two messages.
+        """Collect blocks that no tensor here refers to any more, and free memory that was not needed lately.
 
-        Returns the messages to send, with their receivers, and the moment by which to call this again if nothing
-        happens before (as of `time.monotonic`). Call it before that if `ended`, `owing` or `trim_at` says so.
+        Called by the reading thread between two messages. Returns the messages that give blocks back, with their
+        receivers, for the caller to send, and the moment by which to call this again if nothing happens before (as of
+        `time.monotonic`). Call it before that if `ended`, `owing` or `trim_at` says so.
         """
         if self.ended:
             self._collect(now)
@@ -140,7 +143,10 @@ class Sharing:
     # -- giving back --------------------------------------------------------------------------
 
     def owed(self, to: int) -> list[tuple[int, int]]:
-        """Take the blocks that a message to agent ``to`` can bring back; call `owe` if it does not go out."""
+        """Take the blocks of agent ``to`` that a message can give back to it; call `owe` if it does not go out.
+
+        A block of its shared memory is a pair of segment and offset. The list is empty if nothing has to go back.
+        """
         if self.ended:
             self._collect(time.monotonic())
         if not self.owing:
@@ -155,7 +161,7 @@ class Sharing:
             return blocks
 
     def owe(self, to: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Put back the blocks that a message was to bring back and that certainly has not gone out.
+        """Put back the blocks from `owed` whose message to agent ``to`` certainly has not gone out.
 
         They go back with a later message.
         """
@@ -163,7 +169,7 @@ class Sharing:
             self.owing.setdefault(to, _Owed(time.monotonic())).blocks += blocks
 
     def _collect(self, now: float) -> None:
-        """Move ended leases into `owing`, for the next message to each owner."""
+        """Move the blocks that no tensor here refers to any more into `owing`, for the next message to each owner."""
         with self._lock:
             for lease in self._leases.take_ended():
                 owed = self.owing.get(lease.owner)
@@ -177,7 +183,8 @@ class Sharing:
     def _due(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:
         """Return the messages that give back blocks which have waited too long, and when the next ones are due.
 
-        The caller sends them.
+        Each message comes with the incarnation of its receiver; the caller sends it. The moment is as of
+        `time.monotonic`, infinite if none waits.
         """
         due: list[tuple[int, GiveBack]] = []
         later = math.inf
@@ -191,22 +198,26 @@ class Sharing:
         return due, later
 
     def on_back(self, sender: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Free blocks that another agent has given back.
+        """Free blocks of this agent's arena that another agent has given back, so that they can be used again.
 
-        The blocks come in the envelope of another message. Blocks that were not lent to ``sender`` are ignored.
+        The blocks, pairs of segment and offset, come in the envelope of another message. Blocks that were not lent to
+        ``sender`` are ignored.
         """
         if self._arena is not None:
             self._arena.give_back(sender, blocks)
 
     def on_give_back(self, message: GiveBack, sender: int, _: list[bytes]) -> None:
-        """Retire blocks that another agent gives back although a forked process may still read them."""
+        """Retire blocks that another agent gives back although a process that it forked may still read them.
+
+        They are never used again. The blocks that can be used again came in the message's envelope (`on_back`).
+        """
         if self._arena is not None:
             self._arena.lose(sender, message.shared)
 
     # -- the end ------------------------------------------------------------------------------
 
     def on_lost(self, record: Record, why: str) -> None:
-        """Forget a lost member's memory, and take back the blocks that it was reading.
+        """Forget a lost member's arena, and take back the blocks of this agent's arena that it was reading.
 
         If its process still runs, these blocks are never used again, because its tensors may be in them.
         """
@@ -230,6 +241,6 @@ class Sharing:
             self._arena.close()
 
     def statistics(self) -> dict[str, int]:
-        """Return counters of the arena and the leases, by name."""
+        """Return counters by name: of this agent's arena, and of the blocks of other agents' arenas that it reads."""
         mine = self._arena.statistics() if self._arena is not None else {}
         return {**mine, **self._leases.statistics()}

@@ -21,8 +21,9 @@ _before = _ours = 0.0
 
 
 def shorten(seconds: float) -> Callable[[], None]:
-    """Limit a thread's turn to ``seconds``; return a function that ends the limit. 0 means no limit.
+    """Let a thread run Python for ``seconds`` at most while another wants to; return a function that ends the limit.
 
+    0 sets no limit. The limit, `sys.setswitchinterval`, holds for the whole process; of several, the shortest counts.
     An interval that the user sets meanwhile stays. Call the returned function once.
     """
     if not seconds:
@@ -44,7 +45,10 @@ def shorten(seconds: float) -> Callable[[], None]:
 
 
 def _apply() -> None:
-    """Set the shortest interval. The caller holds the lock."""
+    """Set the process's switch interval to the shortest wanted one, unless the user has set another meanwhile.
+
+    The caller holds the lock.
+    """
     global _ours
     if sys.getswitchinterval() == _ours:  # else the user has set another one
         sys.setswitchinterval(min((_before, *_wanted)))

@@ -87,10 +87,10 @@ _building = threading.Lock()
 
 @contextlib.contextmanager
 def _without_weights() -> Iterator[None]:
-    """Within the block, create parameters of new modules on the meta device, without memory; buffers stay real.
+    """Return a context manager in which parameters of new modules need no memory: they are on the meta device.
 
-    Buffers may be in no file, so they could not be loaded later. This concerns modules of the calling thread only;
-    other threads that build a model wait.
+    Buffers stay real: they may be in no file, so they could not be loaded later. This concerns modules of the calling
+    thread only; other threads that build a model wait.
     """
     with _building:
         register = nn.Module.register_parameter
@@ -126,7 +126,8 @@ def build(config: Any, kind: str = "CausalLM", num_labels: int | None = None) ->
 def complete(model: Any, kind: str) -> None:
     """Initialise at random what a classifier lacks in the checkpoint, normally its head, which is to be trained.
 
-    For other kinds of models a missing weight is a UsageError: a random head could not write text.
+    Weights are lacking if `Checkpoint.fill` has left them on the meta device. In a model of another ``kind`` than
+    "SequenceClassification", a lacking weight raises UsageError: a random head could not write text.
     """
     for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
@@ -142,7 +143,8 @@ def complete(model: Any, kind: str) -> None:
 def find_layers(model: Any) -> str:
     """Return the path of a model's list of layers, such as "model.layers".
 
-    Of several lists with the right length, the one with the most parameters counts. Raises UsageError if there is none.
+    The list is an `nn.ModuleList` with as many modules as the model's configuration has layers; of several, the one
+    with the most parameters. Raises UsageError if there is none.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     found: list[tuple[int, str]] = [
@@ -177,8 +179,8 @@ class Checkpoint:
     def opened(cls, folder: str | Path, scratch: Path) -> Checkpoint:
         """Open a folder with a model as transformers or others have written it.
 
-        If its weights have other names, or are in several files, the model is loaded once and written to ``scratch``,
-        which is opened instead.
+        If its weights have other names, or are in several files, the model is loaded once and written to the folder
+        ``scratch``, which is opened instead.
         """
         if (Path(folder) / _WEIGHTS).exists():
             found = cls(folder)
@@ -206,7 +208,8 @@ class Checkpoint:
     def fill(self, module: nn.Module, prefix: str = "") -> None:
         """Map a module's weights from the file, so that all processes of a host share their memory; freeze them.
 
-        ``prefix`` is the path of the module in the model. Weights that the file does not have stay as they are.
+        ``prefix`` is the path of the module in the model, with a dot at its end. Weights that the file does not have
+        stay as they are. No parameter of the module requires grad afterwards.
         """
         state = {}
         with safe_open(self.folder / _WEIGHTS, "pt") as file:
@@ -297,7 +300,7 @@ def find_cache(values: Sequence[Any]) -> Any:
 
 
 class RecordedCache:
-    """The client's side of a cache whose entries are on the servers: counts tokens, and reports operations.
+    """The client's stand-in for a cache whose entries are on the servers: counts tokens, and reports changes by `tell`.
 
     The given cache stays the model's own, with entries of one byte for each token, so that generation gets right
     answers from it, such as its length. Each operation of `OPERATIONS` on it is also reported as ``tell(name, args)``.
@@ -320,9 +323,10 @@ class RecordedCache:
                 setattr(cache, name, self._recording(name, own))
 
     def _recording(self, name: str, own: Callable[..., Any]) -> Any:
-        """Return the function that replaces a method of the cache: it calls the method, then reports the call.
+        """Return the function that replaces a method of the cache: it calls the method, ``own``, then reports the call.
 
-        It refers to the cache weakly.
+        The report is ``tell(name, args)``; for "crop", the argument is the change in length, a negative number of
+        tokens. If the method raises, nothing is reported. The function refers to the cache weakly.
         """
         known = self._cache
 
@@ -386,10 +390,10 @@ class RecordedCache:
 
 
 def operate(cache: Any, name: str, args: Sequence[Any], begin: int, end: int) -> None:
-    """Do an operation of `OPERATIONS`, as `RecordedCache` reported it, to the entries of the layers of one span.
+    """Do an operation of `OPERATIONS`, as `RecordedCache` reported it, to a server's entries of the layers of one span.
 
-    Layers without entries are skipped: they have nothing to change. Only `activate_past_recording` has to come before
-    the first entries.
+    The layers are those from ``begin`` to before ``end``. Layers without entries are skipped: they have nothing to
+    change. Only `activate_past_recording` has to come before the first entries.
     """
     for layer in cache.layers[begin:end]:
         method = getattr(layer, name, None)
@@ -398,7 +402,10 @@ def operate(cache: Any, name: str, args: Sequence[Any], begin: int, end: int) ->
 
 
 def length(cache: Any, span: tuple[int, int]) -> int:
-    """Return the number of tokens in the cache entries of the layers of a span (begin, end)."""
+    """Return the number of tokens in the cache of a span (begin, end) of layers, as its first layer counts them.
+
+    0 if the layer has no entries. Tokens before a sliding window count, too.
+    """
     return int(cache.layers[span[0]].get_seq_length()) if span[0] < len(cache.layers) else 0
 
 
@@ -453,7 +460,10 @@ def strip(args: Sequence[Any], kwargs: dict[str, Any], cache: Any) -> LayerCall:
 
 
 def call(layer: nn.Module, hidden: torch.Tensor, told: LayerCall, cache: Any) -> torch.Tensor:
-    """Call a layer with the arguments that were recorded for it and with this cache; return its hidden states."""
+    """Call a layer with the arguments that were recorded for it and with this cache; return its hidden states.
+
+    ``told`` are those arguments without the hidden states, with `CACHE` where the cache goes.
+    """
     args = [cache if each is CACHE else each for each in told.args]
     kwargs = {name: cache if each is CACHE else each for name, each in told.kwargs.items()}
     result = layer(hidden, *args, **kwargs)

@@ -49,8 +49,9 @@ class History:
     def add(self, step: Step, result: torch.Tensor) -> None:
         """Append a step and its output.
 
-        If its first operation crops the last steps away as a whole, those are dropped, and their own operations come
-        first instead. An operation "crop" has one argument, the change in length, which is negative.
+        If the step's first operation crops the last steps away as a whole, those are dropped, and their own operations
+        come first instead; not with sliding windows (`forgets`). An operation "crop" has one argument, the change in
+        length, which is negative.
         """
         before = list(step.before)
         for operation in step.before:

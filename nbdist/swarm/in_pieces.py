@@ -34,7 +34,8 @@ class Left(NamedTuple):
 def leave(value: Any) -> Any:
     """Return what to send for a value: a `Left` for a large tensor, else the value; for a tuple, one by one.
 
-    A server fetches the values of a `Left` in pieces; the tensor is kept as long as the `Left` lives.
+    A tensor of more than 4 MiB is large. The receiver fetches the values of a `Left` in pieces (`fetch`); the tensor is
+    kept as long as the `Left` lives.
     """
     if type(value) is tuple:
         return tuple(map(leave, value))
@@ -49,7 +50,7 @@ def leave(value: Any) -> Any:
 
 
 def fetch(value: Any, timeout: float) -> Any:
-    """Return the value for which `leave` returned this, fetching a large tensor from its sender in pieces.
+    """Return the value for which `leave` returned ``value``, fetching a large tensor from its sender in pieces.
 
     Raises RpcTimeout if a piece takes longer than ``timeout`` seconds, WorkerLost or RRefError if the sender is gone.
     """
@@ -64,14 +65,14 @@ def fetch(value: Any, timeout: float) -> Any:
         begin = place.storage_offset()
         asked.append((place, value.flat.rpc_async(timeout).narrow(0, begin, len(place))))
         if len(asked) == _PIECES_REQUESTED:
-            _enter(*asked.popleft())
+            _put_in_place(*asked.popleft())
     while asked:
-        _enter(*asked.popleft())
+        _put_in_place(*asked.popleft())
     return found.view(value.shape)
 
 
-def _enter(place: torch.Tensor, piece: Future[torch.Tensor]) -> None:
-    """Wait for a piece and copy it to its place."""
+def _put_in_place(place: torch.Tensor, piece: Future[torch.Tensor]) -> None:
+    """Wait for a piece and copy it to its place in the whole tensor. Raises the error of the call for the piece."""
     try:
         place.copy_(piece.wait())
     finally:

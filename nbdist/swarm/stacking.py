@@ -48,9 +48,9 @@ DEFAULT_LAYOUT = StackLayout()
 
 
 def compare(one: Any, two: Any) -> StackLayout:
-    """Find the layout from how a layer was called for one sequence, and for two sequences of the same length.
+    """Find which arguments of a layer have rows for each sequence.
 
-    ``one`` and ``two`` are the calls as `LayerCall`.
+    ``one`` and ``two`` are how the layer was called (`LayerCall`) for one sequence, and for two of the same length.
     """
     shared, several = set[str | int](), list[tuple[str | int, int]]()
     for first, second in ((dict(enumerate(one.args)), dict(enumerate(two.args))), (one.kwargs, two.kwargs)):
@@ -91,9 +91,9 @@ class _Differs(Exception):
 
 
 def stack(items: Sequence[StackInput]) -> StackInput | None:
-    """Stack items into one along the batch; None if they differ in what has to be equal. Items have no prompts.
+    """Stack items into one along the batch; None if they differ in what has to be equal.
 
-    Items that differ are computed one after the other.
+    An item is the input of some blocks; these have no prompts. Items that differ are computed one after the other.
     """
     if len(items) == 1:
         return items[0]
@@ -103,7 +103,10 @@ def stack(items: Sequence[StackInput]) -> StackInput | None:
     try:
         calls = tuple(
             type(items[0].calls[number])(
-                tuple(texts.join(each, place) for place, each in enumerate(_aligned([call.args for call in called]))),
+                tuple(
+                    texts.join(each, place)
+                    for place, each in enumerate(_values_by_place([call.args for call in called]))
+                ),
                 texts.join_named([call.kwargs for call in called]),
             )
             for number in range(len(items[0].calls))
@@ -118,7 +121,7 @@ def stack(items: Sequence[StackInput]) -> StackInput | None:
 
 
 def split(found: Any, items: Sequence[StackInput]) -> list[Any]:
-    """Split the result of a stacked item into the results of its items.
+    """Split the result of stacked items, the inputs of several requests, into one result for each.
 
     The result is hidden states, or (gradient, gradient of prompts), as `Server` computes them.
     """
@@ -129,8 +132,8 @@ def split(found: Any, items: Sequence[StackInput]) -> list[Any]:
     return [(part, prompts) for part in gradient.split(sizes)]
 
 
-def _aligned(values: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Return, for each place, the values that the requests have there; they need equal lengths."""
+def _values_by_place(values: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Return, for each position, the values that the requests have there. Raises `_Differs` if lengths differ."""
     if any(len(value) != len(values[0]) for value in values):
         raise _Differs
     return list(zip(*values, strict=True))
@@ -144,20 +147,23 @@ class _Texts:
         self._layout = layout
 
     def join_named(self, values: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Join the keyword arguments of all requests."""
+        """Join the keyword arguments of all requests. Raises `_Differs` if their names or values do not fit."""
         if any(value.keys() != values[0].keys() for value in values):
             raise _Differs
         return {name: self.join([value[name] for value in values], name) for name in values[0]}
 
     def join(self, values: Sequence[Any], name: str | int) -> Any:
-        """Join the values of one argument, given by keyword or position: tensors along the batch, others if equal."""
+        """Join the values of one argument, given by keyword or position: tensors along the batch, others if equal.
+
+        Raises `_Differs` if they cannot be joined.
+        """
         first = values[0]
         if any(type(value) is not type(first) for value in values):
             raise _Differs
         if isinstance(first, torch.Tensor):
             return self._join_tensors(values, name)
         if type(first) in (tuple, list):
-            return type(first)(self.join(each, name) for each in _aligned(values))
+            return type(first)(self.join(each, name) for each in _values_by_place(values))
         if any(value != first for value in values):
             raise _Differs
         return first
@@ -188,7 +194,7 @@ class _Texts:
 
 
 def parts(item: StackInput, size: int | None) -> list[StackInput]:
-    """Cut an item into parts of at most ``size`` sequences; None for one part."""
+    """Cut an item, the input of some blocks, into parts of at most ``size`` sequences; None for one part."""
     batch = item.hidden.shape[0]
     if size is None or batch <= size:
         return [item]
@@ -196,7 +202,7 @@ def parts(item: StackInput, size: int | None) -> list[StackInput]:
 
 
 def _part(item: StackInput, batch: int, begin: int, end: int) -> StackInput:
-    """Return the item for the sequences from ``begin`` to before ``end`` of ``batch``."""
+    """Return the input of some blocks, ``item``, for its sequences from ``begin`` to before ``end`` of ``batch``."""
     prompts = item.prompts
     if prompts is not None and prompts.shape[1] > 1:
         prompts = prompts[:, begin:end]

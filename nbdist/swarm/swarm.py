@@ -205,9 +205,9 @@ class Swarm:
 
         One of "joining" (loads its first blocks), "online", "banned" (did not answer or could not load blocks, and is
         not called for a while), "draining" (is about to leave), "offline" (has left, or the swarm was closed), "gone"
-        (died).
+        (died, or could not load its first blocks).
         """
-        return {each["name"]: each["state"] for each in self._told()}
+        return {each["name"]: each["state"] for each in self._describe_members()}
 
     @property
     def log(self) -> list[str]:
@@ -260,18 +260,15 @@ class Swarm:
     def __repr__(self) -> str:
         over = "; it is over" if self.ended else ""
         lines = [f"<Swarm of {counted(len(self), 'block')}, {size(sum(self.sizes))}{over}>"]
-        for each in self._told():
+        for each in self._describe_members():
             blocks = [number for begin, end in each["blocks"] for number in range(begin, end)]
             lines.append(
                 f"  {each['name']}: {named(blocks)}{'' if each['state'] == 'online' else ', ' + each['state']}"
             )
         return "\n".join(lines)
 
-    def _told(self) -> list[dict[str, Any]]:
-        """Describe each server that has ever served, as `Member.told` does.
-
-        It is for the map of the swarm.
-        """
+    def _describe_members(self) -> list[dict[str, Any]]:
+        """Describe each server that has ever served as a dict of JSON values (`Member.told`), for the swarm's map."""
         now = time.monotonic()
         return [member.told(now, self.sizes, self.crew.options.cache_bytes) for member in self.crew.members]
 
@@ -289,7 +286,7 @@ class Swarm:
             A dict of JSON values: ``count`` of blocks, their ``bytes``, ``servers`` (a dict each), and the ``route``,
             ``session`` and ``log`` of `Journal.told`.
         """
-        servers = self._told() if self._closed is None else self._closed
+        servers = self._describe_members() if self._closed is None else self._closed
         return {"count": len(self), "bytes": sum(self.sizes), "servers": servers, **self.journal.told()}
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -345,6 +342,7 @@ class Swarm:
         Raises:
             UsageError: there are no such blocks, the worker does not serve and has to `join` first, or the swarm is
                 closed.
+            NbdistError: the worker died or did not answer. After this or another error of loading, no block has moved.
         """
         self.crew.check_open()
         member = self.crew.member(worker)
@@ -375,7 +373,7 @@ class Swarm:
         Models made from the swarm raise UsageError from then on. A second call changes nothing.
         """
         if not self.ended:
-            self._closed = self._told()
+            self._closed = self._describe_members()
         self.crew.close()
         self.sessions.close()
         self.journal.news()

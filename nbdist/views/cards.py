@@ -67,12 +67,12 @@ class Rows(Generic[T]):
     """The number of all items, also of those that are left out."""
 
     def each(self, function: Callable[[T], U]) -> Rows[U]:
-        """Return the same rows with ``function(item)`` in place of each item."""
+        """Return new rows with the same names, and ``function(item)`` in place of each item."""
         return Rows(self.kind, [(name, function(item)) for name, item in self.items], self.count)
 
 
 def text(facts: Facts) -> str:
-    """Return a reference as one line of text: the owner, and the standing if it failed or is gone.
+    """Return a reference as one line of text, such as ``<RRef on worker1>``; with the reason if it failed or is gone.
 
     The text is the same before and after the confirmation, so a notebook's saved output does not depend on timing.
     """
@@ -95,9 +95,9 @@ def text_of_many(rows: Rows[Facts]) -> str:
 
 
 def card(facts: Facts, *, lasting: bool = False) -> str:
-    """Return all facts of a reference as HTML.
+    """Return all facts of a reference as HTML: its owner, its standing, its value, forks and error.
 
-    With ``lasting``, for a picture that is looked at later, "on its way" and "not known yet" are left out.
+    With ``lasting``, for a picture in a saved notebook, "on its way" and "not known yet" are left out.
     """
     state = facts.state
     rows = []
@@ -120,7 +120,7 @@ def card(facts: Facts, *, lasting: bool = False) -> str:
 
 
 def table(rows: Rows[Facts]) -> str:
-    """Return references as an HTML table with a row for each, and a line that counts those that were left out."""
+    """Return references as an HTML table, and a line that counts the references that ``rows`` lacks."""
     lines = []
     for name, facts in rows.items:
         state = facts.state
@@ -136,7 +136,7 @@ def peek_html(peek: Peek) -> str:
     """Return the result of `RRef.peek` as HTML: statistics, parameters, or the beginning of the text."""
     parts = []
     if peek.numbers is not None:
-        parts.append(_numbers(peek.numbers))
+        parts.append(_statistics_html(peek.numbers))
     if peek.parameters:
         parts.append(_parameters(peek.parameters))
     if peek.text:
@@ -146,7 +146,10 @@ def peek_html(peek: Peek) -> str:
 
 
 def value(state: State | None) -> str:
-    """Return a value's type, and dtype and shape if it has them, or its error, in a few words."""
+    """Return a value's type, and dtype and shape if it has them, or its error, in a few words; not escaped for HTML.
+
+    For None, which says that nothing is known of the value, return "not known yet".
+    """
     if state is None:
         return "not known yet"
     if state.error is not None:
@@ -155,7 +158,10 @@ def value(state: State | None) -> str:
 
 
 def _more(state: State | None) -> list[tuple[str, str]]:
-    """Return the rows of a card about a tensor's device, gradient and bytes, as far as they are known."""
+    """Return pairs of a name and a text about a tensor's device, gradient and bytes, as far as they are known.
+
+    The texts are not escaped. There are none for a value that is not known or is an error.
+    """
     if state is None or state.error is not None:
         return []
     rows = []
@@ -171,7 +177,7 @@ def _more(state: State | None) -> list[tuple[str, str]]:
 
 
 def _badge(standing: str) -> str:
-    """Return a standing as a coloured badge in HTML."""
+    """Return a reference's standing, such as "confirmed" or "failed", in words, as a coloured badge in HTML."""
     told, colour = _STANDINGS.get(standing, (standing, "#718096"))
     return (
         f'<span style="color:#fff;background:{colour};border-radius:8px;padding:1px 8px;white-space:nowrap">'
@@ -179,7 +185,7 @@ def _badge(standing: str) -> str:
     )
 
 
-def _numbers(numbers: Numbers) -> str:
+def _statistics_html(numbers: Numbers) -> str:
     """Return the statistics of a tensor as HTML, the counts of NaN and infinite values in red."""
     known: Mapping[str, Any] = {
         "min": numbers.min,

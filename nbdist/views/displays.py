@@ -132,7 +132,7 @@ def _show_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Any:
 
 
 def _show_watched(watcher: Watcher) -> Bundle:
-    """Return the picture of a watched cell; if the cell shows a view of it already, a line with its methods.
+    """Return the picture of a watched cell by MIME type; if its view is shown already, a line with its methods.
 
     Called by IPython for the last value of a cell.
     """
@@ -142,7 +142,7 @@ def _show_watched(watcher: Watcher) -> Bundle:
 
 
 def _show_watch(watch: Watch) -> Bundle:
-    """Return the picture of a `Watch` that the user has made."""
+    """Return the picture of a `Watch` that the user has made, by MIME type. Called by IPython."""
     return _picture_of_pass(_watcher_of(watch), watch)
 
 
@@ -234,7 +234,7 @@ def _live_watch(watch: Watch) -> None:
 def _view_of(watcher: Watcher) -> Any:
     """Return the live view of a watched cell; make a new one if there is none, or the last has become a picture.
 
-    Each picture of the same cell shows the same view.
+    A watched cell that is displayed several times has one view.
     """
     from nbdist.views.widgets.backward import BackwardView
 
@@ -261,7 +261,10 @@ def _live_swarm(swarm: Mapped) -> None:
 
 
 def _keep(view: Any) -> Any:
-    """Keep a view live until `_VIEWS_LIVE` newer views are live, or the cluster is shut down. Returns the view."""
+    """Keep a view live until `_VIEWS_LIVE` newer ones are kept, or the cluster is shut down. Returns the view.
+
+    A view that is not kept any more is closed, and leaves its picture.
+    """
     _views.append(view)
     while len(_views) > _VIEWS_LIVE:
         _views.popleft().close()
@@ -270,7 +273,10 @@ def _keep(view: Any) -> Any:
 
 
 def _part_with_cluster() -> None:
-    """Let the current cluster call `_leave_pictures` before it shuts down; asked once for each cluster."""
+    """Make the current cluster call `_leave_pictures` before it shuts down.
+
+    Does nothing if there is no cluster, or the cluster does so already.
+    """
     cluster = Cluster.current
     if cluster is not None and cluster not in _parting:
         _parting.add(cluster)
@@ -293,7 +299,7 @@ def _leave_pictures(known: weakref.ref[Cluster]) -> None:
 def _await(rrefs: Sequence[RRef[Any]]) -> None:
     """Wait until the values of these references are known, for `_VALUE_SECONDS` at most in all.
 
-    Returns then, whether they are known or not; a card shows "pending" for the others.
+    Returns then, whether they are known or not; a picture leaves out a value that is not known.
     """
     deadline = time.monotonic() + _VALUE_SECONDS
     for rref in rrefs:
@@ -309,7 +315,7 @@ def _await(rrefs: Sequence[RRef[Any]]) -> None:
 
 
 def _look(rref: RRef[Any], known: threading.Event) -> None:
-    """Set the event if the reference's value is known, or will never be.
+    """Set the event ``known`` if the reference's value is known, or will never be.
 
     Called at once, and again whenever the reference changes.
     """

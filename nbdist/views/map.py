@@ -44,7 +44,7 @@ class Mapped(Protocol):
     """The methods of a swarm that a map needs."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what this process knows of the swarm, as JSON; no worker is asked."""
+        """Return what this process knows of the swarm, as values that JSON can hold; no worker is asked."""
         ...
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -79,10 +79,10 @@ def in_order(servers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     A worker keeps its place when it dies and comes back. Of several servers on one worker, the last counts.
     """
     last = {server["name"]: server for server in servers}
-    return [last[name] for name in sorted(last, key=_natural)]
+    return [last[name] for name in sorted(last, key=_sort_key)]
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _sort_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key by which the numbers in names are compared as numbers."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(name)]
 
@@ -97,38 +97,41 @@ class MapPart(NamedTuple):
 
 
 def parts(server: Mapping[str, Any], route: Iterable[Sequence[Any]], *, over: bool = False) -> list[MapPart]:
-    """Return the parts to draw in a worker's row; none for a worker that is gone.
+    """Return a worker's blocks as parts: runs of consecutive blocks that are drawn alike; none if the worker is gone.
 
-    ``route`` is the session's route, as (worker, begin, end); ``over`` says that the swarm has ended.
+    A part's kind says whether the blocks are on the session's route. ``server`` is a server of `snapshot_of`; ``route``
+    is the session's route, as (worker, begin, end); ``over`` says that the swarm has ended.
     """
     if server["state"] == "gone":
         return []
     if over:
-        return _runs((number, "was") for number in _held(server))
+        return _parts_of_one_kind((number, "was") for number in _loaded_blocks(server))
     serves = server["state"] in _SERVING
     way = {number for name, begin, end in route if name == server["name"] for number in range(begin, end)}
-    return _runs((number, "away" if not serves else "route" if number in way else "held") for number in _held(server))
+    return _parts_of_one_kind(
+        (number, "away" if not serves else "route" if number in way else "held") for number in _loaded_blocks(server)
+    )
 
 
 def missing(snapshot: Mapping[str, Any]) -> list[MapPart]:
-    """Return the blocks that no serving worker has; none for a swarm that is over.
+    """Return the blocks that no serving worker has, as runs of consecutive blocks; none for a swarm that is over.
 
     While there are any, no session can run through all blocks.
     """
     if snapshot["over"]:
         return []
     serving = [server for server in snapshot["servers"] if server["state"] in _SERVING]
-    held = {number for server in serving for number in _held(server)}
-    return _runs((number, "missing") for number in range(snapshot["count"]) if number not in held)
+    held = {number for server in serving for number in _loaded_blocks(server)}
+    return _parts_of_one_kind((number, "missing") for number in range(snapshot["count"]) if number not in held)
 
 
-def _held(server: Mapping[str, Any]) -> list[int]:
+def _loaded_blocks(server: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the blocks that a server has loaded."""
     return [number for begin, end in server["blocks"] for number in range(begin, end)]
 
 
-def _runs(numbers: Iterable[tuple[int, str]]) -> list[MapPart]:
-    """Return numbered blocks with their kinds as parts: neighbours of one kind are one part."""
+def _parts_of_one_kind(numbers: Iterable[tuple[int, str]]) -> list[MapPart]:
+    """Return blocks, each given by its number and kind, as parts: consecutive blocks of one kind make one part."""
     found: list[MapPart] = []
     for number, kind in numbers:
         if found and found[-1].end == number and found[-1].kind == kind:
@@ -183,15 +186,18 @@ def as_svg(snapshot: Mapping[str, Any]) -> str:
         shown = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
         drawn.append(f'<text x="4" y="{top + 14}" class="ink">{escape(shown)}</text>')
         drawn.append(f'<rect x="{left}" y="{top + 2}" width="{count * cell}" height="{_ROW - 4}" class="track"/>')
-        drawn += [_drawn(name, part, left, top, cell) for part in own]
+        drawn += [_draw_part(name, part, left, top, cell) for part in own]
     for number in range(1, count):
         x = left + number * cell
         drawn.append(f'<path d="M{x} {_ROW}V{height}" class="gap"/>')
     return "".join([*drawn, "</svg>"])
 
 
-def _drawn(name: str, part: MapPart, left: int, top: int, cell: int) -> str:
-    """Return one part as SVG: a bar at its blocks' columns."""
+def _draw_part(name: str, part: MapPart, left: int, top: int, cell: int) -> str:
+    """Return a run of a worker's blocks as SVG: a bar at the blocks' columns, with a tooltip that names the worker.
+
+    ``left`` and ``top`` are the corner of the worker's row, and ``cell`` is the width of a block, in pixels.
+    """
     inset = 2 if part.kind in ("route", "missing") else 5  # taller bars, for people who cannot tell the colours
     told = f"{_blocks([part])}: {name}" + (", on the session's route" if part.kind == "route" else "")
     return (
@@ -207,7 +213,7 @@ _COLUMNS = (*_COLUMNS_LASTING[:4], "cache", "sessions", "steps", "")
 
 
 def _row(server: Mapping[str, Any], *, lasting: bool, over: bool) -> list[str]:
-    """Return a worker's row of the table; with ``lasting`` without its cache, sessions and steps.
+    """Return the cells of a worker's row in the table, as text; with ``lasting`` without cache, sessions and steps.
 
     ``lasting`` is for the picture in a saved notebook, in which numbers that change all the time make no sense.
     ``over`` says that the swarm has ended.
@@ -243,7 +249,7 @@ def _head(snapshot: Mapping[str, Any]) -> str:
 def _session(snapshot: Mapping[str, Any], *, lasting: bool) -> list[str]:
     """Return the lines about the current session and its route; none if the swarm is over.
 
-    ``lasting`` leaves out what changes all the time.
+    ``lasting`` leaves out the session's id, its state and its rate.
     """
     lines, session = [], snapshot["session"]
     if snapshot["over"]:
@@ -261,7 +267,7 @@ def _session(snapshot: Mapping[str, Any], *, lasting: bool) -> list[str]:
 
 
 def _legend(snapshot: Mapping[str, Any]) -> str:
-    """Return the legend as HTML, with the kinds of parts that the map has."""
+    """Return the legend as HTML, with the colours that the map has: on the route, with a worker, and so on."""
     over = snapshot["over"]
     drawn = [part for server in snapshot["servers"] for part in parts(server, snapshot["route"], over=over)]
     seen = {part.kind for part in [*drawn, *missing(snapshot)]}

@@ -30,16 +30,23 @@ FINAL_STANDINGS = frozenset({"failed", "dead", "released", "ended"})
 
 
 def facts_of(rref: RRef[Any]) -> Facts:
-    """Return what this process knows of a reference now; its owner is not asked."""
+    """Return what this process knows of a reference now: owner, standing, value, forks, error.
+
+    The owner is not asked.
+    """
     state, standing = rref.state, rref.standing
     forks = rref.forks_out()
     if standing == "here" and state is None:
         standing = "pending"
-    return Facts(rref.owner_name(), standing, state, forks, _why(rref, standing, state))
+    return Facts(rref.owner_name(), standing, state, forks, _error_in_one_line(rref, standing, state))
 
 
-def _why(rref: RRef[Any], standing: str, state: State | None) -> str:
-    """Return the error of a reference in one line; an empty text if it has none."""
+def _error_in_one_line(rref: RRef[Any], standing: str, state: State | None) -> str:
+    """Return the error of a reference in one line; an empty text if it has none.
+
+    That is the error of its value, of the call that should have made the value, or of the loss of its owner.
+    ``standing`` and ``state`` are the reference's own.
+    """
     if state is not None and state.error is not None:
         return error_line(state.qualname, state.error)
     if standing not in ("failed", "dead"):
@@ -54,15 +61,18 @@ def _why(rref: RRef[Any], standing: str, state: State | None) -> str:
 
 
 def over(facts: Facts, standing: str = "released") -> Facts:
-    """Return facts with a final standing: "released" for a reference that was garbage-collected, or "ended".
+    """Return facts about a reference that is gone: "released" by garbage collection, or "ended" with its cluster.
 
-    "ended" means that its cluster has ended. Facts whose standing is final already stay as they are.
+    Facts about a reference that failed, was lost or released, or has ended already are returned as they are.
     """
     return facts if facts.standing in FINAL_STANDINGS else dataclasses.replace(facts, standing=standing)
 
 
 def bundle(rref: RRef[Any]) -> Bundle:
-    """Return a reference as text and HTML for a saved notebook; the text does not change with the confirmation."""
+    """Return a reference as text and HTML, by MIME type, for a saved notebook.
+
+    The text is the same before and after the owner confirms the reference.
+    """
     facts = facts_of(rref)
     return {"text/plain": cards.text(facts), "text/html": cards.card(facts, lasting=True)}
 
@@ -90,10 +100,10 @@ def rows_of(value: Many) -> Rows[RRef[Any]]:
 
 
 def bundle_of_many(value: Many) -> Bundle:
-    """Return a list, tuple or dict of references as HTML, a table, and as text, as IPython would print it."""
+    """Return a list, tuple or dict of references by MIME type: an HTML table, and text as IPython would print it."""
     return bundle_of_rows(rows_of(value).each(facts_of))
 
 
 def bundle_of_rows(rows: Rows[Facts]) -> Bundle:
-    """Return rows of facts as HTML and text, as `bundle_of_many` does it for references."""
+    """Return facts about several references by MIME type: an HTML table, and text as IPython prints the container."""
     return {"text/plain": cards.text_of_many(rows), "text/html": cards.table(rows)}

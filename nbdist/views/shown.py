@@ -40,10 +40,10 @@ class Shown:
     """One place where a view is shown: two outputs below a cell."""
 
     def __init__(self, sink: Sink, mark: str, picture: Callable[[], Bundle]) -> None:
-        """Prepare the outputs for a cell and a view; `show` publishes them.
+        """Prepare two outputs of a view, the widget and a picture, to publish in ``sink``; `show` publishes them.
 
-        ``mark`` is the CSS class of the view's element in the page. ``picture()`` returns the view as text and HTML as
-        it is now; any thread may call it.
+        ``mark`` is the CSS class of the view's element in the page, by which a style hides one of the two.
+        ``picture()`` returns the view as text and HTML as it is now; any thread may call it.
         """
         self._sink = sink
         self._mark = mark
@@ -52,7 +52,7 @@ class Shown:
         self._saved: Bundle = {}
 
     def show(self, live: Bundle) -> None:
-        """Publish both outputs: ``live``, the widget's bundle without any text, and the picture.
+        """Publish both outputs: ``live``, the widget by its MIME type without any text, and the picture.
 
         Call it once.
         """
@@ -79,7 +79,7 @@ class Shown:
         self._publish("update_display_data", self._live_id, {})
 
     def _drawn(self) -> Bundle:
-        """Return the picture, with the style that hides it or the widget."""
+        """Return the picture as it is now, with a style that hides the picture or the widget in the page."""
         drawn = self._picture()
         rules = " ".join(_RULES.format(mark=self._mark).split())
         html = f'<style>{rules}</style><div class="{self._mark}-picture">{drawn["text/html"]}</div>'

@@ -25,9 +25,10 @@ def as_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def as_html(head: Sequence[str], rows: Sequence[Sequence[str]], faint: Collection[int] = ()) -> str:
-    """Return a table as HTML in the page's font. Rows whose numbers are in ``faint`` are drawn faintly.
+    """Return a table as HTML in the page's font. Rows whose numbers, from 0 on, are in ``faint`` are drawn faintly.
 
-    A table that is too wide for the page scrolls. Margins and stripes are left to the page's own styles.
+    Cells are escaped, except `Html`. A table that is too wide for the page scrolls. Margins and stripes are left to the
+    page's own styles.
     """
     lines = []
     for number, row in enumerate(rows):

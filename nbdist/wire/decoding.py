@@ -44,8 +44,8 @@ NOT_DECODED = object()
 def decode_early(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] = ()) -> Any:
     """Return the value in ``frames`` if the reading thread may decode it, as `decodes_quickly` says.
 
-    Otherwise, or if the value cannot be decoded, returns `NOT_DECODED`; `decode` then raises the error. Always returns
-    `NOT_DECODED` if the functions of `nbdist.wire.usual` are turned off.
+    Otherwise, or if the value cannot be decoded, returns the object `NOT_DECODED`, and raises nothing: the caller has a
+    job call `decode`, which raises the error. Always returns `NOT_DECODED` if ``NBDIST_USUAL=0`` is in the environment.
     """
     if not payload.plain or not usual.IS_ON:
         return NOT_DECODED
@@ -70,8 +70,9 @@ def decode(
 ) -> Any:
     """Return the value in ``frames``, the last of which are its storages in shared memory (``payload.places``).
 
-    ``references`` are the receiver's references for ``payload.forks``; ``attach`` joins recorded tensors to the
-    receiver's graph.
+    ``payload`` describes the frames. ``references`` are the receiver's references for ``payload.forks``, in that order.
+    ``attach`` joins tensors that were sent in an autograd context to the receiver's graph; without it they become
+    leaves that require grad.
 
     Raises DecodeError if the value cannot be rebuilt (MissingDefinition if ``__main__`` here lacks a definition), and
     ProtocolError if the frames contradict their description.

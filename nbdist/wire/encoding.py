@@ -47,7 +47,7 @@ def encode(
     record: bool = False,
     space: Space | None = None,
 ) -> Encoded:
-    """Return the frames for ``value``.
+    """Return the frames that carry ``value`` to another agent, and the header that describes them.
 
     Large storages go into ``space``, shared memory that the receiver can read, if given. ``by_value`` puts the
     definitions of ``__main__`` into the message along with their names, except those whose digests are ``known`` to the
@@ -103,10 +103,10 @@ def encode(
 
 
 def _pack_recorded(tensors: Sequence[torch.Tensor], packer: TensorPacker, frames: list[Buffer]) -> list[int]:
-    """Add the data of recorded tensors to the message; return their indices, as `Payload.recorded` has them.
+    """Add the data of tensors that are sent in an autograd context to the message; return their indices there.
 
-    A tensor that cannot be packed, such as a sparse one, goes into the *odd* frame, a pickle of all such tensors, which
-    is added to ``frames``. Its index is negative.
+    An index from 0 on counts the tensors of ``packer``. A tensor that cannot be packed, such as a sparse one, goes into
+    the *odd* frame, a pickle of all such tensors, which is added to ``frames``. Its index is -1, -2, … there.
     """
     places: list[int] = []
     odd: list[torch.Tensor] = []

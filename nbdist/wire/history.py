@@ -13,8 +13,9 @@ Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]] | None
 
 
 def with_history(tensors: list[torch.Tensor], attach: Attach) -> list[torch.Tensor]:
-    """Return recorded ``tensors`` as tensors that require grad, with the history that ``attach`` gives them.
+    """Return ``tensors``, which required grad on the sender, with the history that ``attach`` gives them.
 
-    ``attach`` is None for a message that came without a context, or whose context is over.
+    Without ``attach``, which is None for a message whose context is over or that came without one, they become leaves
+    that require grad.
     """
     return attach(tensors) if attach is not None else [tensor.requires_grad_() for tensor in tensors]

@@ -531,4 +531,4 @@ def decode_envelope(frame: bytes) -> Envelope:
     try:
         return decode(frame)
     except NOT_A_MESSAGE as error:
-        raise ProtocolError(f"not a message of nbdist: {error}") from None
+        raise ProtocolError(f"not a message of nbdist, or of another version: {error}") from None

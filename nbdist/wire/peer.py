@@ -8,7 +8,7 @@ Pure: messages and the time go in, frames to transmit come out. The life of a me
               ^     ├── the channel refuses it (`failed`) ──┐
               │     ├── a pong shows it missing (`ponged`) ──┤
               │     │                                        v
-              └─────┼─────────────────────────────────── sent again (`_again`)
+              └─────┼─────────────────────────────────── sent again (`_resend`)
                     └── sent 1 + `retries` times ──> `Undelivered` ──> forgotten
 
 The `Standing` of a peer on another host (G3). `lose` makes any peer LOST; until then, a peer on this host is LIVE::
@@ -162,7 +162,7 @@ Action = Transmit | Suspect | Lost | Undelivered
 
 
 class SeqSet:
-    """A growing set of numbers from 1 on: a mark up to which all are in the set, and the few above it."""
+    """A growing set of numbers from 1 on: the *mark*, up to which all are in the set, and the few above it."""
 
     def __init__(self) -> None:
         self.mark = 0
@@ -190,7 +190,7 @@ class SeqSet:
             self._settle()
 
     def _settle(self) -> None:
-        """Move the mark up over numbers that follow it."""
+        """Move the mark up as long as the next number is in the set, and drop that number from those above it."""
         while self.mark + 1 in self.above:
             self.mark += 1
             self.above.discard(self.mark)
@@ -200,7 +200,11 @@ class Peer:
     """The state of the protocol with one other agent. Not thread-safe: the caller holds `Links._lock`."""
 
     def __init__(self, me: int, other: int, limits: PeerLimits, now: float, *, watch_silence: bool) -> None:
-        """Begin with nothing sent or received. ``watch_silence``: whether silence makes the peer suspect and lost."""
+        """Begin with nothing sent or received between the agents ``me`` and ``other``, which are incarnations.
+
+        ``watch_silence`` is True for a peer on another host, which silence makes suspect and then lost. ``now`` here,
+        and in all methods, is in seconds of one monotonic clock.
+        """
         self.standing = Standing.LIVE
         """LIVE until silence or `lose` changes it. A LOST peer stays lost."""
         self.doing = ""
@@ -276,10 +280,12 @@ class Peer:
         holds: Any = None,
         back: list[tuple[int, int]] | None = None,
     ) -> Outgoing:
-        """Return a message in the form in which it goes to the channel; number and keep it if it must arrive.
+        """Return a message in the form in which the caller passes it to the channel; keep it if it must arrive.
 
-        ``holds`` is kept until the message has arrived. ``back`` are blocks that the message gives back; only a message
-        that must arrive may have some. A message that must arrive also takes along all queued deletes.
+        One that must arrive gets a number. ``frames`` follow the envelope. ``holds`` is an object that is kept alive
+        until the message has arrived or is given up. ``back`` are blocks of the peer's shared memory, by segment and
+        offset, that the message gives back; only a message that must arrive may have some. A message that must arrive
+        also takes along all queued deletes.
         """
         seq = self.next_seq if message.must_arrive else 0
         if back is None:
@@ -297,17 +303,17 @@ class Peer:
         return outgoing
 
     def send_later(self, message: UserDelete, now: float) -> float:
-        """Queue a delete for the next message that must arrive; return the moment at which it goes alone.
+        """Queue a delete for the next message that must arrive; return the moment at which `tick` sends it alone.
 
-        A delete alone costs a message and an acknowledgement; most agents have something else to say to each other
-        soon.
+        A delete tells a value's owner that a reference is no longer used. A delete alone costs a message and an
+        acknowledgement; most agents have something else to say to each other soon.
         """
         self._deletes.append(message)
         self._deletes_due = min(self._deletes_due, now + _DELETE_DELAY)
         return self._deletes_due
 
     def send_waiting(self, now: float) -> Outgoing | None:
-        """Return a message that takes along all queued deletes; None if there are none."""
+        """Return a message, to be passed to the channel, that takes along all queued deletes; None without any."""
         if not self._deletes:
             self._deletes_due = math.inf
             return None
@@ -321,9 +327,9 @@ class Peer:
         return outgoing
 
     def _envelope(self, seq: int, message: Message, back: list[tuple[int, int]], deletes: list[UserDelete]) -> bytes:
-        """Encode an envelope. It acknowledges what has arrived, with at most `_MOST_NUMBERS_ABOVE_MARK`.
+        """Return the encoded envelope of a message, which also acknowledges what has arrived from the peer.
 
-        So an acknowledgement that was due need not go out alone any more.
+        It names at most 64 messages above the mark of `SeqSet`. An acknowledgement that was due is not due any more.
         """
         arrived = self._arrived
         more = sorted(arrived.above)[:_MOST_NUMBERS_ABOVE_MARK] if arrived.above else []
@@ -334,7 +340,7 @@ class Peer:
         )
 
     def refused(self, outgoing: Outgoing, now: float) -> None:
-        """Forget a message that will not be tried again, and queue the deletes that it carried.
+        """Forget a message that will not be sent again, and queue the deletes that it carried for another message.
 
         Deletes must arrive, even if the message that carried them is given up.
         """
@@ -343,7 +349,7 @@ class Peer:
             self.send_later(delete, now)
 
     def withdraw(self, seq: int) -> None:
-        """Forget a kept message: it has arrived, or is given up. Its holds may end with that.
+        """Forget message ``seq``, which has arrived or is given up: it is not sent again, and its ``holds`` may end.
 
         A number that is not kept is ignored.
         """
@@ -354,10 +360,10 @@ class Peer:
             self._first += 1
 
     def failed(self, seq: int, now: float) -> None:
-        """Note that the channel refused a message: try it again after a while.
+        """Note that the channel refused message ``seq``: `tick` will try it again after a while.
 
-        The wait doubles with each try, from `_RETRY_FIRST` to `_RETRY_MOST`. Does nothing for a message that need not
-        arrive.
+        The wait doubles with each try, from 0.05 to 2 seconds. Does nothing for a message that is not kept, such as one
+        that need not arrive.
         """
         kept = self._kept.get(seq)
         if kept is not None:
@@ -366,7 +372,7 @@ class Peer:
             kept.retry_at = now + min(_RETRY_FIRST * 2 ** (kept.tries - 1), _RETRY_MOST)
 
     def ping(self, now: float) -> Outgoing:
-        """Return a ping to send now: it asks whether the peer is alive and what has arrived."""
+        """Return a ping, to be passed to the channel: it asks whether the peer is alive and what has arrived."""
         self._pings += 1
         self._ping_sent = now
         return self.send(Ping(self._pings), (), now)
@@ -376,15 +382,16 @@ class Peer:
     def receive(self, envelope: Envelope, size: int, now: float) -> bool:
         """Take note of an envelope that has arrived; return whether its message is new and must be handled.
 
+        Returns False for a second copy of a message; one that need not arrive has no number and always counts as new.
         The peer is alive, whatever the message is. The acknowledgements in the envelope are applied first. If the
-        message has a number, its own acknowledgement is due after `_ACK_DELAY`; at once after many bytes, or if the
-        message came before.
+        message has a number, its own acknowledgement is due after 0.05 s; at once after 1 MB, or if the message came
+        before. ``size`` is the message's, in bytes.
         """
         self._heard = now
         if self.standing is Standing.SUSPECT:
             self.standing = Standing.LIVE
         if self._kept and (envelope.ack >= self._first or envelope.more):
-            self._acknowledged(envelope.ack, envelope.more)
+            self._forget_arrived(envelope.ack, envelope.more)
         arrived, seq = self._arrived, envelope.seq
         # The sender does not wait for these any more: it has given them up. Do not wait for them, either.
         if envelope.base > arrived.mark + 1:
@@ -404,7 +411,7 @@ class Peer:
             self.ack_due = now + _ACK_DELAY
         return True
 
-    def _acknowledged(self, mark: int, more: Sequence[int]) -> None:
+    def _forget_arrived(self, mark: int, more: Sequence[int]) -> None:
         """Forget the messages up to ``mark``, and those in ``more``: they have arrived."""
         kept, first, following = self._kept, self._first, self.next_seq
         while first < following and (first <= mark or first not in kept):
@@ -419,19 +426,20 @@ class Peer:
             self._ping_wait = PING_FIRST
 
     def ponged(self, pong: Pong, now: float) -> list[Action]:
-        """Take note of a pong; return the messages to send again or to give up: those that have not arrived.
+        """Take note of a pong, the answer to a ping; return what to do with the messages that have not arrived.
 
-        The envelope of the pong has acknowledged what has arrived (`receive`). A message that was sent before the ping
+        Each is to be sent again (`Transmit`), or given up (`Undelivered`) after too many tries. Pass the pong's
+        envelope to `receive` first, which takes its acknowledgements. A message that was sent before the ping
         and is still kept must have been lost, or be very late.
         """
         self.doing, self.doing_at = pong.doing, now
         late = [kept for kept in self._kept.values() if kept.pings < pong.number]
         if late:
             self._ping_wait = PING_FIRST  # the peer is alive: lost messages should not wait long for the next ping
-        return [action for kept in late for action in self._again(kept, now)]
+        return [action for kept in late for action in self._resend(kept, now)]
 
-    def _again(self, kept: Outgoing, now: float) -> list[Action]:
-        """Send a kept message again, with a new envelope, or give it up if it was tried too often.
+    def _resend(self, kept: Outgoing, now: float) -> list[Action]:
+        """Return the action for a kept message: send it again, with a new envelope, or give it up after too many tries.
 
         The envelope is new because its acknowledgements are. The number stays, by which the receiver knows the message.
         """
@@ -451,9 +459,10 @@ class Peer:
     # -- the clock ----------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """Return what is due at ``now``: messages to transmit, and notices about the peer.
+        """Return what is due at ``now``: messages to transmit, messages that are given up, and notices about the peer.
 
-        `Lost` is returned once, and alone: nothing is due for a lost peer.
+        Due may be retries, a ping, queued deletes and an acknowledgement. `Lost` is returned once, and alone: nothing
+        is due for a lost peer.
         """
         if self.standing is Standing.LOST:
             return []
@@ -468,7 +477,7 @@ class Peer:
         if self._retrying:
             due = [kept for kept in self._kept.values() if kept.retry_at <= now]
             for kept in due:
-                actions += self._again(kept, now)
+                actions += self._resend(kept, now)
         if now >= self._ping_due():
             if self._kept:
                 self._ping_wait = min(self._ping_wait * 2, _PING_MOST)
@@ -482,8 +491,9 @@ class Peer:
     def _ping_due(self) -> float:
         """Return when to ping next: for messages that are not acknowledged, or as a heartbeat.
 
-        Pings for the oldest message begin `PING_FIRST` after it was sent, and become rarer. A heartbeat goes to a peer
-        on another host after each second of silence.
+        Pings for the oldest message begin 0.5 s after it was sent, and become rarer. A heartbeat goes to a peer on
+        another host after ``PeerLimits.heartbeat`` seconds of silence, and again after as many. Infinite if none is
+        due.
         """
         due = math.inf
         if self._kept:
@@ -493,9 +503,9 @@ class Peer:
         return due
 
     def next_tick(self) -> float:
-        """Return when `tick` will have something to do if nothing happens before.
+        """Return the moment, as of ``now``, at which `tick` will have something to do if nothing happens before.
 
-        Infinite once the peer is lost.
+        Infinite if there is none, as once the peer is lost.
         """
         if self.standing is Standing.LOST:
             return math.inf

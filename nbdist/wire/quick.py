@@ -58,9 +58,10 @@ TENSOR, RECORDED, REFERENCE = 0, 1, 2
 def form_of(value: Any, references: Collection[type]) -> int:
     """Return the form of ``value``: `PLAIN` if it has only atoms, `OTHER` if this module cannot encode it.
 
-    ``references`` are the types that travel as forks. A tuple of a name, a tuple and a dict has the form `CALL`: it is
-    a call's function, arguments and keyword arguments. Only the first level is looked at: a list within a list is
-    `OTHER`.
+    Atoms are None, bool, int, float, str and bytes. With tensors or references, the form is `WHOLE` if the value is
+    one, `TUPLE` or `LIST` if it has some among atoms, and `CALL` for a tuple of a name, a tuple and a dict: a call's
+    function, arguments and keyword arguments. ``references`` are the types that travel as forks. Only the first level
+    is looked at: a list within a list is `OTHER`, and so is a value of more than 64 items.
     """
     kind = type(value)
     if kind in ATOMS:
@@ -91,9 +92,10 @@ def form_of(value: Any, references: Collection[type]) -> int:
 
 
 def items_of(value: Any, form: int) -> Iterable[Any]:
-    """Return the items of ``value`` that may have to be taken out, in the order of the holes' numbers.
+    """Return the items of ``value``, among which tensors and references are; their places count in this order.
 
-    The holes of a call count its arguments first, and then the values of its keyword arguments.
+    ``form`` is that of `form_of`. Of a call, these are its arguments, and then the values of its keyword arguments; of
+    a `WHOLE` value, it is the value itself.
     """
     if form == CALL:
         return (*value[1], *value[2].values()) if value[2] else value[1]
@@ -101,9 +103,10 @@ def items_of(value: Any, form: int) -> Iterable[Any]:
 
 
 def leave_holes(value: Any, form: int, holes: Sequence[Hole]) -> bytes:
-    """Return the pickle of ``value`` with None in the place of each hole.
+    """Return the pickle of ``value`` with None in the place of each tensor and reference, which ``holes`` name.
 
-    A value that is one hole (`WHOLE`) has an empty body. The values of a call's keyword arguments follow its positional
+    ``value`` is not changed. A hole is a place in `items_of`, a kind, and an index among those of that kind. A value
+    that is one hole (`WHOLE`) has an empty body. The values of a call's keyword arguments follow its positional
     arguments, and their names go separately, so that one number says which argument a hole is.
     """
     if form == WHOLE:
@@ -189,7 +192,8 @@ def decode(
 ) -> Any:
     """Return the value in ``frames``, which `encode` made. ``leased`` is the shared memory that came with the message.
 
-    Raises DecodeError for a form that this version does not know.
+    ``references`` and ``attach`` are as in `nbdist.wire.decoding.decode`. Raises DecodeError for a form that this
+    version does not know, and what `unpack_tensors` raises.
     """
     metas, where, data = payload.tensors, payload.buffers, frames[1:]
     alone = unpack_alone(metas[0], where, data) if len(metas) == 1 else None

@@ -82,14 +82,11 @@ class Slot(Protocol):
 
     @property
     def place(self) -> Place:
-        """The place of the copy, for the receiver.
-
-        It goes into the message.
-        """
+        """The place of the copy in the sender's shared memory; it goes into the message, for the receiver."""
         ...
 
     def send(self) -> None:
-        """Note that the copy is about to be sent: it is the receiver's from now on.
+        """Hand the copy over to the receiver: it is about to be sent.
 
         Called right before the message goes to the channel. Afterwards, only the receiver or `take_back` frees the
         copy.
@@ -112,9 +109,9 @@ class Space(Protocol):
     """The size in bytes of the smallest storage that goes there; smaller ones are quicker in frames."""
 
     def put(self, pointer: int, length: int) -> Slot | None:
-        """Copy ``length`` bytes at address ``pointer``; return None if there is no room.
+        """Copy ``length`` bytes at address ``pointer`` of this process into the shared memory; return the copy.
 
-        Without room, the sender puts the bytes into the message itself.
+        Returns None if there is no room: the sender puts the bytes into the message itself.
         """
         ...
 
@@ -162,7 +159,7 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of its storage that ``tensor`` can touch, and the byte after the last.
+    """Return the part of its storage that ``tensor`` can touch: its begin and end, in bytes from the storage's begin.
 
     Strides of torch are never negative, so the last element has the highest address.
     """
@@ -176,15 +173,16 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _flags(tensor: torch.Tensor) -> int:
-    """Return `TensorMeta.flags` for a tensor."""
+    """Return the bits of `TensorMeta.flags`: 1 if the tensor requires grad, and 2 if it is a parameter."""
     flags = _REQUIRES_GRAD if tensor.requires_grad else 0
     return flags | _PARAMETER if type(tensor) is torch.nn.Parameter else flags
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return ``tensor`` as contiguous memory of this process; None if it needs the general way.
+def _contiguous_or_none(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return ``tensor``, or a contiguous copy of it, if its bytes in memory are what is to be sent; else None.
 
-    A small tensor that is one value, expanded, is copied; other tensors that are not contiguous go the general way.
+    A contiguous CPU tensor is returned as it is. A small one that is one value, expanded, is copied. For all others,
+    such as GPU tensors and conjugated views, None: `TensorPacker.pack` then goes the general way.
     """
     if not tensor.is_cpu or tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()):
         return None
@@ -196,10 +194,11 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[TensorMeta, bytes] | None:
-    """Return the description and bytes of a message's only tensor, if it is small; None if it needs the general way.
+    """Return the description and a copy of the bytes of a message's only tensor, if it is small.
 
-    ``bare`` leaves out requires_grad and whether it is a parameter. ``tensor`` may be a parameter, but no other
-    subclass. Also returns None for a tensor without elements, and for one that goes into shared memory.
+    Returns None if it needs `TensorPacker`. ``bare`` leaves out requires_grad and whether it is a parameter. ``tensor``
+    may be a parameter, but no other subclass. Small is less than 256 KiB, and too small for the receiver's shared
+    memory (``space``). Also returns None for a tensor without elements.
     """
     if tensor.layout is not torch.strided or tensor.dtype not in _DTYPE_CODES or tensor.is_nested or tensor.__dict__:
         return None
@@ -208,7 +207,7 @@ def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[T
         return None
     if tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg() and not tensor.is_conj():
         plain = tensor  # as almost all tensors are
-    elif (found := _plain(tensor)) is not None:
+    elif (found := _contiguous_or_none(tensor)) is not None:
         plain = found
     else:
         return None
@@ -237,7 +236,8 @@ class TensorPacker:
     ) -> None:
         """Collect nothing yet.
 
-        ``devices`` maps devices here to the receiver's; ``receiver`` is its name, for errors.
+        ``devices`` maps devices here to the receiver's; ``receiver`` is its name, for errors; ``space`` is memory that
+        is shared with it, if any.
         """
         self.tensors: list[torch.Tensor] = []
         self.slots: list[Slot] = []
@@ -264,7 +264,8 @@ class TensorPacker:
     def pack(self) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]]:
         """Copy the bytes; return the tensors' descriptions, the place of each storage, and the frames.
 
-        A place is (frame, offset, length). Storages in shared memory are in `slots`, and lie in frames -1, -2, …
+        A place is (frame, offset, length), in bytes. Storages in shared memory are in `slots` instead, and their frames
+        count -1, -2, …
 
         Of each storage, only the part that the tensors use is copied. Tensors that share a storage here share one on
         the receiver. A tensor that is alone in a large storage, and uses little of it, is made contiguous first.
@@ -308,9 +309,10 @@ class TensorPacker:
         return metas, *self._copy_out(spans)
 
     def _copy_out(self, spans: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
-        """Copy memory into frames or shared memory; return the place of each piece, and the frames.
+        """Copy memory into frames or shared memory; return the place of each piece as in `pack`, and the frames.
 
-        A large piece has a frame of its own. Small pieces share one frame, each at a multiple of `_ALIGN`.
+        ``spans`` has the address and the length in bytes of each piece. A large piece has a frame of its own. Small
+        pieces share one frame, each at a multiple of `_ALIGN`.
         """
         where: list[tuple[int, int, int]] = []
         frames: list[Buffer] = []
@@ -340,7 +342,10 @@ class TensorPacker:
         return where, frames
 
     def _put(self, pointer: int, length: int) -> bool:
-        """Copy memory into shared memory; return False if there is none, no room in it, or too few bytes for it."""
+        """Copy ``length`` bytes at address ``pointer`` into shared memory, as one more of `slots`.
+
+        Returns False, and copies nothing, if there is no shared memory, no room in it, or too few bytes for it.
+        """
         if self._space is None or length < max(self._space.threshold, 1):
             return False
         slot = self._space.put(pointer, length)
@@ -351,7 +356,7 @@ class TensorPacker:
         return True
 
     def _pack_simple(self) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]] | None:
-        """Pack the usual case: contiguous tensors that share no storage. Return None for other tensors.
+        """Do the work of `pack` for contiguous tensors that share no storage; return None if there are other tensors.
 
         Each tensor is a piece of its own, which saves the bookkeeping of storages.
         """
@@ -359,7 +364,7 @@ class TensorPacker:
         spans: list[tuple[int, int]] = []
         kept: list[torch.Tensor] = []
         for tensor in self.tensors:
-            plain = _plain(tensor)
+            plain = _contiguous_or_none(tensor)
             if plain is None:
                 return None
             kept.append(plain)
@@ -370,8 +375,9 @@ class TensorPacker:
         return metas, *self._copy_out(spans)
 
     def _on_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
-        """Return a tensor's data in host memory, and the receiver's device for it; None for the CPU.
+        """Return a tensor's data on the CPU, without history, and the name of the receiver's device, None for the CPU.
 
+        Raises EncodeError if no device map names the tensor's device.
         Conjugated and negated views are resolved: the bytes that go out are the values.
         """
         plain = tensor.detach()
@@ -391,10 +397,10 @@ class TensorPacker:
 
     @staticmethod
     def _meta(original: torch.Tensor, data: torch.Tensor, storage: _Storage, device: str | None) -> TensorMeta:
-        """Describe a tensor whose data lies in a storage of the message.
+        """Return the description of a tensor whose ``data`` lies in a storage of the message.
 
-        The offset counts from the part of the storage that is copied. Strides are left out for a contiguous tensor at
-        the beginning of that part.
+        The offset counts elements from the part of the storage that is copied. Strides are left out for a contiguous
+        tensor at the beginning of that part.
         """
         offset = int(data.storage_offset()) - storage.start // data.element_size()
         strides = None if offset == 0 and data.is_contiguous() else list(data.stride())
@@ -404,7 +410,7 @@ class TensorPacker:
 
 
 def _snapshot(pointer: int, length: int) -> memoryview:
-    """Copy memory without the GIL; the copy lives as long as the returned view.
+    """Return a copy of ``length`` bytes at an address, made without the GIL; it lives as long as the returned view.
 
     Used for large pieces: other threads run while it copies.
     """
@@ -423,8 +429,9 @@ def unpack_tensors(
 ) -> list[torch.Tensor]:
     """Return the tensors of a message, in memory of their own; ``leased`` is the shared memory that came with it.
 
-    A tensor that shares its storage with no other, and is contiguous, is made at once. Others become views of a storage
-    that is made once. The descriptions are checked first: they come from another process.
+    ``metas`` and ``where`` are the descriptions and places that `TensorPacker.pack` returned, and ``frames`` its
+    frames. A tensor that shares its storage with no other, and is contiguous, is made at once. Others become views of a
+    storage that is made once. The descriptions are checked first: they come from another process.
 
     Raises ProtocolError if a description does not fit the bytes, and DecodeError for a dtype that this torch lacks, or
     shared memory that cannot be read here.
@@ -447,7 +454,8 @@ def unpack_tensors(
         dtype = _DTYPES[meta.dtype] if 0 <= meta.dtype < len(_DTYPES) else None
         if dtype is None:
             raise DecodeError(
-                f"this torch ({torch.__version__}) has no dtype number {meta.dtype}; the sender has another version"
+                f"this torch ({torch.__version__}) has no dtype number {meta.dtype}; the sender has another "
+                "version of torch or nbdist"
             )
         frame, offset, length = where[meta.buffer]
         if frame < 0:
@@ -497,7 +505,8 @@ def unpack_alone(
 ) -> torch.Tensor | None:
     """Return the tensor of a message with one small tensor in one frame; None if the message is another one.
 
-    Its bytes are copied with the GIL held. Anything unusual is left to `unpack_tensors`, which also raises the errors.
+    The arguments are those of `unpack_tensors`. The bytes are copied with the GIL held. Anything unusual is left to
+    `unpack_tensors`, which also raises the errors.
     """
     if meta.strides is not None or meta.device is not None or not frames or list(where) != [(0, 0, len(frames[0]))]:
         return None
@@ -516,8 +525,9 @@ def unpack_alone(
 
 
 def _leased(leased: Sequence[Buffer], index: int, length: int) -> Buffer:
-    """Return a piece of the shared memory that came with a message. A tensor made of it keeps the lease.
+    """Return piece ``index`` of the shared memory that came with a message, checked to have at least ``length`` bytes.
 
+    A tensor made of it keeps it from being given back to the sender.
     Raises ProtocolError if the message has no such piece, DecodeError if this process cannot map it.
     """
     if not 0 <= index < len(leased):
@@ -540,7 +550,7 @@ def _leased(leased: Sequence[Buffer], index: int, length: int) -> Buffer:
 
 
 def _finished(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """Return a tensor with its device, requires_grad and class as they were sent."""
+    """Return a tensor with its requires_grad, its class and its device here as its description says."""
     if meta.device is not None:
         tensor = tensor.to(meta.device)
     if meta.flags & _PARAMETER:
@@ -578,7 +588,7 @@ def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -
 
 
 def _copy_in(pointer: int, frame: bytes, offset: int, length: int) -> None:
-    """Copy bytes of a frame to an address; small pieces with the GIL held."""
+    """Copy ``length`` bytes of a frame, from ``offset`` on, to an address; fewer than 64 KiB with the GIL held."""
     if not length:
         return
     if not isinstance(frame, bytes):

@@ -42,9 +42,10 @@ def encode_usual_call(
 ) -> tuple[Payload, list[Buffer]] | None:
     """Return the payload and frames of a usual call: atoms and at most one small tensor. None if it needs `encode`.
 
-    The tensor is a positional argument. ``function`` is a name, or a function of ``__main__`` whose digest is ``known``
-    to the receiver, and not ``lacking`` there. Such a function is not in the body, which has None in its place: the
-    payload names it.
+    Atoms are None, bool, int, float, str and bytes. The tensor is a positional argument, does not require grad, and is
+    too small for shared memory (``space``). ``function`` is a name, or a function of ``__main__`` whose digest is
+    ``known`` to the receiver, and not ``lacking`` there. Such a function is not in the body, which has None in its
+    place: the payload names it.
 
     For a call by name with up to 64 arguments, the bytes are those that `encode` would make.
     """
@@ -85,8 +86,9 @@ def encode_usual_call(
 def encode_usual_result(value: Any, space: Space | None) -> tuple[Payload, list[Buffer]] | None:
     """Return the payload and frames of a usual result: an atom or one small tensor. None if it needs `encode`.
 
-    The bytes are those that `encode` would make. A small tensor is below `nbdist.wire.tensors.OWN_FRAME_BYTES` bytes,
-    travels in a frame rather than in shared memory (``space``), and does not require grad.
+    Atoms are None, bool, int, float, str and bytes. The bytes are those that `encode` would make. A small tensor is
+    below `nbdist.wire.tensors.OWN_FRAME_BYTES` bytes, travels in a frame rather than in shared memory (``space``), and
+    does not require grad.
     """
     if not IS_ON:
         return None

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import autograd_functions
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
+from nbdist.autograd.graph.walk import Region
 from nbdist.autograd.passes import ddp, driver, leaves, worker_part
 from nbdist.testing import Faults, World
 
@@ -59,6 +61,18 @@ def test_two_micro_batches_run_at_the_same_time(world, threads, hooks, mode):
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [sum(forward(2)).sum()], mode=mode)
         assert rpc.rpc_sync("worker1", gradient_of, args=("first", context_id)) == [2.0 * 1 + 2.0 * 2] * 3
+
+
+@pytest.mark.parametrize(("of_one", "run_apart"), [(False, True), (True, False)])
+def test_steps_share_a_plain_leaf_but_no_received_message(of_one, run_apart):
+    """The gradients of a message go back together, and steps at the same time would both count them as complete."""
+    leaf, message = object(), object()
+    regions = [
+        Region(nodes={leaf, object()}, leaves=[leaf], receives={message if of_one else object(): {index}})
+        for index in range(2)
+    ]
+    part = SimpleNamespace(_are_plain=lambda nodes: nodes == {leaf})
+    assert worker_part.Part._touch(part, *regions) is not run_apart
 
 
 def test_there_are_no_more_threads_than_allowed(world, threads, hooks, mode):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nbdist import rpc
-from nbdist.cluster.inspection.comparing import _print, compare, differences, flatten
+from nbdist.cluster.inspection.comparing import _fingerprint, compare, differences, flatten
 from nbdist.testing import World
 from nbdist.views.workers.difference import DiffTable
 
@@ -51,10 +51,10 @@ def test_the_parts_of_a_value():
     ids=str,
 )
 def test_the_print_of_a_tensor_is_that_of_its_values(tensor):
-    assert _print("", tensor) == _print("", tensor.detach().clone())
+    assert _fingerprint("", tensor) == _fingerprint("", tensor.detach().clone())
     if tensor.numel():
         other = (~tensor if tensor.dtype is torch.bool else tensor.detach().to_dense() * 2).clone()
-        assert _print("", tensor).digest != _print("", other).digest
+        assert _fingerprint("", tensor).digest != _fingerprint("", other).digest
 
 
 def test_a_container_that_contains_itself():
@@ -70,8 +70,8 @@ def test_a_container_that_contains_itself():
 
 
 def test_prints_of_other_values():
-    assert _print("", {"b", "a"}) == _print("", {"a", "b"})
-    assert _print("", lambda: 1).kind == "function"
+    assert _fingerprint("", {"b", "a"}) == _fingerprint("", {"a", "b"})
+    assert _fingerprint("", lambda: 1).kind == "function"
     assert next(flatten(numpy.ones(2)))[1].dtype is torch.float64
 
 

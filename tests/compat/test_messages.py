@@ -33,7 +33,7 @@ def raise_error(error):
     ("use", "error", "text"),
     [
         (
-            lambda: agents.FaultyTensorPipeAgent._wrapper(rpc.RpcBackendOptions()),
+            lambda: agents.FaultyTensorPipeAgent._channel_wrapper(rpc.RpcBackendOptions()),
             TypeError,
             r"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`, not ",
         ),

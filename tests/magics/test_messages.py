@@ -40,6 +40,7 @@ def test_magics_that_are_refused(magics, name, arguments, text):
     [
         (lambda: lines.parse_diff("  "), r"%dist_diff needs an expression to compare; write: "),
         (lambda: lines.parse_watch("-o a.b"), r"%%watch -o needs the name of a variable, not 'a.b'"),
+        (lambda: lines.parse_watch("-o class"), r"%%watch -o needs the name of a variable, not 'class'"),
         (NotebookSession.cluster, r"no cluster runs; start one with %dist_init -n 4"),
     ],
 )

@@ -36,8 +36,8 @@ WAYS = {
 PLACES = [
     (Peer, "send"),
     (Peer, "receive"),
-    (Arena, "_take"),
-    (LocalLink, "_try"),
+    (Arena, "_take_block"),
+    (LocalLink, "_write_what_fits"),
     (Sharing, "_collect"),
     (Forks, "set_state"),
 ]

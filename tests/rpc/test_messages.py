@@ -71,12 +71,12 @@ def options(**given):
     [
         (options(num_worker_threads=0), UsageError, "num_worker_threads must be a whole number of at least 1, not 0"),
         (options(retries=-1), UsageError, "retries must be a whole number of at least 0, not -1"),
-        (options(rpc_timeout=-5), UsageError, "rpc_timeout must be 0 (never) or more, not -5"),
+        (options(rpc_timeout=-5), UsageError, "rpc_timeout must be 0 (no limit) or more seconds, not -5"),
         (options(max_message=10), UsageError, "max_message must be a number of bytes from 65536 on, not 10"),
         (
             options(suspect_after=20, lost_after=12),
             UsageError,
-            "suspect_after must be more than 0 and at most lost_after, which is not so for 20.0 and 12.0",
+            "suspect_after, 20.0 s, must be more than 0 and at most lost_after, 12.0 s",
         ),
         (
             options(switch_interval=-1),
@@ -142,7 +142,7 @@ def test_a_file_that_is_no_list_of_members(tmp_path):
 def test_what_the_agent_of_a_cluster_cannot_take_on(caller):
     for given, text in [
         (("other", -1, None, None), r"this is worker0 of a cluster.*it cannot take the name 'other'"),
-        (("worker0", 1, None, None), r"with rank 0; it cannot get rank 1"),
+        (("worker0", 1, None, None), r"with rank 0; it cannot get rank 1: leave the rank out"),
         (("worker0", 0, 9, None), r"this cluster's RPC has 2 members.*a world_size of 9 would be waited for in vain"),
         (("worker0", 0, 2, rpc.RpcBackendOptions(retries=3)), r"it cannot take on retries now"),
     ]:
@@ -196,7 +196,7 @@ def test_a_nested_call_whose_caller_was_interrupted():
 
 def test_a_value_that_does_not_exist_any_more():
     with pytest.raises(RRefError, match=r"the value of this RRef is gone: a worker that passed it on was lost"):
-        table._gone().wait()
+        table._failed_promise().wait()
 
 
 def test_a_call_that_ctrl_c_ends(two, caller, monkeypatch):

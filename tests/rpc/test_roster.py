@@ -178,7 +178,7 @@ def put(store, part, *records):
     """Have the store list these already."""
     mine = roster(store)
     text, listed = mine._read(soon())
-    setattr(listed, part, [mine._sealed(one) for one in records])
+    setattr(listed, part, [mine._signed(one) for one in records])
     assert mine._write(text, listed)
 
 

@@ -17,7 +17,7 @@ def test_in_the_order_of_asking():
 
 def test_what_never_fits_fails_at_once():
     budget = Budget(10)
-    with pytest.raises(CacheFull, match="11 bytes of caches do not fit into 10, ever"):
+    with pytest.raises(CacheFull, match="11 bytes of caches can never fit, as the limit is 10 bytes"):
         budget.ask("a", 11, deadline=9)
     budget.ask("a", 8, deadline=9)
     with pytest.raises(CacheFull, match="besides 8 that it has"):

@@ -397,13 +397,13 @@ def test_who_has_left_does_not_come_back_by_itself(world, monkeypatch, what):
 def test_who_dies_while_it_is_relieved_is_gone(world, monkeypatch):
     swarm = serve(swarm_models.make("llama"), workers=[1])
     crew, member = swarm.crew, swarm.crew.member("worker1")
-    own = crew._mended
+    own = crew._load_unserved
 
     def mended(begin, end):
         crew.lose(member.incarnation, "it is said to be gone")
         return own(begin, end)
 
-    monkeypatch.setattr(crew, "_mended", mended)
+    monkeypatch.setattr(crew, "_load_unserved", mended)
     with pytest.raises(NoRoute, match="worker1 is gone"):
         swarm.leave(1)
     assert swarm.states == {"worker1": "gone"}
@@ -441,7 +441,7 @@ def test_a_way_that_an_interrupt_left_unlinked_is_linked(world, monkeypatch):
         part.linked = None
     for held in server_of(swarm, "worker1")._sessions.values():
         held.next = None
-    monkeypatch.setattr(session, "_bring", lambda *_: pytest.fail("it was not pushed"))
+    monkeypatch.setattr(session, "_push_input", lambda *_: pytest.fail("it was not pushed"))
     remote(ids[:, :1], past_key_values=cache)
     swarm.close()
 

@@ -27,13 +27,13 @@ def world():
 def small(monkeypatch):
     """Pieces of 600 bytes, which are less than five tokens of the tiny models; the sizes of those that are fetched."""
     monkeypatch.setattr(in_pieces, "_PIECE_BYTES", 600)
-    enter, fetched = in_pieces._enter, []
+    enter, fetched = in_pieces._put_in_place, []
 
     def noted(place, piece):
         fetched.append(place.nbytes)
         enter(place, piece)
 
-    monkeypatch.setattr(in_pieces, "_enter", noted)
+    monkeypatch.setattr(in_pieces, "_put_in_place", noted)
     return fetched
 
 
@@ -100,14 +100,14 @@ def test_what_is_left_by_one_who_dies_is_lost(world):
 def test_what_a_client_cannot_bring_is_not_the_servers_fault(world, small, monkeypatch):
     swarm = serve(swarm_models.make("llama"), workers=[1, 2])
     remote = swarm.causal_lm()
-    enter = in_pieces._enter
+    enter = in_pieces._put_in_place
 
     def late(place, piece):
         if api.current_agent() is not world[0]:
             raise RpcTimeout("worker0 did not answer")
         enter(place, piece)
 
-    monkeypatch.setattr(in_pieces, "_enter", late)
+    monkeypatch.setattr(in_pieces, "_put_in_place", late)
     with pytest.raises(NoRoute, match="the input has not arrived from the client"):
         remote(**swarm_models.batch(), use_cache=False)
     assert set(swarm.states.values()) == {"online"}

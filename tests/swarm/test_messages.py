@@ -99,24 +99,28 @@ class Part:
     ("use", "now", "text"),
     [
         (
-            lambda session: session._through(session, SimpleNamespace(hidden=None)),
-            {"_number": 0, "_own": lambda *_: None, "_replace": lambda _: None},
+            lambda session: session._step_with_spares(session, SimpleNamespace(hidden=None)),
+            {"_number": 0, "_part_for_span": lambda *_: None, "_replace": lambda _: None},
             r"\d+ servers failed one after the other in one step, the last: worker1 did not answer",
         ),
         (
-            lambda session: session._opened(session, 0, 6),
+            lambda session: session._open_on_a_route(session, 0, 6),
             {"_crew": SimpleNamespace(way=lambda *_: [], abandon=lambda *_: None), "_open": fail, "id": "s1"},
             r"on every route through blocks 0 to 5 a server failed while the session was opened",
         ),
         (
             lambda session: session._replace(session, 0),
-            {"_journal": SimpleNamespace(news=lambda: None), "_moved": fail},
+            {"_journal": SimpleNamespace(news=lambda: None), "_move_caches": fail},
             r"no server could take over the session from worker1: each one failed while it was given",
         ),
     ],
 )
 def test_servers_that_fail_one_after_the_other(use, now, text):
-    methods = {"_through": Session._through, "_opened": Session._opened, "_replace": Session._replace}
+    methods = {
+        "_step_with_spares": Session._step_with_spares,
+        "_open_on_a_route": Session._open_on_a_route,
+        "_replace": Session._replace,
+    }
     with pytest.raises(NoRoute, match=text):
         use(SimpleNamespace(**{**methods, "_parts": [Part()], **now}))
 

@@ -53,7 +53,7 @@ NO_BUTTON = r"there is no button 'fly': the page is of another version of nbdist
             {"_known": lambda: None},
             {"press": "peek"},
             LookupError,
-            r"the reference is gone: no variable holds",
+            r"the reference is gone, because no variable holds",
         ),
     ],
 )

@@ -50,8 +50,8 @@ def test_what_nbdist_calls_is_named_in_words():
         (station.call_station, (None, "parameter_rrefs"), "pipeline: parameter rrefs"),
         (station.deliver, (), "a micro-batch arrives"),
         (local.new_local_optimizer, (torch.optim.SGD,), "make an optimizer (SGD)"),
-        (neighbours._here, ("key", "step"), "step through blocks"),
-        (neighbours._here, ("key", "something_new"), "serve blocks"),
+        (neighbours._call_server, ("key", "step"), "step through blocks"),
+        (neighbours._call_server, ("key", "something_new"), "serve blocks"),
     ]
     for function, args, told in every:
         assert name_call(display_name(function), function, args) == ("own", told)

@@ -63,14 +63,24 @@ class RunningPart(Protocol):
     """The methods of a part that its nodes call while torch's engine runs them."""
 
     def enter(self, slot: EdgeSlot) -> torch.Tensor | None:
-        """Return the gradient that has come for a gate, which is None; raise `HeldBack` if the gate is a barrier."""
+        """Return None, the gradient that has come for a gate which torch's engine runs now.
+
+        The engine runs a gate in two cases only: the gradient that has come is None; or none has come, and no other
+        node can run. In the second case this raises `HeldBack`, which ends the engine's call.
+        """
 
     def cross(self, end: Received, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of a receive node, for the tensors of its message from number ``first`` on."""
+        """Take the gradients that a receive node was given, to send them back to the worker that sent its tensors.
+
+        ``end`` is the received message. The gradients belong to its tensors from index ``first`` on.
+        """
 
 
 def current_part() -> RunningPart | None:
-    """Return the part for which the calling thread runs nodes; None if it runs none, or those of a local pass."""
+    """Return the part of a pass for which the calling thread runs nodes now.
+
+    None if it runs no nodes, or those of a plain ``backward()`` of torch.
+    """
     return thread_value(_PART) if thread_has(_PART) else None
 
 
@@ -158,15 +168,19 @@ class Received:
 
 
 def _enter(ctx: Any, slot: EdgeSlot, tensor: torch.Tensor) -> torch.Tensor:
-    """Make a gate for a tensor: the forward of `_Gate`. Its output only serves as a root for torch's engine."""
+    """Make a gate in front of the history of ``tensor``: the forward of `_Gate`, which torch calls.
+
+    Returns an empty tensor, which only serves as a root for torch's engine.
+    """
     ctx.slot = weakref.ref(slot)  # weak, because the slot refers to this node
     return torch.empty((), device="cpu")
 
 
 def _let_in(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:
-    """Run a gate: the backward of `_Gate`. Its part decides whether it stops the engine or enters the gradient None.
+    """Run a gate: the backward of `_Gate`. torch's engine calls it, only for a part of a pass.
 
-    torch's engine calls it, in the thread that runs a step of a part.
+    Returns None, None if the gate's gradient has come and is None. Raises `HeldBack`, which stops the engine, if the
+    gradient has not come: `RunningPart.enter` decides.
     """
     part = current_part()
     assert part is not None  # only the steps of a part have a gate's output as a root
@@ -178,7 +192,8 @@ def _arrive(
 ) -> tuple[torch.Tensor, ...]:
     """Make the receive node of some tensors of a message, from tensor ``first`` on: the forward of `_Receive`.
 
-    torch calls it through `_Receive.apply`; the tensors returned are what the user's function gets.
+    torch calls it through `_Receive.apply`. Returns the tensors, to which torch gives the node as their history; the
+    user's function gets them. ``anchor`` requires grad, without which torch would make no node.
     """
     ctx.set_materialize_grads(False)
     ctx.end = end
@@ -187,7 +202,10 @@ def _arrive(
 
 
 def _send_back(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
-    """Run a receive node: the backward of `_Receive`. Hands the gradients to the part; a local pass gets UsageError."""
+    """Run a receive node: the backward of `_Receive`. Hands the gradients to the part, which sends them back.
+
+    Raises UsageError in a plain ``backward()`` of torch, which runs for no part. Returns a None for each input.
+    """
     part: RunningPart | None = thread_value(_PART) if thread_has(_PART) else None
     if part is None:
         raise UsageError(
@@ -227,7 +245,8 @@ _anchor = torch.zeros((), device="cpu", requires_grad=True)
 def receive(end: Received, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors of a message with receive nodes as their history; their gradients go back through ``end``.
 
-    Each tensor has a node of its own, because a node calls the hooks of all its outputs, even if only one was used.
+    ``end``, which names the sender, also notes the nodes, shapes and dtypes. Each tensor has a node of its own, because
+    a node calls the hooks of all its outputs, even if only one was used.
     """
     made: list[torch.Tensor] = []
     size = len(tensors) if one_node_a_message else 1

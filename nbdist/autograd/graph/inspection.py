@@ -54,9 +54,10 @@ def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], m
 
 
 def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: Mode) -> Plan:
-    """Return the plan of a pass from edges of this worker's graph; see `plan`.
+    """Return the plan of a pass that begins at ``starts``; see `plan`.
 
-    All workers of the context are asked; nothing runs, and no gradient changes.
+    ``starts`` are nodes of this worker, each with the number of an output.
+    This asks all workers of the context, and waits for their answers. Nothing runs, and no gradient changes.
     """
     here = api.recorder()
     found = _collect(context, starts)
@@ -92,9 +93,10 @@ def trace(context_id: int | None = None) -> Trace:
 
 
 def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace:
-    """Return the trace of a context; with ``starts``, add what lies behind them here, and leave out the passes.
+    """Return the trace of a context; with ``starts``, add the nodes behind them here, and leave out ``Trace.passes``.
 
-    Workers are asked in rounds: each names the workers that it exchanged messages with, until there is no new one.
+    Workers are asked in rounds: each names the workers that it exchanged messages with, until there is no new one. A
+    worker that is lost meanwhile goes into ``Trace.unreachable``.
     """
     here = api.recorder()
     found = Trace(context.id, passes=context.watch.passes if context.watch is not None and not starts else [])
@@ -122,7 +124,10 @@ def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace
 
 
 def _who_only_looks(context: Context, me: int) -> int | None:
-    """Return the worker that watches a context of another maker: without nodes it is left out of the trace."""
+    """Return the incarnation of the worker that watches a context; None if nobody does, or if its maker does.
+
+    `_collect` leaves that worker out of the trace if it has no nodes. ``me`` is this worker's incarnation.
+    """
     watcher = me if context.watch is not None else context.watching.watcher if context.watching is not None else None
     return watcher if watcher != context.maker else None
 
@@ -160,13 +165,18 @@ def local_nodes(
 
 
 def _describe(node: Node, number: int, numbers: dict[Node, int], names: dict[int, ParameterName]) -> NodeInfo:
-    """Return a node as data; ``numbers`` has the numbers of all nodes, ``names`` the names of leaves by id."""
+    """Return a node as data for a trace.
+
+    ``number`` is its own, ``numbers`` has those of all nodes, and ``names`` the names of leaves by the leaf's `id`.
+    """
     kind: Any = type(node)
     if kind is ACCUMULATE:
         leaf = node.variable
         label, holder = names.get(id(leaf), (None, None))
-        return NodeInfo(number, type(leaf).__name__, "leaf", *_like(leaf), inputs=(), label=label, parameter_of=holder)
-    shape, dtype = _like(node._input_metadata[0]) if node._input_metadata else (None, None)
+        return NodeInfo(
+            number, type(leaf).__name__, "leaf", *_shape_and_dtype(leaf), inputs=(), label=label, parameter_of=holder
+        )
+    shape, dtype = _shape_and_dtype(node._input_metadata[0]) if node._input_metadata else (None, None)
     if kind is RECEIVE:
         return NodeInfo(number, node.name(), "receive", shape, dtype, (), node.end.message, _tensors_of(node))
     inputs = tuple(numbers[to] for to, _ in node.next_functions if to is not None)
@@ -174,12 +184,12 @@ def _describe(node: Node, number: int, numbers: dict[Node, int], names: dict[int
 
 
 def _tensors_of(node: Node) -> tuple[int, ...]:
-    """Return the positions of a receive's tensors in its message."""
+    """Return the indices, in its message, of the tensors that a receive node made."""
     return tuple(range(node.first, node.first + len(node._input_metadata)))
 
 
-def _like(tensor: Any) -> tuple[tuple[int, ...], str]:
-    """Return the shape and dtype of a tensor, or of the metadata that a node keeps of one."""
+def _shape_and_dtype(tensor: Any) -> tuple[tuple[int, ...], str]:
+    """Return the shape and dtype (as ``float32``) of a tensor, or of the metadata that a node keeps of one."""
     return tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
@@ -188,4 +198,4 @@ def _tensor(slot: EdgeSlot) -> tuple[tuple[int, ...], str, int]:
     node, output = slot.edge
     kind: Any = type(node)
     tensor = node.variable if kind is ACCUMULATE else node._input_metadata[output]
-    return *_like(tensor), math.prod(tensor.shape) * tensor.dtype.itemsize
+    return *_shape_and_dtype(tensor), math.prod(tensor.shape) * tensor.dtype.itemsize

@@ -18,7 +18,7 @@ Place = tuple[str, int]
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[Place, int] | None:
-    """Return the place and the size in bytes of a tensor's memory; None for a tensor without an address.
+    """Return the place (device and address) and the size in bytes of a tensor's storage; None without an address.
 
     Call it inside of `no_torch_function`, so that no code of a tensor subclass is called.
     """
@@ -33,8 +33,10 @@ def storage_of(tensor: torch.Tensor) -> tuple[Place, int] | None:
 
 
 def kept_by(context: Context) -> dict[Place, int]:
-    """Return the buffers that would be freed with the context, in bytes by place; leaves are not counted.
+    """Return the size in bytes, by place, of each buffer on this worker that would be freed with the context.
 
+    These are the tensors saved for backward passes, and the gradients; leaves are not counted. A place is a device and
+    an address.
     A buffer that several tensors share counts once. While `Context.runs` holds a pass, only gradients are counted:
     torch's engine may be freeing the saved tensors. On workers other than its root, a pass stays in `Context.runs` for
     a while after its end.

@@ -3,7 +3,7 @@
 The same mode of torch that notes lines has every operation checked for NaN (`nbdist.autograd.watching.forward_nans`),
 whose errors name the module and the line::
 
-    context(lines=True)   `noted` enters a `_Noting` mode   `_note` puts a `NodeOrigin` on each new node
+    context(lines=True)   `noted` enters a `_Noting` mode   `_note_nodes` puts a `NodeOrigin` on each new node
     context(check="nan")  `noted` enters a `_Noting` mode   `Check.after` reads what was returned
 
 Noting costs some 50 microseconds for each operation; so it happens only in contexts that ask for it, on the threads
@@ -102,7 +102,7 @@ def _leave(mode: TorchFunctionMode | None) -> None:
 
 
 def _use_hooks(more: int) -> None:
-    """Change the number of users of the hooks on all modules: the first sets the hooks, the last removes them.
+    """Count the open `noted` blocks: the first sets hooks on all modules of the process, the last removes them.
 
     ``more`` is 1 when a `noted` block begins, and -1 when it ends.
     """
@@ -118,7 +118,10 @@ def _use_hooks(more: int) -> None:
 
 
 def _enter_module(module: torch.nn.Module, _: Any) -> None:
-    """Note that a module begins its forward on this thread: a hook on all modules."""
+    """Note that a module begins its forward on this thread: a hook that torch calls for all modules.
+
+    Does nothing on a thread outside of `noted`, and while torch compiles.
+    """
     if not torch.compiler.is_compiling() and _thread.modules is not None:
         _thread.modules.append(_Running(module))
 
@@ -126,7 +129,7 @@ def _enter_module(module: torch.nn.Module, _: Any) -> None:
 def _leave_module(module: torch.nn.Module, args: Any, result: Any) -> None:
     """Note that a module ends its forward on this thread, and check what it returned: a hook on all modules.
 
-    Modules above it on the list ended without this hook, and are dropped too.
+    Raises ForwardNaN if the check finds a NaN. Modules that began after it and ended without this hook are dropped too.
     """
     __tracebackhide__ = True
     modules = _thread.modules if not torch.compiler.is_compiling() else None
@@ -137,13 +140,17 @@ def _leave_module(module: torch.nn.Module, args: Any, result: Any) -> None:
     try:
         checking = _thread.checking
         if checking is not None and not checking.is_over and checking.check is not None:
-            checking.check.returned(args, result, _here, type(module).__name__)
+            checking.check.returned(args, result, _place_in_user_code, type(module).__name__)
     finally:
         modules.pop()
 
 
-def _path(index: int) -> str:
-    """Return the path of module ``index`` of those whose forward runs on this thread, from the outermost one."""
+def _module_path(index: int) -> str:
+    """Return the path of a module whose forward runs on this thread, such as ``Net.fc1``.
+
+    ``index`` is its place among those modules, of which the outermost one is first. The path begins with that one's
+    class; a module that is not found below it is named by its class.
+    """
     assert _thread.modules is not None  # else no module could be running
     root, running = _thread.modules[0].module, _thread.modules[index]
     if not running.path:
@@ -169,7 +176,7 @@ class _Noting(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # compile the user's code without ours
             return func(*args, **kwargs)
-        run = self._noted if self._lines and not self.is_over else _call
+        run = self._call_and_note if self._lines and not self.is_over else _call_unnoted
         check = self.check if not self.is_over else None
         if check is None:
             return run(func, args, kwargs)
@@ -180,11 +187,11 @@ class _Noting(TorchFunctionMode):
             return result
         held = check.before(name, args, kwargs)
         result = run(func, args, kwargs)
-        check.after(name, args, kwargs, result, held, _here)
+        check.after(name, args, kwargs, result, held, _place_in_user_code)
         return result
 
-    def _noted(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function, and note the origin of the nodes that it made."""
+    def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function of torch, note where in the user's code its new nodes were made, and return its result."""
         __tracebackhide__ = True
         for tensor in tensors_in((*args, *kwargs.values())):
             if tensor.grad_fn is not None:
@@ -195,18 +202,21 @@ class _Noting(TorchFunctionMode):
         result = func(*args, **kwargs)
         changed = [tensor.grad_fn for tensor in tensors_in((result, *args[:1])) if tensor.grad_fn is not None]
         if changed:
-            _note(changed)
+            _note_nodes(changed)
         return result
 
 
-def _call(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function without noting anything."""
+def _call_unnoted(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function and return its result, without noting anything."""
     __tracebackhide__ = True
     return func(*args, **kwargs)
 
 
-def _note(nodes: list[Node]) -> None:
-    """Set the present origin on these nodes and all new nodes behind them, up to nodes that have one."""
+def _note_nodes(nodes: list[Node]) -> None:
+    """Note the line of code that runs now as the origin of these nodes and of the nodes behind them.
+
+    Stops at leaves and at nodes that have a note already: these are older.
+    """
     origin = None
     stack = nodes
     while stack:
@@ -214,11 +224,11 @@ def _note(nodes: list[Node]) -> None:
         if node is None or not node.next_functions or ORIGIN_KEY in node.metadata:
             continue
         if origin is None:
-            origin = _here()
+            origin = _place_in_user_code()
         node.metadata[ORIGIN_KEY] = origin
         stack.extend(behind for behind, _ in node.next_functions)
 
 
-def _here() -> NodeOrigin:
-    """Return where in the user's code the calling thread is, with the module."""
-    return NodeOrigin(_path(-1) if _thread.modules else None, *users_line())
+def _place_in_user_code() -> NodeOrigin:
+    """Return the user's line at which the calling thread is, and the innermost module whose forward runs on it."""
+    return NodeOrigin(_module_path(-1) if _thread.modules else None, *users_line())

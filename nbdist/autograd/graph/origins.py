@@ -73,7 +73,10 @@ def origin_of(node: Node) -> NodeOrigin:
 
 
 def users_line() -> tuple[str, int, str]:
-    """Return the file, number and text of the user's line at which the calling thread is; empty if there is none."""
+    """Return the file, number and text of the line at which the calling thread is, outside of nbdist and torch.
+
+    Returns ``("", 0, "")`` if the thread runs no such line.
+    """
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_FRAMES_SKIPPED):
         if frame.f_back is None:

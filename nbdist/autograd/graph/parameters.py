@@ -93,9 +93,10 @@ def _is_known(parameter: torch.Tensor) -> bool:
 
 
 def _part(module: Any, name: str) -> dict[str, Any]:
-    """Return a copy of a module's children or parameters, which other threads may change meanwhile.
+    """Return a copy of the dict in which a module keeps its children or parameters, without calling the user's code.
 
-    ``name`` is ``"_modules"`` or ``"_parameters"``. An object that keeps something unusual there gives an empty dict.
+    ``name`` is ``"_modules"`` or ``"_parameters"``. Returns an empty dict for None, for an object that is no module,
+    and for a module that keeps something unusual there. A copy, because other threads may change the original.
     """
     if module is None or not _is_a(type(module), torch.nn.Module):
         return {}

@@ -33,9 +33,10 @@ class Saved(NamedTuple):
 
 
 def saved_by(node: Node) -> list[Saved]:
-    """Return what a node has saved and no pass has freed yet.
+    """Return the tensors that a node has saved for its backward and that no pass has freed yet.
 
-    Values of a kind that cannot be read are skipped; packed values are returned as they are, and not unpacked.
+    Values of a kind that cannot be read are skipped. Values that the user's hooks for saved tensors have packed are
+    returned as they are, with ``packed`` True, and not unpacked.
     """
     names = _names.get(type(node))
     if names is None:

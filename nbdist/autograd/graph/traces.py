@@ -130,7 +130,7 @@ class Plan:
 
     @property
     def workers(self) -> list[str]:
-        """The names of the workers that take part."""
+        """The names of the workers on which at least one node would run."""
         return [worker for worker in self.trace.workers if any(worker == name for name, _ in self.waits_for)]
 
     def __repr__(self) -> str:
@@ -141,9 +141,10 @@ class Plan:
 
 
 def planned(recorded: Trace, roots: Sequence[Key], mode: Mode = "smart") -> Plan:
-    """Return the plan of a pass from nodes of a recorded trace: pure, data in and data out.
+    """Return the plan of a pass from ``roots``, nodes of a recorded trace given as (worker, number).
 
     SMART reaches nodes of other workers through receives. FAST begins at the roots and at everything that was sent.
+    Pure: nothing is asked or run, and ``recorded`` is not changed.
     """
     nodes = {(worker, node.number): node for worker, each in recorded.nodes.items() for node in each}
     sources = {(edge.autograd_message_id, i): (edge, s) for edge in recorded.edges for i, s in enumerate(edge.sources)}

@@ -27,8 +27,10 @@ class Region(msgspec.Struct, eq=False):
 
 
 def walk(edges: Iterable[tuple[Node, int]], region: Region | None = None) -> Region:
-    """Return the region behind graph edges, or add it to ``region``, whose nodes are not walked again.
+    """Return all nodes that can be reached from graph edges on this worker, the first ones included.
 
+    A graph edge is a node and the number of one of its outputs. With ``region``, the nodes are added to it, and those
+    that it has are not walked again.
     A receive node that is reached once more still adds the tensor by which it is reached. Takes about 1.4 microseconds
     for each node.
     """

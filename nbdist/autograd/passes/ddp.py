@@ -22,7 +22,10 @@ living: dict[int, weakref.ref[DistributedDataParallel]] = {}
 
 
 def _notice(module: Any, name: str, submodule: Any) -> None:
-    """Note a DDP module; torch calls this whenever a module gets a submodule, as a DDP module does when it is made."""
+    """Note ``module`` in `living` if it is a DDP module, until it is collected.
+
+    torch calls this whenever a module gets a submodule, as a DDP module does when it is made.
+    """
     if isinstance(module, DistributedDataParallel):
         key = id(module)
         living[key] = weakref.ref(module, lambda _: living.pop(key, None))
@@ -47,16 +50,18 @@ def owned_by_any() -> set[int]:
 def own(nodes: Iterable[Node]) -> bool:
     """Return whether one of these nodes accumulates into a parameter of a DDP module.
 
-    A pass that comes to such a node averages gradients, and therefore needs its turn.
+    A pass that comes to such a node averages gradients with other processes. If several workers do that in a SMART
+    pass, the pass waits for its turn (`nbdist.autograd.passes.ddp_turns`).
     """
     owned = owned_by_any()
     return any(id(node.variable) in owned for node in nodes)
 
 
 def blocked_by(held: Iterable[int]) -> set[int]:
-    """Return the ids of all parameters of the DDP modules of which a parameter is among ``held``, also by id.
+    """Return the ids of all parameters of each DDP module that has a parameter in ``held``, which are ids, too.
 
-    A pass waits with all of them, because a DDP module reduces its parameters together.
+    Those in ``held`` cannot get their gradients yet. A pass waits with all the returned ones, because a DDP module
+    averages the gradients of its parameters together.
     """
     waiting = set(held)
     blocked = set[int]()
@@ -70,6 +75,6 @@ def blocked_by(held: Iterable[int]) -> set[int]:
 def in_buckets() -> set[int]:
     """Return the ids of the parameters whose gradients are views of DDP buckets, which the next pass overwrites.
 
-    The caller must copy gradients that it wants to keep.
+    These are the parameters of modules with ``gradient_as_bucket_view``. The caller copies gradients that it keeps.
     """
     return set[int]().union(*(_leaves(module) for module in _modules() if module.gradient_as_bucket_view))

@@ -45,7 +45,7 @@ __all__ = ["TurnTaking", "Turns"]
 
 
 class Turns:
-    """The queue of passes that have asked a leader for their turn; the first one has it."""
+    """The queue of passes that want to average gradients of DDP modules; the first one may, it has its *turn*."""
 
     def __init__(self) -> None:
         self._queue: list[PassId] = []
@@ -53,29 +53,33 @@ class Turns:
     def ask(self, id: PassId) -> PassId | None:
         """Queue a pass; return it if it has its turn at once, else None.
 
-        Only passes that average gradients ask. ``id`` then keeps its turn until `end` or `lose`.
+        Call it once for a pass. A pass keeps its turn until `end` or `lose`.
         """
         self._queue.append(id)
         return id if len(self._queue) == 1 else None
 
     def end(self, id: PassId) -> PassId | None:
-        """Remove a pass that needs no turn any more; return the pass that gets the turn by that, or None.
+        """Remove a pass that needs no turn any more; return the pass that gets the turn by that.
 
-        A pass that is not in the queue changes nothing.
+        Returns None if no pass gets it: the queue is empty, or another pass has the turn and keeps it. A pass that is
+        not in the queue changes nothing.
         """
         first = self._queue[:1]
         self._queue = [other for other in self._queue if other != id]
         return self._queue[0] if self._queue and self._queue[:1] != first else None
 
     def lose(self, root: int) -> PassId | None:
-        """Remove the passes that began on a lost worker; return the pass that gets the turn by that, or None."""
+        """Remove the passes that began on the lost worker ``root``, an incarnation.
+
+        Returns the pass that gets the turn by that; None if the turn does not change hands.
+        """
         first = self._queue[:1]
         self._queue = [other for other in self._queue if other.root != root]
         return self._queue[0] if self._queue and self._queue[:1] != first else None
 
 
 class TurnTaking:
-    """Asks for turns as the root of passes, and gives turns as the leader for others; one object on each worker."""
+    """Gives passes their turn to average gradients of DDP modules, one at a time; one object on each worker."""
 
     def __init__(self, transport: _Transport) -> None:
         self._transport = transport
@@ -85,10 +89,12 @@ class TurnTaking:
     # -- as the root of a pass ----------------------------------------------------------------
 
     def wait(self, run: Run, ledger: Ledger, workers: set[int]) -> set[int]:
-        """Return those of ``workers`` that may go on at once, now that the marking is over.
+        """On the root: return those of ``workers`` that may go on at once, now that marking is over.
 
-        If several workers reduce, these must wait for the pass's turn: the first call asks the leader for it, and
-        `granted` returns the workers that have waited.
+        Marking is over when no worker will announce a gradient any more. If several workers average gradients of DDP
+        modules, these must wait for the pass's turn. The first call asks the leader for it, the one of these workers
+        with the lowest incarnation; `granted` later returns the workers that have waited. A pass that has its turn
+        already, or in which fewer than two workers average, gets all of ``workers`` back.
         """
         if len(ledger.reducing) < 2:
             return workers
@@ -104,9 +110,9 @@ class TurnTaking:
         return workers - ledger.reducing
 
     def granted(self, run: Run) -> set[int]:
-        """Note that a pass has its turn; return the workers that have waited for it.
+        """On the root: note that a pass has its turn; return the workers, by incarnation, that have waited for it.
 
-        The root calls this when the leader's message arrives. The caller lets the workers go on.
+        Called when the leader's message arrives. The caller tells the workers to go on. A second call returns none.
         """
         with run.lock:
             run.its_turn = True
@@ -114,7 +120,7 @@ class TurnTaking:
         return waiting
 
     def end(self, run: Run) -> None:
-        """Give back the turn of a pass that began here, or withdraw its request; harmless if it never asked."""
+        """On the root: tell the leader that a pass no longer has or wants its turn; does nothing if it never asked."""
         with run.lock:
             leader, run.leader = run.leader, None
         if leader is not None:
@@ -123,23 +129,26 @@ class TurnTaking:
     # -- as the leader ------------------------------------------------------------------------
 
     def on_turn(self, message: messages.Turn) -> None:
-        """Queue a pass that asks for its turn, or end the turn of one that is over; called in the reading thread.
+        """On the leader: queue a pass that asks for its turn, or end the turn of one that is over (``message.over``).
 
-        On the leader.
+        The pass that now has the turn is told, by its root. The thread that reads messages calls this.
         """
         with self._lock:
             self._grant(self._turns.end(message.id) if message.over else self._turns.ask(message.id))
 
     def on_lost(self, worker: int) -> None:
-        """Drop the passes that began on a lost worker, and give their turn to the next pass.
+        """On the leader: drop the passes that began on a lost worker, and give their turn to the next pass.
 
-        Called on every worker; without such passes it changes nothing.
+        Called on every worker; one without such passes in its queue does nothing.
         """
         with self._lock:
             self._grant(self._turns.lose(worker))
 
     def _grant(self, turn: PassId | None) -> None:
-        """Tell the root of a pass that it has its turn; passes whose root is gone are skipped. Needs the lock."""
+        """Tell the root of the pass ``turn`` that the pass has its turn; does nothing for None. The lock is held.
+
+        A pass whose root is gone is dropped, and the next one in the queue gets the turn.
+        """
         while turn is not None and not self._transport.is_there(turn.root):
             turn = self._turns.end(turn)
         if turn is not None:

@@ -146,7 +146,7 @@ class Passes:
         """Return the run of a new pass, of which this worker is the root; nothing runs before `go`.
 
         ``outcome`` is settled at the end of the pass. Without it, one thread has to call `wait` to learn of the end.
-        A token stands for the roots, as if they had arrived in a message: the pass cannot seem to be over before `go`.
+        The ledger counts the roots as a message under way, so the pass cannot seem to be over before `go`.
         """
         me = self._transport.me
         watch = context.watch if context.watch is not None and not context.watch.closed else None
@@ -175,7 +175,7 @@ class Passes:
         return PassId(self._transport.me, next(self._numbers))
 
     def go(self, run: Run) -> None:
-        """Run on this thread what can run at once of a pass that has begun here.
+        """Run on this thread the nodes, of a pass that has begun here, that can run before other workers answer.
 
         An error in the pass settles its outcome, and is not raised. KeyboardInterrupt and the like are raised, and give
         the pass up.
@@ -187,7 +187,9 @@ class Passes:
             raise
 
     def wait(self, run: Run, read: Callable[[Latch], None] | None = None) -> None:
-        """Wait for the end of a pass that began here, and commit it; ``read`` is for `Latch.wait`.
+        """Wait for the end of a pass that began here, and commit it: its gradients are then in the context.
+
+        ``read`` is for `Latch.wait`, by which the thread reads messages meanwhile.
 
         If the pass has failed, or if Ctrl-C ends the wait, the pass is given up on all workers and the error is raised.
         """
@@ -205,7 +207,8 @@ class Passes:
     def commit(self, run: Run) -> None:
         """End a pass on this worker, and add its gradients to the context's; the root also tells the pass's watch.
 
-        The root calls this at the end of the pass; other workers do when a later pass of the same root tells them.
+        The root calls this at the end of the pass; other workers when a message of a later pass of the same root says
+        that this one is over.
         """
         self._runs.pop(run.head.id, None)
         run.outcome = None
@@ -216,7 +219,10 @@ class Passes:
     def _begin(
         self, head: Head, context: Context, ledger: Ledger | None = None, outcome: Future[None] | Latch | None = None
     ) -> Run:
-        """Make the run of a pass on this worker; called with `Context.lock` held, except on the root."""
+        """Make the run of a pass on this worker, and enter it in the context; nothing runs yet.
+
+        Only the root gives a ledger and an outcome. Called with `Context.lock` held, except on the root.
+        """
         run = Run(head, context)
         run.ledger, run.outcome = ledger, outcome
         sends = list(context.sends.values())
@@ -231,11 +237,11 @@ class Passes:
             self.observing.begun(run)
         return run
 
-    def _find(self, head: Head) -> Run | None:
+    def _find_run(self, head: Head) -> Run | None:
         """Return the run of the pass that a message belongs to, new if this worker has none.
 
-        Returns None if the context has ended or the pass was given up. The message's head also tells which passes of
-        the same root are over: they are committed here.
+        ``head`` is the part of the message that describes the pass. Returns None if the context has ended or the pass
+        was given up. The head also tells which passes of the same root are over: they are committed here.
         """
         context = self._contexts.find(head.context)
         if context is None:
@@ -254,11 +260,12 @@ class Passes:
     # -- messages -----------------------------------------------------------------------------
 
     def on_mark(self, message: messages.Mark) -> None:
-        """Expect gradients for tensors that were sent from here, and mark what they depend on.
+        """Take a mark: a message which says that tensors that were sent from here will get gradients.
 
+        Marks the received tensors on which they depend in turn, by messages to their senders, and reports to the root.
         A mark of a pass that was given up, or of a context that has ended here, is ignored.
         """
-        run = self._runs.get(message.head.id) or self._find(message.head)
+        run = self._runs.get(message.head.id) or self._find_run(message.head)
         if run is None:
             return
         if run.observer is not None:
@@ -273,15 +280,16 @@ class Passes:
         self._report(run)
 
     def on_gradients(self, message: messages.Gradients, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Enter gradients for tensors that were sent from here, and run what can run.
+        """Enter gradients for tensors that were sent from here into their gates, and run the nodes that can run now.
 
-        Gradients of a pass that was given up are dropped.
+        The root's ledger also takes the report that may come with them. Gradients of a pass that was given up are
+        dropped.
         """
-        run = self._runs.get(message.head.id) or self._find(message.head)
+        run = self._runs.get(message.head.id) or self._find_run(message.head)
         if run is None:
             return
         if message.report is not None:
-            self._enter(run, message.token.sender, message.report)
+            self._enter_report(run, message.token.sender, message.report)
         if run.observer is not None:
             run.observer.note("arrived", message=message.message)
         with run.lock:
@@ -290,9 +298,9 @@ class Passes:
         self._advance(run)
 
     def on_marked(self, message: messages.Marked) -> None:
-        """End the marking on this worker, and run what has waited for that.
+        """End the marking on this worker: no more gradients will be announced, so run what has waited for that.
 
-        A pass that has ended here is skipped.
+        The root sends the message. A pass that has ended here is skipped.
         """
         run = self._runs.get(message.id)
         if run is not None:
@@ -300,7 +308,10 @@ class Passes:
             self._advance(run)
 
     def on_granted(self, message: messages.Granted, sender: int) -> None:
-        """On the root: the pass has its turn, so let the workers go on that wait to average gradients."""
+        """On the root: the pass has its turn to average gradients of DDP modules; tell the workers that wait for that.
+
+        If the pass has ended here, give the turn back to ``sender``, which has granted it.
+        """
         run = self._runs.get(message.id)
         if run is None or run.ended:  # the message that ends the turn may have overtaken the one that asked for it
             self._transport.tell(sender, messages.Turn(message.id, True))
@@ -308,18 +319,19 @@ class Passes:
             self._let_go_on(run, self.turns.granted(run))
 
     def on_report(self, message: Report, sender: int) -> None:
-        """On the root: enter a worker's report in the ledger.
+        """On the root: enter a worker's report in the ledger; end the pass, or the marking, if the ledger says so.
 
-        A report of a pass that is over is ignored.
+        A report tells which messages the worker has sent and which it has dealt with. A report of a pass that is over
+        is ignored.
         """
         run = self._runs.get(message.id)
         if run is not None:
-            self._enter(run, sender, message)
+            self._enter_report(run, sender, message)
 
     def on_failed(self, message: messages.Failed, failure: Failure) -> None:
-        """On the root: end the pass with an error of another worker.
+        """On the root: end the pass with an error of another worker, which is raised to the caller of the pass.
 
-        The caller of the pass gets the first error only.
+        The caller gets the first error only. A pass that is over is ignored.
         """
         run = self._runs.get(message.id)
         if run is not None:
@@ -328,7 +340,8 @@ class Passes:
     def on_cancel(self, message: messages.Cancel) -> None:
         """Give up a pass on this worker, and on those that this one has sent something of it.
 
-        A pass whose first message comes later than this one does not begin here.
+        If the first message of the pass comes later than this one, the pass does not begin here. A pass that has been
+        given up already, or whose context has ended, is ignored.
         """
         context = self._contexts.find(message.context)
         if context is None:
@@ -343,14 +356,14 @@ class Passes:
     def on_lost(self, worker: int, name: str, why: str) -> None:
         """Give up the passes that began on a lost worker, and fail the passes that need it; ``why`` is for the error.
 
-        A pass that does not need the worker goes on.
+        Passes fail on another thread. A pass that does not need the worker goes on.
         """
         self.turns.on_lost(worker)
         for context in self._contexts.all():
             for run in list(context.runs.values()):
                 if run.head.id.root == worker:
                     self.on_cancel(messages.Cancel(run.head.id, context.id))
-                elif worker in self._needed(run):
+                elif worker in self._needed_workers(run):
                     error = WorkerLost(f"{name} {why}; the backward pass of context {context.id} needed it")
                     self._transport.submit(partial(self._fail, run, error))
 
@@ -364,7 +377,8 @@ class Passes:
                 self._settle(
                     run,
                     UsageError(
-                        f"the context {context.id} ended during its backward pass: wait for the pass before its end"
+                        f"the context {context.id} ended during its backward pass: wait for the pass, by "
+                        "`handle.wait()`, before the `with` block of the context ends"
                     ),
                 )
             self._drop(run)  # without Cancel messages: all workers are told that the context has ended
@@ -373,11 +387,11 @@ class Passes:
     # -- running ------------------------------------------------------------------------------
 
     def _advance(self, run: Run) -> None:
-        """Run on this thread what can run of a pass, and report to the root if this is its last thread.
+        """Run on this thread the nodes of a pass that can run; the last thread to finish reports to the root.
 
         If enough threads run the pass, this only sets `Run.again`: one of them looks again for something to run. The
-        last thread settles the tokens of what has arrived; those of a part that waits for the end of the marking stay
-        open, and are reported as marked.
+        report names the gradient messages that have been dealt with. Those of a part that waits for the end of the
+        marking are not among them, and are named as *marked* instead.
 
         Errors of the pass go to its root. KeyboardInterrupt and the like are raised as well.
         """
@@ -435,23 +449,26 @@ class Passes:
         self._report(run)
 
     def _may_keep(self, run: Run) -> bool:
-        """Return whether gradients for the root may wait in the outbox for the report, to travel in one message.
+        """Return whether gradients for the root may wait in `Run.outbox` for the report, to travel in one message.
 
         They may if the report comes soon: one thread runs the pass, and cannot block before it reports.
         """
         return run.threads == 1 and not run.part.ready and run.observer is None and not ddp.living
 
     def _before_step(self, run: Run) -> None:
-        """Send what waits in the outbox, and have another thread run what is left, because this one will be busy."""
+        """Send the gradients in `Run.outbox`, and have another thread run what is left, because this one will be busy.
+
+        The part calls this before each of its calls of torch's engine, without a lock.
+        """
         if run.outbox is not None:  # no lock: the thread that fills the outbox also empties it
             self._empty_outbox(run)
         if run.part.ready and run.threads < run.most_threads:
             self._transport.submit(partial(self._advance, run))
 
     def _empty_outbox(self, run: Run) -> None:
-        """Send the gradients that wait for the next report.
+        """Send the gradients that wait in `Run.outbox` for the next report, without it; does nothing if none wait.
 
-        Does nothing if no gradients wait.
+        Raises WorkerLost if the root is gone.
         """
         with run.lock:
             out, run.outbox = run.outbox, None
@@ -465,7 +482,10 @@ class Passes:
         outputs: Sequence[int],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Send gradients to the worker that sent the tensors; those for the root may wait in the outbox."""
+        """Send the gradients of tensors ``outputs`` of a received message to its sender, and note that for the report.
+
+        Those for the root may wait in `Run.outbox`. ``known`` refers to the run. Raises WorkerLost.
+        """
         run = known()
         assert run is not None  # the thread that runs the part refers to the run
         with run.lock:
@@ -480,7 +500,10 @@ class Passes:
             self._post(run, end.peer, *out)
 
     def _send_marks(self, known: weakref.ref[Run], marks: Marks) -> None:
-        """Send the marks that a part has found necessary."""
+        """Tell other workers which tensors that they sent will get gradients; ``known`` refers to the run.
+
+        Raises WorkerLost if one of them is gone.
+        """
         run = known()
         assert run is not None
         with run.lock:
@@ -488,9 +511,10 @@ class Passes:
         self._post_marks(run, out)
 
     def _announce(self, run: Run, marks: Marks) -> list[tuple[int, messages.Mark]]:
-        """Return one Mark for each worker, and note their tokens; called with `Run.lock` held.
+        """Return a Mark message for each worker that must get one, paired with its incarnation; note them as sent.
 
-        They are sent when the lock has been released. The report that settles their cause names the tokens, too.
+        ``marks`` has the indices of the tensors that will get gradients, by received message. Called with `Run.lock`
+        held; `_post_marks` sends the messages afterwards. The next report to the root names their tokens.
         """
         by_peer: dict[int, list[tuple[int, list[int]]]] = {}
         for end, outputs in marks.items():
@@ -498,7 +522,7 @@ class Passes:
         return [(peer, messages.Mark(run.head, self._mark_token(run, peer), sends)) for peer, sends in by_peer.items()]
 
     def _mark_token(self, run: Run, to: int) -> Token:
-        """Make the token of a mark, and note it for the next report."""
+        """Return a new token, the name of a mark to a worker, and note it for the next report; `Run.lock` is held."""
         token = Token(self._me, next(self._tokens), True)
         run.sent.append((token, to))
         return token
@@ -521,9 +545,10 @@ class Passes:
             self._transport.post(to, message, body)
 
     def _report(self, run: Run) -> None:
-        """Tell the root what has been settled and sent here since the last report, if there is anything to tell.
+        """Tell the root which messages have been dealt with and which were sent here since the last report.
 
-        Nothing is sent once the pass has ended, or if there is nothing new. A root that is gone is ignored here.
+        Gradients in `Run.outbox` go along. Nothing is sent once the pass has ended, or if there is nothing new. A root
+        that is gone is ignored here.
         """
         waits = run.part.unsure
         missing: list[Missing] = []
@@ -546,7 +571,7 @@ class Passes:
             outbox, run.outbox = run.outbox, None
         root = run.head.id.root
         if root == self._me:
-            self._enter(run, root, report)
+            self._enter_report(run, root, report)
         else:
             try:
                 if outbox is None:
@@ -559,8 +584,11 @@ class Passes:
 
     # -- the end ------------------------------------------------------------------------------
 
-    def _enter(self, run: Run, sender: int, report: Report) -> None:
-        """Enter a report in the root's ledger; end the pass, or the marking, if the ledger says so."""
+    def _enter_report(self, run: Run, sender: int, report: Report) -> None:
+        """Enter a report in the root's ledger; end the pass, or the marking, if the ledger says so.
+
+        A pass in FAST mode ends with `UnusedOutputs` if gradients never came. A pass that has ended is ignored.
+        """
         ledger = run.ledger
         assert ledger is not None  # reports go to the root only
         with run.lock:
@@ -573,7 +601,7 @@ class Passes:
                 waiting, ledger.waiting = ledger.waiting, set()
         if over:
             owed = ledger.owed()
-            self._settle(run, self._unused(owed) if owed else None)
+            self._settle(run, self._unused_error(owed) if owed else None)
         elif waiting:
             self._let_go_on(run, self.turns.wait(run, ledger, waiting))
 
@@ -591,8 +619,8 @@ class Passes:
                 except NbdistError as error:
                     self._fail(run, error)
 
-    def _unused(self, owed: Sequence[tuple[int, Missing]]) -> UnusedOutputs:
-        """Return the error of a FAST pass that names the gates which got no gradient."""
+    def _unused_error(self, owed: Sequence[tuple[int, Missing]]) -> UnusedOutputs:
+        """Return the error of a FAST pass; it names the messages without gradients, given with their senders."""
         name = self._transport.name_of
         lines = [f"  what {name(worker)} sent to {name(missing.peer)} ({missing.function})" for worker, missing in owed]
         return UnusedOutputs(
@@ -601,7 +629,7 @@ class Passes:
         )
 
     def _settle(self, run: Run, error: BaseException | None) -> None:
-        """On the root, settle the outcome of a pass, with an error or without; a settled outcome stays.
+        """On the root, settle the outcome of a pass, for which its caller waits; an outcome that is settled stays.
 
         The thread that waits for the outcome then commits the pass or gives it up. A later error may only replace the
         one that a watch shows.
@@ -647,7 +675,7 @@ class Passes:
         self.observing.end(run, f"{type(error).__name__}: {error}" if error is not None else "given up")
 
     def _drop(self, run: Run) -> None:
-        """End a pass on this worker: run no more steps, let nobody halt in it, give its turn back.
+        """End a pass on this worker: begin no more calls of torch's engine, end its halts, and give its turn back.
 
         Harmless on a second call.
         """
@@ -661,12 +689,15 @@ class Passes:
             run.observer.stop()
 
     def _end(self, run: Run, tell: set[int]) -> None:
-        """Drop a pass here, and cancel it on the workers that this one has sent something, and on those of ``tell``."""
+        """Drop a pass here, and cancel it on the workers that this one has sent something, and on those of ``tell``.
+
+        The gradients that it has computed here are not used. A worker that is gone is skipped.
+        """
         self._drop(run)
         for worker in (run.told | tell) - {self._transport.me}:
             self._transport.tell(worker, messages.Cancel(run.head.id, run.context.id))
 
-    def _needed(self, run: Run) -> set[int]:
+    def _needed_workers(self, run: Run) -> set[int]:
         """Return the workers without which a pass cannot end, by incarnation, as far as this worker knows."""
         needed = run.told | run.part.peers()
         needed.update(run.context.sends[slot.message].peer for slot in run.part.missing())

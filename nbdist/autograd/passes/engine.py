@@ -35,6 +35,7 @@ _native: Any = torch_private.engine
 def run_backward(roots: Sequence[Any], gradients: Sequence[torch.Tensor], *, retain_graph: bool) -> None:
     """Run all nodes that the roots depend on, leaves included, as ``torch.autograd.backward`` does.
 
+    ``roots`` are graph edges or tensors, with a gradient for each. Gradients of leaves go into ``.grad``.
     Returns when they have run, or raises the error of a node or hook.
     """
     _native.run_backward(
@@ -55,7 +56,10 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Run a backward pass; arguments and result are those of torch's engine.
+        """Run a backward pass for torch.autograd; arguments and result are those of torch's engine.
+
+        A call without ``inputs`` from a node of one of nbdist's passes also claims the leaves that it reaches, so that
+        their gradients go to that pass. All other calls go to torch's engine as they are.
 
         Raises:
             UsageError: A local pass reaches leaves of a halted pass, or an inner call reaches a receive node.
@@ -86,7 +90,7 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
 
 
 def _refuse_halted(roots: Sequence[Any]) -> None:
-    """Raise UsageError if a local pass reaches leaves that a halted pass has claimed.
+    """Raise UsageError if a local pass from these roots reaches leaves that a pass paused by a watch has claimed.
 
     The halted pass has their ``.grad`` set aside, and would take what it finds there afterwards for its own gradients.
     """

@@ -115,9 +115,9 @@ class _Use(msgspec.Struct, eq=False):
 
 
 def _use_of(key: int, leaf: torch.Tensor) -> _Use | None:
-    """Return the use of a leaf, or None; called with the lock held.
+    """Return the record of who claims a leaf, whose id is ``key``; None if nobody does. Called with `_lock` held.
 
-    Drops the use of an adopted leaf that has died and left its id to this one.
+    Drops a record under that id if it is of an earlier leaf, which has died and left its id to this one.
     """
     use = _claimed.get(key)
     if use is not None and use.known is not None and use.known() is not leaf:
@@ -127,7 +127,10 @@ def _use_of(key: int, leaf: torch.Tensor) -> _Use | None:
 
 
 class _Holder:
-    """The holder of some claims: one engine call, or one block that lends gradients. Used by one thread."""
+    """Claims leaves, so that no other pass uses their ``.grad``, for one engine call or `lent` block, in one thread.
+
+    Holders of one ``group``, which is the part of a pass, may claim the same leaves; without a group, no others may.
+    """
 
     def __init__(self, group: object | None = None) -> None:
         self.held: set[int] = set()
@@ -136,15 +139,16 @@ class _Holder:
         self.thread = threading.get_ident()
 
     def take(self, wanted: Mapping[int, torch.Tensor], *, aside: bool = False) -> None:
-        """Claim leaves, by id, all at once; wait until no other group has one of them.
+        """Claim the leaves of ``wanted``, which has them by id, all at once; wait until no other group has one of them.
 
-        With ``aside``, set their ``.grad`` aside; a leaf that this group has claimed already is left as it is.
+        With ``aside``, keep their ``.grad`` and set it to None; a leaf that this group has claimed already is left as
+        it is.
         Raises UsageError if this thread itself holds one of the leaves, since it would wait for ever.
         """
         self.held |= wanted.keys()  # first: `leave` then finds these leaves even after Ctrl-C
         with _lock:
-            if _claimed.keys().isdisjoint(wanted.keys()) or not self._taken(wanted):
-                self._take(wanted, aside)
+            if _claimed.keys().isdisjoint(wanted.keys()) or not self._uses_to_wait_for(wanted):
+                self._claim(wanted, aside)
                 return
         with blocking_wait(), _lock:
             _waiting.append(self)
@@ -152,14 +156,14 @@ class _Holder:
                 self._await(wanted)
             finally:
                 _waiting.remove(self)
-            self._take(wanted, aside)
+            self._claim(wanted, aside)
 
     def _await(self, wanted: Mapping[int, torch.Tensor]) -> None:
         """Wait until no other group has one of these leaves; called with the lock held, which is free meanwhile.
 
         Raises UsageError if this thread itself has a leaf in another group, because it would wait for ever.
         """
-        while taken := self._taken(wanted):
+        while taken := self._uses_to_wait_for(wanted):
             if any(holder.thread == self.thread for use in taken for holder in use.holders):
                 raise UsageError(
                     "a hook or a Function's backward began another backward pass, or an optimizer's step, on leaves "
@@ -167,10 +171,10 @@ class _Holder:
                 )
             _condition.wait()
 
-    def _taken(self, wanted: Mapping[int, torch.Tensor]) -> list[_Use]:
-        """Return the uses of these leaves for which this holder must wait; called with the lock held.
+    def _uses_to_wait_for(self, wanted: Mapping[int, torch.Tensor]) -> list[_Use]:
+        """Return the records of those leaves for which this holder must wait; called with the lock held.
 
-        They have holders of another group, or none: then their ``.grad`` is just being put back.
+        Another group has claimed them; or nobody has any more, but their ``.grad`` is just being put back.
         """
         found = (_use_of(key, wanted[key]) for key in wanted.keys() & _claimed.keys())
         return [
@@ -179,11 +183,11 @@ class _Holder:
             if use is not None and (self._group is None or use.group is not self._group or not use.holders)
         ]
 
-    def _take(self, wanted: Mapping[int, torch.Tensor], aside: bool) -> None:
+    def _claim(self, wanted: Mapping[int, torch.Tensor], aside: bool) -> None:
         """Claim leaves that are free or claimed by the same group; called with the lock held.
 
-        With ``aside``, also sets the leaf's ``.grad`` to None and keeps it for `give_back`. The caller has made sure
-        with `_await` that no other group has the leaves.
+        With ``aside``, also keeps the leaf's ``.grad``, for `Claim.release` to put back, and sets it to None. The
+        caller has made sure that no other group has the leaves.
         """
         for key, leaf in wanted.items():
             use = _use_of(key, leaf) if key in _claimed else None
@@ -196,9 +200,10 @@ class _Holder:
                 leaf.grad = None
 
     def leave(self) -> list[_Use]:
-        """Stop using the leaves; return those without another holder, whose ``.grad`` must be put back now.
+        """Stop using the leaves; return the records of those that no other holder uses.
 
-        Nobody can claim those before `give_back`. A second call returns the same list.
+        The caller must put back the ``.grad`` of these, and then call `give_back`: nobody can claim them before. A
+        second call returns the same list.
         """
         with _lock:
             for leaf in self.held:
@@ -262,10 +267,11 @@ class Claim:
             self.accumulate_late()
 
     def adopt(self, nodes: Iterable[Node]) -> set[Node]:
-        """Claim the leaves that a node reaches by an engine call of its own; return those that another call holds.
+        """Claim more leaves, which a node of this call reaches by an engine call of its own, as a checkpoint does.
 
-        This does not wait for them: the other call may come to wait for this one. The leaves are referred to weakly,
-        because most of them live no longer than the node's call, and nobody will ask for their gradients.
+        ``nodes`` are those of the leaves. Returns the nodes of leaves that another call holds: it does not wait for
+        these, because the other call may come to wait for this one. The leaves are referred to weakly, because most of
+        them live no longer than the node's call, and nobody will ask for their gradients.
         """
         taken: set[Node] = set()
         for node in nodes:
@@ -286,9 +292,9 @@ class Claim:
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, elsewhere: bool) -> None:
         """Add a gradient that a node's own engine call has returned instead of accumulating it.
 
-        Only an adopted leaf gets it in ``.grad`` at once: no other call can hold that leaf. With ``elsewhere`` another
-        call holds the leaf, and a leaf of this claim may be shared with other steps: their gradient goes to the pass's
-        gradients, or, if ``.grad`` or a hook after accumulation needs it, to `accumulate_late`.
+        Only a leaf that `adopt` claimed gets it in ``.grad`` at once: no other call can hold that leaf. With
+        ``elsewhere`` another call holds the leaf, and a leaf of this claim may be shared with other calls of the pass:
+        their gradient goes to ``into``, or, if ``.grad`` or a hook after accumulation needs it, to `accumulate_late`.
         """
         if not elsewhere and id(leaf) not in self._leaves:  # an adopted leaf
             with torch.no_grad():
@@ -299,9 +305,9 @@ class Claim:
             self._late.append((leaf, gradient.clone()))
 
     def release(self) -> None:
-        """Give up the claim: move what was accumulated to the pass's gradients, and put the former ``.grad`` back.
+        """End the claim: move what was accumulated from ``.grad`` to ``into``, and put the former ``.grad`` back.
 
-        A leaf that other steps of the pass still hold is left to the last of them.
+        A leaf that other engine calls of the pass still hold is left to the last of them.
         """
         try:
             aside = [(use.leaf, use.before) for use in self.holder.leave() if use.leaf is not None]
@@ -319,7 +325,7 @@ class Claim:
     def accumulate_late(self) -> None:
         """Accumulate the gradients that could not be accumulated during the call; called after `release`.
 
-        Waits for each leaf; no other thread can wait for this one then.
+        Waits for each leaf until no other call claims it; no other thread can wait for this one then.
         """
         for leaf, gradient in self._late:
             holder = _Holder()
@@ -331,9 +337,10 @@ class Claim:
 
 
 def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: GradientStore | None) -> None:
-    """Accumulate a gradient into a claimed leaf, as the leaf's node would; hooks on the gradient have run already.
+    """Add a gradient to the ``.grad`` of a claimed leaf, as the leaf's node would, and call its last hooks.
 
-    With ``into``, the sum goes there and ``.grad`` stays what it was; an error of a hook is raised.
+    These are the hooks after accumulation; hooks on the gradient have run already. With ``into``, the gradient goes
+    there instead, as the hooks left it, and ``.grad`` stays what it was. An error of a hook is raised.
     """
     before = leaf.grad
     hooks: dict[int, Any] = leaf._post_accumulate_grad_hooks or {}
@@ -360,7 +367,7 @@ def current_claim() -> Claim:
 
 @contextmanager
 def halted() -> Iterator[None]:
-    """Note for a block that the engine call of the calling thread is halted by a watch; see `halted_leaves`.
+    """Note during the block that a watch has paused the engine call which the calling thread runs; see `halted_leaves`.
 
     The engine refuses a local pass that reaches these leaves meanwhile.
     """
@@ -375,7 +382,7 @@ def halted() -> Iterator[None]:
 
 
 def halted_leaves() -> set[int]:
-    """Return the ids of the leaves that halted engine calls have claimed: their ``.grad`` may be set aside for long.
+    """Return the ids of the leaves claimed by engine calls that a watch has paused, whose ``.grad`` may be set aside.
 
     The engine refuses a local pass that reaches one of them.
     """

@@ -23,7 +23,7 @@ __all__ = ["Ledger"]
 
 
 class Ledger:
-    """The tokens of one pass, and what else its workers have reported, each by incarnation."""
+    """The root's account of one pass: the *tokens* of messages that are sent or dealt with, as workers report them."""
 
     def __init__(self, root: int) -> None:
         self._root = root
@@ -46,8 +46,9 @@ class Ledger:
         """True once the root's first report has come. Reports of other workers may come before it."""
 
     def take(self, sender: int, report: Report) -> None:
-        """Enter a report; a report that has overtaken earlier ones of its sender waits for them.
+        """Enter a report: the tokens of the messages that ``sender`` has sent, and of those that it has dealt with.
 
+        A report that has overtaken earlier ones of its sender waits for them.
         Without that, a later report could settle a token while the messages sent because of that token, which the
         earlier report names, are unknown: the pass would seem to be over.
         """
@@ -80,6 +81,7 @@ class Ledger:
     def marked(self) -> bool:
         """True if the marking is over: no mark will be sent any more, and none is on its way.
 
+        A mark is a message by which a worker tells another that tensors which that one sent will get gradients.
         Gradients that run at once are not marked first, and may cause marks where they arrive. So every open token must
         be one that only waits for the end of the marking, and has caused all marks that it can.
         """
@@ -89,14 +91,15 @@ class Ledger:
     def over(self) -> bool:
         """True if no worker has anything left to do, and no message of the pass is on its way.
 
-        The root then settles the pass.
+        The pass is then at its end. False as long as the root's own first report has not come.
         """
         return self._begun and not self._open and not self._early
 
     def owed(self) -> list[tuple[int, Missing]]:
-        """Return the gates whose gradients never came, each with its worker: the root's first, then by worker.
+        """Return the sent messages for which gradients never came, each with its sender; empty if there are none.
 
-        They are sorted, so that the error which names them does not depend on the order of the reports.
+        Call it when a pass in FAST mode is over, which then fails. They are sorted, those of the root first, so that
+        the error which names them does not depend on the order of the reports.
         """
         if not any(self.missing.values()):
             return []

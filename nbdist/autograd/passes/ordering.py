@@ -40,17 +40,18 @@ _ORDERED: Any = _Ordered._backward_cls
 
 
 def ordered(tensor: torch.Tensor, group: object, index: int) -> torch.Tensor:
-    """Return the tensor to send for ``tensor``: its gradient enters after those of higher indices in its group.
+    """Return a view of ``tensor`` to send in its place: backward passes take the gradients of a group in fixed order.
 
-    Call it before the tensors are sent. Pipelines use it, so that micro-batches always add their gradients in one
-    order, and sums are the same in each run.
+    Gradients may arrive in any order; each waits until those of higher indices in its ``group`` have entered the graph.
+    Call it before the tensors are sent. Pipelines use it, with the number of the micro-batch as index, so that
+    micro-batches always add their gradients in one order, and sums are the same in each run.
     """
     found: torch.Tensor = _Ordered.apply(tensor, group, index)
     return found
 
 
 class GateQueues:
-    """The queues of one worker's ordered gates: in each group, which gate may let its gradient in next.
+    """The order in which the gates of `ordered` tensors let their gradients in, on one worker in one pass.
 
     The worker's `Part` calls the methods with its lock held.
     """
@@ -69,7 +70,7 @@ class GateQueues:
     def has_turn(self, slot: EdgeSlot) -> bool:
         """Return whether no gate of the same group and a higher index is left; True for a gate that is not ordered.
 
-        A gradient that arrives before its turn waits in the part.
+        True means that the gate's gradient may enter the graph now; else it waits in the part.
         """
         place = self.places.get(slot)
         if place is None:

@@ -129,7 +129,7 @@ Marks = dict[Received, list[int]]
 
 
 class Part:
-    """One worker's part of one pass: its gates, the gradients that have arrived, and the steps that run.
+    """One worker's part of one pass: gates, gradients that have come (*entries*), calls of torch's engine (*steps*).
 
     ``sends`` are the messages that this worker has sent in the context; their slots are the part's gates.
     ``send_back(received, indices, gradients)`` sends gradients back to the worker that sent the tensors, and
@@ -189,9 +189,10 @@ class Part:
     # -- marking ------------------------------------------------------------------------------
 
     def mark(self, message: int, outputs: Sequence[int]) -> Marks:
-        """Expect gradients for some tensors of a sent message; return the marks to send because of that.
+        """Note that tensors ``outputs`` of a sent message will get gradients; return the marks to send because of that.
 
-        Marks that come again, or after the gradients, change nothing.
+        The marks are the indices of the tensors, by received message, that will get gradients too: their senders must
+        be told. Marks that come again, or after the gradients, change nothing.
         """
         found: Marks = {}
         with self._lock:
@@ -199,14 +200,15 @@ class Part:
                 slot = self._sends[message].slots[index]
                 if self.states[slot] is GateState.UNSURE:
                     self.states[slot] = GateState.EXPECTED
-                    self._reach(slot, found)
+                    self._note_reached(slot, found)
         return found
 
-    def _reach(self, of: EdgeSlot | Entry, marks: Marks | None) -> None:
-        """In SMART mode, note that all nodes behind a slot or entry will run; add what others must know to ``marks``.
+    def _note_reached(self, of: EdgeSlot | Entry, marks: Marks | None) -> None:
+        """In SMART mode, note that all nodes behind a slot (one sent tensor) or an entry will run.
 
-        ``marks`` is None where the nodes run at once: the gradients themselves then tell the other workers. Called
-        with the lock held.
+        Adds the received tensors among them to ``marks``, because their senders must be told that gradients will come.
+        ``marks`` is None where the nodes run at once: the gradients themselves then tell the other workers. Called with
+        the lock held.
         """
         region = self._regions.get(of) or self._region(of)
         if ddp.living and ddp.own(region.leaves):
@@ -219,9 +221,10 @@ class Part:
                     marks.setdefault(end, []).extend(sorted(new))
 
     def end_marking(self) -> None:
-        """Set the gates that are still UNSURE to UNUSED, since no mark will come, and let DDP modules reduce.
+        """Set the gates that are still UNSURE to UNUSED, as no gradient will come for them; let DDP modules average.
 
-        Called when the root says that the marking is over; the caller then runs what has waited.
+        Called when the root says that the marking is over, that is, no worker will announce a gradient any more. The
+        caller then calls `run` for what has waited.
         """
         with self._lock:
             self._may_reduce = True
@@ -234,14 +237,18 @@ class Part:
     # -- arriving -----------------------------------------------------------------------------
 
     def begin(self, roots: PassRoots) -> None:
-        """Make the roots of the pass the first entry; called once, on the worker where the pass begins."""
+        """Make the roots of the pass, with their gradients, the first entry; nothing runs before `run`.
+
+        Called once, on the worker where the pass begins.
+        """
         self.ready.append(roots)
         self.root_edges = list(roots.edges)
 
     def arrive(self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         """Add an entry for each gradient that has arrived for the tensors ``outputs`` of a sent message.
 
-        A gradient may be None. Its mark may have come before, may come later, or not at all.
+        A gradient may be None. Its mark, which announces it, may have come before, may come later, or not at all.
+        Nothing runs before `run`.
         """
         slots = self._sends[message].slots
         with self._lock:
@@ -255,7 +262,7 @@ class Part:
                 self.ready.append(entry)
 
     def missing(self) -> list[EdgeSlot]:
-        """Return the slots whose gates are EXPECTED: their gradients have not come.
+        """Return the sent tensors whose gates are EXPECTED: their gradients will or must come, and have not.
 
         A FAST pass that cannot end names them in its error.
         """
@@ -269,24 +276,25 @@ class Part:
 
     @property
     def unsure(self) -> bool:
-        """True if entries or kept gradients are left that the end of the marking may let run.
+        """True if gradients are left here that the end of the marking may let run.
 
-        The worker reports it to the root, which keeps the pass open.
+        Marking is over when no worker will announce a gradient any more. The worker reports this to the root, which
+        then tells the worker of the end of the marking.
         """
         left = bool(self.ready or self._kept)
         return left and (GateState.UNSURE in self.states.values() or (self.reduces and not self._may_reduce))
 
     def stop(self) -> None:
-        """Begin no further step. Steps that run now go on to their end.
+        """Begin no further step, because the pass has been given up. Steps that run now go on to their end.
 
-        The pass has been given up. Gradients that arrive later are not entered.
+        Gradients that arrive later are not entered.
         """
         self._stopped = True
 
     # -- running ------------------------------------------------------------------------------
 
     def run(self, before_step: Callable[[], None]) -> bool:
-        """Run steps until no more can run; return whether something then waits for the end of the marking.
+        """Call torch's engine until no node can run; return whether gradients then wait for the end of the marking.
 
         Any number of threads may do this at the same time. Each calls ``before_step()`` before each of its steps.
 
@@ -294,7 +302,7 @@ class Part:
         the caller would report what waits as settled though it has not run. The answer is worth something only if no
         other thread has begun a step since.
 
-        An error of a step is raised here, after the step's entries have been dropped.
+        An error of a step is raised here, after the step's entries have been dropped. Returns False after `stop`.
         """
         while not self._stopped:
             with self._lock:
@@ -314,15 +322,15 @@ class Part:
                     # What has run was not marked first: its gradients must be sent before the entry counts as settled.
                     for end in step.region.receives:
                         if end in self._crossed:
-                            self._return(end)
+                            self._return_gradients(end)
             finally:
                 with self._lock:
                     self._running.remove(step)
                     for entry in step.entries:
-                        self._leave(entry)
+                        self._free_entry(entry)
         return False
 
-    def _leave(self, entry: Entry) -> None:
+    def _free_entry(self, entry: Entry) -> None:
         """Free what an entry that has run refers to: the pass may last much longer. Called with the lock held."""
         if entry.slot is not None and self._lines.places:
             self._lines.leave(entry.slot)
@@ -330,9 +338,10 @@ class Part:
         entry.gradients = []
 
     def _next_step(self) -> _Step | None:
-        """Take the next step out of what is ready and kept; return None if nothing can run now.
+        """Return the next step, made of entries in `ready` and of gradients in `_kept`; None if nothing can run now.
 
-        Also collects the marks for entries that cannot run at once (`_due`). Called with the lock held.
+        What the step takes is removed there. Also adds the marks for entries that cannot run at once to `_due`. Called
+        with the lock held.
         """
         if not self.ready and not self._kept:
             return None
@@ -346,16 +355,16 @@ class Part:
         if not pending and (self._may_reduce or not ddp.living):
             if self.smart:
                 for entry in entries:
-                    self._reach(entry, None)
+                    self._note_reached(entry, None)
             return self._plain_step(entries)
         if len(self._counted) < len(pending):  # every counted slot is pending: with fewer, some are missing
-            self._hold(pending)
+            self._hold_back(pending)
         held = self._held_nodes(entries) if ddp.living else self._holders.keys()
         launched: list[Entry] = []
         for entry in entries:
             free_to_run = held.isdisjoint((self._regions.get(entry) or self._region(entry)).nodes)
             if self.smart:
-                self._reach(entry, None if free_to_run else self._due)
+                self._note_reached(entry, None if free_to_run else self._due)
             if free_to_run or self._keep_if_held(entry, held):
                 launched.append(entry)
         kept = [crossing for crossing in self._kept if crossing.node not in held] if self._kept else []
@@ -364,7 +373,7 @@ class Part:
         if len(launched) == 1 and not kept:
             region = self._regions.get(launched[0]) or self._region(launched[0])
         else:
-            region = self._joint([self._region(entry) for entry in launched], kept)
+            region = self._join_regions([self._region(entry) for entry in launched], kept)
         held_here = region.nodes & held
         if not held_here or self._are_plain(held_here):
             return self._plain_step(launched, held)
@@ -387,11 +396,11 @@ class Part:
         return _Step(call, region, launched, alone=True)
 
     def _plain_step(self, entries: Sequence[Entry], held: Set[Node] = frozenset()) -> _Step | None:
-        """Return a step for some of these entries, which all can run; None if there is none to run now.
+        """Return a step for some of these entries, which all can run; None if all must wait for running steps.
 
-        Entries that touch each other run in one step, and entries that touch a running step wait: they go back to
-        `ready`, as do all others that are left out. Kept gradients for nodes outside ``held`` run as well. Called with
-        the lock held.
+        Entries that touch each other (`_touch`) run in one step, and entries that touch a running step wait: they go
+        back to `ready`, as do all others that are left out. Kept gradients for nodes outside ``held`` run as well.
+        Called with the lock held.
         """
         if len(entries) == 1 and not self._kept and not self._running:  # the usual case
             region = self._regions.get(entries[0]) or self._region(entries[0])
@@ -402,9 +411,9 @@ class Part:
         chosen = list(entries)
         if not kept and not ddp.living and len(groups := _by_message(entries)) <= _MOST_MESSAGES_APART:
             chosen = self._first_free(groups) if len(groups) > 1 or self._running else chosen
-            region = self._joint([self._region(entry) for entry in chosen], ())
+            region = self._join_regions([self._region(entry) for entry in chosen], ())
         else:
-            region = self._joint([self._region(entry) for entry in entries], kept)
+            region = self._join_regions([self._region(entry) for entry in entries], kept)
             if any(self._touch(region, step.region) for step in self._running):
                 chosen, kept = [], []
         if len(chosen) < len(entries):
@@ -415,17 +424,18 @@ class Part:
         return _Step(partial(self._call, chosen, kept, region.nodes, region.leaves), region, chosen)
 
     def _first_free(self, groups: Sequence[list[Entry]]) -> list[Entry]:
-        """Return the entries of the first message that touches no running step, and of all messages that touch it.
+        """Return the entries of the first message that can run beside the running steps, and of messages tied to it.
 
-        Returns an empty list if every message touches a running step.
+        ``groups`` has the entries of each message. Messages are tied if their entries touch (`_touch`), directly or by
+        way of others. Returns an empty list if every message touches a running step, or is tied to one that does.
         """
-        left = [(group, self._joint([self._region(entry) for entry in group], ())) for group in groups]
+        left = [(group, self._join_regions([self._region(entry) for entry in group], ())) for group in groups]
         while left:
             chosen, region = left.pop(0)
             while touching := [one for one in left if self._touch(region, one[1])]:
                 left = [one for one in left if one not in touching]
                 chosen = [*chosen, *(entry for group, _ in touching for entry in group)]
-                region = self._joint([region, *(other for _, other in touching)], ())
+                region = self._join_regions([region, *(other for _, other in touching)], ())
             if not any(self._touch(region, step.region) for step in self._running):
                 return chosen
         return []
@@ -442,24 +452,24 @@ class Part:
         if ddp.living and not self._may_reduce:
             for entry in list(entries):
                 if isinstance(entry, PassRoots) and ddp.own(self._region(entry).leaves):
-                    self._reach(entry, self._due)
+                    self._note_reached(entry, self._due)
                     self.ready.append(entry)
                     entries.remove(entry)
         return entries
 
     def _in_turn(self, ready: list[Entry]) -> tuple[list[Entry], list[Entry]]:
-        """Split entries into those that may enter now and those that wait in a line (`autograd.passes.ordering`).
+        """Return the entries that may run now, and those that `ordered` makes wait for others of their group.
 
-        Returns both lists; waiting entries are asked again when a gate leaves its line.
+        The caller asks again for the latter when another entry has run.
         """
         now = [entry for entry in ready if entry.slot is None or self._lines.has_turn(entry.slot)]
         return now, [entry for entry in ready if entry not in now] if len(now) < len(ready) else []
 
     def _held_nodes(self, entries: Sequence[Entry]) -> Set[Node]:
-        """Return the held-back nodes, where DistributedDataParallel modules are alive.
+        """Return the nodes that may not run yet, in a process with DistributedDataParallel modules.
 
-        If one leaf of such a module is held back, all its leaves are. Before the pass may reduce, so are the leaves of
-        all such modules.
+        These are the nodes behind pending gates. If one leaf of such a module is held back, so are all its leaves that
+        the entries or kept gradients reach. Before the pass may average gradients, so are those of all such modules.
         """
         holders = self._holders
         kind: Any = ACCUMULATE
@@ -472,7 +482,10 @@ class Part:
         return holders.keys() | {leaf for leaf in leaves if id(leaf.variable) in blocked}
 
     def _keep_if_held(self, entry: Entry, held: Set[Node]) -> bool:
-        """Move the gradients of an entry that lead into held-back nodes to `_kept`; return whether any are left."""
+        """Move the gradients of an entry that go directly into held-back nodes to `_kept`, for a later step.
+
+        Returns whether the entry has gradients left.
+        """
         if not any(node in held for node, _ in entry.edges):
             return True
         edges, gradients = entry.edges, entry.gradients
@@ -487,10 +500,14 @@ class Part:
         return bool(entry.edges)
 
     def _touch(self, one: Region, other: Region) -> bool:
-        """Return whether two regions have more in common than leaves at which nothing but accumulation happens."""
-        if one.nodes.isdisjoint(other.nodes):
-            return not one.receives.keys().isdisjoint(other.receives)
-        return not self._are_plain(one.nodes & other.nodes)
+        """Return whether entries of these two regions must run in one step, or one after the other.
+
+        True if the regions share a received message, whose gradients go back together and are counted by one thread at
+        a time (`cross`); or if they share a node, except leaves at which nothing but accumulation happens.
+        """
+        if not one.receives.keys().isdisjoint(other.receives):
+            return True
+        return not one.nodes.isdisjoint(other.nodes) and not self._are_plain(one.nodes & other.nodes)
 
     def _are_plain(self, nodes: Iterable[Node]) -> bool:
         owned = ddp.owned_by_any() if ddp.living else set[int]()
@@ -511,8 +528,8 @@ class Part:
             hooks = self._hooks[node] = [_hooks_of(node.register_prehook), _hooks_of(node.register_hook)]
         return not any(known() for known in hooks)
 
-    def _joint(self, regions: Sequence[Region], kept: Sequence[Crossing]) -> Region:
-        """Return one region for several and for what lies behind kept gradients."""
+    def _join_regions(self, regions: Sequence[Region], kept: Sequence[Crossing]) -> Region:
+        """Return one region with the nodes of several regions and those behind kept gradients; changes none of them."""
         if len(regions) == 1 and not kept:
             return regions[0]
         joint = Region()
@@ -525,13 +542,13 @@ class Part:
     # -- what is held back --------------------------------------------------------------------
 
     def _region(self, of: EdgeSlot | Entry) -> Region:
-        """Return the region behind a slot or entry, which is walked once."""
+        """Return the nodes behind a slot (one sent tensor) or an entry, from a cache after the first walk."""
         region = self._regions.get(of)
         if region is None:
             region = self._regions[of] = walk([of.edge] if isinstance(of, EdgeSlot) else of.edges)
         return region
 
-    def _hold(self, slots: Iterable[EdgeSlot]) -> None:
+    def _hold_back(self, slots: Iterable[EdgeSlot]) -> None:
         """Hold back all nodes behind these pending gates; gates that hold already are not counted twice.
 
         A held-back node runs only when all gradients that it may get are there: an early run would lose the later ones.
@@ -544,7 +561,7 @@ class Part:
                     holders[node] = holders.get(node, 0) + 1
 
     def _release(self, slot: EdgeSlot) -> None:
-        """Let a gate that is no longer pending hold no nodes back."""
+        """Let a gate hold no nodes back any more; does nothing if it does not. Called with the lock held."""
         if slot in self._counted:
             self._counted.discard(slot)
             holders = self._holders
@@ -559,9 +576,10 @@ class Part:
     def _call(
         self, entries: Sequence[Entry], kept: Sequence[Crossing], nodes: Collection[Node], leaves: Iterable[Node]
     ) -> None:
-        """Call torch's engine with entries and kept gradients; ``leaves`` are claimed meanwhile.
+        """Call torch's engine once, with entries and kept gradients as its roots; return when their nodes have run.
 
-        Waits until no other pass claims one of the leaves. An observer sees ``nodes`` run.
+        No other pass can use the ``.grad`` of ``leaves`` meanwhile; this first waits until none does. If a watch
+        observes the pass, it sees ``nodes`` run. An error of a node or hook is raised.
         """
         roots: list[Any] = []
         gradients: list[torch.Tensor] = []
@@ -599,14 +617,17 @@ class Part:
         crossings: Mapping[Node, Sequence[tuple[int, Node, int]]],
         missing: Sequence[EdgeSlot],
     ) -> None:
-        """Call torch's engine for the free nodes only, with the gates of ``missing`` as barriers.
+        """Call torch's engine for the free nodes only, with the gates of ``missing`` as barriers, at which it stops.
+
+        Gradients that free nodes compute for held-back ones are kept in `_kept`. A barrier is a root of lowest
+        priority; its gate raises `HeldBack`, which is caught here.
 
         ``crossings`` are the graph edges from each free node into held-back ones, as (index, node, output). For the
         barriers to run last, no free node may have their sequence number; every thread of torch counts from 0, so
         several nodes may have it.
         """
         self._barriers = set(missing)
-        handles = [node.register_hook(self._keeper(crossing)) for node, crossing in crossings.items()]
+        handles = [node.register_hook(self._keeping_hook(crossing)) for node, crossing in crossings.items()]
         for node in free:
             if node._sequence_nr() == _RUNS_LAST:
                 node._set_sequence_nr(_RUNS_LAST + 1)
@@ -624,10 +645,11 @@ class Part:
             for handle in handles:
                 handle.remove()
 
-    def _keeper(self, crossing: Sequence[tuple[int, Node, int]]) -> Callable[..., None]:
-        """Return a hook for a free node that keeps the gradients on these graph edges.
+    def _keeping_hook(self, crossing: Sequence[tuple[int, Node, int]]) -> Callable[..., None]:
+        """Return a hook that puts the gradients a free node has made for held-back nodes into `_kept`.
 
-        It runs in the thread of the engine, when the node has run; outputs without a gradient are skipped.
+        ``crossing`` names the graph edges, as in `_contested_call`. The hook runs in a thread of the engine, when the
+        node has run; an edge without a gradient is skipped.
         """
 
         def keep(gradients: Sequence[torch.Tensor | None], _: Any) -> None:
@@ -643,29 +665,29 @@ class Part:
     def enter(self, slot: EdgeSlot) -> torch.Tensor | None:
         """Return None as the gradient of a gate that torch's engine runs; called by the gate's node.
 
-        None is what has arrived for that gate. If the gate is a barrier, its gradient has not arrived, and nothing else
-        can run: this raises `HeldBack`, which ends the contested call.
+        None is what has arrived for that gate. If the gate is a barrier of `_contested_call`, its gradient has not
+        arrived, and no other node can run: this raises `HeldBack`, which ends the engine's call.
         """
         if slot in self._barriers:
             raise HeldBack
         return None
 
     def cross(self, end: Received, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of a receive node, which begin at tensor ``first`` of the message; called by the node.
+        """Take the gradients of the tensors of a received message from index ``first`` on; called by the receive node.
 
-        Sends them back as soon as all gradients that are awaited for the message are here.
+        Sends them to the worker that sent the message as soon as all gradients that are awaited for it are here.
         """
         crossed = self._crossed.setdefault(end, {})
         crossed.update(enumerate(gradients, first))
         back = self._gone_back.setdefault(end, set())
         awaited = self._awaited[end] if self.smart or self._awaited else self._awaited_of(end)
         if crossed.keys() >= awaited - back:
-            self._return(end)
+            self._return_gradients(end)
 
-    def _return(self, end: Received) -> None:
+    def _return_gradients(self, end: Received) -> None:
         """Send the gradients that are here for a message back to the worker that sent its tensors.
 
-        In FAST mode, tensors without a gradient get zeros.
+        They are then no longer here. In FAST mode, tensors without a gradient get zeros.
         """
         crossed = self._crossed.pop(end)
         self._gone_back[end].update(crossed)
@@ -678,7 +700,10 @@ class Part:
             )
 
     def _awaited_of(self, end: Received) -> set[int]:
-        """In FAST mode, walk once to find the tensors of all messages that get gradients; return those of one."""
+        """Return the indices of the tensors of a received message that will get gradients, in FAST mode.
+
+        The first call walks the graph from all roots and gates, to find them for all messages.
+        """
         self._awaited = walk([*self.root_edges, *(slot.edge for slot in self.states)]).receives
         return self._awaited[end]
 
@@ -704,11 +729,11 @@ def _hooks_of(register: Callable[[Callable[..., None]], Any]) -> Callable[[], Ma
 
     torch shows them only to someone who registers a hook, so this registers one and removes it.
     """
-    handle = register(_nothing)
+    handle = register(_do_nothing)
     handle.remove()
     hooks: Callable[[], Mapping[int, Any] | None] = handle.hooks_dict_ref
     return hooks
 
 
-def _nothing(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     """Do nothing: the hook that `_hooks_of` registers and removes."""

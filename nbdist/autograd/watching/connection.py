@@ -98,7 +98,7 @@ class Observing:
             self.on_watch(message)
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
-        """On the watcher: give a batch of what a worker saw to its watch.
+        """On the watcher: give a batch of what the worker ``sender`` saw of a pass to the watch of that pass.
 
         A batch for a watch that is not known any more is dropped.
         """
@@ -108,10 +108,9 @@ class Observing:
             self._forget_complete(watch)
 
     def on_over(self, message: messages.Over) -> None:
-        """On the watcher: tell the watch that a pass has ended.
+        """On the watcher: tell the watch that a pass has ended, and how many batches each worker sent of it.
 
-        The watch is complete once it has received the batches whose number the message tells. An unknown watch is
-        skipped.
+        The watch is complete once these have come. A message for an unknown watch is skipped.
         """
         watch = self._find(message.context, message.watch)
         if watch is not None:
@@ -126,15 +125,16 @@ class Observing:
         return self._awaiting.get((context_id, id))
 
     def _forget_complete(self, watch: Watch) -> None:
-        """Drop a closed watch when everything has come."""
+        """Drop a closed watch if all passes that it saw are over and all batches of them have come."""
         if watch.complete:
             self._awaiting.pop((watch.context_id, watch.id), None)
 
     # -- for all that a context touches -------------------------------------------------------
 
     def on_watch(self, message: messages.WatchChanged) -> None:
-        """Take in that a watch of a context begins or ends; the maker tells all other workers of the context.
+        """Note that a watch of a context begins or ends (``message.over``); the maker tells all other workers of it.
 
+        Passes that begin here from now on report to the watch that has begun.
         The end of a watch also ends its halts here. An end that overtakes its begin is remembered, and the begin is
         ignored.
         """
@@ -166,9 +166,10 @@ class Observing:
     # -- for the workers that run a pass ------------------------------------------------------
 
     def observer(self, head: Head, context: Context, *, in_engine: bool = True) -> Observer | None:
-        """Return the observer of a pass or step on this worker; None if nobody watches.
+        """Return a new observer for a pass or a pipeline's step on this worker; None if nobody watches it.
 
-        The observer has sent ``began`` to the watcher already. ``in_engine`` is as in `Observer`.
+        ``head`` describes the pass and names its watch. The observer has told the watcher already that this worker
+        takes part. ``in_engine`` is False for a step, which torch's engine does not run.
         """
         watching, me = head.watching, self._transport.me
         if watching is None or (watching.watcher, watching.watch) in context.watches_over:
@@ -196,8 +197,9 @@ class Observing:
         return context.watching is not None or (context.watch is not None and not context.watch.closed)
 
     def begin_step(self, context: Context, id: PassId, plan: Plan) -> Head | None:
-        """Show the plan of a pipeline step that begins here; return the head that its workers need to observe it.
+        """Show the plan of a pipeline step that begins here; return the `Head`, which names the step and its watch.
 
+        The workers of the step need it for `observed_step`.
         Returns None if nobody watches any more.
         """
         watch = context.watch if context.watch is not None and not context.watch.closed else None
@@ -216,7 +218,8 @@ class Observing:
     def observed_step(self, head: Head, context: Context) -> Iterator[Observer | None]:
         """Observe this worker's share of a pipeline step during the block; yield None if nobody watches.
 
-        At its end the observer's last reports are sent. If the watcher has gone, nothing halts.
+        ``head`` is what `begin_step` returned. At the end of the block the last reports are sent to the watcher, also
+        after an error. If the watcher is gone, nothing halts.
         """
         observer = self.observer(head, context, in_engine=False)
         if observer is None:
@@ -255,8 +258,9 @@ class Observing:
             self.on_over(over)
 
     def on_steer(self, message: messages.Steer, sender: int) -> None:
-        """Take a newer control from the watcher, for passes that begin here and for those under way, and end halts.
+        """Take the watcher's order on where passes halt, for those that begin here and those under way, and end halts.
 
+        The message names, for each pass, the number up to which its halts on this worker are over.
         A context that has ended here, or another watch's message, is ignored.
         """
         context = self._contexts.find(message.context)
@@ -273,7 +277,8 @@ class Observing:
     def on_go(self, message: messages.Go) -> None:
         """End the halts of one pass here up to the number in the message; the control stays as it is.
 
-        A pass that is not here is ignored. The watcher sends this to let one halted node run.
+        The watcher sends this to let one halted node run; the pass then halts again where its control says. A pass that
+        is not here is ignored.
         """
         context = self._contexts.find(message.context)
         for id, observer in _observers(context) if context is not None else ():

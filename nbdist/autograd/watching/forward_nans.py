@@ -131,12 +131,13 @@ class Check:
         )
 
     def before(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Named]:
-        """Return the arguments with a NaN that the operation may overwrite: in place the first, with ``out=`` any.
+        """Return the arguments, with their names, that hold a NaN and that the operation may overwrite.
 
-        `returned` needs them: the operation itself may destroy the evidence.
+        These are the first argument of an operation in place, and any one with ``out=``; else the list is empty.
+        `after` needs them: the operation itself may destroy the evidence.
         """
         if "out" in kwargs:
-            return [named for named in _named(args, kwargs) if _has_nan(named[1])]
+            return [named for named in _named_arguments(args, kwargs) if _has_nan(named[1])]
         if _is_in_place(name) and args and _has_nan(args[0]):
             return [("argument 0", args[0])]
         return []
@@ -152,6 +153,7 @@ class Check:
     ) -> None:
         """Check what an operation has returned or changed in place; ``held`` is what `before` returned.
 
+        A NaN is accepted from an operation on no tensors, and from one that computes with gradients.
         ``place()`` returns where in the user's code the thread is; it is called only if a NaN is found.
 
         Raises:
@@ -162,7 +164,7 @@ class Check:
         self._last = [weakref.ref(tensor) for tensor in outputs]
         if not any(map(holds_nan, outputs)):
             return
-        given = list(_named(args[1:], kwargs, 1) if in_place else _named(args, kwargs))
+        given = list(_named_arguments(args[1:], kwargs, 1) if in_place else _named_arguments(args, kwargs))
         if not in_place and not list(tensors_in(value for _, value in given)):
             return  # made from nothing, so the NaN is wanted
         if not held and "out" not in kwargs:
@@ -170,17 +172,21 @@ class Check:
         if _is_of_gradients(bool(held), bool(place().module)):
             return
         if held:
-            raise self._given(name, held[0], place())
-        raise self._made(name, given, outputs, place())
+            raise self._given_error(name, held[0], place())
+        raise self._made_error(name, given, outputs, place())
 
     def pass_on(self, result: Any) -> None:
-        """Remember what an operation that is not checked has returned, for `returned`."""
+        """Remember what an operation that is not checked has returned, if it is a tensor: `returned` then skips it.
+
+        So a module that returns such a tensor is not blamed for its NaN.
+        """
         if isinstance(result, torch.Tensor):
             self._last = [weakref.ref(result)]
 
     def returned(self, args: Any, result: Any, place: Callable[[], NodeOrigin], kind: str) -> None:
         """Check what a module has returned, unless the last operation returned it; compiled code has no other check.
 
+        ``args`` are the module's arguments, and ``place()`` returns where in the user's code the thread is.
         ``kind`` is the name of the module's class.
 
         Raises:
@@ -193,7 +199,7 @@ class Check:
         if not any(map(holds_nan, outputs)) or any(map(holds_nan, tensors_in([args]))):
             return
         raise self._error(
-            f"{kind} returned {_count(outputs)}, and its arguments hold none: compiled code in it, or an autograd "
+            f"{kind} returned {_count_nans(outputs)}, and its arguments hold none: compiled code in it, or an autograd "
             f"Function of yours, made it",
             kind,
             place(),
@@ -201,16 +207,16 @@ class Check:
 
     # -- what is said -------------------------------------------------------------------------
 
-    def _made(
+    def _made_error(
         self, name: str, given: Sequence[Named], outputs: Sequence[torch.Tensor], place: NodeOrigin
     ) -> ForwardNaN:
-        """Return the error for an operation that made a NaN."""
+        """Return the error for an operation that made a NaN; its text has the ranges of the inputs, ``given``."""
         inputs = [text for argument, value in given for text in _range(argument, value)]
         made_from = f" from {', '.join(inputs)}" if inputs else ""
-        return self._error(f"{name} made {_count(outputs)}{made_from}; no input holds one", name, place)
+        return self._error(f"{name} made {_count_nans(outputs)}{made_from}; no input holds one", name, place)
 
-    def _given(self, name: str, held: Named, place: NodeOrigin) -> ForwardNaN:
-        """Return the error for an operation that was given a NaN."""
+    def _given_error(self, name: str, held: Named, place: NodeOrigin) -> ForwardNaN:
+        """Return the error for an operation that was given a NaN by the argument ``held``; its text says from where."""
         argument, value = held
         return self._error(f"{argument} of {name} holds NaN already: {self._source(value)}", name, place)
 
@@ -227,13 +233,16 @@ class Check:
         if hasattr(node, "_forward_cls"):
             return f"your Function {node._forward_cls.__name__} made it"
         if tensor.is_leaf and tensor.requires_grad:
-            return f"it is a leaf, such as a parameter ({_like(tensor)})"
+            return f"it is a leaf, such as a parameter ({_dtype_and_shape(tensor)})"
         if tensor.requires_grad:
             return "it was made by an operation that is not checked, or outside of this context"
         return "it is data that needs no gradient, or was made by an operation that is not checked"
 
     def _error(self, what: str, operation: str, place: NodeOrigin) -> ForwardNaN:
-        """Return the error, with the worker, the module, the line and the operation also as attributes."""
+        """Return the error with the text ``what``, to which the worker, module and line are added.
+
+        Its attributes ``worker``, ``module``, ``line`` and ``operation`` have them, too.
+        """
         where = f", in {place.module}" if place.module else ""
         line = f", at {place.line}" if place.line else ""
         error = ForwardNaN(f"{what}. That was on {self._worker}{where}{line}")
@@ -256,8 +265,8 @@ def _is_in_place(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
-def _named(args: Sequence[Any], kwargs: Mapping[str, Any], first: int = 0) -> Iterator[Named]:
-    """Yield the arguments with their names for messages, but not ``out``; ``first`` is the number of the first one."""
+def _named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], first: int = 0) -> Iterator[Named]:
+    """Yield each argument but ``out``, after its name, such as ``argument 0``; ``first`` is the number of the first."""
     yield from ((f"argument {number}", value) for number, value in enumerate(args, first))
     yield from ((f"argument {key}", value) for key, value in kwargs.items() if key != "out")
 
@@ -267,13 +276,13 @@ def _has_nan(value: Any) -> bool:
     return (isinstance(value, float) and value != value) or any(map(holds_nan, tensors_in([value])))
 
 
-def _count(outputs: Sequence[torch.Tensor]) -> str:
+def _count_nans(outputs: Sequence[torch.Tensor]) -> str:
     """Return a phrase that says how many NaN the first output with any holds."""
     tensor = next(filter(holds_nan, outputs))
     try:
-        return f"{int(tensor.detach().isnan().sum())} NaN of {tensor.numel()} values ({_like(tensor)})"
+        return f"{int(tensor.detach().isnan().sum())} NaN of {tensor.numel()} values ({_dtype_and_shape(tensor)})"
     except Exception:  # a sparse tensor, say
-        return f"NaN ({_like(tensor)})"
+        return f"NaN ({_dtype_and_shape(tensor)})"
 
 
 def _range(argument: str, value: Any) -> Iterator[str]:
@@ -282,12 +291,12 @@ def _range(argument: str, value: Any) -> Iterator[str]:
         try:
             low, high = map(float, torch.aminmax(tensor.detach()))
         except Exception:  # an empty, complex or sparse tensor
-            yield f"{argument} ({_like(tensor)})"
+            yield f"{argument} ({_dtype_and_shape(tensor)})"
         else:
-            yield f"{argument} ({_like(tensor)}, {low:.4g} to {high:.4g})"
+            yield f"{argument} ({_dtype_and_shape(tensor)}, {low:.4g} to {high:.4g})"
 
 
-def _like(tensor: torch.Tensor) -> str:
+def _dtype_and_shape(tensor: torch.Tensor) -> str:
     """Return the dtype and shape of a tensor, as in ``float32[2, 3]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
@@ -295,10 +304,10 @@ def _like(tensor: torch.Tensor) -> str:
 def _is_of_gradients(given: bool, in_module: bool) -> bool:
     """Return whether torch or nbdist computes with gradients in the calling thread, outside of any forward pass.
 
-    A frame of `_UPDATE_FILES` decides, else the innermost frame outside of torch. Of nbdist, ``rpc`` calls functions
-    of the user, and ``nn`` runs the stages of pipelines. An optimizer or the autograd engine hands on the NaN of a
-    backward pass, which is no fault of the operation that hands it on. ``given`` says that an input held a NaN,
-    ``in_module`` that a module's forward runs.
+    True below a frame of torch's optimizers, gradient clipping or scaler; else the innermost frame outside of torch
+    decides. Of nbdist, ``rpc`` calls functions of the user, and ``nn`` runs the stages of pipelines. An optimizer or
+    the autograd engine hands on the NaN of a backward pass, which is no fault of the operation that hands it on.
+    ``given`` says that an input held a NaN, ``in_module`` that a module's forward runs.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ or frame.f_code.co_name == "__torch_function__":

@@ -69,20 +69,22 @@ class Inherited(NamedTuple):
 
 
 def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) -> str:
-    """Return a sentence on the first NaN or Inf of a pass, which came up at ``node``.
+    """Return a sentence for the user on the first NaN or Inf of a pass, which came up at the node named ``node``.
 
-    ``found`` is what `explain` returned, and ``where(found)`` names the node at which its search ended.
+    ``found`` is what `explain` returned: where the forward pass made it, or None if it did not. ``where(found)``
+    returns the name of the node at which that search ended.
     """
     if found is None:
         return f"the first NaN or Inf came up at {node}"
     if found.end == "hidden":
         return (
             f"the first NaN or Inf was seen at {node}, but the forward pass may have made it: the values saved there "
-            f"are packed by hooks or recomputed by a checkpoint, and were not checked{_perhaps(found)}; {_ADVICE}"
+            f"are packed by hooks or recomputed by a checkpoint, and were not "
+            f"checked{_phrase_of_doubtful(found)}; {_ADVICE}"
         )
     parts, receiver = [], ""
     for message in found.messages:
-        parts.append(f"{f'and to {receiver}' if receiver else 'it came'} {_with(message)}")
+        parts.append(f"{f'and to {receiver}' if receiver else 'it came'} {_phrase_of_message(message)}")
         receiver = message.sender
     way = ", ".join(parts)
     end = where(found) if found.node >= 0 else ""
@@ -91,7 +93,7 @@ def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) 
         "leaf": f"held by the leaf {end}",
         "data": f"held by an input, which needs no gradient, of {end}",
         "kept": f"kept by {end}, which got it as an input or made it",
-        "unknown": f"it came out of {end}{_perhaps(found)}; {_ADVICE}" if end else _ADVICE,
+        "unknown": f"it came out of {end}{_phrase_of_doubtful(found)}; {_ADVICE}" if end else _ADVICE,
     }
     already = f"{node} was given {found.value} by the forward pass already: "
     return already + "; ".join([way, ends[found.end]] if way else [ends[found.end]])
@@ -101,11 +103,11 @@ _ADVICE = 'context(check="nan") names the operation that made it'
 """The advice that ends a sentence without a certain answer."""
 
 
-def _perhaps(found: Inherited) -> str:
-    """Return a phrase for the messages that may have carried a NaN or Inf."""
-    return f"; it may have come {' or '.join(map(_with, found.perhaps))}" if found.perhaps else ""
+def _phrase_of_doubtful(found: Inherited) -> str:
+    """Return a phrase that names the messages which may have carried a NaN or Inf; an empty text if there are none."""
+    return f"; it may have come {' or '.join(map(_phrase_of_message, found.perhaps))}" if found.perhaps else ""
 
 
-def _with(message: Carried) -> str:
-    """Return a phrase for one message."""
+def _phrase_of_message(message: Carried) -> str:
+    """Return a phrase such as ``with message 7 from worker1 (call of exp)``."""
     return f"with message {message.message} from {message.sender} (call of {message.function})"

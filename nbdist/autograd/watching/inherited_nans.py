@@ -68,8 +68,8 @@ def explain(
 def explain_sent(context_id: int, message: int, index: int, value: str) -> Inherited | None:
     """Return where a NaN or Inf comes from that this worker sent as tensor ``index`` of a message.
 
-    Another worker calls this by RPC. Returns None if the context or the message is not known here any more, or if
-    several passes run in the context: another pass may free what is read.
+    ``value`` is ``"NaN"`` or ``"Inf"``. The worker that received it calls this by RPC. Returns None if the context or
+    the message is not known here any more, or if several passes run in the context: another pass may free what is read.
     """
     agent = current_agent()
     context = _contexts().find(context_id)
@@ -113,10 +113,13 @@ class _Search:
             if kind is ACCUMULATE:
                 self.values[node, 0] = [node.variable]
             for each in saved if node is start else [*saved_by(node), *_set_on(node)]:
-                self._enter(node, each)
+                self._sort_in(node, each)
 
-    def _enter(self, node: Node, saved: Saved) -> None:
-        """Sort in what a node has saved: as another node's output, as its own output, as a constant, or as hidden."""
+    def _sort_in(self, node: Node, saved: Saved) -> None:
+        """Note for the search one tensor that a node has saved: which node and output made it.
+
+        A tensor that needs no gradient is noted as a constant. If hooks have packed it, the node is noted as hiding.
+        """
         tensor = saved.tensor
         if saved.packed or tensor is None:
             self._hiding.add(node)
@@ -130,10 +133,10 @@ class _Search:
 
     def value_of(self, tensors: Iterable[torch.Tensor | None]) -> str:
         """Return ``"NaN"`` or ``"Inf"`` if one of these tensors holds one, NaN first; an empty string if not."""
-        found = {self._value(tensor) for tensor in tensors if tensor is not None}
+        found = {self._nan_or_inf(tensor) for tensor in tensors if tensor is not None}
         return next((value for value in ("NaN", "Inf") if value in found), "")
 
-    def _value(self, tensor: torch.Tensor) -> str:
+    def _nan_or_inf(self, tensor: torch.Tensor) -> str:
         """Return ``"NaN"``, ``"Inf"`` or an empty string for one tensor; each tensor is read once."""
         value = self._known.get(id(tensor))
         if value is None:
@@ -144,8 +147,8 @@ class _Search:
             self._known[id(tensor)] = value
         return value
 
-    def _holds(self, edge: Edge) -> bool | None:
-        """Return whether the tensor that went along an edge held a NaN or Inf; None if that is not known.
+    def _edge_held(self, edge: Edge) -> bool | None:
+        """Return whether a tensor, given by its node and output, held a NaN or Inf when it was made; None if unknown.
 
         It is known if some node has saved the tensor, or if a message brought it and was searched.
         """
@@ -162,19 +165,19 @@ class _Search:
         return node in self._hiding or getattr(node, "_forward_cls", None) is CheckpointFunction
 
     def nearest(self, node: Node) -> Edge | None:
-        """Return the nearest edge behind a node that is known to have held a NaN or Inf, or None.
+        """Return the nearest tensor behind a node, as (node, output), that is known to have held a NaN or Inf; or None.
 
-        The search passes only edges of which nothing is known. Such an edge counts as well if the node that returned it
-        saved a constant with a NaN or Inf.
+        The search goes on only behind tensors of which nothing is known. Such a tensor counts as well if the node that
+        returned it saved a NaN or Inf in a tensor that needs no gradient.
         """
         seen, queue = {node}, [node]
         while queue:
-            behind = _behind(queue.pop(0))
+            behind = _edges_behind(queue.pop(0))
             for edge in behind:
-                if self._holds(edge):
+                if self._edge_held(edge):
                     return edge
             for edge in behind:
-                if edge[0] not in seen and self._holds(edge) is None:
+                if edge[0] not in seen and self._edge_held(edge) is None:
                     seen.add(edge[0])
                     if self.value_of(self._constants.get(edge[0], ())):
                         return edge
@@ -184,19 +187,19 @@ class _Search:
     def follow(self, node: Node, output: int, value: str) -> Inherited:
         """Return where a NaN or Inf comes from that a node returned as ``output``, going back from node to node.
 
-        The way ends at a leaf, at data, at the operation that made it, at another worker's answer, or where it cannot
-        be followed.
+        ``value`` is ``"NaN"`` or ``"Inf"``. The search ends at a leaf, at data, at the operation that made it, or where
+        it cannot go on; at a tensor that was received, it asks the sender.
         """
         seen = set[Edge]()
         while (node, output) not in seen:
             seen.add((node, output))
             kind: Any = type(node)
             if kind is RECEIVE:
-                return self._across(node, output, value)
+                return self._ask_sender(node, output, value)
             if kind is ACCUMULATE:
                 return self.end("leaf", node, value)
-            behind = _behind(node)
-            held = {edge: self._holds(edge) for edge in behind}
+            behind = _edges_behind(node)
+            held = {edge: self._edge_held(edge) for edge in behind}
             spoilt = next((edge for edge in behind if held[edge]), None)
             if spoilt is None:
                 is_users = hasattr(node, "_forward_cls")
@@ -216,38 +219,39 @@ class _Search:
         return self.end("unknown", node, value)
 
     def end(self, how: str, node: Node, value: str) -> Inherited:
-        """Return an answer that ends at a node of this worker."""
+        """Return an answer whose search ended at a node of this worker; ``how`` is its ``Inherited.end``."""
         kind: Any = type(node)
         name = type(node.variable).__name__ if kind is ACCUMULATE else node.name()
-        perhaps = tuple(self._doubtful(node))[:_PERHAPS_NAMED] if how in ("unknown", "hidden") else ()
+        perhaps = tuple(self._doubtful_messages(node))[:_PERHAPS_NAMED] if how in ("unknown", "hidden") else ()
         number = self._context.numbers.of([node])[node]
         return Inherited(value, how, self._worker, number, name, perhaps=perhaps)
 
-    def _doubtful(self, node: Node) -> Iterator[Carried]:
+    def _doubtful_messages(self, node: Node) -> Iterator[Carried]:
         """Yield the messages behind a node of which it is not known whether they held a NaN or Inf.
 
         They are named to the user as the messages that may have brought it.
         """
         seen, queue = {node}, [node]
         while queue:
-            for edge in _behind(queue.pop(0)):
-                if edge[0] not in seen and self._holds(edge) is None:
+            for edge in _edges_behind(queue.pop(0)):
+                if edge[0] not in seen and self._edge_held(edge) is None:
                     seen.add(edge[0])
                     queue.append(edge[0])
                     kind: Any = type(edge[0])
                     if kind is RECEIVE:
-                        yield self._carried(edge[0])
+                        yield self._message_of(edge[0])
 
-    def _carried(self, node: Node) -> Carried:
-        """Return the message that a receive node stands for."""
+    def _message_of(self, node: Node) -> Carried:
+        """Return the message that brought the tensors of a receive node."""
         return Carried(node.end.message, self._name_of(node.end.peer), node.end.function)
 
-    def _across(self, node: Node, output: int, value: str) -> Inherited:
-        """Let the worker that sent a tensor follow its NaN or Inf; return the answer with the message in front.
+    def _ask_sender(self, node: Node, output: int, value: str) -> Inherited:
+        """Return where the NaN or Inf of a received tensor comes from, as the worker that sent it answers.
 
-        Without an answer, the result says that the origin on that worker is unknown.
+        Waits for the answer, 2 seconds at most; without one, ``Inherited.end`` is ``unknown``. The message that brought
+        the tensor is put in front of ``Inherited.messages``.
         """
-        carried = self._carried(node)
+        carried = self._message_of(node)
         found = _ask(carried.sender, self._context.id, carried.message, node.first + output, value)
         if found is None:
             found = Inherited(value, "unknown", carried.sender)
@@ -261,8 +265,8 @@ def _set_on(node: Node) -> Iterator[Saved]:
             yield Saved(f"ctx.{name}", value, value, False)
 
 
-def _behind(node: Node) -> list[Edge]:
-    """Return the edges from a node to those that made its inputs, without inputs that need no gradient."""
+def _edges_behind(node: Node) -> list[Edge]:
+    """Return the inputs of a node, each as the node and output that made it, without those that need no gradient."""
     return [(to, output) for to, output in node.next_functions if to is not None]
 
 

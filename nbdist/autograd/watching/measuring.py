@@ -42,7 +42,7 @@ def is_finite(gradient: torch.Tensor | None) -> bool:
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the values of a gradient, which may be sparse."""
+    """Return the gradient itself, or, of a sparse one, the values that it stores, as a dense tensor."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
@@ -64,6 +64,6 @@ def _histogram(values: Sequence[torch.Tensor]) -> Histogram | None:
 
 
 def _sample(values: torch.Tensor) -> torch.Tensor:
-    """Return some of the values, evenly spread, as doubles on the CPU."""
+    """Return at most 4096 of the values, at equal distances in the tensor, as doubles on the CPU."""
     flat = values.detach().reshape(-1)
     return flat[:: -(-flat.numel() // _SAMPLE)].cpu().double()

@@ -108,9 +108,10 @@ class Observer:
     # -- telling ------------------------------------------------------------------------------
 
     def note(self, what: str, **known: Any) -> None:
-        """Note a happening, with the fields of a `Happening` that are known; send the batch if it is full or old.
+        """Note for the watcher that something happened here; send all that is noted if that is much or old.
 
-        ``what`` is the kind of the event. Any thread may call this.
+        ``what`` is the kind, as in `Event.what`; ``known`` has further fields of a `Happening`. It is sent at once at
+        200 happenings, or 50 ms after the last batch; else later, by `flush`. Any thread may call this.
         """
         with self._sending:
             self._seen.append(Happening(_CLOCK_OFFSET + time.monotonic(), what, **known))
@@ -121,7 +122,8 @@ class Observer:
     def waits_for(self, messages: set[int]) -> None:
         """Note that nothing more can run here until the gradients of these messages have come.
 
-        A message that is in the last call's set already is not noted again.
+        ``messages`` are numbers of messages that this worker sent. One that was in the last call's set is not noted
+        again.
         """
         for message in messages - self._waiting_for:
             self.note("waiting", message=message)
@@ -129,7 +131,7 @@ class Observer:
         self.note("resting")
 
     def flush(self) -> None:
-        """Send the happenings that have not been sent, if there are any, to the watcher.
+        """Send what `note` has noted and not sent, if there is any, to the watcher, as one batch.
 
         The watcher needs the batches of a pass before it is complete, so a worker flushes before it reports.
         """
@@ -144,8 +146,9 @@ class Observer:
     # -- being told ---------------------------------------------------------------------------
 
     def steer(self, control: Control | None, over: int) -> None:
-        """Take a newer control, if one is given, and end the halts up to number ``over``.
+        """Take the watcher's newer order on where to halt, if one is given, and end the halts up to number ``over``.
 
+        Halts are numbered from 1 in each pass on each worker.
         Called when the watcher's message arrives. A control that is older than the present one is ignored, so messages
         may overtake each other.
         """
@@ -194,7 +197,7 @@ class Observer:
                 handle.remove()
 
     def _hooks(self, part: RunningPart, node: Node, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return the hooks to run before and after a node.
+        """Return the hooks for torch to call before and after a node: they halt and note it, by `come_to` and `ran`.
 
         They do nothing if another pass runs the node, which may happen at the same time. The first reads what the node
         has saved while a NaN is looked for, because torch frees that when the node has run.
@@ -223,10 +226,11 @@ class Observer:
         return before, after
 
     def come_to(self, number: int, name: str, gradients: Gradients, *, sends: bool) -> None:
-        """Note that a node is about to run, and before that halt if the watcher says so.
+        """Halt before a node if the watcher says so, and then note that the node runs.
 
-        ``gradients`` are those given to the node, which are measured if the watcher wants norms or looks for a NaN.
-        ``sends`` is True for a node that sends gradients to another worker.
+        ``number`` and ``name`` are the node's, as in the context's `trace`. ``gradients`` are those given to the node,
+        which are measured if the watcher wants norms or looks for a NaN. ``sends`` is True for a node that sends
+        gradients to another worker.
 
         Raises:
             Stopped: the pass was given up during the halt.
@@ -243,7 +247,7 @@ class Observer:
     def _halts_before(self, control: Control, number: int, *, sends: bool) -> bool:
         """Return whether a control says to halt before this node.
 
-        ``sends`` is true if the node's output goes to another worker, which ends ``run(until="message")``.
+        ``sends`` is True if the node sends gradients to another worker: ``run(until="message")`` halts there.
         """
         return (
             control.paused
@@ -262,7 +266,8 @@ class Observer:
     ) -> None:
         """Note that a node has run for that many seconds, and has made the gradients ``new`` from those ``given``.
 
-        If the node is the first that made a NaN or Inf, ``explain()`` returns what the forward pass had given it.
+        If the node is the first that made a NaN or Inf, and one is looked for (`looks`), ``explain()`` is called for
+        what the forward pass had given the node. In ``run(until="nan")``, the pass then halts before the next node.
         """
         self.note("done", node=number, name=name, seconds=seconds)
         self._check(number, name, new, given, explain)
@@ -270,9 +275,10 @@ class Observer:
             self.flush()
 
     def made(self, number: int, name: str, new: Gradients, given: Gradients) -> None:
-        """Note a NaN or Inf that an operation of a pipeline has made, and send it at once.
+        """Note a NaN or Inf that an operation of a pipeline has made, if one is looked for (`looks`); send it at once.
 
-        If ``given`` holds a NaN or Inf already, the operation has not made it, and nothing is noted.
+        ``new`` and ``given`` are the gradients that it returned and was given. If ``given`` holds a NaN or Inf already,
+        the operation has not made it, and nothing is noted.
         """
         if not are_finite(new) and are_finite(given):
             self._check(number, name, new, given, lambda: None)
@@ -280,7 +286,7 @@ class Observer:
 
     @property
     def looks(self) -> bool:
-        """Return whether a NaN or Inf is looked for: always in ``run(until="nan")``, with norms until one is found."""
+        """True if a NaN or Inf is looked for: always in ``run(until="nan")``, with norms until the first is found."""
         return self._control.until == "nan" or (self._norms and not self._found)
 
     def _check(
@@ -293,7 +299,8 @@ class Observer:
     ) -> None:
         """Look for a NaN or Inf among the gradients that a node is given (``explain`` is None) or has made.
 
-        In ``run(until="nan")``, note it and halt before the next node, which is this node if it was given one.
+        Does nothing if none is looked for (`looks`). In ``run(until="nan")``, note it and halt before the next node,
+        which is this node if it was given one.
         Otherwise note only the first one on this worker, and only for the node that made it: its gradients ``given``
         were finite.
         """
@@ -316,9 +323,9 @@ class Observer:
             self._pause(control)
 
     def _pause(self, control: Control) -> None:
-        """Halt before every node from now on, until a newer control comes: the pass is where it was to halt.
+        """Halt before every node from now on, until the watcher sends a newer control.
 
-        Does nothing if a newer control has come.
+        Called where ``control`` says to halt. Does nothing if a newer control has come since.
         """
         with self._changed:
             if self._control is control:
@@ -327,7 +334,8 @@ class Observer:
     def _halt(self, number: int, name: str, known: dict[str, Any], *, sends: bool) -> None:
         """Wait before a node until the watcher ends the halt, or a newer control does not halt here.
 
-        The halt is announced again under every newer control. If the watcher has resumed and paused again while the
+        ``known`` has the measured norm and histogram, if any, for the ``halted`` happening. The halt is announced
+        again under every newer control. If the watcher has resumed and paused again while the
         first announcement was on its way, it has ignored that announcement.
 
         Raises:

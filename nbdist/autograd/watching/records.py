@@ -71,9 +71,9 @@ class Event:
     @property
     def told(self) -> str:
         """The event in a sentence; for a ``nan`` also whether it is from the forward pass, and from where."""
-        node = _named(self.worker, self.name or "", self.node)
+        node = _words_for_node(self.worker, self.name or "", self.node)
         if self.what == "nan":
-            return told(self.inherited, node, lambda end: _named(end.worker, end.name, end.node))
+            return told(self.inherited, node, lambda end: _words_for_node(end.worker, end.name, end.node))
         return f"{self.what} {node}" if self.name else f"{self.what} on {self.worker}"
 
     @property
@@ -82,8 +82,8 @@ class Event:
         return None if self.node is None else (self.worker, self.node)
 
 
-def _named(worker: str, name: str, node: int | None) -> str:
-    """Return the words for a node, such as ``Mul@worker1 (node 3)``."""
+def _words_for_node(worker: str, name: str, node: int | None) -> str:
+    """Return the words for a node in a sentence, such as ``Mul@worker1 (node 3)``."""
     short = name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
     return f"{short}@{worker} (node {node})"
 
@@ -152,7 +152,7 @@ class Pass:
 
     @property
     def seconds(self) -> float:
-        """The time from the first event to the last."""
+        """The seconds from the first event to the last; 0 without events."""
         times = [event.time for event in self.events]
         return max(times) - min(times) if times else 0.0
 

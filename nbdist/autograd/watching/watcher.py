@@ -123,12 +123,12 @@ class Watch:
 
     @property
     def watching(self) -> Watching:
-        """A record of this watch, with its present `Control`; the head of every pass that begins now carries it."""
+        """A record of this watch and its `Control`, which says where passes halt; messages of new passes carry it."""
         return Watching(self._transport.me, self.id, self._norms, self._control)
 
     @property
     def closed(self) -> bool:
-        """Return whether the watch has ended, by `close` or with its context."""
+        """True if the watch has ended, by `close` or with its context."""
         return self._closed
 
     @property
@@ -147,7 +147,7 @@ class Watch:
 
     @property
     def complete(self) -> bool:
-        """Return whether every pass is over and everything that the workers saw of it has come."""
+        """True if every pass is over and everything that the workers saw of it has come; True without passes."""
         with self._changed:
             return all(seen.complete for seen in self._passes.values())
 
@@ -155,7 +155,9 @@ class Watch:
     def halted(self) -> list[Event]:
         """The events at which passes are halted now; the one that has waited longest is first."""
         with self._changed:
-            found = [worker.at for seen in self._open() for worker in seen.shares.values() if worker.at is not None]
+            found = [
+                worker.at for seen in self._open_passes() for worker in seen.shares.values() if worker.at is not None
+            ]
         return sorted(found, key=lambda event: event.time)
 
     def __repr__(self) -> str:
@@ -179,7 +181,7 @@ class Watch:
 
     @property
     def paused(self) -> bool:
-        """Return whether workers halt before every node."""
+        """True if workers are told to halt before every node."""
         return self._control.paused
 
     @property
@@ -188,7 +190,7 @@ class Watch:
         with self._changed:
             return next(reversed(self._passes), None)
 
-    def _open(self) -> list[Pass]:
+    def _open_passes(self) -> list[Pass]:
         """Return the passes that are not over; the lock is held."""
         return [seen for seen in self._passes.values() if not seen.over]
 
@@ -267,9 +269,10 @@ class Watch:
         return ran
 
     def _next_halt(self, name: str | None) -> tuple[PassId, int] | None:
-        """Return the pass and the worker that have been halted longest, on the worker of that name if given.
+        """Return the pass and the worker's incarnation of the halt that has lasted longest; None if there is no halt.
 
-        None if no pass is halted there. It only looks: `step` ends the halt.
+        With ``name``, only halts on the worker of that name count. It only looks: `step` ends the halt. The lock is
+        held.
         """
         halts = [
             (worker.at.time, id, number)
@@ -280,21 +283,23 @@ class Watch:
         return min(halts)[1:] if halts else None
 
     def _may_go_on(self, name: str | None) -> bool:
-        """Return whether a pass may still halt, on the worker of that name if given; the lock is held.
+        """Return whether `step` should wait, as a pass may still halt, on the worker of that name if given.
 
-        A worker that waits for gradients does not count, because it can run nothing until others have run.
+        A worker of that name that waits for gradients does not count, because it can run nothing until others have
+        run. The lock is held.
         """
         if name is None:
-            return bool(self._open())
-        for seen in self._open():
+            return bool(self._open_passes())
+        for seen in self._open_passes():
             known = [worker for number, worker in seen.shares.items() if self._transport.name_of(number) == name]
             if not all(worker.resting for worker in known) or (seen.root == name and not known):
                 return True
         return False
 
     def _let_go(self, id: PassId, number: int) -> list[Event]:
-        """End one halt, and wait until the node has run; the lock is held, and released while waiting.
+        """End the halt of a pass on the worker with incarnation ``number``, and wait until the node has run.
 
+        The lock is held, and released while waiting.
         Returns the node's ``done`` event in a list, or nothing if the watch is closed or the pass ends before the node
         is done.
         """
@@ -314,7 +319,7 @@ class Watch:
             self._changed.wait()
 
     def _steer(self, *, paused: bool = False, until: str = "", worker: str = "", node: int = -1) -> None:
-        """Make a new version of the control, and send it to every worker that runs a pass.
+        """Send every worker of a pass a new control: where to halt from now on, as the fields of `Control` say.
 
         Unless ``paused``, this ends all halts that are known.
 
@@ -334,13 +339,13 @@ class Watch:
                     for each in seen.shares.values():
                         each.gone, each.at = each.halt, None
             for number in {number for seen in self._passes.values() for number in seen.shares}:
-                self._tell(number)
+                self._send_control(number)
             self._freeze()
 
-    def _tell(self, number: int) -> None:
-        """Send one worker the control and the number of its ended halts in every pass; the lock is held.
+    def _send_control(self, number: int) -> None:
+        """Send the worker with incarnation ``number`` the control, and the number of its last ended halt in every pass.
 
-        Sent when the control changes or a halt ends. A worker that is gone is skipped.
+        The control says where to halt. A worker that is gone is skipped. The lock is held.
         """
         over = [(id, seen.shares[number].gone) for id, seen in self._passes.items() if number in seen.shares]
         self._transport.tell(number, messages.Steer(self.context_id, self.id, self._control, over))
@@ -350,7 +355,7 @@ class Watch:
 
         Calls of the user would otherwise time out while the pass is paused.
         """
-        frozen = not self._closed and self._control.paused and bool(self._open())
+        frozen = not self._closed and self._control.paused and bool(self._open_passes())
         if frozen != self._frozen:
             self._frozen = frozen
             self._transport.freeze(self.context_id, frozen)
@@ -410,29 +415,29 @@ class Watch:
         batch.
         """
         with self._changed:
-            self._of(id, mode)
+            self._record_of(id, mode)
             self._freeze()
         self._tell_news()
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
         """Take in ``message``, a batch of what the worker ``sender`` saw, in the order in which the worker sent them.
 
-        If a worker halted where `run` was to halt, all other workers are paused. A worker that acted by an older
-        version of the control is sent the present one.
+        A batch that came before earlier ones waits for them. If a worker halted where `run` was to halt, all other
+        workers are paused. A worker that acted by an older control (its orders where to halt) is sent the present one.
         """
         with self._changed:
-            seen = self._of(message.id, "smart" if message.smart else "fast")
+            seen = self._record_of(message.id, "smart" if message.smart else "fast")
             worker = seen.shares.setdefault(sender, Share())
             worker.overtaken[message.number] = message
             while (following := worker.overtaken.pop(worker.taken + 1, None)) is not None:
                 worker.taken += 1
                 worker.version = following.version
                 for happening in following.happenings:
-                    self._enter(seen, worker, self._transport.name_of(sender), happening)
+                    self._enter_event(seen, worker, self._transport.name_of(sender), happening)
             if self._reached is not None and self._control.until:
                 self._steer(paused=True)  # a worker has come to where `run` halts: halt the others too
             elif worker.version < self._control.version:
-                self._tell(sender)
+                self._send_control(sender)
             self._freeze()
             self._changed.notify_all()
         self._tell_news()
@@ -443,7 +448,7 @@ class Watch:
         Batches may still be on their way; `complete` tells.
         """
         with self._changed:
-            seen = self._of(message.id, "")
+            seen = self._record_of(message.id, "")
             seen.over, seen.error = True, message.error
             seen.told = {worker: n for worker, n in message.observed.items() if worker not in self._lost}
             self._freeze()
@@ -478,18 +483,19 @@ class Watch:
         if then is not None:
             then()
 
-    def _of(self, id: PassId, mode: str) -> Pass:
-        """Return the record of a pass, made now if it is new; the lock is held."""
+    def _record_of(self, id: PassId, mode: str) -> Pass:
+        """Return the record of a pass, made now if it is new, with its mode if that was unknown; the lock is held."""
         seen = self._passes.get(id)
         if seen is None:
             seen = self._passes[id] = Pass(self._transport.name_of(id.root), id.number, mode)
         seen.mode = seen.mode or mode
         return seen
 
-    def _enter(self, seen: Pass, worker: Share, name: str, happening: Happening) -> None:
-        """Record one happening on a worker as an event, and update where the worker is halted; the lock is held.
+    def _enter_event(self, seen: Pass, worker: Share, name: str, happening: Happening) -> None:
+        """Add one happening on a worker to the pass's events, and update where the worker is halted; the lock is held.
 
-        Repeated announcements of a halt that is known, and the happening ``resting``, make no event.
+        If it is where `run` was to halt, `run` will return it. Repeated announcements of a halt that is known, and the
+        happening ``resting``, make no event.
         """
         event = Event(
             happening.time,

@@ -41,7 +41,10 @@ PROBE_SIZE = 4096
 
 
 def file_name(incarnation: int, segment: int) -> str:
-    """Return the name of a segment's file. Readers check it, so that they never map another file."""
+    """Return the name of the file of a segment, one piece of the arena of the agent with that incarnation.
+
+    Readers check the name, so that they never map another file.
+    """
     return f"nbdist-{incarnation:x}-{segment}"
 
 
@@ -81,7 +84,10 @@ class ArenaSlot:
     __slots__ = ("_arena", "_block", "_hold", "_receiver", "place")
 
     def __init__(self, arena: Arena, block: Block, hold: Hold, receiver: int, place: Place) -> None:
-        """Make a slot; ``hold`` ends together with the slot, and its end returns an unsent block to the arena."""
+        """Make a slot for ``block`` of ``arena``. ``place`` tells the receiver, an incarnation, where the block is.
+
+        ``hold`` ends when the slot is collected, and then returns an unsent block to the arena.
+        """
         self.place = place
         self._arena = arena
         self._block = block
@@ -89,7 +95,10 @@ class ArenaSlot:
         self._receiver = receiver
 
     def send(self) -> None:
-        """Lend the block to the receiver. Call this before the message that names `place` is sent."""
+        """Lend the block to the receiver, until the receiver gives it back or is gone, or `take_back` is called.
+
+        Call this before the message that names `place` is sent.
+        """
         with Deferral():  # Ctrl-C in the middle would leave a block that is neither free nor lent
             self._arena.send(self._block, self._hold, self._receiver)
 
@@ -140,7 +149,7 @@ class Arena:
 
     @property
     def probe(self) -> int:
-        """The number of the open file by which other processes test whether they can read this arena."""
+        """The number of an open file of this process: others that can open it by ``/proc`` can read this arena."""
         return self._files[PROBE]
 
     # -- out ----------------------------------------------------------------------------------
@@ -154,7 +163,7 @@ class Arena:
         try:
             this_thread.is_closed = True
             with Deferral(), self._lock:
-                block = None if self._is_closed else self._take(length)
+                block = None if self._is_closed else self._take_block(length)
                 if block is None:
                     self.falls_back += 1
                     return None
@@ -168,20 +177,23 @@ class Arena:
         ctypes.memmove(mapped.address + block.offset, pointer, length)
         return slot
 
-    def _take(self, length: int) -> Block | None:
-        """Take a block for ``length`` bytes; return None if there is no room or no memory. The lock is held."""
+    def _take_block(self, length: int) -> Block | None:
+        """Return a block for ``length`` bytes, no longer free; None if there is no room or memory. The lock is held."""
         self._collect()
         block, instructions = self._blocks.take(length)
         try:
-            self._do(instructions)
+            self._carry_out(instructions)
         except MemoryFailure:
             if block is not None:
-                self._do(self._blocks.discard(block))
+                self._carry_out(self._blocks.discard(block))
             return None
         return block
 
     def send(self, block: Block, hold: Hold, receiver: int) -> None:
-        """Note that a block is lent to ``receiver``. The caller defers signals (`ArenaSlot.send`)."""
+        """Note that a block is lent to ``receiver``, an incarnation; ``hold`` then no longer frees it.
+
+        The caller defers signals (`ArenaSlot.send`).
+        """
         with self._lock:
             self._unsent.forget(hold)
             self._blocks.send(block, receiver)
@@ -195,7 +207,7 @@ class Arena:
         """
         with Deferral(), self._lock:
             for segment, offset in blocks:
-                self._do(self._blocks.give_back(receiver, segment, offset))
+                self._carry_out(self._blocks.give_back(receiver, segment, offset))
 
     def lose(self, receiver: int, blocks: Sequence[tuple[int, int]]) -> None:
         """Never use ``blocks`` again: ``receiver`` may have them or not, or a process that it forked reads them.
@@ -204,26 +216,29 @@ class Arena:
         """
         with self._lock:
             for segment, offset in blocks:
-                self._do(self._blocks.lose(receiver, segment, offset))
+                self._carry_out(self._blocks.lose(receiver, segment, offset))
 
     def forget(self, receiver: int, *, is_dead: bool) -> None:
         """Take back all blocks of a receiver that is gone; never use them again unless its process is dead."""
         with self._lock:
-            self._do(self._blocks.forget(receiver, is_dead=is_dead))
+            self._carry_out(self._blocks.forget(receiver, is_dead=is_dead))
 
     def trim(self) -> None:
         """Free memory that was not needed lately. An agent calls this every 5 s."""
         with self._lock:
             self._collect()
-            self._do(self._blocks.trim())
+            self._carry_out(self._blocks.trim())
 
     def _collect(self) -> None:
-        """Take back the blocks of slots that were collected unsent. The lock is held."""
+        """Free the blocks of slots that Python has collected and that were never sent. The lock is held."""
         for block in self._unsent.take_ended():
-            self._do(self._blocks.put_back(block))
+            self._carry_out(self._blocks.put_back(block))
 
-    def _do(self, instructions: Sequence[Instruction]) -> None:
-        """Carry out what `Blocks` asks for. Raises MemoryFailure if a segment cannot be made. The lock is held."""
+    def _carry_out(self, instructions: Sequence[Instruction]) -> None:
+        """Make and close segments and free memory, as `Blocks` asks for; does nothing once closed. The lock is held.
+
+        Raises MemoryFailure if a segment cannot be made.
+        """
         if self._is_closed:
             return
         for instruction in instructions:

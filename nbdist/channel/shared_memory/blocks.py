@@ -95,7 +95,12 @@ Instruction = Open | Empty | Close
 
 
 class Blocks:
-    """Keeps track of which blocks of an arena are free, taken or lent. One thread at a time may use it."""
+    """Keeps track of which blocks of an arena are free, taken or lent, and returns instructions that the arena obeys.
+
+    Touches no memory itself. The arena carries out the instructions of every method, in order. A free block is *warm*
+    as long as it keeps its pages of memory, and *cold* without. No block of a *retired* segment (file) is taken any
+    more. One thread at a time may use it.
+    """
 
     def __init__(self, bound: int, segments: int) -> None:
         """Hold at most ``bound`` bytes, in at most ``segments`` segments."""
@@ -131,9 +136,10 @@ class Blocks:
     # -- out ----------------------------------------------------------------------------------
 
     def take(self, length: int) -> tuple[Block | None, list[Instruction]]:
-        """Take a block for ``length`` bytes; return it, or None if the bounds allow none, and the instructions.
+        """Take a free block for ``length`` bytes; return it, or None if the bounds allow none, and instructions.
 
-        Carry out the instructions even without a block. If a segment cannot be made, call `discard` with the block.
+        The instructions may make a segment or free memory. Carry them out even without a block. If a segment cannot be
+        made, call `discard` with the block.
         """
         size = size_class(length)
         if self.used + size > self._bound:
@@ -169,36 +175,52 @@ class Blocks:
     # -- and back -----------------------------------------------------------------------------
 
     def put_back(self, block: Block) -> list[Instruction]:
-        """Free a taken block that was not lent.
+        """Free a taken block that was not lent; return instructions for the arena.
 
-        The caller carries out the instructions.
+        There are none unless the block's segment is retired.
         """
         return self._free(block)
 
     def discard(self, block: Block) -> list[Instruction]:
-        """Forget a taken block, and retire its segment, because the arena could not make the segment."""
+        """Forget a taken block, and use its segment no more, because the arena could not make the segment.
+
+        Returns instructions for the arena.
+        """
         block.segment.is_retired = True
         return self._free(block)
 
     def give_back(self, by: int, segment: int, offset: int) -> list[Instruction]:
-        """Free the block at ``segment`` and ``offset``, lent to ``by``. Does nothing if it is not lent to ``by``."""
+        """Free the block at ``segment`` and ``offset``, lent to the receiver ``by``; return instructions for the arena.
+
+        Does nothing, and returns [], if it is not lent to ``by``.
+        """
         block = self._with.get(by, {}).pop((segment, offset), None)
         return [] if block is None else self._free(block)
 
     def lose(self, by: int, segment: int, offset: int) -> list[Instruction]:
-        """Never use a block again that was lent to ``by``: a process may still read it. Its segment is retired."""
+        """Never use a block again that was lent to ``by``, nor others of its segment: a process may still read it.
+
+        The segment's file is closed when none of its other blocks is in use. Returns instructions for the arena; [] if
+        the block is not lent to ``by``.
+        """
         block = self._with.get(by, {}).pop((segment, offset), None)
-        return [] if block is None else self._lose(block)
+        return [] if block is None else self._strike_out(block)
 
     def forget(self, receiver: int, *, is_dead: bool) -> list[Instruction]:
-        """Free all blocks that are lent to a receiver whose process is dead; if it is alive, never use them again."""
+        """Free all blocks that are lent to a receiver whose process is dead; if it is alive, never use them again.
+
+        Returns instructions for the arena.
+        """
         instructions: list[Instruction] = []
         for block in self._with.pop(receiver, {}).values():
-            instructions += self._free(block) if is_dead else self._lose(block)
+            instructions += self._free(block) if is_dead else self._strike_out(block)
         return instructions
 
     def _free(self, block: Block) -> list[Instruction]:
-        """Make a taken or lent block warm; in a retired segment, cold."""
+        """Free a taken or lent block, which keeps its memory for the next `take`; in a retired segment, it loses it.
+
+        Returns instructions for the arena.
+        """
         self.used -= block.size
         if block.segment.is_retired:
             return self._empty(block)
@@ -206,8 +228,11 @@ class Blocks:
         self._warm.setdefault(block.size, deque()).append(block)
         return []
 
-    def _lose(self, block: Block) -> list[Instruction]:
-        """Strike a block out of the books, and retire its segment. The segment's warm blocks become cold."""
+    def _strike_out(self, block: Block) -> list[Instruction]:
+        """Remove a lost block from the counts, and retire its segment, whose free blocks lose their memory.
+
+        Returns instructions for the arena.
+        """
         self.used -= block.size
         self.held -= block.size
         segment = block.segment
@@ -225,18 +250,24 @@ class Blocks:
     # -- what is kept -------------------------------------------------------------------------
 
     def trim(self) -> list[Instruction]:
-        """Free pages that were needed neither since the last call nor in the interval before it. Call it every 5 s."""
+        """Free memory that was needed neither since the last call nor in the interval before it. Call it every 5 s.
+
+        Returns instructions for the arena.
+        """
         instructions: list[Instruction] = []
         self._empty_until(self._worth_holding(), instructions)
         self._peak, self._peak_before = self.used, self._peak
         return instructions
 
     def _worth_holding(self) -> int:
-        """Return the most bytes to hold, in view of what was lately in use."""
+        """Return the most bytes of memory to hold: 4 times the most that were lately in use at once."""
         return _HELD_PER_USED * max(self._peak, self._peak_before)
 
     def _empty_until(self, most: int, instructions: list[Instruction]) -> None:
-        """Make warm blocks cold, the one that was freed first first, until at most ``most`` bytes are held."""
+        """Free the memory of free blocks, the one that was freed first first, until at most ``most`` bytes are held.
+
+        Adds the instructions for the arena to ``instructions``.
+        """
         while self.held > most:
             oldest = min((warm for warm in self._warm.values() if warm), key=lambda warm: warm[0].freed, default=None)
             if oldest is None:
@@ -244,7 +275,10 @@ class Blocks:
             instructions += self._empty(oldest.popleft())
 
     def _empty(self, block: Block) -> list[Instruction]:
-        """Make a block cold; in a retired segment, it is not taken again."""
+        """Take the memory of a free block; return the instructions for that, and to close its segment if that is idle.
+
+        In a retired segment, the block is not taken again.
+        """
         segment = block.segment
         self.held -= block.size
         segment.warm -= 1
@@ -253,7 +287,7 @@ class Blocks:
         return [Empty(segment.number, block.offset, block.size), *self._close_if_idle(segment)]
 
     def _close_if_idle(self, segment: Segment) -> list[Instruction]:
-        """Close a segment none of whose blocks has pages that the arena knows of."""
+        """Return the instruction to close a segment if none of its blocks is taken, lent or has memory; else []."""
         if segment.warm:
             return []
         size = next(iter(segment.blocks.values())).size

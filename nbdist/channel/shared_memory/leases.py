@@ -94,8 +94,9 @@ class Leases:
         return True
 
     def begin(self, owner: Record, places: Iterable[Place], now: float) -> list[Buffer]:
-        """Begin a lease for each of the ``places`` in the owner's arena; return their memory.
+        """Map each of the ``places``, blocks that another agent has lent to this one; return their memory, as buffers.
 
+        A block is leased until no tensor uses its buffer; `take_ended` then returns it.
         ``now`` is as of `time.monotonic`. For a place that cannot be mapped, the result has an `Unreadable` with the
         reason, which goes into the error with which the message is answered.
         """
@@ -127,7 +128,7 @@ class Leases:
             return segment.mapping
 
     def take_ended(self) -> list[LeaseEnded]:
-        """Return the leases that have ended since the last call.
+        """Return the leases that have ended since the last call, for the agent to give their blocks back to the owners.
 
         A lease that ended before a fork and is returned after it counts as shared, although no child reads its block:
         the block is then not used again, which is safe.

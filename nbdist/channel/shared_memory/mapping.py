@@ -67,7 +67,7 @@ def available() -> int:
 
 
 def _of_group(name: str) -> list[int]:
-    """Return a number from a file of this process's control group; [] if the file is missing or says "max"."""
+    """Return the number in a file of this process's control group, in a list; [] if it is missing or says "max"."""
     with contextlib.suppress(OSError, ValueError):
         return [int(Path("/sys/fs/cgroup", name).read_text())]
     return []

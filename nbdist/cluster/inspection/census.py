@@ -91,7 +91,7 @@ class _Kind(NamedTuple):
 
     @classmethod
     def of(cls, what: type) -> _Kind:
-        """Find out how to visit the instances of a class."""
+        """Return the `_Kind` of a class: how to size its instances, and which base class's methods read them."""
         size_of, ndarray = inert.sizer_of(what), inert.array_class()
         if ndarray is not None and issubclass(what, ndarray):
             return cls(what, object.__sizeof__, ndarray)  # `Walk._array` counts the buffer
@@ -112,7 +112,7 @@ class _Kind(NamedTuple):
 
 @dataclass
 class Census:
-    """All that one look has visited and counted."""
+    """The memory of one process, counted once: bytes by category (``contexts``, ``references``, ``variables``)."""
 
     buffers: dict[Place, _Buffer] = field(default_factory=dict)
     """The buffers that were counted, by device and address."""
@@ -135,21 +135,25 @@ class Census:
         self.seen.update(map(id, values))
 
     def kind_of(self, cls: type) -> _Kind:
-        """Return the `_Kind` of a class."""
+        """Return the `_Kind` of a class, which is found out once for each class."""
         kind = self._kinds.get(id(cls))
         if kind is None:
             kind = self._kinds[id(cls)] = _Kind.of(cls)
         return kind
 
     def put(self, category: str, places: dict[Place, int]) -> None:
-        """Count buffers that were found without a walk; buffers that were counted before stay as they are."""
+        """Count buffers for a category without a walk: ``places`` has their bytes, by device and address.
+
+        A buffer that was counted before keeps its bytes and its category.
+        """
         for place, nbytes in places.items():
             self.buffers.setdefault(place, _Buffer(nbytes, category))
 
     def amounts(self, regions: Regions) -> dict[str, Amount]:
-        """Return the counted bytes by category. Bytes of buffers that are not in memory are in `Amount.absent`.
+        """Return the counted bytes of each category, split by where they are: see `Amount`.
 
-        ``regions`` says which addresses are shared memory.
+        Bytes of buffers that are not in memory (never written to, or swapped out) are in `Amount.absent`. ``regions``
+        says which addresses are shared memory.
         """
         found: dict[str, Amount] = {}
         for (device, address), buffer in self.buffers.items():
@@ -169,7 +173,7 @@ class Census:
 
 
 class Walk:
-    """Visits what one value holds. Counts only what no walk of the same census has visited before."""
+    """Visits all objects that one value holds, and counts those that no walk of the same census has visited before."""
 
     def __init__(self, census: Census, category: str, value: object) -> None:
         self.nbytes = 0
@@ -197,8 +201,8 @@ class Walk:
     def go(self, count: int) -> int:
         """Visit up to ``count`` more objects; return how many were visited.
 
-        Call it until `done`, or stop early: what is left is not counted. A dict that another thread changes meanwhile
-        is left, and sets `is_partial`.
+        Call it until `done`, or stop early: what is left is not counted. A container that another thread changes
+        meanwhile is not visited further, and sets `is_partial`.
         """
         before = self.count
         with no_torch_function():
@@ -213,11 +217,11 @@ class Walk:
                     self._stack.pop()
                     continue
                 self.count += 1
-                self._meet(value)
+                self._count_once(value)
         return self.count - before
 
-    def _meet(self, value: object) -> None:
-        """Count an object unless it has been visited, and put what it refers to on the stack."""
+    def _count_once(self, value: object) -> None:
+        """Count an object unless it has been visited, and put what it refers to on the stack, to be visited next."""
         cls = type(value)
         if cls is int or cls is float:
             self._object(cls.__sizeof__(value))
@@ -226,7 +230,7 @@ class Walk:
             return
         census, key = self._census, id(value)
         if census.watched:
-            self._tell(key)
+            self._note_watched(key)
         if key in census.seen:
             if census.watched and issubclass(cls, torch.Tensor):
                 self._tell_place(value)  # type: ignore[arg-type]
@@ -263,7 +267,7 @@ class Walk:
     # -- tensors and arrays ---------------------------------------------------------------------
 
     def _tensor(self, tensor: torch.Tensor) -> Iterator[Any]:
-        """Count a tensor's buffer; return its attributes, hooks, gradient and graph."""
+        """Count a tensor's buffer; return its attributes, hooks, gradient, and the nodes of its autograd graph."""
         found = storage_of(tensor)
         if found is not None:
             self._buffer(*found, is_root=tensor is self._root)
@@ -276,7 +280,10 @@ class Walk:
         return chain(referents, self._graph(node)) if node is not None else iter(referents)
 
     def _graph(self, node: Any) -> Iterator[Any]:
-        """Yield the nodes of a graph that no walk has visited, and the values that they have saved."""
+        """Yield the nodes of an autograd graph, from ``node`` on, and what they have saved for the backward pass.
+
+        Nodes that a walk of the same census has visited are skipped.
+        """
         nodes, pending = self._census.nodes, [node]
         while pending:
             node = pending.pop()
@@ -300,10 +307,10 @@ class Walk:
     # -- counting -------------------------------------------------------------------------------
 
     def _buffer(self, place: Place, nbytes: int, *, is_root: bool = False) -> None:
-        """Count a buffer, unless it was counted before.
+        """Count a buffer for the category of this walk, unless it was counted before.
 
-        If the walk began at a tensor whose buffer was counted for the contexts, the buffer moves to the category of the
-        walk: the user knows the tensor by its reference or variable.
+        ``place`` is the buffer's device and address. If the walk began at a tensor whose buffer was counted for the
+        contexts, the buffer moves to the category of the walk: the user knows the tensor by its reference or variable.
         """
         known = self._census.buffers.get(place)
         if known is None:
@@ -311,32 +318,35 @@ class Walk:
         elif is_root and known.category == "contexts":
             self._census.buffers[place] = _Buffer(nbytes, self._category)  # moved from the contexts
         else:
-            self._tell(place)
+            self._note_watched(place)
             return
-        self._tell(place)
+        self._note_watched(place)
         if place[0] == "cpu":
             self.nbytes += nbytes
         else:
             self.gpu += nbytes
 
     def _object(self, nbytes: int) -> None:
-        """Count the bytes of a Python object."""
+        """Add the bytes of a Python object to the category of this walk."""
         objects = self._census.objects
         objects[self._category] = objects.get(self._category, 0) + nbytes
         if not self._is_module:
             self.nbytes += nbytes
 
-    def _tell(self, key: int | Place) -> None:
-        """Note the number of an object or buffer, if the census watches it."""
+    def _note_watched(self, key: int | Place) -> None:
+        """Note in `met` that the value leads to an object or buffer, if `Census.watched` asks for that.
+
+        ``key`` is an object's ``id``, or a buffer's device and address.
+        """
         number = self._census.watched.get(key)
         if number is not None:
             self.met.add(number)
 
     def _tell_place(self, tensor: torch.Tensor) -> None:
-        """Note the number of a tensor's buffer, if the census watches it."""
+        """Note in `met` that the value leads to a tensor's buffer, if `Census.watched` asks for that."""
         found = storage_of(tensor)
         if found is not None:
-            self._tell(found[0])
+            self._note_watched(found[0])
 
 
 def _referents(value: object, cls: type) -> list[Any]:

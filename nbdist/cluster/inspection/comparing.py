@@ -5,8 +5,8 @@
     on each worker     value ── flatten ──> parts ── prints ──> path, kind and digest of each part
     `differences`      digests of all workers ──> paths that differ ── part_of ──> two parts ── compare ──> words
 
-Only parts whose digests differ are fetched, one by one. `differences` and `_tell` call workers; the other functions
-work on the values of their own process.
+Only parts whose digests differ are fetched, one by one. `differences` and `_difference_in_words` call workers; the
+other functions work on the values of their own process.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class Difference:
 def flatten(value: Any, path: str = "", inside: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a value with their paths: a module's state, the items of dicts, lists and tuples.
 
-    Any other value is one part, and so is an RRef. A numpy array of numbers becomes a tensor. A list or tuple also
-    yields its length. ``inside`` has the ids of the containers around the value: one that contains itself ends there.
+    A path is text such as ``.layers[0].bias``, appended to ``path``; "" stands for the value itself. Any other value is
+    one part, and so is an RRef. A numpy array of numbers becomes a tensor. A list or tuple also yields its length.
+    ``inside`` has the ids of the containers around the value: one that contains itself ends there.
     """
     if isinstance(value, torch.nn.Module):
         value = value.state_dict()
@@ -83,15 +84,19 @@ def flatten(value: Any, path: str = "", inside: frozenset[int] = frozenset()) ->
 
 
 def prints(rref: RRef[Any]) -> list[Print]:
-    """Return the fingerprints of all parts of a value. Called on the value's owner.
+    """Return a fingerprint of each part of a value: its path, its kind and a SHA-256. Called on the value's owner.
 
     `part_of` returns one of the parts by its path.
     """
-    return [_print(path, part) for path, part in flatten(rref.local_value())]
+    return [_fingerprint(path, part) for path, part in flatten(rref.local_value())]
 
 
-def _print(path: str, part: Any) -> Print:
-    """Return the fingerprint of one part. A part that cannot be pickled is hashed by its ``repr``."""
+def _fingerprint(path: str, part: Any) -> Print:
+    """Return the fingerprint of one part: ``path``, the kind (type, dtype, shape), and a SHA-256 of its pickle.
+
+    A tensor is hashed by its numbers, a set by the sorted ``repr`` of its items, and a part that cannot be pickled by
+    its ``repr``.
+    """
     if isinstance(part, torch.Tensor):
         with torch.no_grad():
             return Print(path, f"Tensor {_dtype(part)}{tuple(part.shape)}", _tensor_digest(part))
@@ -105,15 +110,18 @@ def _print(path: str, part: Any) -> Print:
 
 
 def _tensor_digest(tensor: torch.Tensor) -> str:
-    """Return the SHA-256 of a tensor's numbers. The tensor is copied to the CPU as a whole, and hashed in pieces."""
+    """Return the SHA-256 of a tensor's numbers, without its dtype and shape.
+
+    The tensor is copied to the CPU as a whole, and hashed in pieces.
+    """
     digest = hashlib.sha256()
-    flat = _flat(tensor)
+    flat = _flattened(tensor)
     for start in range(0, flat.numel(), _NUMBERS_AT_A_TIME):
         digest.update(flat[start : start + _NUMBERS_AT_A_TIME].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as one dense dimension on the CPU, without gradient."""
     tensor = tensor.detach()
     if tensor.is_quantized:
@@ -130,7 +138,7 @@ def part_of(rref: RRef[Any], path: str) -> Any:
     """
     for known, part in flatten(rref.local_value()):
         if known == path:
-            return part.detach().cpu() if isinstance(part, torch.Tensor) else _text(part)
+            return part.detach().cpu() if isinstance(part, torch.Tensor) else _short_repr(part)
     return None
 
 
@@ -138,7 +146,7 @@ def compare(one: Any, other: Any) -> str:
     """Return in words how ``other`` differs from ``one``: two tensors of one shape and dtype, or two texts."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return f"{other} instead of {one}" if one != other else f"it prints the same, {one}, but its pickle differs"
-    a, b = _flat(one), _flat(other)
+    a, b = _flattened(one), _flattened(other)
     same = (a == b) | (torch.isnan(a) & torch.isnan(b)) if a.is_floating_point() or a.is_complex() else a == b
     where = (~same).nonzero().reshape(-1)
     if not where.numel():
@@ -146,7 +154,7 @@ def compare(one: Any, other: Any) -> str:
     first = int(where[0])
     index = [int(i) for i in torch.unravel_index(torch.tensor(first), one.shape)] if one.dim() else []
     at = f"first at {index}: " if index else ""
-    told = f"{at}{_number(b[first])} instead of {_number(a[first])}"
+    told = f"{at}{_number_text(b[first])} instead of {_number_text(a[first])}"
     if a.numel() > 1:
         told += f"; {where.numel()} of {a.numel()} values"
     if a.dtype is not torch.bool:
@@ -177,11 +185,13 @@ def differences(rrefs: Mapping[str, RRef[Any]], most: int = 20) -> tuple[list[Di
             count += bool(differing)
             for name in differing:
                 if len(told) < most:
-                    told.append(Difference(path, name, _tell(rrefs, path, base, first, found[name], name)))
+                    told.append(
+                        Difference(path, name, _difference_in_words(rrefs, path, base, first, found[name], name))
+                    )
         return told, count, len(paths)
 
 
-def _tell(
+def _difference_in_words(
     rrefs: Mapping[str, RRef[Any]],
     path: str,
     base: Mapping[str, Print],
@@ -189,9 +199,10 @@ def _tell(
     own: Mapping[str, Print],
     name: str,
 ) -> str:
-    """Return in words how a part on worker ``name`` differs from that on the worker ``first``.
+    """Return in words how the part at ``path`` on worker ``name`` differs from that on the worker ``first``.
 
-    Only a part of one kind on both workers is fetched, by a call to each; errors of these calls are raised.
+    ``base`` and ``own`` have the fingerprints on ``first`` and on ``name``, by path. Only a part of one kind on both
+    workers is fetched, by a call to each; errors of these calls are raised.
     """
     one, other = base.get(path), own.get(path)
     if one is None or other is None:
@@ -206,13 +217,13 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _number(value: torch.Tensor) -> str:
+def _number_text(value: torch.Tensor) -> str:
     """Return a tensor's single number as text."""
     found: Sequence[Any] | Any = value.item()
     return f"{found:.9g}" if isinstance(found, float) else str(found)
 
 
-def _text(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     """Return a value's ``repr``, cut to `_TEXT_SHOWN` characters."""
     text = repr(value)
     return text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…"

@@ -25,10 +25,10 @@ __all__ = ["free"]
 
 
 def free() -> Holdings:
-    """Free the values that nothing but `Out`, `_` and tracebacks holds; return those that were freed.
+    """Free the values that nothing but `Out`, `_` and tracebacks holds, on all workers and in this process.
 
-    Does so on all workers and in this process. The user's variables and running code keep their values. In the result,
-    ``workers`` has the memory before the call.
+    The user's variables and running code keep their values. Returns the freed values as `Holdings`: ``items`` has a row
+    for each, ``workers`` the memory of each worker before the call.
     """
     before = collect()
     idle = [item for item in before.items if item.idle]
@@ -65,7 +65,7 @@ def _forget(ids: set[GlobalId]) -> None:
 def _drop_shown(of: Any, roots: Roots, names: set[str]) -> None:
     """Drop the results of cells with these names, such as ``Out[3]``, under every name that the shell gave them.
 
-    Names that do not exist are skipped.
+    ``of`` is the IPython shell, and ``roots`` the places where it keeps results. Names that do not exist are skipped.
     """
     gone = [roots.out.pop(number) for number in list(roots.out) if f"Out[{number}]" in names]
     own = [(space, name) for space in roots.variables for name in list(space) if pins.variable(name).kind == "out"]
@@ -80,7 +80,10 @@ def _drop_shown(of: Any, roots: Roots, names: set[str]) -> None:
 
 
 def _drop_errors(of: Any) -> None:
-    """Drop the errors that the shell keeps for `%debug` and `%tb`. Errors that the user has kept stay complete."""
+    """Drop the errors that the shell ``of`` keeps for `%debug` and `%tb`, which then have no error to show.
+
+    An error that a variable of the user's holds keeps its traceback.
+    """
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             delattr(sys, name)

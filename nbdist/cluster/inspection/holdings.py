@@ -141,15 +141,17 @@ class Holdings(msgspec.Struct, frozen=True):
 
 
 def collect() -> Holdings:
-    """Ask all workers, and this process, what they own and use. Waits up to 10 s for each answer.
+    """Return all referenced values and contexts that live on the workers and in this process, and the memory of each.
 
-    An owner may answer before it hears that a reference was released on another worker, even if the release was sent
-    first: the two messages come from different workers. Then all are asked again, `_MOST_LOOKS` times in all at most.
+    Asks all agents, and waits up to 10 s for each round of answers; ``silent`` in the result names those that did not
+    answer. An owner may answer before it hears that a reference was released on another worker, even if the release was
+    sent first: the two messages come from different workers. Then all are asked again, `_MOST_LOOKS` times in all at
+    most.
     """
-    ask_all(_settle)
+    ask_all(_tell_owners)
     reports, silent = ask_all(_report)
     for _ in range(_MOST_LOOKS - 1):
-        if not _disagree(reports):
+        if not _owners_list_more(reports):
             break
         time.sleep(_BETWEEN_LOOKS)
         reports, silent = ask_all(_report)
@@ -176,7 +178,7 @@ def collect() -> Holdings:
 _UNKNOWN = Pin("other", "a call, or a function that is running")
 
 
-def _disagree(reports: dict[str, MemoryReport]) -> bool:
+def _owners_list_more(reports: dict[str, MemoryReport]) -> bool:
     """Return whether some owner lists a user of a value that reports no reference to that value (any more)."""
     return any(
         name in reports and owned.id not in reports[name].used
@@ -189,7 +191,8 @@ def _disagree(reports: dict[str, MemoryReport]) -> bool:
 def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
     """Call a function on all other agents and here; return the results by name, and the names that did not answer.
 
-    The calls are not recorded in any context. An agent whose function fails counts as one that did not answer.
+    Waits `_REPORT_WITHIN` seconds at most for the others. The calls are not recorded in any context. An agent whose
+    function fails counts as one that did not answer.
     """
     agent = current_agent()
     names = [member.name for member in agent.members()]
@@ -204,7 +207,7 @@ def ask_all(what: Callable[[], Any]) -> tuple[dict[str, Any], list[str]]:
 # -- on each worker -------------------------------------------------------------------------------
 
 
-def _settle() -> None:
+def _tell_owners() -> None:
     """Tell the owners which references this worker has released.
 
     `collect` calls this on all workers before it asks for reports, so that owners do not list users that are gone.
@@ -213,7 +216,7 @@ def _settle() -> None:
 
 
 def _report() -> MemoryReport:
-    """Make this worker's report, which must not keep the values alive.
+    """Return the report that this worker sends to `collect`, which must not keep the values alive. Runs by RPC.
 
     Contexts are counted first, then values, then variables: a buffer that several of them hold counts for the first.
     But the buffer of a tensor that is itself a value or variable does not count for a context.
@@ -265,22 +268,26 @@ class _Value(NamedTuple):
 
 
 def _values(agent: Agent, census: Census) -> list[_Value]:
-    """Count the values that have references."""
+    """Count the memory of the values that this worker owns and that have references; return a `_Value` for each.
+
+    Visits about `_MOST_OBJECTS` objects at most in all of them; a value that was not visited as a whole is partial.
+    """
     found, left = [], _MOST_OBJECTS
     for id_, promise, holders in agent.owned():
         users = [agent.name_of(holder) for holder in holders]
-        value, spent = _value(id_, promise, users, agent, census, min(left, _MOST_OF_ONE))
+        value, spent = _count_value(id_, promise, users, agent, census, min(left, _MOST_OF_ONE))
         left = max(1, left - spent)  # of every value, at least the object itself is visited
         found.append(value)
     return found
 
 
-def _value(
+def _count_value(
     id_: GlobalId, promise: Promise[Any], users: list[str], agent: Agent, census: Census, most: int
 ) -> tuple[_Value, int]:
-    """Count one value; return its row, and how many objects were visited.
+    """Count one value; return its `_Value`, and how many objects were visited.
 
-    A value that has not arrived counts nothing; an error is described, not walked. ``most`` limits the objects visited.
+    A value that has not been computed counts nothing; an error is described, and its objects are not visited. ``most``
+    limits the objects visited.
     """
     if not promise.done():
         return _Value(id_, users, None), 0
@@ -300,9 +307,10 @@ def _value(
 
 
 def _watch(census: Census, values: list[_Value]) -> list[int]:
-    """Ask the census to note which variables lead to these values; return the number of each value.
+    """Make the census note which variables lead to these values; return a number for each value.
 
-    Two references to one object share a number.
+    A later walk that meets the object of a value, or a tensor's buffer, has the value's number in `Walk.met`. Two
+    references to one object share a number.
     """
     numbers = []
     for number, value in enumerate(values):
@@ -315,12 +323,15 @@ def _watch(census: Census, values: list[_Value]) -> list[int]:
 
 
 def _pins_within(named: NamedValue) -> list[Pin]:
-    """Return pins that say that the value is in the objects with these names."""
+    """Return a `Pin` for each name of a variable: the value in question is somewhere inside that variable."""
     return [Pin(named.kind, name, within=True) for name in named.names]
 
 
 def _memory(agent: Agent, census: Census, rows: list[Variable]) -> WorkerMemory:
-    """Measure this process, and sum up the census."""
+    """Return the memory that this worker uses: the amounts of the census, and what the system counts.
+
+    ``rows`` describes its variables.
+    """
     usage, regions = process_memory.measure()
     return WorkerMemory(
         agent.me.name,

@@ -66,11 +66,12 @@ class Roots:
 
 
 def find(objects: Sequence[object], roots: Roots) -> list[list[Pin]]:
-    """Return for each object the pins that hold it, searched level by level.
+    """Return, for each object, the pins (names or other reasons) that keep it alive.
 
-    Each level asks for the holders of all objects of the level before, at most `_MOST_STEPS` times. A holder that is a
-    place where walks end gives a pin. Any other holder belongs to the next level. The search's own containers refer to
-    the objects, too, and are skipped.
+    Walks back along the references to the objects, level by level. A holder that is one of ``roots``, or a module's
+    variables, gives a pin; any other holder belongs to the next level. Ends after `_MOST_STEPS` levels, or before a
+    level of more than `_MOST_OBJECTS` objects, so the list may be incomplete. The search's own containers refer to the
+    objects, too, and are skipped.
     """
     found: list[set[Pin]] = [set() for _ in objects]
     reached: dict[int, set[int]] = {}
@@ -119,7 +120,7 @@ def _holders(objects: dict[int, object]) -> Iterator[tuple[object, set[int]]]:
 
 
 def told(pins: set[Pin]) -> list[Pin]:
-    """Return the pins that a user needs to see, sorted.
+    """Return those of an object's pins that a user needs to see, sorted.
 
     A variable that holds the object itself is not listed again as containing it. `_` is left out if an entry of
     `Out` or a traceback is listed.
@@ -134,13 +135,15 @@ def told(pins: set[Pin]) -> list[Pin]:
 def _pins(
     holder: object, inner: Collection[int], roots: Roots, namespaces: Mapping[int, str], *, within: bool
 ) -> tuple[list[tuple[int, Pin]], bool]:
-    """Return the pins for which a holder stands, and whether the walk goes on from the holder.
+    """Return the pins that a holder gives, and whether the search continues with what refers to the holder.
 
-    Each pin comes with the ``id`` of the object that it holds, or 0 for all of ``inner``.
+    ``inner`` has the ids of the objects that the holder refers to, ``namespaces`` the names of modules by the id of
+    their variables. ``within`` is true if these objects only contain the object that is searched for. Each pin comes
+    with the ``id`` of the object that it holds, or 0 for all of ``inner``.
     """
     for namespace in roots.variables:
         if holder is namespace:
-            names = _entries(namespace, inner)
+            names = _variables_among(namespace, inner)
             return [(id(value), variable(name, within)) for name, value in names if value is not roots.out], False
     if holder is roots.out:
         numbers = [(number, value) for number, value in list(roots.out.items()) if id(value) in inner]
@@ -154,7 +157,7 @@ def _pins(
         assert type(holder) is dict
         if module.partition(".")[0] == _OURS:
             return [], False
-        named = _entries(holder, inner)
+        named = _variables_among(holder, inner)
         if module == "sys":  # which has the last error, for the debugger
             named = [(name, value) for name, value in named if not name.startswith("last_")]
         return [(id(value), Pin("variable", f"{module}.{name}", within)) for name, value in named], False
@@ -163,7 +166,7 @@ def _pins(
     return [], not issubclass(type(holder), (ModuleType, Agent, References, Home))
 
 
-def _entries(namespace: dict[str, Any], inner: Collection[int]) -> list[tuple[str, Any]]:
+def _variables_among(namespace: dict[str, Any], inner: Collection[int]) -> list[tuple[str, Any]]:
     """Return the variables of a namespace whose values are among these, given by ``id``."""
     return [(name, value) for name, value in list(namespace.items()) if id(value) in inner and type(name) is str]
 
@@ -184,7 +187,7 @@ _namespace: Callable[[Any], dict[str, Any]] = _module.__dict__["__dict__"].__get
 
 
 def variable(name: str, within: bool = False) -> Pin:
-    """Return the pin of a variable. `_`, `__`, `___` and `_12` are the shell's names for results of cells.
+    """Return the `Pin` that names a variable. `_`, `__`, `___` and `_12` are the shell's names for results of cells.
 
     ``within`` says that the object is inside of the variable's value, such as an item of a list.
     """

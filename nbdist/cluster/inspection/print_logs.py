@@ -10,10 +10,14 @@ __all__ = ["read_logs"]
 
 
 def read_logs(cluster: Cluster, targets: str | None, cell: int | None) -> list[Printed]:
-    """Return the print logs of workers, for one cell or for all. They can be read while the workers print on.
+    """Return what workers have printed, one `Printed` for each of them that has a log, in the order of the targets.
+
+    ``cell`` is the number of the one cell to read; None for all. Asks the kernel thread and waits for it. The files
+    stay readable while the workers print on.
 
     Raises:
         UnknownWorker: The cluster has no such worker.
+        UsageError: The targets cannot be read.
         ResourceError: Too many files are open.
     """
 

@@ -46,7 +46,7 @@ class Usage(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        """The sum of both."""
+        """The sum of `private` and `shared`."""
         return self.private + self.shared
 
 
@@ -67,7 +67,10 @@ class Regions:
 
 
 def measure() -> tuple[Usage | None, Regions]:
-    """Measure this process; takes about 20 ms. The usage is None where there is no ``/proc``."""
+    """Return what this process uses, and the places of its shared memory; takes about 20 ms.
+
+    The usage is None, and there are no places, where there is no ``/proc``.
+    """
     try:
         with open("/proc/self/smaps", "rb") as file:
             return parse_smaps(file.read())
@@ -76,7 +79,7 @@ def measure() -> tuple[Usage | None, Regions]:
 
 
 def parse_smaps(text: bytes) -> tuple[Usage, Regions]:
-    """Parse ``/proc/PID/smaps``, which lists every mapping of a process."""
+    """Return the usage and the shared memory that the text of ``/proc/PID/smaps`` describes."""
     private = shared = 0
     starts, ends = [], []
     is_shared = False
@@ -105,7 +108,7 @@ def own_bytes(pid: int | str | None = "self") -> int | None:
 def resident_bytes(address: int, nbytes: int) -> int:
     """Return how many of a buffer's bytes are in memory: pages never written to, or swapped out, do not count.
 
-    A buffer below `_SMALL_BUFFER` bytes counts as a whole.
+    A buffer below `_SMALL_BUFFER` bytes counts as a whole, and so does one of which the system cannot tell.
     """
     if nbytes < _SMALL_BUFFER:
         return nbytes

@@ -38,7 +38,7 @@ def shell() -> Any:
 def results(of: Any) -> list[Any]:
     """Return the records that a shell keeps of the last cells: `ExecutionResult` objects, with values and errors.
 
-    IPython keeps them in several private places, so they are looked for among all objects.
+    IPython keeps them in several private places, so they are looked for among all objects. Empty if ``of`` is None.
     """
     if of is None:
         return []
@@ -55,9 +55,10 @@ def references(agent: Agent) -> list[RRef[Any]]:
 
 
 def roots_of(agent: Agent) -> Roots:
-    """Return the places where this process keeps what its user knows.
+    """Return the places where this process keeps what its user knows: namespaces, `Out`, and the last errors.
 
-    Without a shell, only the variables of `__main__` and the errors of `sys` count.
+    `nbdist.cluster.inspection.pins.find` ends its search there. Without a shell, only the variables of `__main__` and
+    the errors of `sys` count.
     """
     of = shell()
     finished = results(of)
@@ -133,5 +134,8 @@ def _variables(roots: Roots) -> Iterator[tuple[str, Any]]:
 
 
 def _is_own(name: str, value: object, hidden: dict[str, Any]) -> bool:
-    """Return whether a variable is the shell's own, not the user's."""
+    """Return whether a variable is the shell's own, not the user's.
+
+    ``hidden`` has the shell's own variables; one that the user has given another value is the user's.
+    """
     return name[:2] == "__" or hidden.get(name) is value or name in ("In", "Out", "exit", "quit", "get_ipython")

@@ -87,9 +87,10 @@ def collect(cluster: Cluster) -> list[WorkerStatus]:
 
 
 def _ask_silent(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, str]:
-    """Return the lines of code that these workers run, by a signal, as they have not answered a call in time.
+    """Return the line of code that each of these workers runs, by the worker's name.
 
-    A worker that writes nothing has an empty text.
+    They have not answered a call in time, so a signal makes them write it. Waits `where.ANSWER_WITHIN` seconds at most;
+    a worker that writes nothing has an empty text, and one whose file cannot be read is missing.
     """
     asked = {}
     for worker in workers:

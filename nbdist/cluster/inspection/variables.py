@@ -42,10 +42,11 @@ class Variable(msgspec.Struct, frozen=True):
 
 
 def count(census: Census, named: list[NamedValue]) -> tuple[list[Variable], dict[int, list[NamedValue]]]:
-    """Count what these values hold. Returns a row for each value that holds anything, the largest first.
+    """Count the memory that these values hold; return a row for each value that holds any, the largest first.
 
-    All values are visited in turns of `_OBJECTS_A_TURN` objects, until all are done or `MOST_OBJECTS` were.
-    Also returns, for each number of `Census.watched` that was met, the values that lead to it.
+    Visits `_OBJECTS_A_TURN` objects of one value, then of the next, round and round, until all are visited or
+    `MOST_OBJECTS` were. The second result has, for each object that `Census.watched` numbers and that was met, the
+    values that lead to it, by that number.
     """
     walks = [(each, Walk(census, "variables", each.value)) for each in named]
     left = MOST_OBJECTS
@@ -60,7 +61,7 @@ def count(census: Census, named: list[NamedValue]) -> tuple[list[Variable], dict
             each.names,
             each.kind,
             describe_value(each.value),
-            _entries(each.value),
+            _number_of_entries(each.value),
             walk.nbytes,
             walk.gpu,
             walk.is_partial or not walk.done,
@@ -77,7 +78,7 @@ def count(census: Census, named: list[NamedValue]) -> tuple[list[Variable], dict
 
 
 def _at_most(rows: list[Variable]) -> list[Variable]:
-    """Put the smallest rows into one if there are too many."""
+    """Return at most `_MOST_ROWS` rows: if there are more, the smallest share the last row."""
     first, rest = rows[: _MOST_ROWS - 1], rows[_MOST_ROWS - 1 :]
     if len(rest) < 2:
         return rows
@@ -86,7 +87,7 @@ def _at_most(rows: list[Variable]) -> list[Variable]:
     return [*first, Variable(names, "variable", State("", "value"), None, nbytes, gpu, any(r.is_partial for r in rest))]
 
 
-def _entries(value: Any) -> int | None:
+def _number_of_entries(value: Any) -> int | None:
     """Return the number of entries of a built-in container; None for anything else."""
     for kind in (list, tuple, dict, set, frozenset, collections.deque):
         if inert.is_a(value, kind):

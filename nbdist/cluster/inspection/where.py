@@ -58,14 +58,14 @@ class Question:
     @property
     def answered(self) -> bool:
         """Return whether the worker has written all its frames; faulthandler writes 100 of them at most."""
-        return self._written().endswith(_ENDS)
+        return self._read_answer().endswith(_ENDS)
 
     def frames(self) -> list[Frame]:
         """Return the frames that the worker has written so far, innermost first."""
-        return [Frame(name, int(line), function) for name, line, function in _FRAME.findall(self._written())]
+        return [Frame(name, int(line), function) for name, line, function in _FRAME.findall(self._read_answer())]
 
-    def _written(self) -> str:
-        """Read what the worker has written to its file (`where_file`) since the question: its frames, as text.
+    def _read_answer(self) -> str:
+        """Return the text that the worker has written to its file (`where_file`) since the question: its frames.
 
         Empty before it writes anything, and without the last lines while it still writes: see `answered`.
         """

@@ -18,9 +18,10 @@ __all__ = ["complete", "inspect"]
 def complete(
     cluster: Cluster, worker: Worker, code: str, cursor: int, patience: float
 ) -> tuple[list[str], int, int] | None:
-    """Return a worker's completions of ``code`` at ``cursor``, and the range of ``code`` that a completion replaces.
+    """Return a worker's completions of ``code`` at ``cursor``, and the start and end of the text that one replaces.
 
-    Returns None if the worker runs a cell, is dead, or does not answer within ``patience`` seconds.
+    All three places count characters of ``code``. Returns None if the worker runs a cell, is dead, or does not answer
+    within ``patience`` seconds.
     """
     content = _ask(cluster, worker, "complete_request", {"code": code, "cursor_pos": cursor}, patience)
     return None if content is None else (content["matches"], content["cursor_start"], content["cursor_end"])

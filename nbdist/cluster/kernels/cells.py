@@ -125,10 +125,10 @@ class Cell:
         """Prepare a cell; `Cluster.execute` sends it.
 
         ``interrupt(cell)`` interrupts the workers and returns a text for each worker that does not stop.
-        ``answer(worker, text, request)`` sends the user's input to a worker. ``number`` is the cell's execution count,
-        ``above`` the number of lines above the code in the page's cell. ``foreground`` means that a caller waits for
-        the cell; a ``quiet`` cell shows neither its result nor notices; ``fail_fast`` interrupts the other workers when
-        one fails.
+        ``answer(worker, text, request)`` sends the user's input to a worker. ``number`` is the number that the cell has
+        in tracebacks (``In[3]``) and in the workers' print logs, ``above`` the number of lines above the code in the
+        page's cell. ``foreground`` means that a caller waits for the cell; a ``quiet`` cell shows neither its result
+        nor notices; ``fail_fast`` interrupts the other workers when one fails.
         """
         self.code = code
         self.source = moved_down(code, above)
@@ -207,7 +207,7 @@ class Cell:
             return None
         if self.interrupted and all(error.name == "KeyboardInterrupt" for error in errors):
             return self._interruption([])
-        made = make_error(self._causes(), len(self.parts))
+        made = make_error(self._own_errors(), len(self.parts))
         made.errors = tuple(errors)
         made.traceback = [*self._where_interrupted(), *self._how_to_debug()]
         return made
@@ -216,11 +216,14 @@ class Cell:
         """Return the line that says how to debug a failed worker; nothing if no user is there to type it."""
         if not self._foreground or self._quiet or not self.sink.interactive:
             return []
-        found = next((error.worker for error in self._causes() if error.name not in _WITHOUT_DEBUG_HINT), None)
+        found = next((error.worker for error in self._own_errors() if error.name not in _WITHOUT_DEBUG_HINT), None)
         return [f"To look around where it failed: `%debug` in a cell of `%%remote {found}`"] if found else []
 
-    def _causes(self) -> list[WorkerError]:
-        """Return the errors, except those of workers that ``fail_fast`` interrupted after another had failed."""
+    def _own_errors(self) -> list[WorkerError]:
+        """Return the errors of the workers; with ``fail_fast``, no KeyboardInterrupt if there is another error.
+
+        With ``fail_fast``, the first error interrupts the other workers, so their interrupts explain nothing.
+        """
         errors = self.errors
         causes = [error for error in errors if error.name != "KeyboardInterrupt"]
         return causes if self._fail_fast and causes else errors
@@ -276,7 +279,10 @@ class Cell:
             raise error
 
     def __await__(self) -> Generator[Any, None, None]:
-        """Wait for the end without blocking the event loop; raises the workers' errors as `wait` does."""
+        """Wait for the end without blocking the event loop; raises the workers' errors as `wait` does.
+
+        A cancelled ``await`` does not interrupt the cell, which runs on; `cancel` does.
+        """
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
 
@@ -347,15 +353,15 @@ class Cell:
 
     def _where_interrupted(self) -> list[str]:
         """Return the workers' tracebacks, and the notes on process groups that the interrupt broke."""
-        errors = self._causes()
+        errors = self._own_errors()
         notes = [f"{part.worker}: {part.note}" for part in self.parts.values() if part.note]
         return [*make_error(errors, len(self.parts)).traceback, *notes] if errors else notes
 
     def _hand_on_payload(self) -> None:
-        """Pass on the replies' requests to the front end, such as a help page or the text of a next cell.
+        """Pass on what the workers' replies ask of the front end, such as to show a help page or fill in a next cell.
 
         Of each kind of request, the first worker's is passed on. A request to end the kernel means the worker's kernel,
-        and is dropped.
+        and is dropped. Does nothing for a background or quiet cell.
         """
         found: dict[str, Mapping[str, Any]] = {}
         for part in self.parts.values():
@@ -367,7 +373,10 @@ class Cell:
                 self.sink.hand_on(payload)
 
     def _ask(self, worker: str, request: Message) -> None:
-        """Ask the user for the input that a worker wants, and send the answer. Only the main thread may do this."""
+        """Ask the user for the input that a worker wants (``input()`` on the worker), wait, and send the answer.
+
+        Only the main thread may do this.
+        """
         content = request["content"]
         prompt = content["prompt"] if len(self.parts) == 1 else f"[{worker}] {content['prompt']}"
         text = getpass(prompt) if content.get("password") else input(prompt)
@@ -398,9 +407,9 @@ class Cell:
             self._show_or_hold(part, published)
 
     def on_reply(self, worker: str, content: Mapping[str, Any]) -> None:
-        """Handle a worker's reply to the execute request.
+        """Handle a worker's reply to the execute request. In the kernel thread.
 
-        The part ends once the kernel is idle as well, or `_IDLE_WITHIN` seconds later.
+        The cell ends on this worker once the kernel is idle as well, or `_IDLE_WITHIN` seconds later.
         """
         part = self.parts[worker]
         part.reply = content
@@ -413,9 +422,9 @@ class Cell:
             self._thread.loop.call_later(_IDLE_WITHIN, self._idle_is_lost, part)
 
     def _idle_is_lost(self, part: CellPart) -> None:
-        """End a part whose kernel has replied and has not reported idle in time.
+        """End the cell on a worker whose kernel has replied and has not reported idle in time. In the kernel thread.
 
-        Does nothing if the part has ended meanwhile.
+        Does nothing if the cell has ended there meanwhile.
         """
         part.idle = True
         self._maybe_end(part)
@@ -439,13 +448,13 @@ class Cell:
             return
         text = f"{worker} {why}"
         part.error = WorkerError(worker, "WorkerLost", text, (f"WorkerLost: {text}",))
-        self._end(part)
+        self._end_part(part)
 
     @staticmethod
     def _on_begin(part: CellPart) -> None:
-        """Note that the code starts. From now on the kernel reacts to SIGINT.
+        """Note that the code of the cell starts on a worker. From now on its kernel reacts to SIGINT.
 
-        Runs what waits for this moment, such as an interrupt that came before the cell began.
+        Runs the callbacks in `CellPart.when_begun`, such as an interrupt that came before the cell began.
         """
         part.began = time.monotonic()
         actions, part.when_begun = part.when_begun, []
@@ -453,7 +462,10 @@ class Cell:
             action()
 
     def _on_status(self, part: CellPart, state: str) -> None:
-        """Note that a kernel is idle. The part ends when the reply is there too, or `_REPLY_WITHIN` seconds later."""
+        """Note that a worker's kernel is idle; ignore other states.
+
+        The cell ends on this worker when the reply is there too, or `_REPLY_WITHIN` seconds later.
+        """
         if state == "idle":
             part.idle = True
             self._maybe_end(part)
@@ -461,17 +473,21 @@ class Cell:
                 self._thread.loop.call_later(_REPLY_WITHIN, self._reply_is_lost, part)
 
     def _reply_is_lost(self, part: CellPart) -> None:
-        """End a part without a reply: with the error that it has shown last, else with KeyboardInterrupt.
+        """End the cell on a worker whose kernel is idle, without a reply.
 
-        Does nothing if the part has ended meanwhile.
+        Its error is the last one that is held back (`CellPart.held`), else KeyboardInterrupt. Does nothing if the cell
+        has ended there meanwhile.
         """
         if not part.done:
             if not self._take_error(part, None):
                 part.error = WorkerError(part.worker, "KeyboardInterrupt", "", ("KeyboardInterrupt",))
-            self._end(part)
+            self._end_part(part)
 
-    def _fail(self, part: CellPart, content: Mapping[str, Any]) -> None:
-        """Set a part's error from a message; add a hint if the missing name is a notebook variable."""
+    def _fail_part(self, part: CellPart, content: Mapping[str, Any]) -> None:
+        """Set the error of the cell on a worker from an ``error`` message or a reply.
+
+        If a NameError misses a name that is a variable of the notebook, the traceback gets a hint to `%dist_push`.
+        """
         traceback = tuple(content.get("traceback", ()))
         if content["ename"] == "NameError" and (name := labels.missing_here(content["evalue"])):
             traceback = (
@@ -481,32 +497,33 @@ class Cell:
         part.error = WorkerError(part.worker, content["ename"], content["evalue"], traceback)
 
     def _take_error(self, part: CellPart, name: str | None) -> bool:
-        """Fail a part with the last error that it holds back, if its class is called ``name``; return whether it is.
+        """Make the last error message in `CellPart.held` the error of a part, if its class is called ``name``.
 
-        None stands for any error, and so does ``NoneType``, which a kernel replies if the error's ``repr`` fails.
+        Returns whether it was, and removes the message then. ``name`` None stands for any error, and so does
+        ``NoneType``, which a kernel replies if the error's ``repr`` fails.
         """
         errors = [message for message in part.held if message.kind == "error"]
         if not errors or name not in (None, "NoneType", errors[-1].content["ename"]):
             return False
         part.held = [message for message in part.held if message is not errors[-1]]
-        self._fail(part, errors[-1].content)
+        self._fail_part(part, errors[-1].content)
         return True
 
     def _maybe_end(self, part: CellPart) -> None:
-        """End a part once its kernel has both replied and reported idle.
+        """End the cell on a worker once its kernel has both replied and reported idle.
 
-        Called whenever one of the two arrives; a part that has ended stays as it is.
+        Called whenever one of the two arrives; does nothing if the cell has ended there.
         """
         if not part.idle or part.reply is None or part.done:
             return
         if part.reply["status"] == "error" and not self._take_error(part, part.reply["ename"]):
-            self._fail(part, part.reply)
-        self._end(part)
+            self._fail_part(part, part.reply)
+        self._end_part(part)
 
-    def _end(self, part: CellPart) -> None:
-        """End a part; end the cell if this was its last part.
+    def _end_part(self, part: CellPart) -> None:
+        """End the cell on a worker; end the whole cell if this was its last worker.
 
-        In the kernel thread, once for each part. With ``fail_fast``, an error also interrupts the other workers.
+        In the kernel thread, once for each worker. With ``fail_fast``, an error also interrupts the other workers.
         """
         part.done = True
         self._part_ended(self, part.worker)
@@ -524,9 +541,10 @@ class Cell:
                 self._tell_end()
 
     def _tell_failed(self) -> None:
-        """Publish which workers have failed, if others still run.
+        """Show a notice below the cell that names the workers that have failed, while others still run.
 
-        Each failure is told once, and none after an interrupt or the cell's end.
+        Each failure is told once. There is no notice after an interrupt or the cell's end, for a quiet cell, or where
+        nobody watches.
         """
         if self._finished or self.interrupted or self._quiet or not self.sink.interactive:
             return
@@ -538,9 +556,10 @@ class Cell:
             self.sink.page.publish("stream", {"name": "stderr", "text": text})
 
     def _tell_end(self) -> None:
-        """Wake the threads that wait, and call the callbacks. A background cell publishes its error.
+        """Mark the cell as done, wake the threads that wait, and call the callbacks of `when_done`.
 
-        Called once. An error of a callback is logged, and the others still run.
+        Called once, in the kernel thread. An error of a callback is logged, and the others still run. A background cell
+        shows its error, unless ``wait`` or ``await`` has raised it.
         """
         self._finished = True
         self._events.put(None)
@@ -556,7 +575,11 @@ class Cell:
                 self.sink.publish("error", error_content(error))
 
     def _show_or_hold(self, part: CellPart, message: Published) -> None:
-        """Show a message, or hold it back while the error that ends the cell may be among the messages held."""
+        """Show a message of a worker now, or keep it in `CellPart.held`.
+
+        An error message may be the one that ends the cell, and `wait` then raises it: so it is held, with the text that
+        follows, until the cell ends there, output other than text follows, or `_ERROR_HELD_FOR` seconds have passed.
+        """
         if message.kind in _OUTPUTS and message.kind != "stream":
             self._show_held(part)  # an error that is followed by more than text did not end the cell
         if message.kind == "error" and not part.done:
@@ -568,11 +591,14 @@ class Cell:
             self._show(part, message)
 
     def _show(self, part: CellPart, message: Published) -> None:
-        """Pass a message to the outlet, and keep what the outlet will show."""
+        """Show a message by way of the cell's `Outlet`, and add what the outlet lets through to `CellPart.outputs`."""
         self._remember(part, self._outlet.feed(part.worker, message))
 
     def _show_held(self, part: CellPart, error: Published | None = None) -> None:
-        """Show the messages held back. With ``error``, only if that error is still the first of them."""
+        """Show the messages in `CellPart.held`, and empty it.
+
+        With ``error``, only if that error message is still the first there.
+        """
         if error is not None and (not part.held or part.held[0] is not error):
             return
         held, part.held = part.held, []
@@ -581,7 +607,7 @@ class Cell:
 
     @staticmethod
     def _remember(part: CellPart, shown: Sequence[Published]) -> None:
-        """Add messages to a part's outputs, and merge neighbouring text of one stream."""
+        """Add messages to `CellPart.outputs`, and merge neighbouring text of a stream. ``clear_output`` empties it."""
         for message in shown:
             if message.kind == LEFT_OUT:
                 message = say_left_out(message, [part.worker])

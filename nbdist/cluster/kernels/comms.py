@@ -69,22 +69,22 @@ class _StandIn:
         self.target_name = message["content"]["target_name"]
 
     def handle_msg(self, message: Message) -> None:
-        """Pass a message of the front end to the worker's comm.
+        """Pass a message of the front end to the worker's comm; wait up to 1 s if the worker is idle.
 
-        Does nothing if the worker has died.
+        Does nothing if the worker has died or was restarted.
         """
         self._relay.to_worker(self, "comm_msg", message)
 
     def handle_close(self, message: Message) -> None:
-        """Tell the worker that the front end has closed the comm.
+        """Tell the worker that the front end has closed the comm; wait up to 1 s if the worker is idle.
 
-        Does nothing if the worker has died.
+        Does nothing if the worker has died or was restarted.
         """
         self._relay.to_worker(self, "comm_close", message)
 
 
 class Comms:
-    """All comms that one cluster's workers have open."""
+    """All comms (message channels of widgets) that one cluster's workers have open."""
 
     def __init__(self, thread: KernelThread) -> None:
         self._thread = thread
@@ -92,9 +92,10 @@ class Comms:
         self._relayed: OrderedDict[str, Relayed] = OrderedDict()
 
     def find(self, message: Message) -> Relayed | None:
-        """Return the `Relayed` to which a worker's message belongs, if it belongs to no cell; None if there is none.
+        """Return the `Relayed` that shows a worker's message which belongs to no cell; None if there is none.
 
-        A comm message without a known cause is passed on as well, outside of any cell.
+        The message belongs to a message of the front end that the worker has handled, by its parent id. A comm message
+        without a known parent gets a new one, which shows it outside of any cell.
         """
         found = self._relayed.get(message["parent_header"].get("msg_id", ""))
         if found is None and message["msg_type"].startswith("comm_"):

@@ -81,7 +81,8 @@ class KernelThread:
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in this thread; return the future of its outcome. Any other thread may wait for it.
 
-        In this thread itself, await the coroutine instead: waiting would block it for ever.
+        In this thread itself, await the coroutine instead: waiting would block it for ever. RuntimeError once the
+        thread has ended and its loop is closed.
         """
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
@@ -90,7 +91,10 @@ class KernelThread:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Cancel the loop's tasks and close all sockets, within 2 s; then end the thread, within another 2 s."""
+        """Cancel the loop's tasks and close all sockets, within 2 s; then end the thread, within another 2 s.
+
+        Errors of tasks are ignored. Another thread must call this.
+        """
 
         async def cancel_all() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -232,7 +236,7 @@ class Kernel:
         self._thread.loop.call_soon(self._drain, channel)
 
     def _take(self, channel: str, message: Message) -> None:
-        """Pass a message to the request that waits for it, else to the listener.
+        """Give a message to the `ask` whose request it answers, by the parent id, else to the listener.
 
         A second reply to a request goes to the listener.
         """

@@ -28,7 +28,7 @@ _decoder = msgspec.json.Decoder()
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as JSON."""
+    """Return a value as JSON, in UTF-8. Raises TypeError or ValueError if JSON cannot express it."""
     try:
         return _encoder.encode(value)
     except (TypeError, ValueError):  # values that only the general packer knows, such as surrogates
@@ -36,7 +36,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
-    """Return a value from JSON."""
+    """Return a value from JSON; also takes NaN, which Python writes. Raises ValueError for anything else."""
     try:
         return _decoder.decode(data)
     except msgspec.DecodeError:  # NaN, for instance, which Python writes although JSON has none
@@ -115,5 +115,5 @@ def decode(key: bytes, frames: Sequence[bytes]) -> dict[str, Any]:
 
 
 def _sign(key: bytes, parts: Sequence[bytes]) -> bytes:
-    """Return the signature of the four parts of a message."""
+    """Return the signature of a message: the hexadecimal HMAC-SHA256 of its header, parent, metadata and content."""
     return hmac.digest(key, b"".join(parts), "sha256").hex().encode()

@@ -71,7 +71,7 @@ def _name_file(file: str) -> str:
 
 
 def _follow_numbers(shell: InteractiveShell) -> None:
-    """Note the number of every cell that the shell compiles.
+    """Note the number of every cell that the shell compiles, for `cell_number`.
 
     The shell's own count is that of this cell or of the next one, depending on IPython's version.
     """
@@ -86,7 +86,11 @@ def _follow_numbers(shell: InteractiveShell) -> None:
 
 
 def rename_frames(text: str, worker: str) -> str:
-    """Return a worker's formatted traceback with the frames of this process's cells named by their numbers."""
+    """Return a worker's formatted traceback in which code of this process's cells is named ``Cell In[3] on worker1``.
+
+    ``worker`` is the worker where the error was raised. Other frames, and everything in a process without a shell, stay
+    as they are.
+    """
     if _shell is None:
         return text
     numbers: dict[str, int] = _shell.compile._filename_map
@@ -103,7 +107,11 @@ def rename_frames(text: str, worker: str) -> str:
 
 
 def rename_cell_frames(text: str, code: str, number: int, worker: str) -> str:
-    """Return a traceback that a crashing worker wrote, with its cell named by its number."""
+    """Return a line of a crash report with the file of a cell replaced by a name such as ``Cell In[3] on worker1``.
+
+    ``code`` is the cell's source, ``number`` its number, and ``worker`` the worker that crashed. Other lines stay as
+    they are.
+    """
     file = os.path.basename(get_file_name(code))  # a digest of the code, in a directory of the process
     return re.sub(rf'File "[^"]*/ipykernel_\d+/{re.escape(file)}"', f"Cell In[{number}] on {worker}", text)
 
@@ -116,7 +124,7 @@ def is_cell(file: str, code: str) -> bool:
 def trim_tracebacks(shell: Any) -> None:
     """Make a shell show nbdist's errors, interrupts and errors from workers without the frames inside this package.
 
-    Other errors are shown as before. Call it once for a shell.
+    A UsageError is shown without its cause as well. Other errors are shown as before. Call it once for a shell.
     """
     shown: Any = shell.InteractiveTB.structured_traceback
 

@@ -25,7 +25,7 @@ def say_failed(errors: Sequence[WorkerError], running: Sequence[str], ends: str)
     still = f"{say_names(running)} still {runs}; {ends} {them}"
     groups = grouped(errors, lambda error: (error.name, error.text))
     return "".join(
-        f"{label_of(tuple(error.worker for error in group))} {_say(group[0])} ({still})\n" for group in groups
+        f"{label_of(tuple(error.worker for error in group))} {_in_one_line(group[0])} ({still})\n" for group in groups
     )
 
 
@@ -36,7 +36,7 @@ def say_stopped(errors: Sequence[WorkerError]) -> list[str]:
     return [f"{say_names([error.worker for error in group])} {group[0].text}" for group in groups]
 
 
-def _say(error: WorkerError) -> str:
+def _in_one_line(error: WorkerError) -> str:
     """Return an error in one line, cut to `_TEXT_SHOWN` characters."""
     text = error.text.strip().partition("\n")[0]
     text = text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…"

@@ -96,10 +96,11 @@ class Router:
     # -- at the end of a cell -----------------------------------------------------------------
 
     def settle(self, origin: Origin, workers: Sequence[Worker], ask: Callable[[str, str], bool], within: float) -> None:
-        """Show the output of a cell's calls once all of it has arrived, or after ``within`` seconds.
+        """Show what the calls (RPCs) of a cell have printed, once all of it has arrived, or after ``within`` seconds.
 
-        ``ask(worker, token)`` makes a worker send a mark behind its output so far, and returns whether the worker could
-        be asked. Blocks the calling thread, which must not be the kernel thread.
+        ``origin`` is the notebook's cell. ``ask(worker, token)`` makes a worker send a message with the token after its
+        output so far, and returns whether the worker could be asked. Blocks the calling thread, which must not be the
+        kernel thread.
         """
         token = os.urandom(8).hex()
         self._fences[token] = fence = _Fence(len(workers))
@@ -116,7 +117,7 @@ class Router:
 
 
 class _Fence:
-    """A gate that opens when ``awaited`` workers have passed it."""
+    """Counts the workers that have sent all their output so far, and sets `all_passed` at the last of ``awaited``."""
 
     def __init__(self, awaited: int) -> None:
         self.all_passed = threading.Event()
@@ -124,7 +125,7 @@ class _Fence:
         self._lock = threading.Lock()
 
     def pass_one(self) -> None:
-        """Count one worker that has sent its mark, or could not be asked."""
+        """Count one worker, whose message behind its output has arrived or that could not be asked. In any thread."""
         with self._lock:
             self._awaited -= 1
             if self._awaited <= 0:

@@ -13,7 +13,10 @@ __all__ = ["answer_through_stream"]
 
 
 def answer_through_stream(kernel: Any) -> None:
-    """Make a kernel answer through the stream, as version 7.4 does. Call it in the kernel's main thread."""
+    """Make ipykernel 7.3 send its replies by the stream that reads the shell socket, as version 7.4 does.
+
+    Otherwise it loses requests. Does nothing for other versions. Call it in the kernel's main thread.
+    """
     thread = getattr(kernel, "shell_channel_thread", None)
     if thread is not None and hasattr(thread.manager, "_shell_socket"):  # not in 7.4
         thread.manager._shell_socket = kernel.shell_stream

@@ -45,10 +45,11 @@ class Lines:
         """The colours that are set at this point of a stream."""
 
     def take(self, message: Published, now: float) -> list[OutputItem]:
-        """Take a message; return the items that it completes.
+        """Take a message; return the items (whole lines, or displays) that it completes.
 
-        A result that is only text becomes one item of text. Any other display becomes an item that is never merged if
-        it has an id, because the worker may update it later.
+        Text after the last line end is kept. A result that is only text becomes one item of text. Any other display
+        becomes an item that is never merged with another worker's if it has an id, because the worker may update it
+        later.
         """
         content = message.content
         if message.kind == "stream":
@@ -84,8 +85,8 @@ class Lines:
     def rest(self, now: float, streams: Sequence[str] = ("stdout", "stderr"), *, bars: bool = True) -> list[OutputItem]:
         """Return the unfinished lines as items, and forget them.
 
-        Without ``bars``, lines that are overwritten are kept: they are shown as progress bars. In plain streams there
-        are none.
+        Without ``bars``, lines that are overwritten (with carriage returns) are kept, because they are shown as
+        progress bars; but not in the streams ``plain`` of the constructor, where nothing that is shown can be replaced.
         """
         items = []
         for stream in streams:
@@ -99,9 +100,10 @@ class Lines:
     def bars(self) -> list[str]:
         """Return the unfinished lines as they stand: progress bars, or dots.
 
-        They stay unfinished, so each call shows their newest state. Lines of plain streams are not among them.
+        They stay unfinished, so each call shows their newest state. Lines of the streams ``plain``, where nothing that
+        is shown can be replaced, are not among them.
         """
-        begun = ((stream, as_seen(text)) for stream, text in self._moving())
+        begun = ((stream, as_seen(text)) for stream, text in self._replaceable())
         return [close_colours(text, dict(self._colours[stream])) for stream, text in begun if text]
 
     def bars_due(self) -> float:
@@ -111,13 +113,13 @@ class Lines:
         """
         return min(
             self._since[stream] + (arranger.FOLD_AFTER if "\r" in text else _DOTS_AFTER)
-            for stream, text in self._moving()
+            for stream, text in self._replaceable()
         )
 
-    def _moving(self) -> Iterator[tuple[str, str]]:
-        """Yield the unfinished lines whose display can be replaced.
+    def _replaceable(self) -> Iterator[tuple[str, str]]:
+        """Yield the stream and text of each unfinished line whose display can be replaced.
 
-        Plain streams have none: text that was shown there cannot be replaced.
+        Lines of the streams ``plain`` cannot: what was shown there stays.
         """
         return ((stream, text) for stream, text in self._begun.items() if text and stream not in self._plain)
 

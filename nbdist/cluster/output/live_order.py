@@ -64,8 +64,8 @@ class Live(Arranger):
     def feed(self, worker: str, message: Published, now: float) -> list[Published]:
         """Take a message; return what can be shown without waiting.
 
-        Updates of displays and messages of widgets pass at once, because they take no new place on the page. A widget
-        that closes shows everything before it first.
+        Updates of displays and messages of widgets pass at once, because they take no new place on the page. The
+        message that closes a widget first shows all lines that wait.
         """
         state = self._find(worker)
         message = with_own_id(worker, message)
@@ -179,7 +179,7 @@ class Live(Arranger):
     def _clear(self, worker: str, state: _Worker, now: float) -> None:
         """Queue a request to clear a worker's output, and drop its items that have not been shown.
 
-        Text of plain streams stays, because those are never cleared.
+        Text of the streams ``plain``, which are never cleared, stays.
         """
         message = Published("clear_output", {"wait": state.clear})
         state.clear = False
@@ -191,9 +191,10 @@ class Live(Arranger):
         state.queue.append(OutputItem([worker], f"clear:{message.content['wait']}", now, message=message))
 
     def _wipe(self, workers: Sequence[str], message: Published, now: float) -> list[Published]:
-        """Clear the output of some workers. The page can only clear all, so the output of the others is shown again.
+        """Return the messages that clear the output of some workers.
 
-        Empty if the page shows nothing of them.
+        The page can only clear all, so the output of the others is shown again. Empty if the page shows nothing of
+        them.
         """
         found = self._screen.wipe(workers)
         if not found and not any(name in self._bars for name in workers):

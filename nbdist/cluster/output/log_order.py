@@ -38,9 +38,9 @@ class _Held:
         self.messages.append(message)
 
     def update(self, message: Published) -> bool:
-        """Change the held displays that have the update's id; return whether there were any.
+        """Give the held displays that have the update's id the new content; return whether there were any.
 
-        An update without such a display is for one that was shown before.
+        If there is none, the display has been shown already, and the update must be shown, too.
         """
         places = self._displays.get(display_id(message) or "", [])
         for place in places:
@@ -84,18 +84,18 @@ class Grouped(Arranger):
         return []
 
     def next_flush(self) -> float | None:
-        """Return when output that came after the end is due; None if there is none."""
+        """Return when to show output that came after the cell's end, on the clock of ``now``; None if there is none."""
         return self._late
 
     def flush(self, now: float) -> list[Published]:
-        """Return the output that came after the end, once it is due."""
+        """Return the output that came after the end of the cell, grouped by worker; empty before it is due."""
         return self.finish(now) if self._late is not None and now >= self._late else []
 
     def finish(self, now: float) -> list[Published]:
         """Return all output by worker; workers with the same output share one copy of it."""
         groups: dict[tuple[str, ...], tuple[list[str], list[OutputItem]]] = {}
         for worker, held in self._held.items():
-            items = _settled(worker, held.messages)
+            items = _in_fixed_order(worker, held.messages)
             alike = tuple(item.key or f"of {worker} alone" for item in items)
             groups.setdefault(alike, ([], items))[0].append(worker)
         published: list[Published] = []
@@ -108,7 +108,7 @@ class Grouped(Arranger):
         return merged(published)
 
 
-def _settled(worker: str, said: Sequence[Published]) -> list[OutputItem]:
+def _in_fixed_order(worker: str, said: Sequence[Published]) -> list[OutputItem]:
     """Return one worker's output as items, in an order that does not depend on when its streams were flushed.
 
     Between two displays, all text of stdout comes before that of stderr.

@@ -45,7 +45,8 @@ class Screen:
     def wipe(self, workers: Sequence[str]) -> bool:
         """Forget what these workers have printed; return whether the page may show any of it.
 
-        An item that other workers have printed, too, stays with their names.
+        An item that other workers have printed, too, stays with their names. True as well once old items were
+        forgotten.
         """
         gone = set(workers)
         kept: deque[OutputItem] = deque()

@@ -59,9 +59,10 @@ class Origins:
         self._lock = threading.Lock()
 
     def current(self) -> str:
-        """Return the key of the place where the calling thread's output is shown; make its `Origin` at first.
+        """Return the key (`Sink.key`) of the place where the calling thread's output is shown, such as a notebook cell.
 
-        The key travels with the calls that the thread makes.
+        Makes an `Origin` for it at the first call. The key travels with the calls that the thread makes; workers send
+        it back with what these calls print. Called in any thread.
         """
         sink = current_sink()
         key = sink.key

@@ -49,7 +49,7 @@ class Outlet:
     """Connects an arranger, which is pure, with a clock and with the place for its messages."""
 
     def __init__(self, thread: KernelThread, arranger: Arranger, sink: Sink, number: int) -> None:
-        """Show the output of cell ``number``, which the line on left-out lines names."""
+        """Show the output of cell ``number``; the line that says how many lines are left out names this cell."""
         self._thread = thread
         self._arranger = arranger
         self._sink = sink
@@ -63,9 +63,10 @@ class Outlet:
         self._quiet_due: asyncio.TimerHandle | None = None
 
     def feed(self, worker: str, message: Published) -> list[Published]:
-        """Take a message; return the messages that the cutter lets through, which may be earlier ones.
+        """Take a message of a worker, and show what is due.
 
-        The cell keeps those as its outputs.
+        Returns the messages that are kept as the cell's outputs: this one, others that were held back before, or none
+        while its text is held back (`OutputCutter`), because the worker has printed too many lines to show.
         """
         cutter = self._cutters.get(worker)
         if cutter is None:
@@ -79,9 +80,10 @@ class Outlet:
         return let_through
 
     def ended(self, worker: str) -> list[Published]:
-        """Show the held lines of a worker that has ended the cell; return them. No line waits for it any more.
+        """Note that a worker has ended the cell, so that no line waits for it; show its held lines and return them.
 
-        Output may still come from threads that the cell has left running; it is released when it pauses.
+        Held lines are the last ones of a worker that has printed too many to show. Threads that the cell has left
+        running may still print; their lines are shown when they pause.
         """
         self._ended.add(worker)
         last = self.release(worker)
@@ -131,7 +133,7 @@ class Outlet:
     # -- lines that are held back -------------------------------------------------------------
 
     def release(self, worker: str) -> list[Published]:
-        """Show the held lines of a worker, and return them.
+        """Show the lines of a worker that its `OutputCutter` holds back, and return them.
 
         Empty for a worker that has sent nothing.
         """
@@ -143,7 +145,7 @@ class Outlet:
         return last
 
     def _release_when_quiet(self) -> None:
-        """Show held lines of ended workers after a second without output."""
+        """Show held lines of ended workers, after a second without more of them."""
         if self._quiet_due is not None:
             self._quiet_due.cancel()
         self._quiet_due = self._thread.loop.call_later(_QUIET_AFTER, self._release_ended)
@@ -153,12 +155,15 @@ class Outlet:
             self.release(worker)
 
     def _show_last_soon(self) -> None:
-        """Update the last lines in half a second, unless that is planned already. Where nobody watches, never."""
+        """Plan to show the last held lines in half a second, unless that is planned. Where nobody watches, never."""
         if self._last_due is None and self._sink.interactive:
             self._last_due = self._thread.loop.call_later(_UPDATE_EVERY, self._show_last)
 
     def _show_last(self) -> None:
-        """Show the last held lines, below the number of lines left out so far; nothing once no lines are held."""
+        """Show the last held lines of each worker in one replaceable text, with the number of lines left out so far.
+
+        Removes the text once no lines are held.
+        """
         if self._last_due is not None:
             self._last_due.cancel()
             self._last_due = None

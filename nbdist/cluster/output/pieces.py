@@ -64,9 +64,9 @@ def display_id(message: Published) -> str | None:
 
 
 def with_own_id(worker: str, message: Published) -> Published:
-    """Return a display with the worker's name in its id, unless IPython has generated that id.
+    """Return a display with the worker's name before its id, unless IPython has generated that id.
 
-    Several workers may use one id; each then updates its own display.
+    A message without an id comes back as it is. Several workers may use one id; each then updates its own display.
     """
     id = display_id(message)
     if id is None or _GENERATED_ID.fullmatch(id):

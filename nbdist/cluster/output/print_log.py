@@ -133,9 +133,9 @@ class PrintLog:
         return self._stem.with_name(f"{self._stem.name}-{number}")
 
     def read(self, cell: int | None = None) -> Printed:
-        """Return the log of one cell, or of all. Raises OSError if a file cannot be opened.
+        """Return what the worker has printed in one cell, or in all, as open files, which stay readable.
 
-        Lines in files that were deleted are only counted.
+        Lines in files that were deleted are only counted. Raises OSError if a file cannot be opened.
         """
         try:
             if self._file is not None and not self._file.closed:

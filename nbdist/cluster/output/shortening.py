@@ -28,7 +28,7 @@ class OutputCutter:
     """Cuts one worker's text in one cell: messages go in, the messages to show now come out."""
 
     def __init__(self, cell: int, streams: Container[str]) -> None:
-        """Cut the text of cell number ``cell`` in these streams; other streams pass uncut."""
+        """Cut what a worker prints in cell number ``cell`` to these streams, such as "stdout"; others pass uncut."""
         self._cell = cell
         self._streams = streams
         self._begin()
@@ -61,7 +61,8 @@ class OutputCutter:
     def take(self, message: Published) -> list[Published]:
         """Take a message; return the messages to show now, which may be earlier ones.
 
-        Text may be held back; a result releases it, and so does `release`.
+        Text may be held back. The value of a cell's last expression (``execute_result``) releases it, and so does
+        `release`.
         """
         kind, content = message.kind, message.content
         if self._wipe and kind in OUTPUT:

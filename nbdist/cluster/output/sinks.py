@@ -123,7 +123,7 @@ class KernelSink:
         )
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
-        """Add the request to the reply of the cell that runs now.
+        """Add ``payload``, what a worker's reply asks the front end for, to the reply of the cell that runs now.
 
         The front end acts on it when that cell ends.
         """
@@ -190,7 +190,7 @@ class CapturedSink:
         return True
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
-        """Add the request to the reply of the cell that runs now.
+        """Add ``payload``, what a worker's reply asks the front end for, to the reply of the cell that runs now.
 
         The front end acts on it when that cell ends.
         """
@@ -236,7 +236,7 @@ class PlainSink:
                 print("\n".join(content["traceback"]), file=sys.stderr, flush=True)
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
-        """Print a help page; ignore other requests."""
+        """Print the help page that a worker's reply asks for; ignore anything else that it asks for."""
         if payload.get("source") == "page":
             self.publish("display_data", payload)
 

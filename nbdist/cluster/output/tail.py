@@ -26,7 +26,7 @@ class Tail:
         An unfinished line is kept for the next call, and counts as a line until then.
         """
         *ended, rest = (self._open + text).split("\n")
-        shown = (self._shown(line) for line in ended[-(self._lines.maxlen or 1) :])
+        shown = (self._after_returns(line) for line in ended[-(self._lines.maxlen or 1) :])
         self._lines.extend((now, line) for line in shown if line.strip())
         self._open, self._open_at = rest[-2 * self._longest :], now
 
@@ -37,7 +37,7 @@ class Tail:
 
     def timed_lines(self) -> list[tuple[float, str]]:
         """Return the lines with the times at which they were written, the unfinished line last."""
-        last = self._shown(self._open)
+        last = self._after_returns(self._open)
         found = [*self._lines, (self._open_at, last)] if last.strip() else list(self._lines)
         return found[-(self._lines.maxlen or 1) :]
 
@@ -45,6 +45,6 @@ class Tail:
         """Return the lines, the unfinished line last."""
         return [line for _, line in self.timed_lines()]
 
-    def _shown(self, line: str) -> str:
+    def _after_returns(self, line: str) -> str:
         """Return what a line shows after its carriage returns."""
         return line.rstrip("\r").rpartition("\r")[2][-self._longest :]

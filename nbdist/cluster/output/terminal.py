@@ -73,8 +73,8 @@ _ENDED_BY = {1: 22, 2: 22, 3: 23, 4: 24, 5: 25, 6: 25, 7: 27, 8: 28, 9: 29}
 def close_colours(line: str, open: dict[int, str]) -> str:
     """Return a line that begins in the colours that are ``open`` and closes its colours at its end.
 
-    ``open`` has the codes in force, by the code that ends each; it is changed to the state after this line, for the
-    next line of the same stream.
+    ``open`` maps the code that ends a colour or attribute (39 for the text colour) to the code that set it (31 for
+    red). It is changed to the state after this line, for the next line of the same stream.
     """
     if not open and "\x1b" not in line:
         return line

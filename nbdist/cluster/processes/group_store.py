@@ -79,9 +79,9 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     # -- members and groups -------------------------------------------------------------------
 
     def enter(self, incarnation: int, rank: int) -> None:
-        """Enter this process as a member of the process group: the rank, under its RPC agent's incarnation.
+        """Store this process's rank in the process group under the incarnation of its RPC agent.
 
-        `rank_of` in the other workers then finds it, to leave the groups of a worker that has died.
+        By `rank_of`, the other workers find the rank when the agent reports that this worker has died.
         """
         self.set(f"nbdist/{incarnation:x}", str(rank))
 
@@ -91,7 +91,10 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         return None if value is None else int(value)
 
     def group_at(self, address: bytes) -> str | None:
-        """Return torch's name of the group whose listener in this process has an address; None if unknown."""
+        """Return torch's name of the group for which gloo listens at an address in this process; None if unknown.
+
+        ``address`` is the beginning of a C ``sockaddr``, as `gloo.Loop.address` has it.
+        """
         named = (name for name, place in self._places.items() if address and address in place)
         return next(named, None)
 
@@ -241,7 +244,8 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
             self._raise_if_ended()
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(
-                    f"no worker has set {', '.join(map(repr, missing))} within the store's timeout"
+                    f"no worker has set {', '.join(map(repr, missing))} in the process group's store "
+                    "within its timeout: one is busy or has failed, see %dist_status"
                 )
             time.sleep(pause)
             pause = min(pause * 1.2, _LONGEST_PAUSE)
@@ -261,13 +265,14 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
                 except BlockingIOError:  # polled, as an endless wait in lockf could not time out
                     if time.monotonic() > deadline:
                         raise dist.DistStoreError(
-                            "another process has held the lock of the store for the whole timeout"
+                            "another worker has held the lock of the process group's store for the whole timeout; "
+                            "it may have been stopped: see %dist_status"
                         ) from None
                     time.sleep(_FIRST_PAUSE)
             yield
 
     def _open_lock(self) -> Any:
-        """Return the open lock file; RendezvousError if the folder is gone."""
+        """Return the open lock file, not locked yet; RendezvousError or WorkerLost if the group cannot form."""
         self._raise_if_ended()
         try:
             return open(self._folder / "lock", "wb")

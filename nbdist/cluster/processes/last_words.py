@@ -24,9 +24,10 @@ _SIZE = 1 << 16
 
 
 def guard_streams() -> None:
-    """Make ipykernel copy text to the log before it removes it from the pipe. Call before the kernel starts.
+    """Make ipykernel copy what C code prints to the worker's log before it takes the text out of the pipe.
 
-    On systems without ``tee`` it does nothing, and the last words may be lost.
+    The pipes stand in for standard output and error. So the text is not lost if the process crashes before ipykernel
+    shows it. Call before the kernel starts. On systems without ``tee`` it does nothing, and the last text may be lost.
     """
     from ipykernel.iostream import OutStream
 
@@ -36,7 +37,10 @@ def guard_streams() -> None:
 
 
 def hand_over() -> None:
-    """Let the zygote read the pipe of standard error after this worker's death. Call once the kernel has made it."""
+    """Let the zygote, the parent process, read what is left in the pipe of standard error after this worker's death.
+
+    Call once the kernel has replaced `sys.stderr` with that pipe. Without a pipe there is nothing to read.
+    """
     pipe = getattr(sys.stderr, "_fid", None)
     leave_last_words([pipe] if pipe is not None else [])
 

@@ -86,7 +86,7 @@ class Lifecycle:
 
     @property
     def meeting(self) -> str:
-        """The ``init_method`` of the RPC world."""
+        """The ``init_method`` by which agents join the RPC world: the URL of a file in the run directory."""
         return f"file://{self.folder}/members"
 
     # -- up -----------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Lifecycle:
     def launch(self, workers: Sequence[Worker]) -> None:
         """Ask the launcher for a process for each worker. Does not wait: `bring_up` does.
 
-        `Cluster` starts its own RPC agent between the two, while the workers start.
+        `Cluster` starts its own RPC agent between the two, while the workers start. An error of the launcher is raised.
         """
         self._begun = {worker.name: self._launch(worker) for worker in workers}
 
@@ -143,18 +143,19 @@ class Lifecycle:
     def bring_up(self, workers: Sequence[Worker], deadline: float) -> None:
         """Wait until launched workers are ready; if these are all workers, they form the process group, too.
 
-        Raises StartError if they are late or a step fails, WorkerLost if one dies.
+        Raises StartError if they are not ready by ``deadline`` (by `time.monotonic`) or a step fails, WorkerLost if one
+        dies, and UsageError if a module to preload cannot be imported.
         """
 
         # Each await raises if the worker dies: `Worker.lose` closes the kernel, which fails its requests.
         async def reach(worker: Worker) -> None:
             worker.pid = await asyncio.wrap_future(self._begun.pop(worker.name))
-            self._reached(worker, "process")
+            self._note_reached(worker, "process")
             assert worker.kernel is not None
             await worker.kernel.open()
-            self._reached(worker, "kernel")
+            self._note_reached(worker, "kernel")
             await worker.call("join()")
-            self._reached(worker, "rpc")
+            self._note_reached(worker, "rpc")
 
         async def all_steps() -> None:
             if self._preloading is not None:
@@ -165,22 +166,23 @@ class Lifecycle:
             if len(workers) == len(self._workers):
                 await self._form_group()
             for worker in workers:
-                self._reached(worker, "ready")
+                self._note_reached(worker, "ready")
 
         self._in_time(all_steps(), deadline)
 
     def form_group(self, deadline: float) -> None:
         """Form the process group of all workers anew and wait until it has formed, unless the backend is none.
 
-        Raises WorkerLost if a worker is dead, StartError if the group has not formed by ``deadline``.
+        Raises WorkerLost if a worker is dead, StartError if a worker fails to form the group, or if it has not formed
+        by ``deadline``, by `time.monotonic`.
         """
         self._in_time(self._form_group(), deadline)
 
     def form_group_once_idle(self, deadline: float) -> list[str]:
-        """Form the process group of all workers anew: now if all are idle, else as soon as they are.
+        """Form the process group of all workers anew: now if all are idle, else as soon as they are (see `after_cell`).
 
-        Returns the names of the workers that are not idle, dead ones included; empty if the group has formed, or if the
-        cluster has no process group.
+        If all are idle, waits until it has formed, with the errors of `form_group`. Returns the names of the workers
+        that are not idle, dead ones included; empty if the group has formed, or if the cluster has no process group.
         """
         if self._backend == "none":
             return []
@@ -197,9 +199,10 @@ class Lifecycle:
         return busy
 
     def after_cell(self) -> None:
-        """Form the process group if it is due and all workers are idle. In the kernel thread, after each cell.
+        """Begin to form the process group if it is due and all workers are idle. In the kernel thread, after each cell.
 
-        Returns at once, but the workers are told first: the cells that they are sent next run in the new group.
+        It is due after a restart of some workers while others were busy. Returns at once, but the workers are told
+        first: the cells that they are sent next run in the new group. A failure is only logged.
         """
         if not (self._group_is_due and all(worker.state == "idle" for worker in self._workers)):
             return
@@ -217,7 +220,10 @@ class Lifecycle:
             _log.error(_NOT_FORMED, error)
 
     async def _form_group(self) -> None:
-        """Form the next process group and wait for it, unless the cluster has none."""
+        """Form the next process group and wait for it, unless the backend is none. In the kernel thread.
+
+        Raises what `_begin_group` and its coroutine raise.
+        """
         if self._backend != "none":
             await self._begin_group()
 
@@ -238,7 +244,7 @@ class Lifecycle:
         async def formed(worker: Worker, call: Coroutine[Any, Any, None]) -> None:
             await call
             if worker.step != "ready":
-                self._reached(worker, "process group")
+                self._note_reached(worker, "process group")
 
         forming = [formed(worker, worker.call(f"group({self._generation})")) for worker in self._workers]
 
@@ -254,7 +260,7 @@ class Lifecycle:
 
         return all_formed()
 
-    def _reached(self, worker: Worker, step: str) -> None:
+    def _note_reached(self, worker: Worker, step: str) -> None:
         """Note that a worker has reached a step, and tell the user's ``progress``. In the kernel thread."""
         worker.step = step
         with contextlib.suppress(Exception):  # an error of a view must not keep the cluster from starting
@@ -300,7 +306,7 @@ class Lifecycle:
         """Kill workers; wait until their processes have ended and they are no members of the RPC world any more.
 
         Their cells fail. ``is_member(name)`` returns whether the RPC world still counts a worker as a member. Raises
-        StartError after ``deadline``.
+        StartError after ``deadline``, by `time.monotonic`.
         """
 
         def is_gone(worker: Worker) -> bool:
@@ -358,9 +364,11 @@ class Lifecycle:
         """
         worker = next(worker for worker in self._workers if worker.name == name)
         worker.exit(code)
-        self._thread.soon(self._thread.loop.call_later, _LAST_OUTPUT_WITHIN, self._ended, worker, worker.lives, code)
+        self._thread.soon(
+            self._thread.loop.call_later, _LAST_OUTPUT_WITHIN, self._fail_cells_of, worker, worker.lives, code
+        )
 
-    def _ended(self, worker: Worker, life: int, code: int) -> None:
+    def _fail_cells_of(self, worker: Worker, life: int, code: int) -> None:
         """Fail the cells of a worker whose process has ended in this life. In the kernel thread.
 
         ``life`` is the number of the process: does nothing if the worker has been restarted meanwhile.

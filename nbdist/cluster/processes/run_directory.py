@@ -25,8 +25,9 @@ _LONGEST_SOCKET = "/agent-1234567-0123456789abcdef/in"
 
 
 def make_folder() -> Path:
-    """Make a new run directory and return its path. Removes those of owners that have ended.
+    """Make a new run directory of a cluster and return its path. Removes those whose process has ended.
 
+    Such a directory holds sockets, connection files and logs, and a file with the pid of this process, its owner.
     Raises UsageError if the paths of sockets in it would be too long, ResourceError if the disk is full or this process
     has too many files open. In both cases nothing is left behind.
     """
@@ -46,9 +47,9 @@ def make_folder() -> Path:
 
 
 def _sweep(base: Path) -> None:
-    """Remove the run directories whose owners have ended without a zygote that could remove them.
+    """Remove the run directories below ``base`` whose owner, the process that made them, has ended.
 
-    An owner whose entry cannot be read, or whose process lives, keeps its directory.
+    The zygote usually does that. A directory whose file ``owner`` cannot be read stays.
     """
     for folder in base.glob("cluster-*"):
         try:

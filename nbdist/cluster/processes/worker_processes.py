@@ -51,7 +51,7 @@ _BOOT = "from nbdist.cluster.processes.zygote import main; main()"
 
 
 class Processes:
-    """A zygote and the workers that it has started. Its methods may be called in any thread.
+    """A zygote (the process that forks workers) and the workers that it has started. Any thread may call the methods.
 
     A thread of its own reads what the zygote sends. It calls ``on_end(name, code)`` once for every worker that ends,
     where ``code`` is the exit code, or minus the number of the signal that killed the worker.
@@ -104,9 +104,9 @@ class Processes:
         self._thread.start()
 
     def ready(self, timeout: float | None = None) -> ZygoteReady:
-        """Wait until the zygote has done its imports; return how they went.
+        """Wait until the zygote has done its imports; return whether it forks workers, and which imports failed.
 
-        Raises WorkerLost if the zygote has ended, TimeoutError after ``timeout`` seconds.
+        Raises WorkerLost if the zygote has ended, TimeoutError after ``timeout`` seconds; None waits without limit.
         """
         return self._ready.result(timeout)
 
@@ -115,7 +115,7 @@ class Processes:
 
         The returned future fails with UsageError if a module cannot be imported, with WorkerLost if the zygote ends.
         """
-        self._line.send(Preload(list(modules), _environment(environment), os.getcwd(), _path()))
+        self._line.send(Preload(list(modules), _environment(environment), os.getcwd(), _import_path()))
         return self._preloading
 
     def start(
@@ -146,7 +146,7 @@ class Processes:
             _environment(environment),
             os.getcwd(),
             str(self.log(name)),
-            _path(),
+            _import_path(),
         )
         self._line.send(start)
         return future
@@ -207,13 +207,16 @@ class Processes:
         """Handle the zygote's events until it ends. In a thread of its own."""
         while (lines := self._line.receive()) is not None:
             for line in lines:
-                self._take(
+                self._handle_event(
                     msgspec.json.decode(line, type=ZygoteReady | Preloaded | Started | ProcessFailed | ProcessEnded)
                 )
         self._zygote_ended()
 
-    def _take(self, event: ZygoteReady | Preloaded | Started | ProcessFailed | ProcessEnded) -> None:
-        """Handle one event of the zygote's, as in the table above."""
+    def _handle_event(self, event: ZygoteReady | Preloaded | Started | ProcessFailed | ProcessEnded) -> None:
+        """Handle one message of the zygote's: settle the future that waits for it, or call `on_end` for a dead worker.
+
+        Called by the thread that reads the messages.
+        """
         if isinstance(event, ZygoteReady):
             for complaint in event.complaints:
                 _log.warning(
@@ -289,8 +292,8 @@ def _environment(given: Mapping[str, str] | None) -> dict[str, str]:
     return dict(os.environ if given is None else given)
 
 
-def _path() -> list[str]:
-    """Return ``sys.path`` with absolute entries; ``""``, which stands for the current directory, stays."""
+def _import_path() -> list[str]:
+    """Return a copy of ``sys.path`` with absolute entries; ``""``, which stands for the current directory, stays."""
     return [entry and os.path.abspath(entry) for entry in sys.path]
 
 

@@ -165,7 +165,7 @@ class MessageSocket:
         self._buffer = b""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message; do nothing if the other side has closed."""
+        """Send a message; do nothing if the other side has closed. Waits while the other side does not read."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.socket.sendall(msgspec.json.encode(message) + b"\n")
 
@@ -189,9 +189,9 @@ def main() -> None:
 
 
 def spawned() -> None:
-    """Run a worker that was spawned; its request comes on standard input, which then becomes empty.
+    """Run a worker in a fresh interpreter; its `Start` request comes on standard input, which then becomes empty.
 
-    It takes the place of forking where that is forbidden or unsafe.
+    Used instead of a fork where forking is forbidden or unsafe.
     """
     parent, start = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[int, Start])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -200,7 +200,7 @@ def spawned() -> None:
 
 
 def _become(start: Start) -> None:
-    """Call the entry of a worker, in its directory and with its path.
+    """Call the entry function of a worker process, in the working directory and with the ``sys.path`` of its request.
 
     Returns when the entry returns.
     """
@@ -213,7 +213,7 @@ def _become(start: Start) -> None:
 
 
 class _Zygote:
-    """The zygote's state: the line to the owner, and the workers that live, by pid."""
+    """The zygote's state: its socket to the owner (the notebook), and the workers that live, by pid."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -261,8 +261,8 @@ class _Zygote:
     def _import(self, modules: Sequence[str]) -> list[str]:
         """Import modules; return the names and errors of those that cannot be imported.
 
-        This takes seconds, during which nothing is read from the line. A thread watches for the owner's end meanwhile.
-        It is joined before this returns, because a process with two threads cannot fork safely.
+        This takes seconds, during which no request of the owner is read. A thread watches for the owner's end
+        meanwhile. It is joined before this returns, because a process with two threads cannot fork safely.
         """
         done = threading.Event()
         watch = threading.Thread(target=self._watch_owner, args=(done,))
@@ -282,9 +282,9 @@ class _Zygote:
         return complaints
 
     def _watch_owner(self, done: threading.Event) -> None:
-        """End everything if the owner ends before ``done`` is set, looking every 50 ms. In a thread of its own.
+        """End the zygote and all its workers if the owner ends before ``done`` is set, looking every 50 ms.
 
-        It ends the zygote while an import keeps its main thread busy.
+        Runs in a thread of its own, because an import keeps the main thread busy.
         """
         poller = select.poll()
         poller.register(self._line.socket, select.POLLRDHUP)
@@ -295,7 +295,10 @@ class _Zygote:
                 self._end()  # with the processes that an import may have started
 
     def _listen(self) -> Start | None:
-        """Serve requests and ends of children. In a forked worker, returns its request, else None."""
+        """Serve the owner's requests, and reap workers that end, until the owner ends.
+
+        In a forked worker, returns the request that started it. In the zygote it returns None once the owner has ended.
+        """
         poller = select.poll()
         poller.register(self._line.socket, select.POLLIN)
         poller.register(self._wakeup, select.POLLIN)
@@ -327,6 +330,7 @@ class _Zygote:
         """Import modules in the owner's present environment, directory and path, and send Preloaded.
 
         An import may start a thread or use a GPU. From then on workers are spawned, and have nothing of these imports.
+        Where workers are spawned anyway, nothing is imported.
         """
         complaints = []
         if self._forks:  # a spawned worker would not have the modules
@@ -378,7 +382,8 @@ class _Zygote:
     def _settle_in(self, start: Start, parent: int) -> None:
         """In a forked worker, give up the zygote's session, handlers and files, and take the request's environment.
 
-        The files matter: if a worker kept the line open, the owner would not notice the death of the zygote.
+        The files matter: if a worker kept the socket to the owner open, the owner would not notice the death of the
+        zygote.
         """
         os.setsid()
         _die_with(parent)
@@ -485,8 +490,8 @@ def _end(*_: object) -> None:
 def leave_last_words(streams: Sequence[int]) -> None:
     """In a worker, let the zygote read what is left in these pipes if the worker dies. Works once; then does nothing.
 
-    The worker sends the pipes' file descriptors in a message that the zygote receives only after the worker's death, so
-    until then only the worker reads them.
+    ``streams`` has the pipes' file descriptors. The worker sends them in a message that the zygote receives only after
+    the worker's death, so until then only the worker reads them.
     """
     number = os.environ.pop(LAST_WORDS, None)
     if number is not None:
@@ -495,7 +500,10 @@ def leave_last_words(streams: Sequence[int]) -> None:
 
 
 def _read_last_words(line: socket.socket, log: str) -> None:
-    """Append to a dead worker's log what it left in the pipes that it sent with `leave_last_words`."""
+    """Append to a dead worker's log what it left in the pipes that it sent with `leave_last_words`.
+
+    ``line`` is the zygote's end of the socket to that worker. Errors are ignored.
+    """
     with line, contextlib.suppress(OSError), open(log, "ab") as file:
         line.setblocking(False)
         _, pipes, _, _ = socket.recv_fds(line, 1, 4)
@@ -507,9 +515,10 @@ def _read_last_words(line: socket.socket, log: str) -> None:
 
 
 def _open_process(pid: int) -> int:
-    """Return a file that becomes readable when the owner ends; -1 if there is no such file. Exits if it has ended.
+    """Return a file descriptor that becomes readable when the owner ends; -1 where the system has none.
 
-    The line alone would not do: it stays open as long as a process lives that the owner has forked.
+    Exits if the owner has ended. The closed socket to the owner would not do as a sign: it stays open as long as a
+    process lives that the owner has forked.
     """
     try:
         file = os.pidfd_open(pid)

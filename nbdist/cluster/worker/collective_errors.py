@@ -67,10 +67,10 @@ def install(shell: Any) -> None:
 
 
 def _show_without_cause(show: Callable[..., Any], said: WorkerLost | GroupError, *args: Any, **options: Any) -> Any:
-    """Show an error with the first line of torch's error below it, without torch's frames.
+    """Show ``said`` by ``show``, the shell's own `showtraceback`, with the first line of torch's error below it.
 
-    Every worker of a group would show its own copy of these frames, which say nothing about the user's code. The error
-    object keeps torch's error as its cause.
+    torch's frames are left out: every worker of a group would show its own copy of these frames, which say nothing
+    about the user's code. The error object keeps torch's error as its cause. Returns what ``show`` returns.
     """
     said.__suppress_context__ = True
     cause, said.__cause__ = said.__cause__, None
@@ -83,9 +83,9 @@ def _show_without_cause(show: Callable[..., Any], said: WorkerLost | GroupError,
 
 
 def _say_where_stopped(error: BaseException) -> tuple[type[BaseException], BaseException, Any]:
-    """Give an interrupt its text, and drop torch's frames and the error that the interrupt has caused in torch.
+    """Give an interrupt the text "stopped in ...", and return it as ``exc_info`` does.
 
-    Returns the interrupt as ``exc_info`` does.
+    If it has caused an error in torch, that error and torch's frames are dropped from what is shown.
     """
     if not error.args and (where := say_where(error.__traceback__)):
         error.args = (f"stopped in {where}",)

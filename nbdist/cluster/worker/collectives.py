@@ -126,7 +126,7 @@ def initialise(told: WorkerSetup, generation: int) -> None:
         if dist.is_initialized():
             # No wait in an old group can end well any more, and code that still holds one must get an error.
             all_of_them = bool(_broken or _lost)
-            _shut([loop for loop in _loops() if all_of_them or _is_known(loop.address)])
+            _shut([loop for loop in _all_loops() if all_of_them or _is_known(loop.address)])
             dist.destroy_process_group()
         _loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
         _broken = _formed = False
@@ -152,15 +152,16 @@ def initialise(told: WorkerSetup, generation: int) -> None:
 def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
     """End the forming of the group in this process, with RendezvousError, if another worker fails to form it.
 
-    A wait in the store raises by itself when another worker fails. But a process that is done with the store waits in
-    gloo for the connections of its peers, without end. A second thread makes these connections in the peers' place.
+    Wrap the block that forms the group in this. A wait in the store raises by itself when another worker fails. But a
+    process that is done with the store waits in gloo for the connections of its peers, without end. A second thread
+    makes these connections in the peers' place.
     """
     formed = threading.Event()
 
     def watch() -> None:
         while not formed.wait(_LOOK_EVERY):
             if store.ended:
-                for loop in _loops():
+                for loop in _all_loops():
                     gloo.connect_for_peers(loop, world_size)
 
     thread = threading.Thread(target=watch, name="nbdist-forming", daemon=True)
@@ -178,12 +179,15 @@ def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
 
 
 def _on_lost(record: Record, why: str) -> None:
-    """Leave the groups of a lost worker, in a thread: the agent calls this and must not wait."""
+    """Shut the connections of the process groups that have the lost worker, in a new thread.
+
+    The agent calls this when a member of the RPC world is lost, and must not wait.
+    """
     threading.Thread(target=_lose, args=(record, why), name="nbdist-leaving", daemon=True).start()
 
 
 def _lose(record: Record, why: str) -> None:
-    """Leave the groups of a lost worker, and keep new groups from waiting for it.
+    """Shut the connections of the groups that contain a lost worker, and keep new groups from waiting for it.
 
     Does nothing if the worker is no member of the present group, such as an earlier process of the same name.
     """
@@ -207,7 +211,7 @@ def _leave_groups_of(rank: int) -> None:
     assert _store is not None
     _store.lost = _say_lost()
     groups = process_groups()
-    names = [(loop, _store.group_at(loop.address)) for loop in _loops()]
+    names = [(loop, _store.group_at(loop.address)) for loop in _all_loops()]
     # A group without a known name was made with a store of the user's own, or is just forming: it is left, too.
     _shut([loop for loop, name in names if name not in groups or rank in groups[name]])
 
@@ -223,7 +227,7 @@ def _keep_new_groups_from_waiting() -> None:
             if not _lost or _store is None:
                 return  # the group has formed anew meanwhile
             groups = process_groups()
-            unknown = [loop for loop in _loops() if _store.group_at(loop.address) not in groups]
+            unknown = [loop for loop in _all_loops() if _store.group_at(loop.address) not in groups]
             forming = [loop for loop in unknown if loop.address not in _loops_before]
             for loop in forming:
                 gloo.connect_for_peers(loop, dist.get_world_size())
@@ -232,20 +236,23 @@ def _keep_new_groups_from_waiting() -> None:
         time.sleep(_LOOK_EVERY)
 
 
-def _loops() -> list[gloo.Loop]:
-    """Return the loops of all process groups; before torch 2.13, of those that the store knows."""
+def _all_loops() -> list[gloo.Loop]:
+    """Return the sockets of all gloo process groups in this process, a `gloo.Loop` for each group.
+
+    Before torch 2.13, only those of groups that the store knows.
+    """
     return gloo.loops(_is_known)
 
 
 def _is_known(address: bytes) -> bool:
-    """Return whether the present store knows a group with this address."""
+    """Return whether the present store knows the group for which gloo listens at an address."""
     return _store is not None and _store.group_at(address) is not None
 
 
 def _shut(loops: Sequence[gloo.Loop]) -> int:
-    """Shut the connections of these loops down, and end waits that gloo forgets; return the number of connections.
+    """Shut the connections of these process groups, and end waits that gloo forgets; return how many were still open.
 
-    gloo's waits then fail at once. The loops stay, since gloo owns their files; a second call finds the same sockets
+    gloo's waits then fail at once. The sockets stay, since gloo owns their files; a second call finds the same sockets
     and is harmless.
     """
     count = sum(map(gloo.shut, loops))
@@ -255,7 +262,10 @@ def _shut(loops: Sequence[gloo.Loop]) -> int:
 
 
 def _end_cut_transfers() -> None:
-    """End the waits for cut transfers during the next seconds. In a thread of its own."""
+    """End, for about 10 seconds, waits for transfers of which a part has arrived; gloo would end them after 30 minutes.
+
+    Runs in a thread of its own.
+    """
     cut = CutTransfers()
     for _ in range(_LOOKS_FOR_CUT):
         time.sleep(_LOOK_FOR_CUT_EVERY)
@@ -320,9 +330,9 @@ def _is_of_old_group(error: BaseException) -> bool:
 def break_off(thread: int | None = None) -> str:
     """End the collective that a thread waits in; return in words what was done, or an empty text for nothing.
 
-    Called, in another thread, when an interrupt has had no effect. Leaves the group of that collective, and groups
-    without a known name; all groups if the thread's frames do not tell which one it is. ``thread`` is the thread's
-    ident; None for the main thread.
+    Called, in another thread, when an interrupt has had no effect. Shuts the connections of the group of that
+    collective, and of groups without a known name; of all groups if the thread's frames do not tell which one it is.
+    These groups stay unusable. ``thread`` is the thread's ident; None for the main thread.
     """
     global _broken
     ident = threading.main_thread().ident if thread is None else thread
@@ -333,7 +343,7 @@ def break_off(thread: int | None = None) -> str:
         if not waits:
             return ""
         name_of = _store.group_at if _store is not None else lambda _: None
-        left = [loop for loop in _loops() if group is None or name_of(loop.address) in (group, None)]
+        left = [loop for loop in _all_loops() if group is None or name_of(loop.address) in (group, None)]
         if not _shut(left):
             return ""
         _broken = True

@@ -47,9 +47,10 @@ class Loop:
 
 
 def loops(is_known: Callable[[bytes], bool]) -> list[Loop]:
-    """Return the loops of all process groups; before torch 2.13 only those for whose address ``is_known`` is true.
+    """Return the sockets of all gloo process groups in this process, a `Loop` for each group.
 
-    A thread that ends during the search, or does not poll, is skipped.
+    Before torch 2.13 only those for whose address (of the listening socket) ``is_known`` is true. A thread that ends
+    during the search, or does not poll, is skipped.
     """
     found = []
     for task in Path("/proc/self/task").glob("*"):
@@ -63,7 +64,7 @@ def loops(is_known: Callable[[bytes], bool]) -> list[Loop]:
 
 
 def shut(loop: Loop) -> int:
-    """Shut all connections of a loop down; return how many there were.
+    """Shut all connections of a process group down; return how many were still open.
 
     The file numbers stay open in gloo, so a second call is harmless.
     """
@@ -100,7 +101,7 @@ def system_call(task: int) -> list[str]:
 
 
 def _sorted(numbers: Iterator[int]) -> Loop:
-    """Return the loop that watches these files: the listeners and the connections among them."""
+    """Return a `Loop` with the sockets among these file numbers: the listeners and the connections."""
     loop = Loop()
     for number in numbers:
         with contextlib.suppress(OSError), _copy(number) as file:  # OSError: a pipe

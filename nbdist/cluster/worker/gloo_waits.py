@@ -65,10 +65,11 @@ class CutTransfers:
         self._before: dict[int, int] = {}
 
     def end(self) -> int:
-        """Look for hopeless waits, end those that the previous call has found as well, and return how many it ended.
+        """End waits that only gloo's timeout would end, and return how many were ended.
 
-        The first call ends none. Returns 0, and ends none, where torch's or C++'s library lacks a function that this
-        needs, or where torch connects the members of groups lazily.
+        Ends a wait only if the previous call found the same thread waiting for the same buffer, so the first call ends
+        none. The thread gets a RuntimeError. Returns 0, and ends none, where torch's or C++'s library lacks a function
+        that this needs, or where torch connects the members of groups lazily.
         """
         functions = _functions()
         if functions is None:
@@ -113,10 +114,10 @@ class _Functions:
         self._end_error = _address(cpp, "_ZNSt13runtime_errorD1Ev")
 
     def hopeless_waits(self) -> dict[int, int]:
-        """Return, by thread, the buffer that it waits for, as an address, if the group has no connection left.
+        """Return the threads whose gloo wait only the timeout would end: by thread id, the address of the buffer.
 
-        All threads of the process are looked at; those that wait for something else are skipped, because no buffer lies
-        around the address at which they wait.
+        The process group of the buffer has no connection left. All threads of the process are looked at; those that
+        wait for something else are skipped, because no buffer lies around the address at which they wait.
         """
         found = {}
         with Path("/proc/self/mem").open("rb", buffering=0) as memory:
@@ -125,18 +126,21 @@ class _Functions:
                 if call[0] not in _WAITING:
                     continue
                 buffer = self._buffer_around(memory, int(call[1], 16))
-                context = _word(memory, buffer + _CONTEXT_AT) if buffer else 0
-                if context and _word(memory, context) == self._contexts and not self._is_connected(context):
+                context = _pointer_at(memory, buffer + _CONTEXT_AT) if buffer else 0
+                if context and _pointer_at(memory, context) == self._contexts and not self._is_connected(context):
                     found[int(task.name)] = buffer
         return found
 
     def _buffer_around(self, memory: BinaryIO, address: int) -> int:
-        """Return the address of the buffer that has a condition variable at ``address``; 0 if there is no buffer."""
+        """Return the address of the gloo buffer that has a condition variable at ``address``; 0 if there is no buffer.
+
+        ``memory`` is the open ``/proc/self/mem``.
+        """
         starts = (address - distance for distance in _CONDITIONS_AT if (address - distance) % _WORD == 0)
-        return next((start for start in starts if _word(memory, start) == self._buffers), 0)
+        return next((start for start in starts if _pointer_at(memory, start) == self._buffers), 0)
 
     def _is_connected(self, context: int) -> bool:
-        """Return whether a group has a connection to any other member."""
+        """Return whether a process group, by the address of its gloo context, is connected to any other member."""
         ranks = self._connected(context)
         if ranks.begin:
             self._delete(ranks.begin)
@@ -158,7 +162,10 @@ class _Functions:
 
 @functools.cache
 def _functions() -> _Functions | None:
-    """Return the functions; None if one is missing, or if torch connects the members of groups lazily."""
+    """Return the `_Functions` of this process, made at the first call.
+
+    Returns None if one of the functions is missing, or if torch connects the members of groups lazily.
+    """
     lazily = os.environ.get(_LAZY, "0").lower() not in ("", "0", "n", "no", "f", "false", "off")
     with contextlib.suppress(AttributeError, OSError):
         return None if lazily else _Functions()
@@ -178,8 +185,8 @@ def _address(library: ctypes.CDLL, name: str) -> int:
     return ctypes.cast(library[name], ctypes.c_void_p).value or 0
 
 
-def _word(memory: BinaryIO, address: int) -> int:
-    """Return the pointer at an address; 0 if there is no memory at that address."""
+def _pointer_at(memory: BinaryIO, address: int) -> int:
+    """Return the pointer at an address of ``memory``, the open ``/proc/self/mem``; 0 if there is no memory there."""
     with contextlib.suppress(OSError, OverflowError):
         return int.from_bytes(os.pread(memory.fileno(), _WORD, address), sys.byteorder)
     return 0

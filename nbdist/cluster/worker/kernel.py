@@ -47,7 +47,10 @@ _setup: WorkerSetup | None = None
 
 
 def setup() -> WorkerSetup:
-    """Return this worker's setup. Raises UsageError in a process that is no worker of a cluster."""
+    """Return the `WorkerSetup` of this worker: its name, rank, device, and place in the cluster.
+
+    Raises UsageError in a process that is no worker of a cluster.
+    """
     if _setup is None:
         raise UsageError("this process is not a worker of a cluster: call this on a worker, as in a cell with %%remote")
     return _setup
@@ -121,7 +124,10 @@ def _set_environment(told: WorkerSetup) -> None:
 
 
 def _write_where_asked(told: WorkerSetup) -> None:
-    """Write the frames of the main thread to `where_file` at each `WHERE_SIGNAL`. The handler is C code: no GIL."""
+    """Install a handler that writes the frames of the main thread to `where_file` at each `WHERE_SIGNAL`.
+
+    The handler is C code, so it needs no GIL. ``told`` names the run directory and the worker.
+    """
     file = open(where_file(told.folder, told.name), "a")  # noqa: SIM115 (it stays open: a handler writes to it)
     faulthandler.register(WHERE_SIGNAL, file=file, all_threads=False)
 
@@ -135,7 +141,7 @@ def where_file(folder: str, name: str) -> str:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Make a starting kernel a worker: its device, seed, tracebacks, output, and the names that cells have.
+    """Make a starting kernel a worker: set up device, seed, tracebacks, output, and variables such as ``rank``.
 
     ``--ext`` names this module, so the kernel calls this function before it serves requests.
     """
@@ -197,8 +203,8 @@ def join() -> None:
     """Start the RPC agent and join the RPC world. Returns when this worker is a member.
 
     The notebook calls this once in each life of a worker; its errors become the notebook's StartError, and a second
-    call is a UsageError. From then on calls have the cell that they belong to, collectives end when a member dies, and
-    tracebacks of calls name cells by their numbers.
+    call is a UsageError. From then on a call carries the cell that it belongs to, collectives end when a member dies,
+    and tracebacks of calls name cells by their numbers.
     """
     from nbdist.cluster.inspection import process_memory
     from nbdist.cluster.kernels import labels
@@ -223,9 +229,10 @@ def join() -> None:
 
 
 def group(generation: int) -> None:
-    """Form the process group number ``generation`` with the other workers; leave the previous one first.
+    """Form the process group number ``generation`` with the other workers; destroy the previous one first.
 
-    Waits for them. Does nothing in a cluster without a process group. Raises what `collectives.initialise` does.
+    Waits for them. Does nothing in a cluster without a process group. Raises RendezvousError if another worker fails to
+    form it, WorkerLost if a member has died.
     """
     told = setup()
     if told.backend != "none":

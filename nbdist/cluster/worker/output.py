@@ -67,17 +67,17 @@ _numbered = ""
 
 
 def install(shell: InteractiveShell, given: Mapping[str, Any]) -> None:
-    """Give cells the names ``given``, number them as the notebook does, and keep the values that it will ask for.
+    """Prepare a worker's shell for cells: define the variables ``given``, number cells as the notebook does.
 
-    Called once in a process.
+    Also keeps the value of each cell that the notebook wants, for `take_last_value`. Called once in a process.
     """
     global _shell, _names_given
     _shell = shell
     _names_given = frozenset(given)
     _shell.push(dict(given), interactive=False)  # so that `%who` does not list them
     _shell.push(dict.fromkeys(("exit", "quit"), _exit), interactive=False)
-    shell.input_transformers_cleanup.append(_number)  # runs before the shell reads its own count
-    shell.events.register("post_run_cell", _after)
+    shell.input_transformers_cleanup.append(_number_cell)  # runs before the shell reads its own count
+    shell.events.register("post_run_cell", _after_cell)
     _keep_parent(shell)
     follow_page(_shell.compile, _page)
 
@@ -111,25 +111,28 @@ def _keep_parent(shell: Any) -> None:
 
 
 def follow(agent: Agent) -> None:
-    """Make the agent send an origin with each call, and run each call that it serves as part of the call's origin.
+    """Make the agent send an origin with each call: the key of the cell to which the output of the call belongs.
 
-    Called once, by `nbdist.cluster.worker.kernel.join`.
+    Each call that it serves runs as part of the call's origin. Called once, by `nbdist.cluster.worker.kernel.join`.
     """
     agent.know_cells(_origin, _as_part_of)
 
 
 def fence(token: str) -> None:
-    """Send a mark behind all output so far; the notebook, which knows the ``token``, waits for it. Runs by RPC.
+    """Send a message with the ``token`` to the notebook behind all output so far. Runs by RPC.
 
-    The notebook then knows that it has all output of the calls that ran before.
+    The notebook waits for it, and then has all output of the calls that ran before.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     _publish(FENCE, {"token": token})
 
 
-def _told() -> tuple[str, dict[str, Any]]:
-    """Return the id of the present request, and what the notebook said of its cell, as in the list above."""
+def _told_of_cell() -> tuple[str, dict[str, Any]]:
+    """Return the id of the present request, and the notebook's description of its cell: number, above, keep, origin.
+
+    The description is empty if the notebook has sent none.
+    """
     parent = _shell.parent_header or {}
     return parent.get("header", {}).get("msg_id", ""), parent.get("metadata", {}).get(METADATA, {})
 
@@ -145,8 +148,11 @@ def call_off(id: str) -> None:
 
 
 def _page() -> Page | None:
-    """Return the present cell and its place in the page's cell; None if the notebook has not said where it is."""
-    told = _told()[1]
+    """Return the code of the present cell, and how many lines stand above it in the page's cell.
+
+    Returns None if the notebook has not said that.
+    """
+    told = _told_of_cell()[1]
     return Page(_shell.parent_header["content"]["code"], told["above"]) if "above" in told else None
 
 
@@ -160,13 +166,13 @@ class _CalledOff(Exception):
 _CalledOff.__name__ = "KeyboardInterrupt"
 
 
-def _number(lines: list[str]) -> list[str]:
+def _number_cell(lines: list[str]) -> list[str]:
     """Give the shell the cell's number, before it compiles the lines. Raises if the cell was called off.
 
     IPython calls this for all code that it transforms, also for a magic's; a cell keeps its number.
     """
     global _numbered
-    id, told = _told()
+    id, told = _told_of_cell()
     if id in _called_off:  # the id stays: after an error the kernel transforms the cell again
         raise _CalledOff
     if "number" in told and id != _numbered:  # once a cell: magics such as %%time transform their code as well
@@ -193,12 +199,12 @@ def _publish(kind: str, content: dict[str, Any]) -> None:
     kernel.session.send(kernel.iopub_socket, kind, content, ident=kind.encode())
 
 
-def _after(result: Any) -> None:
+def _after_cell(result: Any) -> None:
     """Send the names after each cell, and keep its value if the notebook has asked for that. In the main thread.
 
     IPython calls it, after a failed cell, too: the kept value is then an error.
     """
-    id, told = _told()
+    id, told = _told_of_cell()
     _tell_names()
     if told.get("keep"):
         value = _value_of(id)
@@ -238,17 +244,20 @@ def _value_of(id: str) -> Future[Any]:
 
 
 def _origin() -> str:
-    """Return the origin of calls made now, in the calling thread: the notebook's cell, else this worker's request."""
-    id, told = _told()
+    """Return the key of the cell to which the output of calls made now, in the calling thread, belongs.
+
+    The notebook's cell, if it has sent one; else the id of the request that this worker handles.
+    """
+    id, told = _told_of_cell()
     return str(told.get("origin", id))
 
 
 @contextlib.contextmanager
 def _as_part_of(origin: str) -> Iterator[None]:
-    """Run a call's function as part of its origin, to which output goes. Translates torch's error of a dead member.
+    """Run a call's function so that its output goes to the cell with the key ``origin``.
 
-    Only the calling thread's parent is changed, so calls of several cells can run at once. An empty origin, as of calls
-    that no cell has made, changes nothing.
+    Only the calling thread is affected, so calls of several cells can run at once. An empty origin, as of calls that no
+    cell has made, changes nothing. torch's error of a dead member becomes WorkerLost or GroupError.
     """
     parent = {"header": {"msg_id": origin}}
     undo: Callable[[], object] | None = None
@@ -267,7 +276,10 @@ def _as_part_of(origin: str) -> Iterator[None]:
 
 
 def _set_parent_by_hand(parent: dict[str, Any]) -> Callable[[], None]:
-    """Set the parent of this thread's output, as ipykernel 7.4's `set_thread_parent` does; return what undoes that."""
+    """Make the calling thread's output a reply to ``parent``, as ipykernel 7.4's `set_thread_parent` does.
+
+    Returns the function that undoes that.
+    """
     values: dict[Any, Any] = {_shell: parent}
     for source in (_shell.displayhook, _shell.display_pub, sys.stdout, sys.stderr):
         values[source] = parent["header"]

@@ -42,7 +42,7 @@ def make_report() -> StatusReport:
     others = agent.exchange.active - 1
     waits = Counter(call.worker for call in agent.awaited())
     doing = agent.executor.doing() if others > 0 else ""
-    return StatusReport(others, doing, _where(), dict(waits), agent.sent(), gpu_memory())
+    return StatusReport(others, doing, _users_line(), dict(waits), agent.sent(), gpu_memory())
 
 
 def gpu_memory() -> int | None:
@@ -54,7 +54,7 @@ def gpu_memory() -> int | None:
     return int(sum(cuda.memory_reserved(device) for device in range(cuda.device_count())))
 
 
-def _where() -> str:
+def _users_line() -> str:
     """Return the line of the user's code that some thread runs: the main thread, if that runs any."""
     frames = sys._current_frames()
     main = threading.main_thread().ident

@@ -90,7 +90,10 @@ class Client(Closed):
         return LoadBalancedView(self.cluster, self._select(targets), block=self.block)
 
     def executor(self, targets: Targets = None) -> ViewExecutor:
-        """Return an executor, in the sense of `concurrent.futures`, over some engines, or all."""
+        """Return a `concurrent.futures` executor, which runs each call on the first free one of some engines, or all.
+
+        Raises UnknownWorker or UsageError for engines that do not exist.
+        """
         return self.load_balanced_view(targets).executor
 
     wait = staticmethod(wait_for)
@@ -101,7 +104,10 @@ class Client(Closed):
             raise UsageError(f"the cluster has {len(self)} workers, and will not have {n}: start it with n={n}")
 
     def activate(self, targets: Targets = None, suffix: str = "") -> DirectView:
-        """Make ``%px`` run code on some engines, or on all; return their view. ``suffix`` goes behind ``%px``."""
+        """Make ``%px`` run code on some engines, or on all; return their view.
+
+        With the suffix "0", the magic is called ``%px0``. Raises UsageError outside of IPython.
+        """
         return self.direct_view(targets).activate(suffix)
 
     def shutdown(self, **_: Any) -> None:
@@ -113,7 +119,10 @@ class Client(Closed):
 
 
 def _awaitable(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Return the awaitable twin of a method. Awaiting it blocks the event loop, for a second or two."""
+    """Return a coroutine function that calls a method. It does not yield: the event loop stands still until it ends.
+
+    Starting or ending workers takes a second or two.
+    """
 
     @functools.wraps(method)
     async def awaited(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -139,7 +148,10 @@ class Cluster(Closed):
         self._n, self._workers = n, _workers(n)
 
     def start_cluster_sync(self, n: int | None = None, **_: Any) -> Cluster:
-        """Start ``n`` workers, or as many as the constructor was given; return when all of them are ready."""
+        """Start ``n`` workers, or as many as the constructor was given; return this cluster when all of them are ready.
+
+        Raises UsageError if a cluster runs in this process already, StartError if workers are not ready in time.
+        """
         self._workers = _workers(n or self._n).start()
         return self
 
@@ -155,7 +167,7 @@ class Cluster(Closed):
         return self.start_cluster_sync(n).connect_client_sync()
 
     def stop_cluster_sync(self, *_: object) -> None:
-        """End all workers."""
+        """End all workers; do nothing if none run. `start_cluster_sync` can start new ones."""
         self._workers.shutdown()
 
     def signal_engines_sync(self, signum: int) -> None:
@@ -169,7 +181,10 @@ class Cluster(Closed):
             self._workers.signal(name, signum)
 
     def restart_engines_sync(self) -> None:
-        """Restart all workers, under their names and ranks."""
+        """Kill all workers and start them again, under their names and ranks, without their variables.
+
+        Raises StartError if they are not ready in time. If the workers do not run, they are started first.
+        """
         self._workers.restart("all")
 
     start_cluster = _awaitable(start_cluster_sync)

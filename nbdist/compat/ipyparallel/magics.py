@@ -33,12 +33,18 @@ class Px:
     """The magics ``%px`` and the like for some engines."""
 
     def __init__(self, shell: Any, targets: str) -> None:
-        """Run code on ``targets``, a target of ``%%remote``, unless a line names others."""
+        """Make the magics for ``targets``, a target of ``%%remote``, which a line of ``%%px`` can override.
+
+        Nothing is run or registered yet.
+        """
         self._shell, self._defaults = shell, f"--targets={targets}"
         self._last: Any = None
 
     def px(self, line: str, cell: str | None = None) -> Any:
-        """Run a line or a cell on the engines: ``%%remote`` under ipyparallel's name.
+        """Run a line or a cell on the engines, as ``%%remote`` does. Options are read after ``%%px`` only.
+
+        -t names other engines for this cell. -a returns at once, with a handle; ``%pxresult`` waits for the cell.
+        --local runs the cell in the notebook, too. UsageError for a wrong option.
 
         %%px [-t TARGETS] [-a] [--local] [--group-outputs=engine] [-o NAME] [--progress-after SECONDS]
         """

@@ -53,9 +53,9 @@ class AsyncResult(Closed, Future[Any]):
         self._settle()
 
     def _settle(self, _: object = None) -> None:
-        """Set the value, or the first error, if all tasks have ended; else call this again when the next one has.
+        """Set the value, or the first error, if all tasks have ended; else ask an open task to call this when it ends.
 
-        Called once by the constructor, and then by the tasks.
+        Called by the constructor, and then by the thread in which that task ends. No lock: one task calls at a time.
         """
         for task in self._left:
             if not task.done():
@@ -67,7 +67,10 @@ class AsyncResult(Closed, Future[Any]):
             self.set_exception(error)
 
     def _values(self) -> Iterator[Any]:
-        """Yield the values of all tasks, waiting for each, with lists joined."""
+        """Yield the values of all tasks in order, waiting for each. Raises the error of a task that failed.
+
+        If each task has a list of values (``chunks``), yield the items of these lists.
+        """
         return self._join(task.result() for task in self._tasks)
 
     # ipyparallel has these names for methods of futures.
@@ -89,7 +92,10 @@ class AsyncResult(Closed, Future[Any]):
 
     @property
     def metadata(self) -> list[dict[str, Any]]:
-        """Facts about each task: its engine, and when it was submitted, started, completed and received."""
+        """A dict for each task: "engine_id" (a rank), "submitted", "started", "completed" and "received" (datetimes).
+
+        An entry is None until it is known: "started" and "completed" until the value has arrived.
+        """
         return [{fact: getattr(task, name) for fact, name in _FACTS.items()} for task in self._tasks]
 
     def get_dict(self, timeout: float | None = None) -> dict[int | None, Any]:
@@ -105,18 +111,22 @@ class AsyncResult(Closed, Future[Any]):
         return len(self._tasks)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the values in order, each as soon as it has arrived."""
+        """Yield the values in order, each as soon as it has arrived. Raises the error of a task that failed."""
         return iter(self.result()) if self._single else self._values()
 
     def __getitem__(self, key: int | slice | str) -> Any:
-        """Wait, and return some values; or, for a name such as "engine_id", this entry of each task's `metadata`."""
+        """Wait for the values, and return one of them, or a slice.
+
+        For a name such as "engine_id", return this entry of each task's `metadata` at once, as a list; of a handle with
+        a single task, the one entry.
+        """
         if not isinstance(key, str):
             return self.result()[key]
         facts = [each[key] for each in self.metadata]
         return facts[0] if self._single else facts
 
     def __getattr__(self, name: str) -> Any:
-        """Return an entry of each task's `metadata`, as in ``result.engine_id``."""
+        """Return an entry of each task's `metadata`, as in ``result.engine_id``. Other names raise AttributeError."""
         return self[name] if name in _FACTS else super().__getattr__(name)
 
     @property
@@ -144,9 +154,9 @@ class AsyncResult(Closed, Future[Any]):
         """
         shown, ends = LiveText(current_sink()), time.monotonic() + (math.inf if timeout is None else timeout)
         while not self.wait(interval) and time.monotonic() < ends:
-            shown.draw(f"{self._bar()}  {self.elapsed:.1f} s")
-        shown.draw(self._bar(), last=True)
+            shown.draw(f"{self._progress_bar()}  {self.elapsed:.1f} s")
+        shown.draw(self._progress_bar(), last=True)
 
-    def _bar(self) -> str:
+    def _progress_bar(self) -> str:
         """Return the progress bar as text."""
         return f"{bar(self.progress, len(self), 30)}  {self.progress}/{len(self)} tasks"

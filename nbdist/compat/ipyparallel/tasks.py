@@ -25,7 +25,7 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
     Runs on the worker; errors go to the task. NameError if the worker has no such variable.
     """
-    return _found(function)(*map(_found, args), **{name: _found(value) for name, value in kwargs.items()})
+    return _resolved(function)(*map(_resolved, args), **{name: _resolved(value) for name, value in kwargs.items()})
 
 
 def call_each(function: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
@@ -33,18 +33,21 @@ def call_each(function: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
 
     Runs on the worker. The first error ends it, and becomes that of the task.
     """
-    return [_found(function)(*row) for row in rows]
+    return [_resolved(function)(*row) for row in rows]
 
 
 def take_name() -> None:
-    """Make ``import ipyparallel`` import nbdist's on this worker, for modules in the notebook's folder.
+    """Make ``import ipyparallel`` import nbdist's substitute on this worker, for the user's modules that import it.
 
     Does nothing if the worker has imported ipyparallel itself.
     """
     sys.modules.setdefault("ipyparallel", sys.modules["nbdist.compat.ipyparallel"])
 
 
-def _found(value: Any) -> Any:
-    """Return the value of a `Reference` on this worker; any other value as it is."""
+def _resolved(value: Any) -> Any:
+    """Evaluate a `Reference` among this worker's variables, and return the result; return any other value as it is.
+
+    Raises what the expression raises: NameError for an unknown variable.
+    """
     shell: Any = get_ipython()
     return eval(value.expression, shell.user_global_ns, shell.user_ns) if isinstance(value, Reference) else value

@@ -50,7 +50,11 @@ class View(Closed):
         return len(self.targets)
 
     def _submit(self, calls: Sequence[tuple[Any, ...]], **shape: bool) -> AsyncResult:
-        """Submit calls, one to each executor in turn; return their handle. ``shape`` has the options of the handle."""
+        """Submit calls, and return one handle for all of them.
+
+        The first call goes to the first worker of a direct view, the second to the next, and round again. A load
+        balanced view submits all calls to all its workers together. ``shape`` is for `AsyncResult`.
+        """
         turns = zip(itertools.cycle(self._executors), calls, strict=False)
         return AsyncResult([executor.submit(*call) for executor, call in turns], **shape)
 
@@ -99,11 +103,17 @@ class View(Closed):
         return list(self.map_async(function, *sequences, chunksize=chunksize))
 
     def imap(self, function: Any, /, *sequences: Any, chunksize: int | None = None) -> Iterator[Any]:
-        """Map a function as `map_async` does, and yield the values in order, each as soon as it has arrived."""
+        """Map a function as `map_async` does, and yield the values in order, each as soon as it has arrived.
+
+        Raises the function's error instead of the value.
+        """
         return iter(self.map_async(function, *sequences, chunksize=chunksize))
 
     def parallel(self, block: bool | None = None, chunksize: int | None = None) -> Callable[[Any], Any]:
-        """Return a decorator: the new function, and its ``map``, take sequences, and do what `View.map` does."""
+        """Return a decorator: calling the new function with sequences calls the old one for each item, as `map` does.
+
+        The new function has an attribute ``map``, which is itself. ``block`` and ``chunksize`` are as for `map`.
+        """
 
         def decorate(function: Any) -> Any:
             mapped = functools.partial(self.map, function, chunksize=chunksize, block=block)
@@ -113,7 +123,10 @@ class View(Closed):
         return decorate
 
     def remote(self, block: bool | None = None) -> Callable[[Any], Any]:
-        """Return a decorator: calling the new function calls the old one on the view's workers, as `apply` does."""
+        """Return a decorator: calling the new function calls the old one on the view's workers, as `apply` does.
+
+        ``block`` says whether such a call waits and returns the value; by default, the view's `block` says so.
+        """
         return lambda function: lambda *args, **kwargs: self._unwrap(self.apply_async(function, *args, **kwargs), block)
 
     wait = staticmethod(wait_for)
@@ -148,7 +161,7 @@ class DirectView(View):
         return self.execute(Path(filename).read_text(), block=block)
 
     def _wrap(self, value: Any, block: bool | None) -> Any:
-        """Return a value that has arrived, or a handle that is done with it, as `_unwrap` does."""
+        """Return a value that has arrived if ``block``, or the view's `block`, is True; else a handle that is done."""
         task = Task()
         task.settle(value)
         return self._unwrap(AsyncResult([task], single=True), block)
@@ -156,7 +169,8 @@ class DirectView(View):
     def push(self, variables: Mapping[str, Any], *, block: bool | None = None) -> Any:
         """Set variables on each worker, after the cells that were sent before. Always waits.
 
-        Returns None if ``block``, or the view's `block`, is True; else a handle that is done.
+        Raises UsageError for a name that is no identifier, EncodeError for a value that cannot be sent. Returns None if
+        ``block``, or the view's `block`, is True; else a handle that is done, with the value None.
         """
         self.cluster.push(variables, self.targets)
         return self._wrap(None, block)
@@ -164,7 +178,8 @@ class DirectView(View):
     def pull(self, names: str | Sequence[str], *, block: bool | None = None) -> Any:
         """Fetch variables from each worker: a name gives its value, several names give a list. Always waits.
 
-        Returns the values if ``block``, or the view's `block`, is True; else a handle that is done.
+        Returns a list of the values by worker (of a view of one rank, the one value) if ``block``, or the view's
+        `block`, is True; else a handle that is done. Raises NameError if a worker has no such variable.
         """
         found = self.cluster.pull(names, self.targets[0] if self._single else self.targets)
         if not isinstance(names, str):
@@ -176,20 +191,28 @@ class DirectView(View):
         self.push({name: value}, block=True)
 
     def __getitem__(self, name: str) -> Any:
-        """Fetch a variable from each worker: ``view["x"]``."""
+        """Fetch a variable from each worker: ``view["x"]``. Returns a list of the values; of a view of one rank, one.
+
+        Raises NameError if a worker has no such variable.
+        """
         return self.pull(name, block=True)
 
     def scatter(self, name: str, values: Any, *, flatten: bool = False, block: bool | None = None) -> Any:
         """Cut a sequence into one part for each worker, and set the variable ``name`` to the worker's part.
 
-        With ``flatten``, a part with only one item is replaced by the item. Always waits.
+        With ``flatten``, a part with only one item is replaced by the item. Always waits. Returns None if ``block``, or
+        the view's `block`, is True; else a handle that is done.
         """
         for number, part in zip(self.targets, _parts(values, len(self)), strict=True):
             self.cluster.push({name: part[0] if flatten and len(part) == 1 else part}, number)
         return self._wrap(None, block)
 
     def gather(self, name: str, *, block: bool | None = None) -> Any:
-        """Fetch a variable from each worker and join the parts: the opposite of `scatter`. Always waits."""
+        """Fetch a variable from each worker and join the parts: the opposite of `scatter`. Always waits.
+
+        Returns the joined sequence, array or tensor if ``block``, or the view's `block`, is True; else a handle that is
+        done. Raises NameError if a worker has no such variable.
+        """
         return self._wrap(self[name] if self._single else _joined(self[name]), block)
 
     def activate(self, suffix: str = "") -> DirectView:
@@ -218,16 +241,17 @@ class ViewExecutor(Executor):
         self.view = view
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> AsyncResult:
-        """Call a function on the view's workers; return the handle, which is a future.
+        """Call a function on the view's workers; return at once the handle, a future, which raises its error.
 
-        On a direct view, its result is the list of the workers' values.
+        On a direct view, its result is the list of the workers' values; on a load balanced one, the one value.
         """
         return self.view.apply_async(function, *args, **kwargs)
 
     def map(self, function: Any, /, *sequences: Any, timeout: float | None = None, chunksize: int = 1) -> Iterator[Any]:
-        """Yield the values of a function for the items of sequences, in order.
+        """Submit a function for each item of the sequences at once; return an iterator of the values, in order.
 
-        With ``timeout``, waits for all values first, at most this many seconds.
+        The iterator raises the function's error. With ``timeout``, this waits for all values first, and raises
+        TimeoutError after so many seconds. ``chunksize`` is as for `View.map_async`.
         """
         result = self.view.map_async(function, *sequences, chunksize=chunksize)
         return iter(result if timeout is None else result.get(timeout))

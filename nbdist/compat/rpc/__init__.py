@@ -78,9 +78,11 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Make this process a member of an RPC world; see `nbdist.rpc.init_rpc`.
+    """Make this process a worker of an RPC world, as `nbdist.rpc.init_rpc`; return when the world has formed.
 
-    A backend that the program has registered itself is started with a store from torch's rendezvous.
+    With ``world_size``, all workers have met then; without, workers may join and leave at any time. A backend that the
+    program has registered itself is started with a store from torch's rendezvous. Raises TypeError for a backend or
+    options of a wrong class, UsageError if RPC runs already, RendezvousError if some workers do not come in time.
     """
     if backend is not None and not backend_registry.is_backend(backend):
         raise TypeError("Argument backend must be a member of BackendType")
@@ -129,25 +131,22 @@ def _init_rpc_backend(
 
 
 def get_rpc_timeout() -> float:
-    """Return the default time limit of calls, in seconds."""
+    """Return the default time limit of this worker's calls, in seconds. Raises NotInitialized if RPC does not run."""
     return current_agent().rpc_timeout
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    """Set the default time limit of calls of this worker.
-
-    Calls that have begun keep theirs.
-    """
+    """Set the default time limit of this worker's calls, in seconds; 0 for no limit. Open calls keep theirs."""
     current_agent().rpc_timeout = time_limit(seconds)
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """Return the numbers of references, under torch's names."""
+    """Return the numbers of this worker's references and forks as text, by torch's names."""
     return debug_info(current_agent())
 
 
 def _get_debug_info() -> dict[str, str]:
-    """Return the counters of references, the agent and autograd, under torch's names."""
+    """Return the counters of references, the agent and autograd on this worker, as text, by torch's names."""
     return {
         **_rref_context_get_debug_info(),
         **_get_current_rpc_agent().get_debug_info(),
@@ -156,11 +155,14 @@ def _get_debug_info() -> dict[str, str]:
 
 
 def enable_gil_profiling(enabled: bool) -> None:
-    """Raise UsageError if ``enabled``: Python code cannot measure how long calls wait for the interpreter's lock."""
+    """Raise UsageError if ``enabled``: Python code cannot measure how long calls wait for the interpreter's lock.
+
+    With False, do nothing.
+    """
     if enabled:
         _refuse_profiling()
 
 
 def _refuse_profiling() -> NoReturn:
     """Raise UsageError: nbdist has no profiling of the interpreter's lock."""
-    raise UsageError("nbdist does not measure how long calls wait for the interpreter's lock")
+    raise UsageError("nbdist does not measure how long calls wait for the interpreter's lock: do not ask for it")

@@ -158,7 +158,10 @@ def _pickled(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 
 def _run(data: bytes, tensors: list[torch.Tensor], rrefs: list[RRef[Any]]) -> Any:
-    """Unpickle a call and run it, on the callee."""
+    """Unpickle a function with its arguments, call it, and return its result; runs on the callee.
+
+    ``tensors`` and ``rrefs`` are the tensors and references that the pickler kept out of ``data``.
+    """
     with beside(rrefs):
         function, args, kwargs = _internal_rpc_pickler.deserialize(data, tensors)
     return function(*args, **kwargs)
@@ -171,7 +174,10 @@ _run_async = async_execution(_run)
 
 
 def _get_current_rpc_agent() -> RpcAgent:
-    """Return the current agent, in torch's form. Raises UsageError if RPC does not run."""
+    """Return a wrapper of the current agent with the methods of torch's agents.
+
+    Raises UsageError if RPC does not run.
+    """
     return agent_of_torch()
 
 
@@ -193,9 +199,11 @@ def _set_and_start_rpc_agent(agent: Any) -> None:
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """End RPC in this process; see `nbdist.rpc.shutdown`.
+    """End RPC in this process, as `nbdist.rpc.shutdown`.
 
-    Raises RuntimeError if other workers still refer to values of this one and ``_ignore_rref_leak`` is False.
+    If ``graceful``, first wait until no call is open and, in a world of fixed size, all workers have called this. After
+    ``timeout`` seconds (0 for no limit), raise RendezvousError. RPC ends in any case. Raises RuntimeError if other
+    workers still refer to values of this one and ``_ignore_rref_leak`` is False.
     """
     try:
         agent = rpc.current_agent()

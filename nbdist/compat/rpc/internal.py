@@ -129,7 +129,7 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce an object by the reducer of its class, if one is registered."""
+        """Reduce an object by the reducer of its class; return NotImplemented, as pickle asks, if it has none."""
         reducer = self._reducers.get(type(obj))
         if reducer is None and type(obj) is Serialized and _thread.beside is not None:
             reducer = in_a_message
@@ -156,7 +156,8 @@ class _Unpickler(pickle.Unpickler):
         if kind == _BESIDE:
             if _thread.beside is None:
                 raise pickle.UnpicklingError(
-                    "these bytes lack their references, which only the call that sent them has"
+                    "these bytes lack the RRefs in them, which travel beside them in the call that sends them: "
+                    "only that call can read them"
                 )
             return _thread.beside[what]
         return torch.jit.load(io.BytesIO(what))
@@ -181,5 +182,5 @@ def deserialize(binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any
 def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
-    """Return the name under which a call appears in a profile."""
+    """Return the name under which a call appears in a profile: ``rpc_sync#function(worker0 -> worker1)``."""
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"

@@ -101,9 +101,9 @@ class Answers:
         self._finish(asked)
 
     def give_later(self, asked: Asked, future: Any) -> None:
-        """Answer once a future is done: the function is marked as asynchronous (`ASYNC_MARK`) and returned the future.
+        """Answer once ``future`` is done; the function returned it, and was marked with `async_execution`.
 
-        A return value that is no future fails the call.
+        A return value that is no future fails the call with UsageError.
         """
         if not is_torch_future(future):
             error = UsageError(
@@ -145,8 +145,9 @@ class Answers:
     def refuse(self, asked: Asked, error: MissingDefinition) -> None:
         """Tell the caller that a definition is missing here, by a reply that lists all that the call names.
 
-        The function has not run; the caller may repeat the call with the definitions. If the call names no definitions,
-        it fails with the error instead: a repeat would not help.
+        A definition is a function or class of the caller's ``__main__``. The function has not run; the caller may
+        repeat the call with the definitions. If the call names no definitions, it fails with the error instead: a
+        repeat would not help.
         """
         missing = asked.call.payload.definitions
         if not missing:
@@ -159,7 +160,8 @@ class Answers:
     def _encode(self, asked: Asked, result: Any, forker: MessageForker) -> codec.Encoded:
         """Encode a result for the caller, by value; if a definition cannot travel by value, by its name.
 
-        Raises EncodeError if the result cannot be sent either way; `give` then takes the forks back.
+        ``forker`` collects the forks of the references in the result. Raises EncodeError if the result cannot be sent
+        either way; the caller then undoes the forks.
         """
         # The caller's device map says where the tensors of the result go: it is read backwards.
         connection, recording = self._links.connections.get(asked.sender), asked.call.recording
@@ -197,7 +199,10 @@ class Answers:
     ) -> None:
         """Post the reply; do nothing if the caller is gone.
 
-        ``missing`` is `Reply.missing`, and ``state`` describes a value that stays here.
+        ``ok`` is True if the function returned, False if the call failed. ``payload`` and ``frames`` are the encoded
+        result or error, ``slots`` its tensors in shared memory. ``holds`` is kept until the reply has arrived.
+        ``state`` describes a value that stays here. ``missing`` names definitions that this agent lacks. ``recording``
+        is the autograd recorder's note.
         """
         reply = Reply(asked.call.id, ok, payload, state, missing or [], recording)
         try:

@@ -59,6 +59,7 @@ class Caller:
     ) -> Any:
         """Call a function, wait for its result and return it, or raise its error.
 
+        ``timeout`` is in seconds: negative for the agent's default, 0 for no limit; afterwards RpcTimeout is raised.
         This thread may read messages while it waits (`nbdist.rpc.calls.waiting_reader`). Ctrl-C ends the wait. Raises
         WorkerLost if the worker is gone, UnknownWorker if there has never been one, and EncodeError if an argument
         cannot be sent.
@@ -70,7 +71,8 @@ class Caller:
     def begin(self, to: To, function: Any, args: Sequence[Any], timeout: float = -1.0) -> Latch:
         """Call a function; return the latch on which the calling thread waits. It has failed if the worker is gone.
 
-        Raises UnknownWorker if there has never been such a worker, and EncodeError if an argument cannot be sent.
+        ``timeout`` is in seconds: negative for the agent's default, 0 for no limit. Raises UnknownWorker if there has
+        never been such a worker, and EncodeError if an argument cannot be sent.
         """
         outcome = Latch()
         try:
@@ -89,13 +91,14 @@ class Caller:
     ) -> Future[Any]:
         """Call a function; return a Future of its result. The future has failed if the worker is gone.
 
-        Raises UnknownWorker if there has never been such a worker, and EncodeError if an argument cannot be sent.
+        ``timeout`` is in seconds: negative for the agent's default, 0 for no limit. Raises UnknownWorker if there has
+        never been such a worker, and EncodeError if an argument cannot be sent.
         """
         future: Future[Any] = Future()
         try:
             self._call(to, function, args, kwargs, timeout, future)
         except WorkerLost as error:
-            return _failed(error.with_traceback(None))  # the frames refer to the arguments and to ``future``
+            return _failed_future(error.with_traceback(None))  # the frames refer to the arguments and to ``future``
         return future
 
     def remote(
@@ -108,8 +111,9 @@ class Caller:
     ) -> RRef[Any]:
         """Call a function; return an RRef to its result, which stays with the worker that ran the function.
 
-        Raises WorkerLost if the worker is gone, UnknownWorker if there has never been one, and EncodeError if an
-        argument cannot be sent. Later failures show where the RRef is used.
+        ``timeout`` is in seconds: negative for the agent's default, 0 for no limit. Raises WorkerLost if the worker is
+        gone, UnknownWorker if there has never been one, and EncodeError if an argument cannot be sent. Later failures
+        show where the RRef is used.
         """
         _check(function, args, kwargs)
         owner = self.find(to)
@@ -120,8 +124,8 @@ class Caller:
     def fetch(self, rref: RRef[Any], timeout: float) -> Any:
         """Return a copy of a referenced value, fetched from its owner; on the owner, the value itself.
 
-        Waits until the value exists, for ``timeout`` seconds at most. Raises the error of the call that should have
-        made it.
+        Waits until the value exists. Raises RpcTimeout after ``timeout`` seconds (negative for the agent's default, 0
+        for no limit), WorkerLost if the owner is gone, and the error of the call that should have made the value.
         """
         if rref.fork_id is None:
             return self._references.local_value(rref.id, self._sender.timeout_of(timeout))
@@ -133,7 +137,8 @@ class Caller:
     def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a referenced value on its owner; wait for the result and return it.
 
-        Raises the method's error, RpcTimeout or WorkerLost.
+        ``timeout`` is in seconds: negative for the agent's default, 0 for no limit. Raises the method's error,
+        RpcTimeout, WorkerLost, or RRefError if the reference cannot be used.
         """
         outcome = Latch(self.expect)
         self._method(rref, name, timeout, args, kwargs, outcome)
@@ -142,7 +147,8 @@ class Caller:
     def method_async(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of a referenced value on its owner; return a Future of the result.
 
-        Raises what is known to be wrong with the reference (`RRef.check_alive`) at once.
+        ``timeout`` is in seconds: negative for the agent's default, 0 for no limit. If the reference is known to be
+        unusable, raises RRefError or WorkerLost at once (`RRef.check_alive`).
         """
         future: Future[Any] = Future()
         self._method(rref, name, timeout, args, kwargs, future)
@@ -151,7 +157,9 @@ class Caller:
     def method_remote(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Call a method of a referenced value on its owner; return an RRef to the result.
 
-        Raises AttributeError, without sending anything, if the value's class is known here and lacks the method.
+        ``timeout`` is in seconds: negative for the agent's default, 0 for no limit. Raises AttributeError, without
+        sending anything, if the value's class is known here and lacks the method, and RRefError or WorkerLost if the
+        reference is known to be unusable.
         """
         rref.check_alive()
         state = rref.state
@@ -235,9 +243,9 @@ class Caller:
     ) -> RRef[Any]:
         """Send a call whose result stays with ``owner``; return the RRef to the result.
 
-        The fork of the new reference is registered here before the call goes out. If the call cannot be sent, the
-        reference is marked as failed. A ChannelError is raised later, where the reference is used; other errors are
-        raised here.
+        The arguments are those of `Sender.send`. The fork of the new reference is registered here before the call goes
+        out. If the call cannot be sent, the reference is marked as failed. A ChannelError is raised later, where the
+        reference is used; other errors are raised here.
         """
         rref_id, fork_id = self._ids.next(), self._ids.next()
         mine = owner.incarnation == self._me
@@ -264,8 +272,8 @@ class Caller:
             raise
 
 
-def _failed(error: BaseException) -> Future[Any]:
-    """Return a future that has failed. It is made here, so that no frame of the error refers to it."""
+def _failed_future(error: BaseException) -> Future[Any]:
+    """Return a future that has failed with ``error``. It is made here, so that no frame of the error refers to it."""
     future: Future[Any] = Future()
     future.set_exception(error)
     return future

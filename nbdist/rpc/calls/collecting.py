@@ -56,7 +56,9 @@ def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None =
     except RpcTimeout:
         if collection.whole.done():
             raise  # this is the error of one of the futures
-        raise RpcTimeout(f"{collection.missing} of {len(futures)} futures are not done after {timeout:g} s") from None
+        raise RpcTimeout(
+            f"{collection.missing} of {len(futures)} futures are not done after {timeout:g} s; their calls go on"
+        ) from None
     finally:
         collection.give_up()
         del collection  # else an error would keep it alive, through its traceback and this frame
@@ -74,12 +76,12 @@ class _Collection:
         if not futures:
             self.whole.set_result(futures)
         for future in futures:
-            future.add_done_callback(self._take)
+            future.add_done_callback(self._count_done)
             if self.whole.done():
-                _drop(future, self._take)
+                _drop(future, self._count_done)
                 break
 
-    def _take(self, done: torch.futures.Future[Any]) -> None:
+    def _count_done(self, done: torch.futures.Future[Any]) -> None:
         """Count a future that is done; settle `whole` if it failed or was the last one."""
         _, error = outcome_of(done)
         if error is not None:
@@ -100,7 +102,7 @@ class _Collection:
         with self._lock:
             futures, self._futures = self._futures, []
         for future in futures:
-            _drop(future, self._take)
+            _drop(future, self._count_done)
 
 
 def _drop(future: torch.futures.Future[Any], callback: Callable[[Any], None]) -> None:

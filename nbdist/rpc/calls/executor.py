@@ -153,7 +153,11 @@ class Request(Asked):
                 self.decoded = codec.decode(self.call.payload, self._frames, self._references, self._attach())
 
     def _attach(self) -> Attach | None:
-        """Return the function that joins the tensors of a recorded call to the graph; None for other calls."""
+        """Return the function that joins the tensors of a recorded call to the graph; None for other calls.
+
+        The decoder calls it with the tensors and uses those that it returns. A call is recorded if it was made in an
+        autograd context.
+        """
         recording = self.call.recording
         if self.context is None or recording is None:
             return None
@@ -173,7 +177,8 @@ class Request(Asked):
     def run(self) -> None:
         """Run the function and answer, or refuse the call if a definition is missing. In a thread of the pool.
 
-        Every error of the function, SystemExit included, becomes the answer.
+        A definition is a function or class of the caller's ``__main__``, which the caller can send along. Every error
+        of the function, SystemExit included, becomes the answer.
         """
         around, answers = self._executor.around, self._executor.answers
         try:
@@ -200,7 +205,7 @@ class Request(Asked):
             del result  # the frames of an error in it may refer to this one
 
     def invoke(self) -> tuple[Any, bool]:
-        """Run the function; return its result, and whether the result is a future that holds the result.
+        """Run the function; return its result, and whether the function is marked to return a future of its answer.
 
         A fetch returns the value that it works on. `Stopping` looks for this frame: the frames inside of it are the
         user's.

@@ -27,7 +27,7 @@ _rewriters: list[Callable[[str, str], str]] = []
 def on_text(rewrite: Callable[[str, str], str]) -> None:
     """Apply ``rewrite(text, worker)`` to every remote traceback that leaves or reaches this process.
 
-    Registering the same function twice has no effect.
+    It returns the text to use; ``worker`` is where the error arose. Registering the same function twice has no effect.
     """
     if rewrite not in _rewriters:
         _rewriters.append(rewrite)
@@ -104,14 +104,18 @@ def _user_traceback(error: BaseException) -> str:
 
 
 def _is_between(file: str) -> bool:
-    """Return whether frames of a file stand only between those of the user's functions, and say nothing of them."""
+    """Return whether a file is nbdist's, or torch's for futures or autograd.
+
+    Such frames stand only between those of the user's functions, and say nothing of them.
+    """
     return is_nbdists(file) or is_torchs(file, "futures", "autograd")
 
 
 def rebuild(failure: Failure) -> BaseException:
-    """Return the error to raise on the caller's side: the original one, or a RemoteError. The note is added to it.
+    """Return the error to raise on the caller's side: the original one, or a RemoteError.
 
-    Registered translators (`on_error`) may replace it.
+    The error gets a note that names the worker and has its traceback. Registered translators (`on_error`) may replace
+    the error.
     """
     name, text, note, travelled = failure
     error: BaseException = RemoteError(f"{name}: {text}" if text else name)

@@ -53,7 +53,7 @@ class InterruptWatch:
             signal.SIG_DFL,
             signal.SIG_IGN,
         ):  # else a user's handler: `_wake` sends none
-            signal.signal(_WAKE_SIGNAL, _nothing)
+            signal.signal(_WAKE_SIGNAL, _do_nothing)
         self._thread = threading.Thread(target=self._run, name="nbdist-interrupts", daemon=True)
         self._thread.start()
 
@@ -83,7 +83,7 @@ class InterruptWatch:
 
     def _wake(self) -> None:
         """Make the main thread run the handlers that are due; without effect if it has run them already."""
-        if signal.getsignal(_WAKE_SIGNAL) is _nothing:
+        if signal.getsignal(_WAKE_SIGNAL) is _do_nothing:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE_SIGNAL)
 
     def _look(self) -> None:
@@ -113,13 +113,13 @@ class InterruptWatch:
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can take the file back from `signal`: it must stay open
         _put_back(self._before)
-        if signal.getsignal(_WAKE_SIGNAL) is _nothing:
+        if signal.getsignal(_WAKE_SIGNAL) is _do_nothing:
             signal.signal(_WAKE_SIGNAL, signal.SIG_DFL)
         os.close(self._read)
         os.close(self._write)
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
+def _do_nothing(number: int, frame: FrameType | None) -> None:
     """Handle the signal that only wakes the main thread."""
 
 

@@ -51,9 +51,10 @@ class Outcomes:
         """`PendingCalls.ending`: the calls that left the table and that a job is going to end or repeat."""
 
     def close(self, why: str) -> None:
-        """End all calls with `WorkerLost`: those in the table, and those whose job will not run any more.
+        """End all calls with `WorkerLost`: those in the table, and those that wait for a job to end them.
 
-        ``why`` completes "worker0 ...". The agent calls this twice, before and after its threads end.
+        Such a job may never run. ``why`` completes "worker0 ...". The agent calls this twice, before and after its
+        threads end.
         """
         for call in self._pending.all():
             self._pending.pop(call.id)
@@ -62,8 +63,11 @@ class Outcomes:
             error = WorkerLost(f"{self._me.name} {why} before {call.worker} had answered")
             call.outcome.try_settle(None, error)  # nothing else: in a forked child, locks of other threads stay taken
 
-    def _later(self, job: Callable[[Pending], None], call: Pending) -> Job:
-        """Return a job that ends a call, or sends it again. If the job never runs, `close` ends the call."""
+    def _job_of(self, job: Callable[[Pending], None], call: Pending) -> Job:
+        """Return a job that ends a call, or sends it again: it calls ``job(call)``.
+
+        The call is noted in `PendingCalls.ending`, so that `close` ends it if the job never runs.
+        """
         self._ending[call] = None
         return partial(job, call)
 
@@ -73,8 +77,8 @@ class Outcomes:
         """Handle an answer: settle its call, or return the job that does.
 
         Called by the reading thread, under `Agent._turn`. That thread settles a call itself only if that is quick and
-        runs no user code. If the callee lacks a definition, the job sends the call again with the definitions, or fails
-        it. An answer whose call has ended already is dropped.
+        runs no user code. If the callee lacks a definition (a function or class of this agent's ``__main__``), the job
+        sends the call again with the definitions, or fails it. An answer whose call has ended already is dropped.
         """
         references = self._references.accept(reply.payload.forks) if reply.payload.forks else []
         call = self._pending.answered(reply.id, sender)
@@ -94,9 +98,9 @@ class Outcomes:
                 error = MissingDefinition(
                     f"{call.worker} no longer has the definition of {names} that it had; call again to send it along"
                 )
-                return self._later(partial(self.unrepeated, error=error), call)
+                return self._job_of(partial(self.unrepeated, error=error), call)
             again = call.again
-            return self._later(lambda _: again(), call)
+            return self._job_of(lambda _: again(), call)
         # The callee has run the call, so it has the definitions that the call named.
         if call.definitions:
             peer = self._links.peer(sender)
@@ -119,7 +123,7 @@ class Outcomes:
         if type(call.outcome) is Promise and reply.ok and not frames:
             self.end(call, None, None, self._submit)
             return None
-        return self._later(partial(self._settle, reply=reply, frames=frames, references=references), call)
+        return self._job_of(partial(self._settle, reply=reply, frames=frames, references=references), call)
 
     def _settle(self, call: Pending, reply: Reply, frames: list[bytes], references: Sequence[RRef[Any]]) -> None:
         """Decode an answer and end its call with the value or the error.
@@ -141,7 +145,10 @@ class Outcomes:
         self.end(call, outcome, error)
 
     def _attach(self, call: Pending, reply: Reply) -> Attach | None:
-        """Return the function that joins the tensors of an answer to the graph; None outside of an autograd context."""
+        """Return the function that joins the tensors of an answer to the graph; None outside of an autograd context.
+
+        The decoder calls it with the tensors and uses those that it returns. None also if the context is over.
+        """
         if reply.recording is None:
             return None
         context = self._recorder.enter(reply.recording, call.to)
@@ -175,9 +182,10 @@ class Outcomes:
     # -- ending without an answer -------------------------------------------------------------
 
     def _fail(self, call: Pending, error: BaseException, *, may_exist: bool) -> None:
-        """End a call without an answer.
+        """End a call with ``error``, without an answer. The call must have left the table.
 
-        ``may_exist``: whether the callee may have made the value, and must be told to drop it.
+        ``may_exist`` is True if the callee may have made the value that the call was to make, and must be told to drop
+        it.
         """
         if call.result is not None:
             self.creation_failed(call.result, error, may_exist=may_exist)
@@ -186,7 +194,9 @@ class Outcomes:
     def creation_failed(self, result: Fork, why: BaseException, *, may_exist: bool) -> None:
         """Mark the reference that a call was to make as failed: using it raises an error with the reason ``why``.
 
-        If this agent itself was to own the value, everything that waits for the value gets the error.
+        ``result`` is this agent's fork of that value. ``may_exist`` is True if the owner may have made the value: then
+        it is told to drop it when the reference ends. If this agent itself was to own the value, everything that waits
+        for the value gets the error.
         """
         if result.owner == self._me.incarnation:
             self._references.settle(result.rref, None, creation_error(why))
@@ -246,7 +256,7 @@ class Outcomes:
             self._fail(call, error, may_exist=True)
 
     def unrepeated(self, call: Pending, error: BaseException) -> None:
-        """End a call that its callee refused for lack of definitions and that is not sent again with them.
+        """End a call with ``error``: its callee refused it for lack of definitions, and it is not sent again with them.
 
         The callee is told, so that others need not wait there for the call's value.
         """
@@ -259,7 +269,10 @@ class Outcomes:
             self._links.post(callee, Stop(id))
 
     def lost(self, call: Pending, why: str, others: int) -> None:
-        """End a call whose callee is lost, unless it has ended. ``why`` completes "worker1 ...", as in `Agent.lose`."""
+        """End a call whose callee is lost, unless it has ended. ``why`` completes "worker1 ...", as in `Agent.lose`.
+
+        The call fails with WorkerLost. ``others`` is how many other calls the callee had not answered, for the text.
+        """
         if self._pending.pop(call.id) is None:
             return
         more = f", and {counted(others, 'other call')}" if others else ""
@@ -268,7 +281,10 @@ class Outcomes:
         self._fail(call, error, may_exist=False)
 
     def interrupt(self, calls: Sequence[Pending], error: BaseException) -> None:
-        """End calls that the user has given up on. The callee may still run them, and make their values."""
+        """End calls that the user has given up on: they fail with ``error``. Calls that have ended stay as they are.
+
+        The callee may still run them, and make their values.
+        """
         for call in calls:
             if self._pending.pop(call.id) is not None:
                 self._fail(call, error, may_exist=True)

@@ -69,7 +69,7 @@ class Pending:
         return self.started + self.timeout + self.spared if self.timeout > 0 else math.inf
 
     def next_due(self) -> float:
-        """Return when to look at the call next: at half of its time, then at its deadline.
+        """Return when to look at the call next, as of `time.monotonic`: at half of its time, then at its deadline.
 
         At half time the callee is asked what it is doing, so that a timeout can say so.
         """
@@ -86,10 +86,10 @@ class Pending:
 
 
 class PendingCalls:
-    """A table of calls by id, and a heap of their deadlines. Thread-safe."""
+    """A table of the calls that one agent has made and that have no answer yet, with their time limits. Thread-safe."""
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
-        """Make an empty table. ``lock`` is taken where more than one operation on a dict is needed."""
+        """Make an empty table. ``lock`` is `Exchange.lock`, taken where more than one operation on a dict is needed."""
         self.numbers = itertools.count(1)
         """The ids of calls; take the next one with `next`."""
         self.ending: dict[Pending, None] = {}
@@ -124,7 +124,7 @@ class PendingCalls:
                     self._sort()
 
     def _sort(self) -> None:
-        """Rebuild the heap from the calls in the table. The caller holds the lock.
+        """Rebuild the heap of deadlines from the calls in the table. The caller holds the lock.
 
         A user's finaliser may run in this thread meanwhile and make a call; then the heap is rebuilt once more.
         """
@@ -167,7 +167,10 @@ class PendingCalls:
         return list(self._calls.values())  # one operation for the interpreter
 
     def next_due(self) -> float:
-        """Return the earliest moment at which `due` may return a call; infinite while the clocks are stopped."""
+        """Return the earliest moment at which `due` may return a call, as of `time.monotonic`.
+
+        Infinite while the clocks are stopped, or if there is none.
+        """
         due = self._due
         return due[0][0] if due and not self._frozen else math.inf
 

@@ -35,7 +35,7 @@ class Draft(NamedTuple):
 
 
 class Repeats:
-    """Sends calls again, with the definitions that their callees lack."""
+    """Sends calls again, with the definitions that their callees lack: functions and classes of this ``__main__``."""
 
     def __init__(self, pending: PendingCalls, links: Links, outcomes: Outcomes) -> None:
         self._pending = pending
@@ -48,7 +48,8 @@ class Repeats:
         The values sent must be those at the time of the call. So if the callee is not known to have the definitions,
         the call is encoded right away, before the caller can change an argument. That costs time once per definition
         and callee. An error in this encoding matters only if the repeat turns out to be needed. If the callee is known
-        to have the definitions, the call can be repeated only if its caller waits for it.
+        to have the definitions, nothing is encoded: then the call can be repeated only if its caller waits for it, and
+        so cannot change an argument.
         """
         peer = self._links.peer(call.to)
         if peer is not None and all(digest in peer.definitions for _, digest in call.definitions):
@@ -82,7 +83,7 @@ class Repeats:
         self._links.note_call(call)
 
     def _give_up(self, call: Pending, error: NbdistError) -> None:
-        """End a call whose repeat could not be encoded.
+        """End a call with ``error``: it should be sent again, but could not be encoded with its definitions.
 
         The callee is told that the call will not come again.
         """

@@ -55,7 +55,7 @@ class Sender:
         """Returns the id of the cell for which the calling thread works; it travels with every call. None: no cells."""
         self.rpc_timeout = time_limit(options.rpc_timeout)
         """The time limit in seconds of a call that names none; 0 for no limit."""
-        self.expect_no_more: Callable[[], None] = _nothing
+        self.expect_no_more: Callable[[], None] = _do_nothing
         """Called where a call could not be sent, to undo `Latch.on_send`."""
         self._device_maps = options.device_maps
         """The receiver's device for each device here, by the receiver's name."""
@@ -91,7 +91,9 @@ class Sender:
     ) -> None:
         """Send a call. However the call ends, its end settles ``outcome``.
 
-        ``body`` is a tuple: the function or its name, the arguments, the keyword arguments. ``target`` is the reference
+        ``mode`` says whether a function, a method or nothing (a fetch) runs, and whether the result comes back or stays
+        there. ``label`` is the function's name, for errors and displays. ``body`` is a tuple: the function or its name,
+        the arguments, the keyword arguments. ``builtin`` is True for an operator of torch. ``target`` is the reference
         whose value the call works on; a fetch has only a target, and None as its body. ``result`` is the fork that the
         caller has of the value which the call makes. ``timeout`` is as in `timeout_of`.
 
@@ -165,6 +167,7 @@ class Sender:
         """Run ``send(outcome=...)`` in another thread; an error that keeps the call from being sent ends the call.
 
         That thread encodes the arguments a moment later, outside of the calling thread's gradient mode and context.
+        Raises UsageError if ``outcome`` is a Latch: nobody can wait here.
         """
         told = outcome if isinstance(outcome, Promise) else Promise[Any]()  # nobody will wait for the latch
 
@@ -213,9 +216,9 @@ class Sender:
     ) -> Draft:
         """Encode a call and its arguments; return the message and its frames, which have not been sent.
 
-        ``by_value`` puts the definitions of ``__main__`` into the message. The call is recorded here if it belongs to
-        an autograd context. On an error, the forks made for the message are undone. EncodeError names the argument at
-        fault, which is searched for only then.
+        The arguments are those of `send`. ``by_value`` puts the definitions of ``__main__`` into the message. If the
+        call belongs to an autograd context, the recorder notes its tensors here. On an error, the forks made for the
+        message are undone. EncodeError names the argument at fault, which is searched for only then.
         """
         forker = MessageForker(self._references, to.incarnation)
         peer = self._links.peer(to.incarnation)
@@ -275,6 +278,6 @@ _CANNOT_WAIT_HERE = (
 """The error for a call that wants to wait where it cannot."""
 
 
-def _nothing() -> None:
-    """Do nothing: the channel keeps nothing that would have to be undone."""
+def _do_nothing() -> None:
+    """Do nothing. Takes the place of `Channel.expect_no_more` where the channel has nothing to undo."""
     pass

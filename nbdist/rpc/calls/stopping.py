@@ -138,7 +138,9 @@ class Stopping:
             return
         raised = self._try_to_raise(key)
         if not raised or self.break_off is not None:
-            threading.Thread(target=self._insist, args=(key, raised), name="nbdist-stopping", daemon=True).start()
+            threading.Thread(
+                target=self._raise_until_taken, args=(key, raised), name="nbdist-stopping", daemon=True
+            ).start()
 
     def stop_served(self) -> None:
         """Stop every call that runs here, as a Stop of its caller would, except the call in the calling thread."""
@@ -153,10 +155,11 @@ class Stopping:
             stopped = Interrupted("stopped: its caller was interrupted")
             self._end_waits([call], stopped if call.result is not None else KeyboardInterrupt())
 
-    def _insist(self, key: _Key, raised: bool) -> None:
-        """Retry for 2 s until KeyboardInterrupt could be raised in a call's thread.
+    def _raise_until_taken(self, key: _Key, raised: bool) -> None:
+        """Retry for 2 s until KeyboardInterrupt could be raised in a call's thread; runs in a thread of its own.
 
-        If the call still runs `BREAK_OFF_AFTER` seconds later, break off its collective.
+        ``raised`` is True if it was raised already. If the call still runs `BREAK_OFF_AFTER` seconds later, break off
+        the collective in which it may wait.
         """
         deadline = time.monotonic() + NAME_AFTER
         while not raised and time.monotonic() < deadline:
@@ -194,7 +197,7 @@ class Stopping:
             return True
 
     def where(self, caller: int, id: int) -> str:
-        """Return where a running call is, in a few words; "" if it does not run.
+        """Return where a running call is, such as "train, line 3 of a.py" or "C code"; "" if it does not run.
 
         A caller asks for it when a call has not stopped after Ctrl-C.
         """
@@ -246,13 +249,13 @@ class Stopping:
         The text is empty if the call does not run any more.
         """
         try:
-            found = self._call(call.worker, _where, (self._me, call.id), None, _ASK_TIMEOUT)
+            found = self._call(call.worker, _place_here, (self._me, call.id), None, _ASK_TIMEOUT)
         except NbdistError:
             return " and does not say where it is"
         return f" (it is in {found})" if found else ""
 
 
-def _where(caller: int, id: int) -> str:
+def _place_here(caller: int, id: int) -> str:
     """Return where a call runs on the current agent; called from the caller's process."""
     return here.agent.stopping.where(caller, id) if here.agent is not None else ""
 

@@ -61,9 +61,9 @@ class Guest:
         """Guards `_thread` and `_is_called`."""
 
     def read(self, outcome: Latch) -> None:
-        """Read messages, as long as that pays, until ``outcome`` is settled.
+        """Read messages in the calling thread, as long as that pays, until ``outcome`` is settled.
 
-        It may return before; then the caller sleeps.
+        It may return before, or at once if another thread is the guest; then the caller sleeps.
         """
         try:
             if self._rest:
@@ -88,7 +88,7 @@ class Guest:
                 with self._calling:  # else another thread might still call this guest, and nobody would end the call
                     self._thread = 0
                 if self._is_called:
-                    self._come()
+                    self._note_heard()
                 if not self._rest and self._rest_next > 1:
                     self._rest_next >>= 1
                 self._free.release()
@@ -106,30 +106,36 @@ class Guest:
             _log.exception("reading failed")
             job = None
         if self._is_called:
-            self._come()
+            self._note_heard()
         if job is not None:
             self._submit(job)
         if job is not None or self._links.closed:
-            self._tire()
+            self._lengthen_locks()
 
-    def _tire(self) -> None:
-        """Let the next waits be on a lock, twice as many as the last time."""
+    def _lengthen_locks(self) -> None:
+        """Make the next waits sleep on a lock instead of reading: first 1 wait, then 2, 4 and so on, 64 at most.
+
+        Called when reading did not pay: another thread settled the call, or the guest read a request.
+        """
         self._rest = self._rest_next
         self._rest_next = min(2 * self._rest_next, _MOST_SKIPS)
 
     def _call(self) -> None:
-        """Wake the guest, because another thread has settled the outcome that it waits for. That thread calls this."""
+        """Wake the guest, because another thread has settled the outcome that it waits for. That thread calls this.
+
+        The guest then returns from `Channel.receive`; `_note_heard` must follow.
+        """
         with self._calling:
             if self._thread not in (0, threading.get_ident()):
                 self._is_called = True
                 self._channel.call()
 
-    def _come(self) -> None:
-        """Note that the guest has heard the call, so that the channel stops calling it.
+    def _note_heard(self) -> None:
+        """Note that the guest was woken by `_call`, so that the channel stops waking it. The guest calls this.
 
-        It was called because it was of no use, so the next waits are on a lock.
+        Its reading was of no use, so the next waits sleep on a lock (`_lengthen_locks`).
         """
         with self._calling:
             self._is_called = False
-            self._tire()
+            self._lengthen_locks()
             self._channel.called()

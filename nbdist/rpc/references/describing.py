@@ -34,10 +34,11 @@ def error_line(name: str, text: str) -> str:
 
 
 def describe_value(value: Any) -> State:
-    """Return the description of ``value``: its class, and for tensors, modules, arrays, texts and numbers their size.
+    """Return the description of ``value``: its class, and its bytes if it is a tensor, module, array, text or number.
 
-    No code of the value's class runs, see `nbdist.rpc.references.inert`. For a class of ``__main__`` the description
-    lists the public names, so that another process can complete them although it lacks the class.
+    Of a tensor also the shape, dtype, device and autograd node. No code of the value's class runs, see
+    `nbdist.rpc.references.inert`. For a class of ``__main__`` the description lists the public names, so that another
+    process can complete them although it lacks the class.
     """
     cls = type(value)
     if cls is torch.Tensor or cls is torch.nn.Parameter:

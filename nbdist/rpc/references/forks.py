@@ -178,7 +178,10 @@ class Forks:
         return owned is not None and owned.made
 
     def is_gone(self, rref: GlobalId) -> bool:
-        """Return whether a value that this agent should own was here and is dropped, or can never be made any more."""
+        """Return whether a value that this agent should own was here and is dropped, or can never be made any more.
+
+        False for a value that may still be made, by a call that has not come yet.
+        """
         owned = self._owned.get(rref)
         if owned is not None:
             return not owned.created and rref.incarnation in self._lost
@@ -215,12 +218,18 @@ class Forks:
         return len(owned.forks) if owned is not None else 0
 
     def standing(self, fork: GlobalId) -> ForkStanding | None:
-        """Return how far a fork held here has come; None if this agent does not hold it (any more)."""
+        """Return how far a fork held here has come: pending, confirmed by the owner, failed or dead.
+
+        None if this agent does not hold the fork (any more).
+        """
         user = self._users.get(fork)
         return user.standing if user is not None else None
 
     def state(self, rref: GlobalId, fork: GlobalId | None) -> State | None:
-        """Return the description of a value, as far as this agent knows it. ``fork`` is None on the owner."""
+        """Return the description of a value, such as its type and shape; None if this agent does not know it.
+
+        ``fork`` is None on the owner.
+        """
         if fork is None:
             owned = self._owned.get(rref)
             return owned.state if owned is not None else None
@@ -256,8 +265,8 @@ class Forks:
     def create(self, rref: GlobalId, fork: GlobalId, creator: int) -> None:
         """Note that the call which makes ``rref`` has come, and count its caller's fork.
 
-        The running call holds a handle. The fork is not counted if its delete came before. Then the value is dropped as
-        soon as the call has been answered, unless others refer to it.
+        The call itself counts as a reference to the value until it is answered. The fork is not counted if its delete
+        came before; then the value is dropped as soon as the call has been answered, unless others refer to it.
         """
         self.retain(rref)
         self._owned[rref].created = True
@@ -265,7 +274,10 @@ class Forks:
             self._owned[rref].forks[fork] = creator
 
     def uncreate(self, rref: GlobalId, fork: GlobalId) -> list[Instruction]:
-        """Undo `create`: the call lacks a definition, and may be repeated."""
+        """Undo `create`: the call lacks a function or class of its caller's ``__main__``, and may be repeated.
+
+        Returns the instruction to drop the value if nothing refers to it, else an empty list, for `References.perform`.
+        """
         owned = self._owned[rref]
         owned.handles -= 1
         owned.created = False
@@ -285,9 +297,9 @@ class Forks:
             self._remember_dropped(rref)
 
     def set_state(self, rref: GlobalId, state: State) -> list[Instruction]:
-        """Store the description of a value that now exists; send it to the agents that were given forks before.
+        """Store the description of a value that now exists; return the messages to agents that got forks before.
 
-        Agents that are given forks later get the description with the fork.
+        `References.perform` sends them. Agents that are given forks later get the description with the fork.
         """
         owned = self._owned.get(rref)
         if owned is None:
@@ -306,7 +318,10 @@ class Forks:
             owned.made = True
 
     def on_fork_request(self, message: ForkRequest, sender: int) -> list[Instruction]:
-        """Count a user's fork and confirm it; if the value is gone, say so."""
+        """Count the fork that another agent got from a third one; return the message that confirms it.
+
+        If the value is gone, the fork is not counted, and the message says so. `References.perform` sends it.
+        """
         if self.is_gone(message.rref):
             return [Send(sender, ForkConfirm(message.rref, message.fork, gone=True))]
         owned = self._owned.setdefault(message.rref, _Owned())
@@ -315,7 +330,11 @@ class Forks:
         return [Send(sender, ForkConfirm(message.rref, message.fork, owned.state))]
 
     def on_user_delete(self, message: UserDelete, sender: int) -> list[Instruction]:
-        """Drop a fork that its user has released; remember the delete if the fork is not known yet."""
+        """Drop a fork that its user has released; remember the delete if the fork is not known yet.
+
+        Returns the instruction to drop the value if nothing refers to it any more, else an empty list, for
+        `References.perform`.
+        """
         owned = self._owned.get(message.rref)
         if owned is None or message.fork not in owned.forks:
             # Too early, unless the value was here: then this delete is simply too late.
@@ -332,7 +351,10 @@ class Forks:
             owned.uninformed[holder] = owned.uninformed.get(holder, 0) + 1
 
     def _drop_if_free(self, rref: GlobalId, owned: _Owned) -> list[Instruction]:
-        """Drop the value if no object here and no fork refers to it."""
+        """Forget a value if no object or call here and no fork elsewhere refers to it.
+
+        Returns the instruction to drop it, for `References.perform`; an empty list if something refers to it.
+        """
         if owned.handles > 0 or owned.forks:
             return []
         del self._owned[rref]
@@ -341,7 +363,10 @@ class Forks:
         return [Drop(rref)]
 
     def _remember_dropped(self, rref: GlobalId) -> None:
-        """Remember a value that was dropped or will never exist; forget the oldest if there are too many."""
+        """Remember a value that was dropped or will never exist; forget the oldest if there are too many.
+
+        So a message about the value is known to be too late, not too early.
+        """
         self._dropped[rref] = None
         if len(self._dropped) > _DROPPED_VALUES_REMEMBERED:
             del self._dropped[next(iter(self._dropped))]
@@ -355,15 +380,16 @@ class Forks:
     def confirm(self, fork: GlobalId, state: State | None) -> list[Instruction]:
         """Mark the fork of a ``remote()`` call as confirmed: the reply has come.
 
-        A fork that was released here meanwhile is then deleted at its owner. Nothing happens if the fork is confirmed
-        already, is dead, or is not known here any more.
+        If the fork was released here meanwhile, returns the message that tells the owner so, for `References.perform`;
+        else an empty list. Nothing happens if the fork is confirmed already, is dead, or is not known here any more.
         """
         return self._settle(fork, ForkStanding.CONFIRMED, state)
 
     def fail(self, fork: GlobalId, *, may_exist: bool) -> list[Instruction]:
         """Mark the fork of a ``remote()`` call as failed. If ``may_exist``, its release sends a delete to the owner.
 
-        A late reply may still confirm it.
+        ``may_exist`` is True if the owner may have made the value. A late reply may still confirm the fork. Returns the
+        delete if the fork was released before, for `References.perform`; else an empty list.
         """
         user = self._users.get(fork)
         if user is not None:
@@ -371,7 +397,10 @@ class Forks:
         return self._settle(fork, ForkStanding.FAILED, None)
 
     def _settle(self, fork: GlobalId, standing: ForkStanding, state: State | None) -> list[Instruction]:
-        """Set the standing of a pending or failed fork, and forget the fork if nothing needs it."""
+        """Set the standing of a pending or failed fork, and forget the fork if nothing needs it.
+
+        Returns the message that then tells the owner, or an empty list. A fork of any other standing stays as it is.
+        """
         user = self._users.get(fork)
         if user is None or user.standing not in (ForkStanding.PENDING, ForkStanding.FAILED):
             return []
@@ -380,10 +409,11 @@ class Forks:
         return self._delete_if_free(fork, user)
 
     def on_fork_confirm(self, message: ForkConfirm) -> list[Instruction]:
-        """Mark a fork held here as counted by its owner, or as dead; tell its parent that it need not wait any more.
+        """Mark a fork held here as counted by its owner, or as dead.
 
-        A fork that was released here meanwhile is then deleted at its owner. Nothing happens if the fork is not
-        pending, or not known here any more.
+        Returns the messages to send, for `References.perform`: to the agent from which the fork came, that its own fork
+        need not wait any more; to the owner, that the fork has ended, if it was released here meanwhile. Nothing
+        happens if the fork is not pending, or not known here any more.
         """
         user = self._users.get(message.fork)
         if user is None or user.standing is not ForkStanding.PENDING:
@@ -400,14 +430,16 @@ class Forks:
         return instructions + self._settle(message.fork, ForkStanding.CONFIRMED, message.state)
 
     def on_child_accept(self, message: ChildAccept) -> list[Instruction]:
-        """Forget a child that was handed on: the owner counts it, or the child is dead.
+        """Forget a child, a fork that this agent has handed on: the owner counts it, or the child is dead.
 
-        Nothing happens for a child that is not known (any more).
+        The fork here from which the child was made need not wait for it any more. Returns the message that tells the
+        owner if that fork ends with it, for `References.perform`. Nothing happens for a child that is not known (any
+        more).
         """
         return self._end_child(message.fork)
 
     def on_state(self, message: RRefState) -> list[GlobalId]:
-        """Store the description of a value that now exists; return the forks here that refer to it."""
+        """Store the description of another agent's value that now exists; return the forks here that refer to it."""
         told = [fork for fork, user in self._users.items() if user.rref == message.rref]
         for fork in told:
             self._users[fork].state = message.state
@@ -416,7 +448,8 @@ class Forks:
     def release(self, fork: GlobalId) -> list[Instruction]:
         """Note that nothing here refers to ``fork`` any more.
 
-        The owner is told as soon as the fork is no longer pending and has no children.
+        The owner is told as soon as the fork is no longer pending, and all forks that were made from it for others are
+        accepted. Returns that message if it can go out now, for `References.perform`; else an empty list.
         """
         user = self._users.get(fork)
         if user is None:
@@ -425,7 +458,10 @@ class Forks:
         return self._delete_if_free(fork, user)
 
     def _delete_if_free(self, fork: GlobalId, user: _User) -> list[Instruction]:
-        """Forget a fork that nothing needs, and return the message for its owner."""
+        """Forget a fork that nothing needs, and return the message that tells its owner; an empty list if it is needed.
+
+        No message goes to an owner that is lost, or that never heard of the fork.
+        """
         if user.held or user.children or user.standing is ForkStanding.PENDING:
             return []
         del self._users[fork]
@@ -434,9 +470,10 @@ class Forks:
         return [Send(user.owner, UserDelete(user.rref, fork))]
 
     def _end_child(self, child: GlobalId) -> list[Instruction]:
-        """Forget a child; forget its parent, too, if nothing else needs it.
+        """Forget a child, a fork made from one that this agent holds; forget that one, too, if nothing else needs it.
 
-        Called when the child is accepted, when its message is not sent, and when its receiver is lost.
+        Returns the message that then tells the owner, or an empty list. Called when the child is accepted, when its
+        message is not sent, and when its receiver is lost.
         """
         parent, _ = self._children.pop(child, (None, 0))
         user = self._users.get(parent) if parent is not None else None
@@ -448,10 +485,10 @@ class Forks:
     # -- handing over -------------------------------------------------------------------------
 
     def hand_over(self, rref: GlobalId, fork: GlobalId | None, to: int, child: GlobalId | None = None) -> Fork:
-        """Make a fork for a message to agent ``to``; ``fork`` is None where this agent owns the value.
+        """Make a fork for agent ``to`` from ``fork``, which is held here; if that is None, from a value owned here.
 
-        The sender keeps the reference alive until the message has arrived; the new fork keeps it alive afterwards.
-        ``child`` is the id of the new fork; if it is None, a new id is made.
+        The message to ``to`` brings the fork. The sender keeps the reference alive until the message has arrived; the
+        new fork keeps it alive afterwards. ``child`` is the id of the new fork; if it is None, a new id is made.
         """
         child = child or self._ids.next()
         if fork is None:
@@ -467,7 +504,11 @@ class Forks:
         return Fork(rref, child, user.owner, self._me, user.state)
 
     def take_back(self, handed: Fork, to: int) -> list[Instruction]:
-        """Undo a fork whose message was never sent. Does nothing if the fork was never made."""
+        """Undo a fork whose message to agent ``to`` was never sent. Does nothing if the fork was never made.
+
+        Returns the instruction that follows, for `References.perform`: to drop the value, or to tell the owner that the
+        fork held here has ended. Else an empty list.
+        """
         if handed.owner != self._me:
             return self._end_child(handed.fork)
         owned = self._owned.get(handed.rref)
@@ -477,9 +518,10 @@ class Forks:
         return self._drop_if_free(handed.rref, owned)
 
     def accept(self, handed: Fork) -> list[Instruction]:
-        """Register a fork that a message brought, and ask its owner to count it where that is needed.
+        """Register a fork that a message brought; return the message that asks its owner to count it, if needed.
 
-        A fork that came from the owner itself is counted already. A fork whose owner is lost is dead from the start.
+        A fork that came from the owner itself is counted already. A fork whose owner is lost is dead from the start;
+        then the message tells the agent from which it came. `References.perform` sends it.
         """
         # The reference came home: an object here refers to the value.
         if handed.owner == self._me:
@@ -502,7 +544,10 @@ class Forks:
     # -- losing members -----------------------------------------------------------------------
 
     def on_lost(self, incarnation: int) -> list[Instruction]:
-        """Drop the forks of a lost agent, mark references to its values as dead, free forks that waited for it."""
+        """Drop the forks of a lost agent, mark references to its values as dead, free forks that waited for it.
+
+        Returns what follows, for `References.perform`: values to drop, messages to send.
+        """
         instructions: list[Instruction] = []
         self._lost.add(incarnation)
         for rref in [rref for rref in self._dropped if rref.incarnation == incarnation]:

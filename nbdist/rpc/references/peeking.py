@@ -89,7 +89,7 @@ class Peek(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         lines = [f"{self.type} on {self.owner}" + (f", {self.length} items" if self.length is not None else "")]
         if self.numbers is not None:
-            lines += _told(self.numbers)
+            lines += _lines_of_numbers(self.numbers)
         if self.parameters:
             lines += _table(self.parameters[:_ROWS_SHOWN])
             if len(self.parameters) > _ROWS_SHOWN:
@@ -100,9 +100,10 @@ class Peek(msgspec.Struct, frozen=True):
 
 
 def look(value: Any, owner: str) -> Peek:
-    """Return the description of a value, which ``owner`` has.
+    """Return the description of a value, which the worker named ``owner`` has.
 
-    Returns a description also where torch cannot compute with the value, or its repr raises an error.
+    For a tensor: its numbers; for a module: a row for each parameter; for anything else: its shortened repr. Returns a
+    description also where torch cannot compute with the value, or its repr raises an error.
     """
     kind = type(value).__qualname__
     if isinstance(value, torch.Tensor):
@@ -114,10 +115,10 @@ def look(value: Any, owner: str) -> Peek:
             return Peek(kind, owner, text=f"{type(error).__name__}: {error}")
         return Peek(kind, owner, parameters=found, text="" if found else "no parameters")
     length = len(value) if isinstance(value, Sized) and isinstance(value, Mapping | Sequence | set) else None
-    return Peek(kind, owner, text=_shortly(value), length=length)
+    return Peek(kind, owner, text=_short_repr(value), length=length)
 
 
-def _shortly(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     """Return the repr of a value, shortened to `_REPR_LENGTH` characters; if it raises an error, say so.
 
     It never raises.
@@ -136,7 +137,7 @@ _short.maxstring = _short.maxother = _short.maxlong = _REPR_LENGTH
 
 
 def _numbers(tensor: torch.Tensor) -> Numbers:
-    """Return the numbers of a tensor.
+    """Return the numbers that describe a tensor: range, mean, norm, counts of NaN and infinity, histogram.
 
     A kind of tensor that torch cannot compute with gets only its shape, dtype and device.
     """
@@ -150,7 +151,7 @@ def _numbers(tensor: torch.Tensor) -> Numbers:
 
 
 def _summary(about: tuple[list[int], str, str], flat: torch.Tensor) -> Numbers:
-    """Compute the numbers of a flat tensor; ``about`` is its shape, dtype and device."""
+    """Compute the numbers that describe a tensor; ``flat`` has its elements, ``about`` its shape, dtype and device."""
     first = [_text(each) for each in flat[:_FIRST_ELEMENTS].tolist()]
     low, high, total, squares, count, nans, infs = math.inf, -math.inf, 0.0, 0.0, 0, 0, 0
     for part in _in_parts(flat):
@@ -170,7 +171,10 @@ def _summary(about: tuple[list[int], str, str], flat: torch.Tensor) -> Numbers:
 
 
 def _histogram(flat: torch.Tensor, low: float, high: float, count: int) -> Histogram:
-    """Count the finite elements in `_BINS` equal parts of the range; in one part if all are equal."""
+    """Count the finite elements in `_BINS` equal parts of the range; in one part if all are equal.
+
+    ``low`` and ``high`` are the least and the greatest of the ``count`` finite elements.
+    """
     if low == high:
         return Histogram(low, high, [count])
     counts = torch.zeros(_BINS, dtype=torch.int64)
@@ -183,7 +187,7 @@ def _histogram(flat: torch.Tensor, low: float, high: float, count: int) -> Histo
 
 
 def _in_parts(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Return the elements in parts, one after the other, as float64, which does not overflow in sums.
+    """Return the elements in parts of `_ELEMENTS_A_PART`, as float64, which does not overflow in sums.
 
     The owner may have no room for a copy of the whole. Complex elements come as complex128, and those on Apple's GPU as
     float32.
@@ -227,12 +231,12 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return an element as a text of five significant digits."""
+    """Return an element as a text: a float with five significant digits, anything else as ``str`` does."""
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def _told(numbers: Numbers) -> list[str]:
-    """Return the lines that show a tensor's numbers."""
+def _lines_of_numbers(numbers: Numbers) -> list[str]:
+    """Return the lines of text that show a tensor's numbers in the repr of a `Peek`."""
     lines = [f"  {numbers.dtype}{tuple(numbers.shape)} on {numbers.device}"]
     known = [("min", numbers.min), ("max", numbers.max), ("mean", numbers.mean), ("norm", numbers.norm)]
     if told := ", ".join(f"{name} {value:.5g}" for name, value in known if value is not None):
@@ -248,7 +252,7 @@ def _told(numbers: Numbers) -> list[str]:
 
 
 def _table(rows: Sequence[Parameter]) -> list[str]:
-    """Return the lines of a module's table, with aligned columns."""
+    """Return the lines of text that show a module's parameters in the repr of a `Peek`, with aligned columns."""
     cells = [
         (
             row.name,

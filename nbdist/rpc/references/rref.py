@@ -92,7 +92,7 @@ _find_home: Callable[[], Home]
 
 
 def set_home_finder(finder: Callable[[], Home]) -> None:
-    """Set the function that returns the `Home` of a new ``RRef(value)``.
+    """Set the function that returns the `Home` of a new ``RRef(value)``: the parts of the current agent that it uses.
 
     `nbdist.rpc.api` calls this when it is imported. A second call replaces the function.
     """
@@ -287,8 +287,9 @@ class RRef(Generic[T]):
     def standing(self) -> str:
         """The standing of this reference: "pending", "confirmed", "failed", "dead", "released", "ended" or "here".
 
-        "failed" also means that the function which should have made the value raised an error, and "here" that this
-        worker owns the value. Reading this sends no message.
+        "pending": the owner has not confirmed it. "failed": its call failed, or the function that should have made the
+        value raised an error. "dead": the owner is gone, or no longer has the value. "released": `release` was called.
+        "ended": RPC has ended here. "here": this worker owns the value. Reading this sends no message.
         """
         if self.hold is None:
             return "released"
@@ -480,7 +481,8 @@ register_reference(RRef)
 def refer(home: Home, id: GlobalId, fork: GlobalId | None, owner: int, creation: Promise[Any] | None) -> RRef[Any]:
     """Make a reference to an existing or future value; ``fork`` is None if this agent owns the value.
 
-    ``creation`` is the end of the ``remote()`` that makes the value; None for a reference that came with a message.
+    ``home`` is the agent to which the reference belongs, ``owner`` the owner's incarnation. ``creation`` is the outcome
+    of the ``remote()`` that makes the value; None for a reference that came with a message.
     """
     made: RRef[Any] = RRef.__new__(RRef)
     made._home, made.id, made.fork_id, made.owner_incarnation, made._creation = home, id, fork, owner, creation
@@ -521,7 +523,10 @@ class Proxy:
         return partial(self._call, self._rref, name, self._timeout)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the value itself, such as a module: ``rref.rpc_sync()(x)``."""
+        """Call the value itself, such as a module: ``rref.rpc_sync()(x)``.
+
+        Returns what the methods of this proxy return: the result, a `Future` or an `RRef`.
+        """
         return self._call(self._rref, "__call__", self._timeout, *args, **kwargs)
 
     def __dir__(self) -> list[str]:
@@ -540,7 +545,7 @@ def local_type(state: State) -> type | None:
 
 
 def _summary(state: State | None) -> str:
-    """Return the words about a value that a reference's repr shows."""
+    """Return the words about a value that a reference's repr shows, such as "to Tensor float32(2, 2)"."""
     if state is None:
         return "to a value not known yet"
     if state.error is not None:

@@ -33,8 +33,8 @@ def creation_error(why: object) -> RRefError:
     return RRefError(f"RRef creation via rpc.remote() failed, and the value may not exist: {why}")
 
 
-def _gone() -> Promise[Any]:
-    """Return a promise that has failed, in place of a value that does not exist any more."""
+def _failed_promise() -> Promise[Any]:
+    """Return a promise that has failed with RRefError, in place of a value that does not exist any more."""
     gone: Promise[Any] = Promise()
     why = "a worker that passed it on was lost, or the call that was to make it was given up; create it again"
     gone.try_settle(None, RRefError(f"the value of this RRef is gone: {why}"))
@@ -85,7 +85,8 @@ class References:
     def own(self, rref: GlobalId) -> Promise[Any]:
         """Make this agent the owner of a value with that id; return the promise of the value.
 
-        The handle of the calling object is counted; its end releases the value.
+        The `RRef` that is being made counts as one reference to the value; the value can be dropped once its hold has
+        ended.
         """
         with self._lock:
             self.forks.retain(rref)
@@ -109,7 +110,8 @@ class References:
     def abandon(self, caller: int, id: int) -> None:
         """Fail the value of a call that was refused here and that its caller will not repeat.
 
-        ``id`` is the caller's number for the call. Other calls may wait for the value already.
+        ``id`` is the caller's number for the call. Other calls may wait for the value already: they run, and fail. Does
+        nothing if no such call was refused.
         """
         with self._lock:
             rref, going_on = self._exchange.abandoned(caller, id)
@@ -122,7 +124,8 @@ class References:
     def refuse(self, arrival: Arrival) -> None:
         """Forget a call that lacks a definition, until its caller repeats it, gives it up or is lost.
 
-        Called when decoding the call has failed; its caller is asked for the definition.
+        A definition is a function or class of the caller's ``__main__``. Called when decoding the call has failed; its
+        caller is asked for the definition. If the caller is lost already, the value that the call was to make fails.
         """
         with self._lock:
             instructions = self._exchange.refused(arrival)
@@ -144,10 +147,10 @@ class References:
     ) -> State:
         """Tell users of a value what it is going to be, or the error in its place; return that description.
 
-        ``failure`` describes the error of the call that should have made the value. `fulfil` then gives out the value
-        itself. The two are separate, because the reply with the description must go out in between. ``failure`` is
-        given only with an error, and is what other workers show of it: `failure` returns it to whoever uses the
-        reference. A second call replaces the description, but tells only users that have not been told.
+        `fulfil` then gives out the value itself. The two are separate, because the reply with the description must go
+        out in between. ``failure`` is given only with an error: it describes the failed call that should have made the
+        value, and `failure` returns it, to send to whoever uses the reference. A second call replaces the description,
+        but tells only users that have not been told.
         """
         state = describe_value(value) if error is None else describe_error(error)
         with self._lock:
@@ -182,7 +185,10 @@ class References:
         self.fulfil(rref, value, error)
 
     def failure(self, rref: GlobalId) -> Failure | None:
-        """Return how the call failed that should have made the value; None if it did not fail."""
+        """Return the description of the failed call that should have made the value; None if there is none.
+
+        It is sent to whoever uses the reference.
+        """
         return self._failures.get(rref)
 
     def target(self, rref: GlobalId) -> Promise[Any]:
@@ -192,12 +198,13 @@ class References:
         """
         with self._lock:
             value = self._values.get(rref)
-        return value if value is not None and value.done() else _gone()
+        return value if value is not None and value.done() else _failed_promise()
 
     def local_value(self, rref: GlobalId, timeout: float | None) -> Any:
         """Wait for a value that is owned here, ``timeout`` seconds at most, and return it.
 
-        0 and None are for no limit.
+        0 and None are for no limit. Raises RpcTimeout, the error in place of the value, or RRefError if RPC has ended
+        here.
         """
         with self._lock:
             future = self._values.get(rref)
@@ -247,7 +254,7 @@ class References:
         self._tell(fork)
 
     def hand_over(self, rref: GlobalId, fork: GlobalId | None, to: int, child: GlobalId | None = None) -> Fork:
-        """Make a fork for another agent; ``fork`` is the one held here, or None on the owner.
+        """Make a fork for the agent ``to``, an incarnation; ``fork`` is the one held here, or None on the owner.
 
         ``child`` is the id of the new fork; if it is None, a new id is made.
         """
@@ -255,7 +262,7 @@ class References:
             return self.forks.hand_over(rref, fork, to, child)
 
     def take_back(self, handed: Sequence[Fork], to: int) -> None:
-        """Undo forks that were made for a message which was not sent.
+        """Undo forks that were made for a message to agent ``to`` which was not sent.
 
         A fork that was never made is skipped.
         """
@@ -277,7 +284,7 @@ class References:
                 gone = mine and fork.rref not in self._values and self.forks.is_gone(fork.rref)
                 instructions = self.forks.accept(fork)
                 if gone:
-                    self._values[fork.rref] = _gone()
+                    self._values[fork.rref] = _failed_promise()
                     self.forks.make(fork.rref)
                 elif mine:
                     self._value(fork.rref)
@@ -314,9 +321,9 @@ class References:
 
         Calls that waited for this are run.
         """
-        self._confirmed(message)
+        self._end_of_fork(message)
 
-    def _confirmed(self, message: ForkConfirm) -> None:
+    def _end_of_fork(self, message: ForkConfirm) -> None:
         """Mark a fork as confirmed or dead, and run the calls that waited for it.
 
         The calls run in jobs, also if the fork is dead; in their functions, using the reference raises WorkerLost.
@@ -341,22 +348,26 @@ class References:
     # -- releasing ----------------------------------------------------------------------------
 
     def hold(self, rref: GlobalId, fork: GlobalId | None) -> Hold:
-        """Return a hold: while anything refers to it, the fork lives; on the owner, where ``fork`` is None, the value.
+        """Return a new hold on a reference: an object that keeps the fork alive; on the owner, the value.
 
-        Each `RRef` object has a hold, and so has each message in which the reference is on its way.
+        ``fork`` is None on the owner. Each `RRef` object has a hold, and so has each message in which the reference is
+        on its way. When nothing refers to the hold any more, `reap` releases the fork or the value.
         """
         return self.holds.hold((rref, fork))
 
     def reap(self) -> None:
-        """Release the forks and values whose holds have ended. Ctrl-C is deferred meanwhile.
+        """Release the forks and values to which nothing here refers any more. Ctrl-C is deferred meanwhile.
 
-        If none has ended, nothing happens.
+        If there are none, nothing happens.
         """
         with Deferral():  # else Ctrl-C in between would keep some of the values for ever
             self.release_ended()
 
     def release_ended(self) -> None:
-        """Release the forks and values whose holds have ended, as `reap` does, in a thread without Ctrl-C."""
+        """Release the forks and values to which nothing here refers any more, as `reap` does, without deferring Ctrl-C.
+
+        The caller defers Ctrl-C, or runs in a thread where it cannot come.
+        """
         for rref, fork in self.holds.take_ended():
             with self._lock:
                 instructions = self.forks.release_owned(rref) if fork is None else self.forks.release(fork)
@@ -382,7 +393,10 @@ class References:
             return [*self._leaked, *self.forks.handed_out()]
 
     def on_lost(self, incarnation: int) -> None:
-        """Drop the forks of a lost agent, fail the values it was to create here, end or resume waiting calls."""
+        """Drop the forks of a lost agent, fail the values it was to create here, end or resume waiting calls.
+
+        References to values that the agent owned are dead from now on. The agent calls this under `Agent._turn`.
+        """
         with self._lock:
             if self.is_ending:
                 self._leaked += self.forks.handed_out(incarnation)
@@ -390,7 +404,9 @@ class References:
             never = self.forks.expected_from(incarnation)
         self.perform(instructions)
         for rref in never:
-            self.settle(rref, None, RRefError("the worker that was to create the value was lost before it did"))
+            self.settle(
+                rref, None, RRefError("the worker that was to create the value was lost before it did; create it again")
+            )
         self.resume(going_on)
         self._tell()
 
@@ -432,7 +448,7 @@ class References:
                         self._links.post(to, message)
                 except NbdistError:  # the agent is gone: `on_lost` deals with its forks, if it ever was known here
                     if isinstance(message, ForkRequest):
-                        self._confirmed(ForkConfirm(message.rref, message.fork, gone=True))
+                        self._end_of_fork(ForkConfirm(message.rref, message.fork, gone=True))
             elif isinstance(instruction, Drop):
                 dropped = None
                 with self._lock:

@@ -83,8 +83,8 @@ class Handshake:
     def join_fixed(self, world: Sequence[Record], deadline: float) -> None:
         """Meet all members of a fixed world, and return when each of them has met all others, too.
 
-        Raises RendezvousError at the deadline (a time of `time.monotonic`) or if a member refuses, and WorkerLost if
-        one dies.
+        Raises RendezvousError at the deadline (a time of `time.monotonic`) or if a member refuses, VersionMismatch if a
+        member uses another version of the protocol, and WorkerLost if one dies.
         """
         others = [record for record in world if record.incarnation != self._me.incarnation]
         for record in others:
@@ -93,12 +93,13 @@ class Handshake:
             self._world = {record.incarnation for record in others}
         for record in others:
             self._links.connect(record)
-        self._until(others, lambda: (self._world or set()) <= self._welcomed & self._ready, deadline)
+        self._greet_until(others, lambda: (self._world or set()) <= self._welcomed & self._ready, deadline)
 
     def join_dynamic(self, present: Sequence[Record], deadline: float) -> list[Record]:
         """Meet the members that are present in a dynamic world; return the records of those that turn out to be dead.
 
-        Raises RendezvousError if a member refuses this one.
+        A member that has not answered by the deadline (a time of `time.monotonic`), or within ``lost_after`` seconds,
+        counts as dead. Raises RendezvousError or VersionMismatch if a member refuses this one.
         """
         dead: list[Record] = []
         for record in present:
@@ -116,7 +117,7 @@ class Handshake:
             return {record.incarnation for record in waiting} <= self._welcomed | gone
 
         with contextlib.suppress(RendezvousError):
-            self._until(waiting, all_answered, patience)
+            self._greet_until(waiting, all_answered, patience)
         if self._error is not None:
             raise self._error  # a member that refuses is not dead
         for record in waiting:
@@ -126,7 +127,7 @@ class Handshake:
         self._complete = True
         return dead
 
-    def _until(self, others: Sequence[Record], done: Any, deadline: float) -> None:
+    def _greet_until(self, others: Sequence[Record], done: Any, deadline: float) -> None:
         """Greet the others until ``done()`` is true. Raises RendezvousError at the deadline, with the missing names.
 
         The calling thread sleeps between the greetings, which are repeated until they are answered.
@@ -152,18 +153,18 @@ class Handshake:
                 for record in others:
                     if record.incarnation not in self._welcomed or record.incarnation not in self._ready:
                         reads = self._sharing.can_read(record)
-                        self._say(record.incarnation, Hello(self._me, reads))
+                        self._greet(record.incarnation, Hello(self._me, reads))
                         if self._complete:
-                            self._say(record.incarnation, Ready())
+                            self._greet(record.incarnation, Ready())
                 with self._changed:
                     if not done() and self._error is None:
                         self._changed.wait(_GREET_EVERY)
         if not self.is_dynamic:
             for record in others:
-                self._say(record.incarnation, Ready())
+                self._greet(record.incarnation, Ready())
 
-    def _say(self, to: int, message: Hello | Welcome | Ready) -> None:
-        """Send a greeting; a failure is ignored, as `_until` sends it again."""
+    def _greet(self, to: int, message: Hello | Welcome | Ready) -> None:
+        """Send a greeting; a failure is ignored, as `_greet_until` sends it again."""
         with contextlib.suppress(NbdistError):
             self._links.post(to, message)
 
@@ -195,7 +196,7 @@ class Handshake:
         # else: this agent has not read the roster with the new member yet; the new member will greet again
 
     def _refuse(self, record: Record, reason: str) -> None:
-        """Tell an agent why it is not let in."""
+        """Tell an agent why it is not let in; its `init_rpc` then raises RendezvousError or VersionMismatch."""
         self._links.refuse(record, Refused(self._me.incarnation, reason))
 
     def on_hello(self, message: Hello, sender: int, _: list[bytes]) -> None:
@@ -206,13 +207,13 @@ class Handshake:
         self._sharing.on_met(sender, message.reads)
         self._welcome(sender)
         if self._complete:
-            self._say(sender, Ready())
+            self._greet(sender, Ready())
 
     def _welcome(self, sender: int) -> None:
         """Answer a greeting with this agent's record."""
         record = self._links.connected(sender)
         if record is not None:  # else the sender was lost in between
-            self._say(sender, Welcome(self._me, self._sharing.can_read(record)))
+            self._greet(sender, Welcome(self._me, self._sharing.can_read(record)))
 
     def on_welcome(self, message: Welcome, sender: int, _: list[bytes]) -> None:
         """Note that a member has answered this agent's greeting."""

@@ -69,7 +69,11 @@ class MeetingFile:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
-        """Hold the lock of the file that has the path now; another process may replace the file meanwhile."""
+        """Return a context manager that holds the lock of the file at the path; it yields the file's descriptor.
+
+        Another process may replace the file meanwhile: then the new file is locked. Raises TimeoutError if another
+        process holds the lock for `_LOCK_TIMEOUT` seconds.
+        """
         deadline = time.monotonic() + _LOCK_TIMEOUT
         while True:
             file = self._open()

@@ -63,7 +63,10 @@ class Meeting:
         return self.scheme == "tcp" and not tcp_store.is_own(self.place)
 
     def is_open(self) -> bool:
-        """Return whether the store still exists. A member that leaves asks this before it writes to the store."""
+        """Return whether the store still exists. A member that leaves asks this before it writes to the store.
+
+        Always True for a store that is no TCPStore, and in the member that serves the store.
+        """
         return self.scheme != "tcp" or self.serves or tcp_store.is_served(self.place, self.port)
 
     def open(self, timeout: float) -> Store:

@@ -83,6 +83,8 @@ class Roster:
             RendezvousError: some have not come by the deadline (a time of `time.monotonic`; the text names their
                 ranks), the members disagree about the size of the world, or a dynamic world uses the same store.
             NotUnique: another process has this rank, or two members have the same name.
+            SecurityError: a record in the list has the signature of another secret.
+            VersionMismatch: a member uses another version of the protocol.
         """
         size = me.world_size
         assert size is not None  # a fixed world has a size
@@ -90,16 +92,16 @@ class Roster:
             text, document = self._read(deadline)
             formed = self._records(document.formed)
             if any(record.incarnation == me.incarnation for record in formed):
-                return self._checked([*formed, *self._records(document.left)])
+                return self._sorted_and_checked([*formed, *self._records(document.left)])
             if any(self._seems_alive(record) for record in self._records(document.dynamic)):
                 raise RendezvousError(_MIXED_WORLDS_TEXT)
             gathering = [record for record in self._records(document.gathering) if self._seems_alive(record)]
             if not any(record.incarnation == me.incarnation for record in gathering):
                 gathering = [*self._without_twin(gathering, me), me]
                 if len({record.id for record in gathering}) == size:  # each is from 0 to size - 1
-                    document.formed, gathering = [self._sealed(record) for record in gathering], []
+                    document.formed, gathering = [self._signed(record) for record in gathering], []
                     document.left = []
-                document.gathering = [self._sealed(record) for record in gathering]
+                document.gathering = [self._signed(record) for record in gathering]
                 self._write(text, document)
                 continue
             if time.monotonic() > deadline:
@@ -133,7 +135,7 @@ class Roster:
         return [record for record in gathering if record.id != me.id]
 
     @staticmethod
-    def _checked(world: list[Record]) -> list[Record]:
+    def _sorted_and_checked(world: list[Record]) -> list[Record]:
         """Return the records of a world sorted by id. Raises NotUnique if two members have the same name."""
         names: dict[str, int] = {}
         for record in world:
@@ -166,14 +168,15 @@ class Roster:
                         f"RPC worker name or id is not unique: {record.name!r} (id {record.id}) is in the world, and "
                         f"{me.name!r} (id {me.id}) wants to join it. Choose another name and rank"
                     )
-            document.dynamic = [self._sealed(record) for record in [*present, me]]
+            document.dynamic = [self._signed(record) for record in [*present, me]]
             if self._write(text, document):
                 return present
 
     def leave(self, *leaving: Record) -> None:
         """Remove members from the list. If the store cannot be reached any more, do nothing.
 
-        A member that is not in the list is ignored.
+        A member that is not in the list is ignored. A member of a fixed world moves to the list of those that have
+        left, where the others can still read its record.
         """
         gone = {record.incarnation for record in leaving}
         try:
@@ -183,8 +186,8 @@ class Roster:
                 departed = [r for r in self._records(document.formed) if r.incarnation in gone]
                 for name in ("gathering", "formed", "dynamic"):
                     records = self._records(getattr(document, name))
-                    setattr(document, name, [self._sealed(r) for r in records if r.incarnation not in gone])
-                document.left = [*document.left, *map(self._sealed, departed)] if document.formed else []
+                    setattr(document, name, [self._signed(r) for r in records if r.incarnation not in gone])
+                document.left = [*document.left, *map(self._signed, departed)] if document.formed else []
                 if self._write(text, document):
                     return
         except Exception:  # torch's stores raise all kinds of errors when their server has gone
@@ -251,15 +254,15 @@ class Roster:
                 raise  # from a file, for example on a full disk: a retry would not help
             return False  # the caller reads the list next, and `_read` retries until the deadline
 
-    def _sealed(self, record: Record) -> bytes:
-        """Return a record as signed bytes, behind the version of the protocol."""
+    def _signed(self, record: Record) -> bytes:
+        """Return a record as bytes for the list, with the version of the protocol, signed with the members' secret."""
         return self._secret.sign(msgspec.msgpack.encode((record.version, msgspec.msgpack.encode(record))))
 
     def _records(self, sealed: list[bytes]) -> list[Record]:
-        return [self._opened(data) for data in sealed]
+        return [self._record_in(data) for data in sealed]
 
-    def _opened(self, data: bytes) -> Record:
-        """Return the record in signed bytes.
+    def _record_in(self, data: bytes) -> Record:
+        """Return the record in the bytes that `_signed` made.
 
         Raises SecurityError for a wrong signature, and VersionMismatch for another version of the protocol.
         """

@@ -73,7 +73,7 @@ class Survey:
         """The number of messages that the members had sent by the look before, if all were quiet in it; else None."""
 
     def missing(self) -> set[int]:
-        """Return the members that have not reached this round.
+        """Return the members that have not reached this round, by their incarnations.
 
         A member that has not answered yet is missing, too.
         """
@@ -82,22 +82,23 @@ class Survey:
         }
 
     def busy(self) -> set[int]:
-        """Return the members that have something under way; all members, if none has.
+        """Return the members that have calls or messages under way; all members, if none has.
 
-        It is for messages to people. Every member must have answered a look before.
+        For messages to people, which name who is waited for. Every member must have answered a look before.
         """
         return {member for member in self.members if self._states[member].active} or set(self.members)
 
     def forget(self, member: int) -> None:
-        """Remove a member that is gone; two more looks are needed then."""
+        """Remove a member that is gone. The round then needs two more looks, each one answer of every member."""
         self.members.discard(member)
         self._states.pop(member, None)
         self._before = None
 
     def look(self, states: dict[int, ShutdownState]) -> bool:
-        """Take the answers of one look; return whether the round is over. If it is, the next round begins.
+        """Take one answer of every member (a look); return whether the round is over. If it is, the next round begins.
 
-        The round is over if this look and the one before it found nothing under way, and nothing was sent in between.
+        ``states`` are the new answers, by member. The round is over if this look and the one before it found nothing
+        under way, and nothing was sent in between.
         """
         self._states.update(states)
         if self.missing():
@@ -128,9 +129,10 @@ class Reminder:
         self._told: set[str] = set()
 
     def is_due(self, now: float, served: int, running: int, reason: str) -> bool:
-        """Return whether to log ``reason`` now. ``served`` counts the answered calls, ``running`` the open ones.
+        """Return whether to log now that `shutdown` waits for ``reason``; True once for each reason.
 
-        ``now`` is as of `time.monotonic`. It is True once for each reason.
+        It is True after `REMIND_AFTER` seconds in which the reason stayed and no call was open or answered. ``served``
+        counts the answered calls, ``running`` the open ones. ``now`` is as of `time.monotonic`.
         """
         if running or (served, reason) != self._before:
             self._quiet_since, self._before = now, (served, reason)
@@ -151,7 +153,7 @@ class Ending:
         references: References,
         turn: AbstractContextManager[Any],
     ) -> None:
-        """Start in `RUNNING`. ``turn`` is the lock that is held while a message is handled."""
+        """Start in the round `RUNNING`, before any `shutdown`. ``turn`` is the lock held while a message is handled."""
         self._turn = turn
         self._membership = membership
         self._links = links
@@ -184,7 +186,10 @@ class Ending:
     # -- every member -------------------------------------------------------------------------
 
     def end(self, timeout: float) -> None:
-        """Go through both rounds with all other members. `shutdown` of a fixed world calls this.
+        """Wait with all other members until the world can end. `shutdown` of a fixed world calls this.
+
+        In the first round no call may run anywhere; then all references are released, and in the second round no
+        message about references may be under way.
 
         Raises:
             RendezvousError: the world has not ended after ``timeout`` seconds; 0 or less means no limit.
@@ -197,7 +202,7 @@ class Ending:
             self._lost.clear()
             self._changed.notify_all()
         for round_over in (RELEASING, CLOSING):
-            self._until(round_over, deadline)
+            self._wait_for_round(round_over, deadline)
             if round_over == RELEASING:
                 self.release()
             with self._changed:
@@ -205,16 +210,17 @@ class Ending:
             self._references.is_ending = True
         self.completed = True
         if not self._is_leader():
-            self._tell(self._leader())
+            self._tell_leader(self._leader())
         else:
-            self._farewell(min(deadline, time.monotonic() + 1.0))
+            self._tell_the_end(min(deadline, time.monotonic() + 1.0))
         if self._lost:
             raise WorkerLost(f"the world ended without {', '.join(self._lost)}")
 
-    def _until(self, round: int, deadline: float) -> None:
-        """Wait until the leader, perhaps this agent itself, begins ``round``.
+    def _wait_for_round(self, round: int, deadline: float) -> None:
+        """Wait until the leader, perhaps this agent itself, begins ``round``, such as `RELEASING`.
 
-        Raises RendezvousError after ``deadline``, with the members that are waited for.
+        The leader is the living member with the lowest id. Raises RendezvousError after ``deadline``, with the members
+        that are waited for.
         """
         pause, reminder = _FIRST_PAUSE, Reminder(time.monotonic())
         while True:
@@ -253,7 +259,10 @@ class Ending:
     # -- the leader ---------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """As the leader: take a look if all have answered, begin the next round if possible, and ask again."""
+        """As the leader, ask the members what they have under way; if all have answered, see if the round is over.
+
+        If it is over, the next round begins. Then all members are asked again. `_wait_for_round` calls this repeatedly.
+        """
         me = self._membership.me.incarnation
         with self._changed:
             others = {record.incarnation for record in self._membership.others()}
@@ -290,10 +299,10 @@ class Ending:
         """Return the names of members, sorted, as one text."""
         return ", ".join(sorted(map(self._membership.name_of, members)))
 
-    def _farewell(self, deadline: float) -> None:
+    def _tell_the_end(self, deadline: float) -> None:
         """As the leader: tell all others that the world has ended, until each has said that it knows, or has gone.
 
-        Returns after ``deadline`` in any case.
+        Repeated every 0.02 s. Returns after ``deadline`` in any case.
         """
         while time.monotonic() < deadline:
             with self._changed:
@@ -310,9 +319,9 @@ class Ending:
     # -- answering the leader -----------------------------------------------------------------
 
     def _state(self, look: int) -> ShutdownState:
-        """Return this member's answer to a look: its round, what it has sent, and what is under way.
+        """Return this member's answer to the leader: its round, how many messages it has sent, how much is under way.
 
-        ``look`` is the number that the leader gave the look.
+        ``look`` is the number of the leader's question. Takes `Agent._turn`, so no message is half handled.
         """
         with self._turn:  # so that every acknowledged message has been handled
             active = self._exchange.active + self._exchange.calls.unended
@@ -323,8 +332,8 @@ class Ending:
             sent, outstanding = self._links.traffic()  # last: this counts the answer of a call that ended meanwhile
             return ShutdownState(self._reached, sent, active + outstanding, look)
 
-    def _tell(self, leader: Record) -> None:
-        """Tell the leader this member's state without being asked; the number 0 belongs to no look."""
+    def _tell_leader(self, leader: Record) -> None:
+        """Tell the leader this member's state without being asked, with the number 0, which no question has."""
         with contextlib.suppress(NbdistError):
             self._links.post(leader.incarnation, self._state(0))
 
@@ -342,11 +351,10 @@ class Ending:
             self._links.post(sender, self._state(message.look))
 
     def on_state(self, message: ShutdownState, sender: int, _: list[bytes]) -> None:
-        """Store a member's answer to the leader, unless the answer belongs to an earlier look.
+        """Store a member's answer to the leader, unless it answers an earlier question.
 
-        The leader, the living member with the lowest id, asks all members again and again; one look is an answer of
-        each. The answer says which round the member has reached, and what is under way there. An agent that does not
-        lead stores it without using it.
+        The leader, the living member with the lowest id, asks all members again and again. The answer says which round
+        the member has reached, and what is under way there. An agent that does not lead stores it without using it.
         """
         with self._changed:
             if message.look != self._look and message.round < CLOSING:

@@ -36,12 +36,12 @@ class SteppedSession(Protocol):
 
     @property
     def state(self) -> str:
-        """The state: "idle", "writing" or "recovering"."""
+        """The state: "idle" (between two steps), "writing" (in a step) or "recovering" (a span gets another server)."""
         ...
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in the caches."""
+        """The number of tokens in the caches, of each sequence."""
         ...
 
     @property
@@ -100,7 +100,10 @@ class Journal:
         self.news()
 
     def stepped(self, session: SteppedSession, tokens: int) -> None:
-        """Note that a session has taken a step of so many tokens."""
+        """Note that a session has taken a step of so many tokens, and call all listeners.
+
+        A map shows the speed of the last steps.
+        """
         with self._lock:
             if self._session is None or self._session() is not session:
                 self._session = weakref.ref(session)
@@ -111,7 +114,8 @@ class Journal:
     def told(self) -> dict[str, Any]:
         """Return the data for a map: ``route`` and ``session`` of the session with the last step, and the ``log``.
 
-        ``session`` is None without one, else a dict of its id, tokens, rate (tokens per second) and state.
+        ``route`` has a list [server, begin, end] for each span. ``session`` is None without one, else a dict of its id,
+        tokens, rate (tokens per second) and state. ``log`` has the last lines, each as [time, text].
         """
         lines = [[at, text] for at, text in list(self._lines)[-_LINES_SHOWN:]]
         with self._lock:

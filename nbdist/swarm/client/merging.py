@@ -64,9 +64,11 @@ class _Piece:
 
 
 def merge(history: History, layout: StackLayout = DEFAULT_LAYOUT) -> Merged:
-    """Merge all steps of a span into one; raise `Unmergeable` if that is not possible.
+    """Merge all steps of a span into one, with which a cache can be rebuilt in one step.
 
-    The cache can then be rebuilt in one step.
+    Operations on the cache between the steps, such as crops, are applied. ``layout`` says which arguments of a layer
+    have rows for each sequence. Raises `Unmergeable` if the meaning of an argument is not known, or if no tokens are
+    left.
     """
     pieces: list[_Piece] = []
     batch = 0
@@ -85,17 +87,19 @@ def merge(history: History, layout: StackLayout = DEFAULT_LAYOUT) -> Merged:
     spots = [_Spot(piece.begin, piece.size, end, pieces[-1].end) for piece, end in zip(pieces, ends, strict=True)]
     kept = [prompt[:, :, : spot.size] for prompt, spot in zip(prompts, spots, strict=True) if prompt is not None]
     return Merged(
-        _joined(hiddens, spots, 1),
+        _concatenated(hiddens, spots, 1),
         [_merge_call([calls[number] for calls in calls_of], spots) for number in range(len(calls_of[0]))],
         torch.cat([each.expand(-1, max(p.shape[1] for p in kept), -1, -1) for each in kept], 2) if kept else None,
-        _joined(results, spots, 1),
+        _concatenated(results, spots, 1),
     )
 
 
 def is_near(found: torch.Tensor, expected: torch.Tensor, calls: Sequence[Any] = ()) -> bool:
     """Return whether two results differ by rounding only; tokens that a mask lets see no token do not count.
 
-    Such tokens are padding: their output is never used, and depends on the amount of padding. ``calls`` has the masks.
+    The largest difference may be `_TOLERANCE` of the largest expected value, such as 1e-3 for float32. Such tokens are
+    padding: their output is never used, and depends on the amount of padding. ``calls`` has the masks: (args, kwargs)
+    of each block.
     """
     if found.shape != expected.shape:
         return False
@@ -113,9 +117,10 @@ def is_near(found: torch.Tensor, expected: torch.Tensor, calls: Sequence[Any] = 
 
 
 def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: StackLayout) -> int:
-    """Apply an operation on the cache to the steps before it; return the number of sequences afterwards.
+    """Apply an operation on the cache to the steps before it, ``pieces``; return the number of sequences afterwards.
 
-    ``batch`` is the number before it. Raises `Unmergeable` for an operation that is not known.
+    A crop shortens or removes the last steps; the other operations change the rows of all steps. ``batch`` is the
+    number of sequences before it. Raises `Unmergeable` for an operation that is not known.
     """
     name, args = operation
     if name == "crop":
@@ -155,7 +160,11 @@ def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: Sta
 def _by_rows(
     value: Any, name: str | int, batch: int, change: Callable[[torch.Tensor], torch.Tensor], layout: StackLayout
 ) -> Any:
-    """Apply ``change`` to the rows of an argument, if it has rows for each sequence; else return it as it is."""
+    """Apply ``change`` to the rows of an argument, if it has rows for each sequence; else return it as it is.
+
+    ``name`` is the argument's keyword or position, ``batch`` the number of sequences. Tuples and lists are changed item
+    by item.
+    """
     if type(value) in (tuple, list):
         return type(value)(_by_rows(each, name, batch, change, layout) for each in value)
     each = layout.rows(value, batch, name) if isinstance(value, torch.Tensor) else 0
@@ -189,7 +198,7 @@ class _Spot(NamedTuple):
 def _merge_call(calls: Sequence[tuple[Any, Any]], spots: Sequence[_Spot]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Merge the calls of one block in all steps; return its (args, kwargs) in the merged step.
 
-    Raises `Unmergeable` if they do not fit together.
+    ``spots`` has the place of each step in the text. Raises `Unmergeable` if the calls do not fit together.
     """
     (args, kwargs), *others = calls
     if any(len(other[0]) != len(args) or other[1].keys() != kwargs.keys() for other in others):
@@ -201,9 +210,10 @@ def _merge_call(calls: Sequence[tuple[Any, Any]], spots: Sequence[_Spot]) -> tup
 
 
 def _merge_values(values: Sequence[Any], spots: Sequence[_Spot]) -> Any:
-    """Merge the values that one argument has in all steps.
+    """Merge the values that one argument has in all steps, and return the value for the merged step.
 
-    Raises `Unmergeable` if they do not fit together.
+    Tensors are merged by their shapes, lists and tuples item by item; all else has to be equal in all steps. Raises
+    `Unmergeable` if the values do not fit together.
     """
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if tensors:
@@ -223,7 +233,10 @@ def _merge_values(values: Sequence[Any], spots: Sequence[_Spot]) -> Any:
 
 
 def _merge_tensors(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot]) -> torch.Tensor:
-    """Merge the tensors of up to 3 dimensions that one argument is in all steps, by the module's table of shapes."""
+    """Merge the tensors that one argument is in all steps, by the module's table of shapes; return the merged tensor.
+
+    For tensors of up to 3 dimensions. Raises `Unmergeable` if the shapes are not in the table.
+    """
     first = tensors[0]
     for dim in (0,) if first.dim() == 1 else (1,):
         if first.dim() <= 3 and all(
@@ -232,14 +245,14 @@ def _merge_tensors(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot]) -> t
             and tensor.shape[dim + 1 :] == first.shape[dim + 1 :]
             for tensor, spot in zip(tensors, spots, strict=True)
         ):
-            return _joined(tensors, spots, dim)
+            return _concatenated(tensors, spots, dim)
     if all(tensor.shape[-1] == spot.end for tensor, spot in zip(tensors, spots, strict=True)):
         return tensors[-1][..., : spots[-1].total]  # a column for each token in the cache: the last step has them all
     raise Unmergeable(f"the meaning of an argument of shape {tuple(first.shape)} is not known")
 
 
-def _joined(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot], dim: int) -> torch.Tensor:
-    """Concatenate what is left of each step's tensor along its dimension of tokens.
+def _concatenated(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot], dim: int) -> torch.Tensor:
+    """Concatenate what is left of each step's tensor along ``dim``, its dimension of tokens.
 
     Tokens that later operations have cropped are left out.
     """
@@ -251,7 +264,10 @@ def _joined(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot], dim: int) -
 
 
 def _merge_masks(masks: Sequence[torch.Tensor | None], spots: Sequence[_Spot]) -> torch.Tensor:
-    """Put the masks of all steps below each other; a step without a mask gets a causal one."""
+    """Put the masks of all steps below each other; a step without a mask gets a causal one.
+
+    Raises `Unmergeable` if a mask does not have a row for each token of its step.
+    """
     known = next(mask for mask in masks if mask is not None)
     shut: Any = False if known.dtype == torch.bool else torch.finfo(known.dtype).min
     opened: Any = True if known.dtype == torch.bool else 0.0
@@ -287,9 +303,9 @@ def split(
 ) -> list[tuple[torch.Tensor, list[Any]]]:
     """Split a step of many tokens into steps of at most ``size`` tokens; return (hidden states, calls) of each.
 
-    If an argument is not understood, the step is returned whole. ``begin`` is the number of tokens in the caches
-    before, ``windows`` the sliding window of each layer of the model, ``first`` the number of the first layer in
-    ``calls``.
+    If the shape of an argument does not tell its meaning, the step is returned whole. ``begin`` is the number of tokens
+    in the caches before, ``windows`` the sliding window of each layer of the model, ``first`` the number of the first
+    layer in ``calls``.
     """
     total = hidden.shape[1]
     # The arguments of all layers are cut alike, but for the window of each.
@@ -301,7 +317,7 @@ def split(
                 [
                     type(call)(
                         *(
-                            _cut(part, total, begin, at, to, windows[first + number] if windows else None)
+                            _cut_part(part, total, begin, at, to, windows[first + number] if windows else None)
                             for part in call
                         )
                     )
@@ -314,7 +330,7 @@ def split(
         return [(hidden, list(calls))]
 
 
-def _cut(value: Any, given: int, begin: int, at: int, to: int, window: int | None, name: str = "") -> Any:
+def _cut_part(value: Any, given: int, begin: int, at: int, to: int, window: int | None, name: str = "") -> Any:
     """Cut the part for the tokens from ``at`` to before ``to`` of a step out of an argument, and return it.
 
     The step has ``given`` tokens, of which the first is token 0, behind ``begin`` tokens in the cache. The shape of the
@@ -324,9 +340,9 @@ def _cut(value: Any, given: int, begin: int, at: int, to: int, window: int | Non
     a causal mask where the part needs one. Raises `Unmergeable` for a tensor of another shape.
     """
     if type(value) in (tuple, list):
-        return type(value)(_cut(each, given, begin, at, to, window) for each in value)
+        return type(value)(_cut_part(each, given, begin, at, to, window) for each in value)
     if type(value) is dict:
-        return {key: _cut(each, given, begin, at, to, window, key) for key, each in value.items()}
+        return {key: _cut_part(each, given, begin, at, to, window, key) for key, each in value.items()}
     if value is None and name == "attention_mask" and begin + at and to - at > 1:
         # No mask means a causal one, but only in a step that begins the text. Any other part needs it spelled out.
         if window is not None and begin + to > window:

@@ -75,8 +75,8 @@ class Passage:
         """Take hidden states through all blocks: as a step of the cache's session, or without a session.
 
         Without a session if there is no cache, or if gradients are wanted. In the latter case nothing goes into the
-        servers' caches, so the session of an empty cache refuses further steps. The model's attribute
-        ``deep_prompts``, if it has one, is added before each block.
+        servers' caches, so the session of an empty cache refuses further steps. The model's attribute ``deep_prompts``,
+        if it has one, is added to the hidden states of the first tokens before each block.
 
         Counts the new tokens in the cache. After an error the cache is as before; if some servers may have taken the
         step, its session refuses further steps.
@@ -109,9 +109,10 @@ class Passage:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[_Notes]:
-        """Within the block, calls of the model on this thread only note how layers are called; yields the notes.
+        """Return a context manager in which calls of the model only note how its layers are called.
 
-        This thread calls no server meanwhile.
+        This concerns calls by this thread; they reach no server, and leave a cache as it is. The context manager yields
+        the notes.
         """
         self.notes.only = True
         try:
@@ -164,7 +165,8 @@ def remote_model(
     """Build a transformers model of a kind ("CausalLM", "Model", "SequenceClassification") over a swarm's blocks.
 
     Its embeddings and head are loaded here, and frozen; a classifier's head that the checkpoint lacks is made anew, and
-    can be trained. A server is called, to learn what a layer returns.
+    can be trained. A server is called, to learn what a layer returns. For the other kinds, a weight that the checkpoint
+    lacks raises UsageError. Raises `NoRoute` if no server can serve the first block.
     """
     model = adapter.build(checkpoint.config, kind, num_labels)
     path = adapter.find_layers(model)
@@ -214,9 +216,10 @@ class _OutputCheck:
 
 
 def _probe(passage: Passage) -> None:
-    """Find out how the layers of a new model are called and what they return, by calling it with few tokens.
+    """Call a new model with few tokens, to find out how its layers are called and what they return.
 
-    If the servers' cache memory is limited, also take one token through a cache, so that servers learn its size.
+    The answers go into ``passage.in_tuple`` and the crew's ``layout``. If the servers' cache memory is limited, also
+    take one token through a cache, so that servers learn its size.
     """
     model, crew = passage.model, passage.crew
     token = torch.zeros(1, 1, dtype=torch.long)
@@ -230,14 +233,14 @@ def _probe(passage: Passage) -> None:
                 with contextlib.suppress(Gone):
                     ((span, member),) = crew.way(0, 1)
                     passage.in_tuple = crew.ask(member, "returns_tuple", span.begin, hidden, told)
-    crew.layout = stacking.compare(*(_called(passage, texts) for texts in (1, 2)))
+    crew.layout = stacking.compare(*(_first_layer_call(passage, texts) for texts in (1, 2)))
     if crew.options.cache_bytes is not None:
         with torch.no_grad():
             model(token, use_cache=True)
 
 
-def _called(passage: Passage, texts: int) -> LayerCall:
-    """Return how the first layer is called for so many sequences of 3 tokens, the first of which begins with padding.
+def _first_layer_call(passage: Passage, texts: int) -> LayerCall:
+    """Return how the model calls its first layer for ``texts`` sequences of 3 tokens, of which the first has padding.
 
     With padding, models prepare masks that have rows for each sequence. No server is called.
     """
@@ -259,13 +262,13 @@ class _Generate:
 
     def __call__(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         notes = self._passage.notes
-        notes.expected = self._expected(inputs, kwargs)
+        notes.expected = self._expected_tokens(inputs, kwargs)
         try:
             return self._own(inputs, *args, **kwargs)
         finally:
             notes.expected = 0
 
-    def _expected(self, inputs: Any, kwargs: dict[str, Any]) -> int:
+    def _expected_tokens(self, inputs: Any, kwargs: dict[str, Any]) -> int:
         """Return the tokens that a sequence may have in the end, by the arguments of ``generate`` or its config."""
         config = kwargs.get("generation_config") or self._passage.model.generation_config
         given = next(

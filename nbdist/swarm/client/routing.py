@@ -47,17 +47,18 @@ def cut(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2
-        if len(_packed(sizes, middle, parts)) <= parts:
+        if len(_fill_from_left(sizes, middle, parts)) <= parts:
             high = middle
         else:
             low = middle + 1
-    return _packed(sizes, low, parts)
+    return _fill_from_left(sizes, low, parts)
 
 
-def _packed(sizes: Sequence[int], most: int, parts: int) -> list[tuple[int, int]]:
+def _fill_from_left(sizes: Sequence[int], most: int, parts: int) -> list[tuple[int, int]]:
     """Fill parts up to the size ``most`` from the left, leaving at least one block for each further part.
 
-    Returns the range of blocks (begin, end) of each part; the last part may be larger.
+    Returns the range of blocks (begin, end) of each part. A part with one block may be larger. If ``most`` is too
+    small, there are more than ``parts`` parts.
     """
     found: list[tuple[int, int]] = []
     begin, size = 0, 0
@@ -127,13 +128,18 @@ def _spans(
     begin: int,
     end: int,
 ) -> list[Span]:
-    """Follow the table of `route` from the best server of the first block; return the spans."""
+    """Follow the table ``rest`` of `route` from the best server of the first block; return the spans.
+
+    Of servers that are equally fast, the one with the longest row of blocks is taken first. ``held`` is the blocks of
+    each server.
+    """
     if begin == end:
         return []
     costs = {name: cost + offers[name].hop for name, (cost, _) in rest[begin].items()}
     least = min(costs.values())
     name = max(
-        (name for name in costs if costs[name] <= least * (1 + 1e-9)), key=lambda name: _reach(held[name], begin, end)
+        (name for name in costs if costs[name] <= least * (1 + 1e-9)),
+        key=lambda name: _first_outside(held[name], begin, end),
     )
     found = [Span(name, begin, begin + 1)]
     for block in range(begin + 1, end):
@@ -161,14 +167,14 @@ def spread(offers: Mapping[str, Offer], begin: int, end: int, choose: random.Ran
             raise NoRoute(f"no server has block {at}")
         weights = [1.0 / (offers[name].pace * (1 + offers[name].load)) for name in able]
         (name,) = choose.choices(able, weights)
-        to = _reach(held[name], at, end)
+        to = _first_outside(held[name], at, end)
         found.append(Span(name, at, to))
         at = to
     return found
 
 
-def _reach(numbers: set[int], begin: int, end: int) -> int:
-    """Return the first number from ``begin`` on that is not in the set, at most ``end``."""
+def _first_outside(numbers: set[int], begin: int, end: int) -> int:
+    """Return the first number from ``begin`` on that is not in the set, or ``end`` if all numbers before it are."""
     at = begin
     while at < end and at in numbers:
         at += 1
@@ -220,9 +226,11 @@ def named(numbers: Sequence[int]) -> str:
 
 
 def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mapping[str, int | None]) -> list[Span]:
-    """Place a run of blocks on one server if it fits, else in parts as large as possible; updates ``has``.
+    """Place a run of blocks on one server if it fits, else in parts as large as possible; return what each has to load.
 
-    Raises `NoRoute` if no server has room for the first block that is left.
+    ``size`` has the bytes of every block, ``has`` the bytes of blocks that each server has, which this updates,
+    ``room`` the bytes that it may have, None for no limit. Of servers with equal room, the one with the least bytes is
+    taken. Raises `NoRoute` if no server has room for the first block that is left.
     """
     found: list[Span] = []
     while run:
@@ -230,7 +238,7 @@ def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mappi
             name: room[name] - has[name] if room.get(name) is not None else None  # type: ignore[operator]
             for name in has
         }
-        fits = {name: _fitting(run, size, left) for name, left in free.items()}
+        fits = {name: _blocks_that_fit(run, size, left) for name, left in free.items()}
         most = max(fits.values())
         if not most:
             raise NoRoute(
@@ -244,7 +252,7 @@ def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mappi
     return found
 
 
-def _fitting(run: Sequence[int], size: Sequence[int], left: int | None) -> int:
+def _blocks_that_fit(run: Sequence[int], size: Sequence[int], left: int | None) -> int:
     """Return how many blocks from the beginning of a run fit into ``left`` bytes, None for no limit.
 
     The blocks are consecutive, so the first one that does not fit ends the count.

@@ -87,7 +87,8 @@ class RemoteSequential(nn.Module):
         Args:
             hidden: (sequences, tokens, width).
             attention_mask: (sequences, tokens), 0 for padding, as for the model.
-            prompts: (blocks, sequences or 1, tokens, width), added to the first tokens before each block.
+            prompts: (blocks, sequences or 1, tokens, width), added to the hidden states of the first tokens before each
+                block. In a session, tokens count from its beginning.
             cache: the cache of a `session`; `BlockSession.step` gives it.
 
         Raises:
@@ -105,7 +106,7 @@ class RemoteSequential(nn.Module):
                 "no gradient passes through a session: call the blocks without a session, or take the step under "
                 "torch.no_grad()"
             )
-        calls = self._calls(hidden, attention_mask, cache)
+        calls = self._block_calls(hidden, attention_mask, cache)
         if cache is None:
             return stateless.through(self._passage.crew, self._begin, hidden, calls, prompts)
         recorded, session = cache.nbdist
@@ -115,10 +116,11 @@ class RemoteSequential(nn.Module):
             )
         return found
 
-    def _calls(self, hidden: torch.Tensor, mask: torch.Tensor | None, cache: Any) -> list[Any]:
+    def _block_calls(self, hidden: torch.Tensor, mask: torch.Tensor | None, cache: Any) -> list[Any]:
         """Return how the model would call each of these blocks; calls no server, and leaves ``cache`` as it is.
 
-        It runs the model while its layers only note their arguments (`Passage.noting`).
+        Each call is a `LayerCall`: a block's arguments besides the hidden states. This runs the model while its layers
+        only note their arguments (`Passage.noting`).
         """
         with self._passage.noting() as notes, torch.no_grad():
             self._passage.model(

@@ -75,7 +75,7 @@ class Member:
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:
-        """Count one more call in `load` while the block runs.
+        """Return a context manager that counts one more call in `load`, for as long as the call waits for its answer.
 
         `load` is part of the `offer`, so that busy servers get less new work.
         """
@@ -88,7 +88,7 @@ class Member:
                 self.load -= 1
 
     def answered(self, reply: StepReply, elapsed: float | None, tokens: int, blocks: int) -> None:
-        """Take over the numbers of a reply, and lift a ban.
+        """Take over the numbers of a reply (speed, sessions, bytes of caches), and lift a ban.
 
         ``elapsed`` is the seconds from call to answer, or None if the server had to wait for other servers. ``tokens``
         and ``blocks`` are the size of the request.
@@ -103,7 +103,8 @@ class Member:
     def ban(self, now: float, seconds: float, why: str) -> float:
         """Ban the server because it did not answer or cannot serve; return for how many seconds from ``now``.
 
-        ``seconds`` doubles with each time in a row, up to 300.
+        The first ban lasts ``seconds``, each further one in a row twice as long, 300 at most. ``why`` is the reason,
+        for displays. ``now`` is as of `time.monotonic`.
         """
         for_ = min(seconds * 2.0**self.strikes, _LONGEST_BAN_SECONDS)
         self.strikes += 1
@@ -135,9 +136,10 @@ class Member:
         return Offer(self.blocks, self.hop, self.pace, self.load)
 
     def told(self, now: float, sizes: Sequence[int], budget: int | None) -> dict[str, Any]:
-        """Describe the server for a map, as a dict of JSON values.
+        """Describe the server for a map, as a dict of JSON values: name, state, note, blocks, bytes and counts.
 
-        ``sizes`` are the bytes of all blocks of the model, ``budget`` the bytes of caches that a server may hold.
+        ``sizes`` are the bytes of all blocks of the model, ``budget`` the bytes of caches that a server may hold, None
+        for no limit.
         """
         banned = self.state == "online" and self.is_banned(now)
         return {

@@ -199,25 +199,32 @@ class Crew:
     def start(self, workers: Sequence[int | str], spans: Sequence[tuple[int, int]], tell: Steps) -> None:
         """Make a server on each worker and load its span there, all at the same time; ``tell`` shows the progress.
 
-        Raises what `_came` raises for the first worker that fails.
+        Raises what `_wait_until_loaded` raises for the first worker that fails.
         """
-        made = [(self._made(worker), span) for worker, span in zip(workers, spans, strict=False)]
+        made = [(self._make_server(worker), span) for worker, span in zip(workers, spans, strict=False)]
         asked = [(member, self.send(member, "load", *span, extra=_LOADING_SECONDS)) for member, span in made]
         for number, (member, answer) in enumerate(asked):
             tell(f"serve: {number} of {len(asked)} workers have loaded their blocks; {member.name} loads ...")
-            self._came(member, answer)
+            self._wait_until_loaded(member, answer)
 
     def join(self, worker: int | str, begin: int, end: int, tell: Steps) -> None:
-        """Load these blocks on a worker besides those that it serves; ``tell`` shows the progress."""
+        """Load these blocks on a worker besides those that it serves; ``tell`` shows the progress.
+
+        A worker without a server that is online gets a new one. Raises what `_wait_until_loaded` raises.
+        """
         with self._changed:
             known = self._members.get(self._name_of(worker))
-        member = known if known is not None and known.state == "online" else self._made(worker)
+        member = known if known is not None and known.state == "online" else self._make_server(worker)
         tell(f"join: {member.name} loads blocks {begin} to {end - 1}, {size(sum(self.sizes[begin:end]))} ...")
-        self._came(member, self.send(member, "load", begin, end, extra=_LOADING_SECONDS))
+        self._wait_until_loaded(member, self.send(member, "load", begin, end, extra=_LOADING_SECONDS))
         tell(f"join: {member.name} serves {named(member.blocks)}.")
 
-    def _made(self, worker: int | str) -> Member:
-        """Make a new server on a worker, without waiting for it; it replaces an older member of the same name."""
+    def _make_server(self, worker: int | str) -> Member:
+        """Make a new server on a worker, without waiting for it, and return its record in the state "joining".
+
+        It replaces an older member of the same name. Raises UnknownWorker or WorkerLost if there is no such worker (any
+        more).
+        """
         record = self._agent.find(worker)
         address = Address(record.name, f"{self.incarnation}.{next(_numbers)}")
         server: RRef[Server] = api.remote(record.name, Server, (self._folder, self.options, address.key))
@@ -230,11 +237,11 @@ class Crew:
         self._journal.news()
         return member
 
-    def _came(self, member: Member, asked: Future[list[int]]) -> None:
-        """Wait until a server has loaded its blocks, and let it serve them.
+    def _wait_until_loaded(self, member: Member, asked: Future[list[int]]) -> None:
+        """Wait until a server has loaded its blocks (``asked`` is that call), and let it serve them.
 
-        A new server that fails is gone. Raises WorkerLost if the worker died, UsageError if the swarm was closed
-        meanwhile, `Gone` if the server has left meanwhile or does not answer, or the error of loading.
+        A new server that fails is marked as "gone". Raises WorkerLost if the worker died, UsageError if the swarm was
+        closed meanwhile, `Gone` if the server has left meanwhile or does not answer, or the error of loading.
         """
         try:
             blocks: list[int] = self.outwait(member, asked, max(self.step_timeout, _NEW_WORKER_SECONDS))
@@ -261,7 +268,8 @@ class Crew:
     def relieve(self, member: Member) -> None:
         """Let other servers load a server's blocks, and send no new work to it: its state becomes "draining".
 
-        Its sessions still have to move. If nobody can take its blocks (`NoRoute`), it is online again.
+        Its sessions still have to move. If nobody can take its blocks, it is online again, and this raises `NoRoute`.
+        Raises UsageError if the server is not online or draining.
         """
         with self._arranging:
             with self._changed:
@@ -270,7 +278,7 @@ class Crew:
                 member.state = "draining"  # it may be that already, when an interrupted call is repeated
             self._journal.tell(f"{member.name} is about to leave")
             try:
-                while not self._mended(0, len(self.sizes)):
+                while not self._load_unserved(0, len(self.sizes)):
                     pass
             except BaseException:
                 with self._changed:
@@ -294,7 +302,8 @@ class Crew:
     def shift(self, begin: int, end: int, member: Member) -> list[Member]:
         """Load these blocks on a server and take them away from all others; return those others.
 
-        The others keep the weights until `unload`, so that steps under way can end and sessions can move.
+        The others keep the weights until `unload`, so that steps under way can end and sessions can move. If the server
+        fails (`Gone`) or cannot load the blocks, that error is raised, and no server loses a block.
         """
         relieved = []
         with self._arranging:
@@ -310,7 +319,7 @@ class Crew:
         return relieved
 
     def unload(self, members: Sequence[Member]) -> None:
-        """Free the weights of the blocks that these servers do not serve any more."""
+        """Free the weights of the blocks that these servers do not serve any more. A server that is lost is skipped."""
         with self._arranging:
             for member in members:
                 with contextlib.suppress(Gone):
@@ -347,14 +356,15 @@ class Crew:
     def way(self, begin: int, end: int, *, spread: bool = False) -> list[tuple[Span, Member]]:
         """Return a route through these blocks: the fastest one, or a random one that spreads the load (``spread``).
 
-        If nobody serves a block, a server loads it first. If no server can, wait while a worker is joining, and for
-        ``route_timeout`` seconds in any case; then raise `NoRoute`.
+        The route is a list of spans, each with its server. If nobody serves a block, a server loads it first. If no
+        server can, wait while a worker is joining, and for ``route_timeout`` seconds in any case; then raise `NoRoute`.
+        Raises UsageError if the swarm is closed.
         """
         began = time.monotonic()
         while True:
             self.check_open()
             try:
-                if not self._mended(begin, end):
+                if not self._load_unserved(begin, end):
                     continue
             except NoRoute:
                 if not self._may_come(began):
@@ -368,18 +378,19 @@ class Crew:
                 else:
                     spans = routing.route(offers, begin, end)
             except NoRoute:
-                continue  # a server has been lost since `_mended`
+                continue  # a server has been lost since `_load_unserved`
             return [(span, members[span.server]) for span in spans]
 
     def _serving(self) -> dict[str, Member]:
-        """Return the members that may get new work, by name."""
+        """Return the members that may get new work, by name: those that are online and not banned."""
         now = time.monotonic()
         return {member.name: member for member in self.members if member.serves(now)}
 
     def _may_come(self, since: float) -> bool:
-        """Wait a moment for a worker to join; return False if the time for that, counted from ``since``, is over.
+        """Wait up to 0.1 s for a worker to join, and return True; return False if it is no use to wait any longer.
 
-        A thread that finds no route calls this before it tries again.
+        That is, no worker is joining, and ``route_timeout`` seconds have passed since the moment ``since``. A thread
+        that finds no route calls this before it tries again.
         """
         with self._changed:
             joining = any(member.state == "joining" for member in self._members.values())
@@ -389,7 +400,7 @@ class Crew:
                 self._changed.wait(0.1)
         return True
 
-    def _mended(self, begin: int, end: int) -> bool:
+    def _load_unserved(self, begin: int, end: int) -> bool:
         """Let servers load the blocks that nobody serves; return False if one failed and this has to be done again.
 
         A server that fails is banned or lost afterwards, so the next try takes others. Raises `NoRoute`.
@@ -406,7 +417,7 @@ class Crew:
         Raises `NoRoute`, which says why other servers do not serve, or `Gone` if a server fails: one that dies is
         lost, one that cannot load, such as for lack of memory, is banned.
         """
-        if not _missing(self._serving(), begin, end):
+        if not _lacks_block(self._serving(), begin, end):
             return
         with self._arranging:
             members = self._serving()
@@ -415,7 +426,7 @@ class Crew:
             try:
                 spans = routing.assign(blocks, begin, end, self.sizes, room)
             except NoRoute as error:
-                raise NoRoute("; ".join([str(error), *self._excused()])) from None
+                raise NoRoute("; ".join([str(error), *self._why_not_serving()])) from None
             for span in spans:  # a quick call first: finding that a server hangs must not take as long as loading may
                 self.ask(members[span.server], "info")
             asked = [
@@ -435,7 +446,7 @@ class Crew:
                         member.blocks = loaded
                 self._journal.tell(f"{member.name} takes {wanted}")
 
-    def _excused(self) -> list[str]:
+    def _why_not_serving(self) -> list[str]:
         """Return why each server that is not online does not serve, for error messages."""
         told = [member.told(time.monotonic(), self.sizes, None) for member in self.members]
         return [
@@ -459,7 +470,7 @@ class Crew:
     def send(self, member: Member, method: str, *args: Any, extra: float = 0.0, **kwargs: Any) -> Future[Any]:
         """Call a method of a server, without waiting; `answer` takes the future that is returned.
 
-        The call times out ``extra`` seconds after the time of a step. A call to a server that is known to be lost
+        The call times out after `step_timeout` and ``extra`` seconds more. A call to a server that is known to be lost
         returns a failed future.
         """
         timeout = self.step_timeout + extra
@@ -511,7 +522,7 @@ class Crew:
     def outwait(self, member: Member, asked: Future[Any], within: float | None = None) -> Any:
         """Wait for a call that may take long, like `answer`, as long as its worker answers another call meanwhile.
 
-        The worker is asked every ``within`` seconds, by default the time of a step; no answer raises `Gone`.
+        The worker is asked every ``within`` seconds, by default `step_timeout`; no answer raises `Gone`.
         """
         within = self.step_timeout if within is None else within
         with member.asked():
@@ -543,9 +554,9 @@ class Crew:
         return reply.result
 
     def abandon(self, session: str, members: Sequence[Member] | None = None, begin: int | None = None) -> None:
-        """Tell all servers, or ``members``, to drop a session, or its span at ``begin``; does not wait.
+        """Tell all servers, or ``members``, to drop a session, or only its span that begins with ``begin``.
 
-        Servers that do not have it ignore the call.
+        Does not wait. Servers that do not have it ignore the call.
         """
         with self.working():
             for member in self.there if members is None else members:
@@ -574,7 +585,7 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _missing(members: dict[str, Member], begin: int, end: int) -> bool:
+def _lacks_block(members: dict[str, Member], begin: int, end: int) -> bool:
     """Return whether there is a block in the range that none of these members has."""
     known = {number for member in members.values() for number in member.blocks}
     return any(number not in known for number in range(begin, end))

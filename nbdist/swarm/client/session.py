@@ -6,13 +6,13 @@ A route is a chain of spans; the client keeps the inputs of each span in a `Hist
                            span 0 ──push► span 1 ──push► span 2 ──► result
     servers                worker0        worker1        worker0
 
-    a step      `_through`: `_send` to all servers at once, then `_wait` for each in turn
+    a step      `_step_with_spares`: `_send` to all servers at once, then `_wait_for_result` for each in turn
     worker1 serves span 1 no longer        `_replace`
-      ├─ it still answers (`leave`, `move`): another server takes its caches over        `_moved`
-      └─ it is dead: other servers load its blocks (`_opened`), then                     `_caught_up`
+      ├─ it still answers (`leave`, `move`): another server takes its caches over        `_move_caches`
+      └─ it is dead: other servers load its blocks (`_open_on_a_route`), then                     `_caught_up`
            ├─ recover="fast": get all inputs of the history in one merged step           `_at_once`
            └─ recover="exact", or the result of the merged step was different:
-              get the steps of the history one by one, equal to the last bit             `_again`
+              get the steps of the history one by one, equal to the last bit             `_step_of_lost_part`
 
 The other spans are not touched: their servers keep their caches.
 
@@ -140,7 +140,7 @@ class Session:
         return self._parts[0].history.tokens if self._parts else 0
 
     def note(self, name: str, args: tuple[Any, ...]) -> None:
-        """Remember an operation on the client's cache; the servers do it to their caches before the next step.
+        """Remember an operation on the client's cache, such as ("crop", (-2,)); servers repeat it before the next step.
 
         Without another step, nothing happens to the servers' caches.
         """
@@ -205,23 +205,25 @@ class Session:
         self.rows = hidden.shape[0]
         self._expected = max(self._expected, self.tokens + hidden.shape[1])
         if not self._parts:
-            self._parts = self._opened(self._begin, self._end)
+            self._parts = self._open_on_a_route(self._begin, self._end)
         # The position of the first new token: operations that crop the cache come first, by negative numbers.
         begin = self.tokens + sum(min(0, each.args[0]) for each in before if each.name == "crop")
         if prompts is not None:
             prompts = prompts[:, :, begin : begin + hidden.shape[1]]
         size = self._chunk
         if size is None or hidden.shape[1] <= size:
-            return self._through(Step(before, hidden, tuple(calls), prompts if _is_some(prompts) else None))
+            return self._step_with_spares(Step(before, hidden, tuple(calls), prompts if _is_some(prompts) else None))
         found = []
         for given, called in merging.split(hidden, calls, begin, size, adapter.windows(self._empty), self._begin):
             prompt = prompts[:, :, : given.shape[1]] if prompts is not None else None
-            found.append(self._through(Step(before, given, tuple(called), prompt if _is_some(prompt) else None)))
+            found.append(
+                self._step_with_spares(Step(before, given, tuple(called), prompt if _is_some(prompt) else None))
+            )
             prompts = prompts[:, :, given.shape[1] :] if prompts is not None else None
             before = ()  # only before the first of the smaller steps
         return torch.cat(found, 1)
 
-    def _through(self, step: Step) -> torch.Tensor:
+    def _step_with_spares(self, step: Step) -> torch.Tensor:
         """Take one step, with new servers in place of those that are lost; return what comes out of the last span.
 
         All servers are called at once. Each pushes its output to the next one, and also returns it to the client,
@@ -232,13 +234,13 @@ class Session:
         hidden, at, tries = step.hidden, 0, 0
         while at < len(self._parts):
             part = self._parts[at]
-            own = self._own(part, step, hidden)
+            own = self._part_for_span(part, step, hidden)
             try:
                 if part not in sent:
                     if not part.member.has(part.span, time.monotonic()):
                         raise Gone(part.member.name)
                     sent = self._send(at, step, hidden)
-                result = self._wait(part, *sent[part], own, first=not at)
+                result = self._wait_for_result(part, *sent[part], own, first=not at)
             except Gone as gone:
                 tries += 1
                 if tries > _MAX_LOST_SERVERS:
@@ -253,15 +255,19 @@ class Session:
             hidden, at = result, at + 1
         return hidden
 
-    def _own(self, part: _Part, step: Step, hidden: torch.Tensor) -> Step:
-        """Return the part of a step that concerns the blocks of one span; ``hidden`` is the input of that span."""
+    def _part_for_span(self, part: _Part, step: Step, hidden: torch.Tensor) -> Step:
+        """Return a step as one span of the route takes it: with the calls and prompts of its blocks.
+
+        ``hidden`` is the input of the span.
+        """
         span = slice(part.span.begin - self._begin, part.span.end - self._begin)
         return Step(step.before, hidden, step.calls[span], step.prompts[span] if step.prompts is not None else None)
 
     def _send(self, at: int, step: Step, hidden: torch.Tensor) -> dict[_Part, tuple[Future[StepReply], float]]:
-        """Call all servers from span ``at`` on for a step; return each call's future and the time of sending it.
+        """Call all servers from span number ``at`` of the route on for a step; return each call's future and its time.
 
-        The first one gets ``hidden`` with the call; the others wait until the server before them pushes their input.
+        The time of sending is as of `time.perf_counter`. The first server gets ``hidden`` with the call; the others
+        wait until the server before them pushes their input.
         """
         self._link()
         crew, tokens = self._crew, hidden.shape[1]
@@ -269,9 +275,9 @@ class Session:
         nothing = hidden.new_empty(0)
         found = {}
         for number, part in enumerate(self._parts[at:]):
-            told = self._own(part, step, nothing if number else hidden)
+            told = self._part_for_span(part, step, nothing if number else hidden)
             if not number:
-                told = self._sent(part, self._number, told)
+                told = self._step_to_send(part, self._number, told)
             asked = crew.send(
                 part.member,
                 "step",
@@ -288,32 +294,36 @@ class Session:
             found[part] = asked, time.perf_counter()
         return found
 
-    def _sent(self, part: _Part, number: int, own: Step) -> Step:
-        """Return the step to send; a large input is pushed ahead of it in pieces, and the step goes without it."""
+    def _step_to_send(self, part: _Part, number: int, own: Step) -> Step:
+        """Return what to send to a span's server for a step; a large input is pushed ahead in pieces, and left out."""
         if len(pieces(own.hidden)) == 1:
             return own
-        self._bring(part, number, own.hidden)
+        self._push_input(part, number, own.hidden)
         return own._replace(hidden=own.hidden.new_empty(0))
 
-    def _bring(self, part: _Part, number: int, hidden: torch.Tensor) -> None:
+    def _push_input(self, part: _Part, number: int, hidden: torch.Tensor) -> None:
         """Push a step's input to a server from the client, in pieces; does not wait.
 
-        ``number`` is the number of the step. Sending a piece twice is harmless.
+        ``part`` is the span of the route with its server, ``number`` the number of the step. Sending a piece twice is
+        harmless.
         """
         for at, piece in pieces(hidden):
             self._crew.send(part.member, "push", self.id, part.span.begin, number, at, piece)
 
-    def _wait(self, part: _Part, asked: Future[StepReply], since: float, own: Step, *, first: bool) -> torch.Tensor:
-        """Return a server's result of a step; `Gone` if it is lost.
+    def _wait_for_result(
+        self, part: _Part, asked: Future[StepReply], since: float, own: Step, *, first: bool
+    ) -> torch.Tensor:
+        """Wait for a server's result of a step and return it; raise `Gone` if the server is lost or does not answer.
 
-        ``first`` says that its input went with the call. Any other server may wait for a push that got lost, so
-        the client pushes the input after `_PUSH_SECONDS` seconds.
+        ``asked`` is the call, which was sent at the time ``since``. ``first`` says that its input went with the call.
+        Any other server may wait for a push that got lost, so the client pushes the input after `_PUSH_SECONDS`
+        seconds.
         """
         if not first:
             with contextlib.suppress(Exception):  # an error of the call is raised by `Crew.answer` below
                 asked.wait(_PUSH_SECONDS)
             if not asked.done():
-                self._bring(part, self._number, own.hidden)
+                self._push_input(part, self._number, own.hidden)
         # The server has its input by now. Only from here on does its time count: it is not to blame for servers before.
         reply = self._crew.answer(part.member, asked, None if first else self._crew.step_timeout)
         elapsed = time.perf_counter() - since if first else None
@@ -324,10 +334,11 @@ class Session:
 
     # -- ways ---------------------------------------------------------------------------------
 
-    def _opened(self, begin: int, end: int) -> list[_Part]:
+    def _open_on_a_route(self, begin: int, end: int) -> list[_Part]:
         """Find a route through these blocks and open the session on all of its servers; try again if one is lost.
 
-        Raises `NoRoute` after 16 attempts, or if a block has no server.
+        Returns the spans of the route with their servers and empty histories. Raises `NoRoute` after 16 attempts, or if
+        a block has no server, and `CacheFull` if a server has no memory for the caches.
         """
         for _ in range(_MAX_LOST_SERVERS):
             way = self._crew.way(begin, end)
@@ -346,10 +357,10 @@ class Session:
         )
 
     def _open(self, parts: Sequence[_Part]) -> None:
-        """Open the session on the servers of these parts.
+        """Open the session on the servers of these spans of the route. Raises `Gone` if one is lost, or `CacheFull`.
 
-        All at once if caches are unlimited. Otherwise one after the other, in the order of the route: two sessions
-        that each hold memory on one server and wait for the other's would never end.
+        All at once if caches are unlimited. Otherwise one after the other, in the order of the route: two sessions that
+        each hold memory on one server and wait for the other's would never end.
         """
         crew = self._crew
         limited = crew.options.cache_bytes is not None
@@ -407,7 +418,7 @@ class Session:
         part = self._parts[at]
         for _ in range(_MAX_LOST_SERVERS):
             try:
-                parts = self._moved(part) or self._caught_up(part)
+                parts = self._move_caches(part) or self._caught_up(part)
             except Gone:
                 continue
             self._parts[at : at + 1] = parts
@@ -420,10 +431,11 @@ class Session:
             "the session's inputs. Swarm.log says why."
         )
 
-    def _moved(self, part: _Part) -> list[_Part] | None:
+    def _move_caches(self, part: _Part) -> list[_Part] | None:
         """Move the caches of a span to another server; None if that is not possible, and `_caught_up` has to be used.
 
-        It is possible while the old server answers and one other server has all blocks of the span.
+        Returns a list of the span with its new server. It is possible while the old server answers and one other server
+        has all blocks of the span.
         """
         if not part.used or not part.member.there or part.member.is_banned(time.monotonic()):
             return None
@@ -454,21 +466,22 @@ class Session:
         return [_Part(span, member, part.history, used=True)]
 
     def _caught_up(self, gone: _Part) -> list[_Part]:
-        """Open a span on other servers and replay its history there; return their parts. Logs how long it took.
+        """Open a span on other servers and replay its history there; return the spans that take its place.
 
-        Raises `Gone` if one of the new servers fails; the lost server's part is not changed then.
+        Logs how long it took. Raises `Gone` if one of the new servers fails; the lost server's part is not changed
+        then.
         """
         began = time.perf_counter()
         history = gone.history
-        parts = self._opened(gone.span.begin, gone.span.end)
+        parts = self._open_on_a_route(gone.span.begin, gone.span.end)
         how = "nothing to do again"
         if self.recover == "fast" and len(history.steps) > 1 and self._at_once(gone, parts):
             how = f"{counted(history.tokens, 'token')} at once"
         elif history.steps:
             if any(part.used for part in parts):  # the merged step failed, and has left wrong caches
-                parts = self._opened(gone.span.begin, gone.span.end)
+                parts = self._open_on_a_route(gone.span.begin, gone.span.end)
             for step in history.steps:
-                self._again(gone, parts, step)
+                self._step_of_lost_part(gone, parts, step)
             how = f"{counted(len(history.steps), 'step')} again"
         if len(parts) == 1:
             parts[0].history = history
@@ -478,10 +491,11 @@ class Session:
         self._journal.tell(f"session {self.id} goes on by {who}: {how}, {duration(time.perf_counter() - began)}")
         return parts
 
-    def _again(self, gone: _Part, parts: Sequence[_Part], step: Step) -> torch.Tensor:
-        """Take a step of the lost part ``gone`` through its successors, one after the other; return the result.
+    def _step_of_lost_part(self, gone: _Part, parts: Sequence[_Part], step: Step) -> torch.Tensor:
+        """Take a step of a lost server's span, ``gone``, through the spans that take its place; return the result.
 
-        Each successor adds the step to its history. Raises `Gone` if one of them is lost.
+        They compute it one after the other, and each adds the step to its history. Raises `Gone` if one of their
+        servers is lost.
         """
         hidden = step.hidden
         for part in parts:
@@ -495,7 +509,7 @@ class Session:
                 part.span.begin,
                 REPLAYED,
                 hidden.shape[1],
-                self._sent(part, REPLAYED, own),
+                self._step_to_send(part, REPLAYED, own),
                 push=False,
                 patience=self._crew.step_timeout,
             )
@@ -507,12 +521,14 @@ class Session:
     def _at_once(self, gone: _Part, parts: Sequence[_Part]) -> bool:
         """Replay the whole history as one merged step; return whether the result equals the old one within rounding.
 
-        If it does not, or the steps cannot be merged, the log says why, and the caches of ``parts`` are not usable.
+        ``parts`` are the spans that take the place of the lost one, ``gone``. If the result differs, or the steps
+        cannot be merged, the log says why, and the caches of ``parts`` are not usable. Raises `Gone` if one of their
+        servers is lost.
         """
         try:
             merged = merging.merge(gone.history, self._crew.layout)
             calls = tuple(adapter.LayerCall(*call) for call in merged.calls)
-            found = self._again(gone, parts, Step((), merged.hidden, calls, merged.prompts))
+            found = self._step_of_lost_part(gone, parts, Step((), merged.hidden, calls, merged.prompts))
             if merging.is_near(found, merged.result, merged.calls):
                 return True
             why = "its result was different"
@@ -537,12 +553,12 @@ class Session:
             try:
                 for part in list(self._parts):
                     if not part.member.has(part.span, time.monotonic()):
-                        self._leave(part)
+                        self._replace_server(part)
             finally:
                 self.state = "idle"
 
-    def _leave(self, part: _Part) -> None:
-        """Replace the server of a part; an error goes to the log only.
+    def _replace_server(self, part: _Part) -> None:
+        """Replace the server of a span of the route; an error goes to the log only.
 
         The next step tries again, and raises an error that comes again.
         """

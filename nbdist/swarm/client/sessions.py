@@ -41,7 +41,7 @@ class Sessions:
         """Guards the set of sessions and the start of the thread."""
         self._open: weakref.WeakSet[Session] = weakref.WeakSet()
         self._over: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        """The ids of sessions whose caches are gone, for the thread `_settle`; None ends it."""
+        """The ids of sessions whose caches are gone, for the thread `_close_sessions`; None ends it."""
         self._settler: threading.Thread | None = None
         weakref.finalize(self, self._over.put, None).atexit = False
 
@@ -69,7 +69,7 @@ class Sessions:
             self._open.add(session)
             if self._settler is None:
                 self._settler = threading.Thread(
-                    target=_settle, args=(weakref.ref(self), self._over), name="swarm settles", daemon=True
+                    target=_close_sessions, args=(weakref.ref(self), self._over), name="swarm settles", daemon=True
                 )
                 self._settler.start()
         weakref.finalize(cache, self._over.put, session.id).atexit = False
@@ -80,14 +80,15 @@ class Sessions:
         return check_recover(self.recover if recover is None else recover)
 
     def open(self) -> list[Session]:
-        """Return the sessions whose caches have not been collected."""
+        """Return the sessions whose caches have not been collected, including those that take no further steps."""
         with self._lock:
             return list(self._open)
 
     def over(self, session: str) -> None:
         """Tell all servers, without waiting, to drop the session with this id.
 
-        Called when the session's cache is closed or collected; servers without the session ignore it.
+        Called when the session's cache is collected, or its ``with`` statement ends; servers without the session ignore
+        it.
         """
         self.crew.abandon(session)
         self._journal.news()
@@ -97,7 +98,7 @@ class Sessions:
         self._over.put(None)
 
 
-def _settle(sessions: weakref.ref[Sessions], over: queue.SimpleQueue[str | None]) -> None:
+def _close_sessions(sessions: weakref.ref[Sessions], over: queue.SimpleQueue[str | None]) -> None:
     """Close sessions whose ids arrive on ``over``, until None arrives: the body of the thread "swarm settles"."""
     while (session := over.get()) is not None:
         found = sessions()

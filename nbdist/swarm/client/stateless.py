@@ -44,7 +44,8 @@ def through(
 ) -> torch.Tensor:
     """Take hidden states through the blocks from ``begin`` on, one for each of ``calls``; return the hidden states.
 
-    If ``hidden`` or ``prompts`` require gradients, so does the result. Raises `NoRoute`.
+    If gradients are enabled and ``hidden`` or ``prompts`` require them, so does the result. Servers that are lost are
+    replaced. Raises `NoRoute` if no server can serve a block, or too many failed.
     """
     if prompts is not None:
         prompts = prompts[:, :, : hidden.shape[1]]  # the sequences may be shorter than the prompts
@@ -56,19 +57,20 @@ def through(
 
 
 def forward(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
-    """Take an item through its blocks in micro-batches; return the hidden states, and the entrances of each one.
+    """Take an item, the input of some blocks, through the blocks in micro-batches.
 
-    An entrance is the input of one span, which the backward pass sends again. Raises `NoRoute`.
+    Returns the hidden states behind the blocks, and the entrances of each micro-batch. An entrance is the input of one
+    span, which the backward pass sends again. Raises `NoRoute`.
     """
     parts = stacking.parts(item, crew.micro_batch)
-    found = _each(crew, [(_one, (crew, begin, part)) for part in parts])
+    found = _run_each(crew, [(_one_micro_batch, (crew, begin, part)) for part in parts])
     return torch.cat([result for result, _ in found]), [way for _, way in found]
 
 
-def _one(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, list[_Entrance]]:
+def _one_micro_batch(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, list[_Entrance]]:
     """Take one micro-batch through its blocks; when a server is lost, take a new route from its span on.
 
-    Raises `NoRoute` after too many lost servers.
+    Returns the hidden states and the input of each span. Raises `NoRoute` after more than `_TRIES` lost servers.
     """
     found: list[_Entrance] = []
     hidden, at, end = item.hidden, begin, begin + len(item.calls)
@@ -85,11 +87,11 @@ def _one(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, list[_
                 found.append(_Entrance(span.begin, span.end, own))
                 hidden, at = hidden_after, span.end
         except Gone as gone:
-            tries = _count(tries, gone)
+            tries = _count_try(tries, gone)
     return hidden, found
 
 
-def _count(tries: int, gone: Gone) -> int:
+def _count_try(tries: int, gone: Gone) -> int:
     """Return ``tries``, the servers that failed before this one, and one more; raise `NoRoute` if that is too many."""
     tries += 1
     if tries > _TRIES:
@@ -98,7 +100,10 @@ def _count(tries: int, gone: Gone) -> int:
 
 
 def _of_blocks(item: StackInput, hidden: torch.Tensor, first: int, begin: int, end: int) -> StackInput:
-    """Return the item for a span of the blocks of ``item``, which begin with ``first``; ``hidden`` is its input."""
+    """Return the input of the span from block ``begin`` to before ``end``: ``hidden``, with that part of the item.
+
+    ``item`` is the input of more blocks, from ``first`` on; its calls and prompts of the span are taken.
+    """
     span = slice(begin - first, end - first)
     prompts = item.prompts[span] if item.prompts is not None else None
     return StackInput(hidden, item.calls[span], prompts, None, item.layout)
@@ -127,7 +132,9 @@ class _Through(torch.autograd.Function):
         (gradient,) = gradients
         sizes = [way[0].item.hidden.shape[0] for way in ctx.ways]
         given = gradient.split(sizes)
-        found = _each(ctx.crew, [(_back, (ctx.crew, way, part)) for way, part in zip(ctx.ways, given, strict=True)])
+        found = _run_each(
+            ctx.crew, [(_backpropagate, (ctx.crew, way, part)) for way, part in zip(ctx.ways, given, strict=True)]
+        )
         prompts = None
         if ctx.shape is not None:
             parts = [torch.cat(part) for _, part in found]  # one for each micro-batch
@@ -135,10 +142,11 @@ class _Through(torch.autograd.Function):
         return torch.cat([part for part, _ in found]), prompts, None, None, None
 
 
-def _back(crew: Crew, way: list[_Entrance], gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Backpropagate one micro-batch through all its spans.
+def _backpropagate(crew: Crew, way: list[_Entrance], gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Backpropagate one micro-batch through all its spans; ``way`` has the input of each, in the order of forward.
 
-    Returns the gradient of its input, and the gradients of the prompts of each span, from the first span on.
+    ``gradient`` is that of the micro-batch's output. Returns the gradient of its input, and the gradients of the
+    prompts of each span, from the first span on.
     """
     prompts: list[torch.Tensor] = []
     for entrance in reversed(way):
@@ -150,8 +158,9 @@ def _back(crew: Crew, way: list[_Entrance], gradient: torch.Tensor) -> tuple[tor
 def _back_through(crew: Crew, entrance: _Entrance, gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Backpropagate through one span of the forward pass, on the servers that have its blocks now.
 
-    If those are several, the inputs of all but the first are computed again. When a server is lost, the whole span is
-    done again on a new route. Returns the gradient of the input, and the gradients of the prompts by server.
+    ``entrance`` is the span and its input. If those servers are several, the inputs of all but the first are computed
+    again. When a server is lost, the whole span is done again on a new route. Returns the gradient of the input, and
+    the gradients of the prompts by server. Raises `NoRoute` after too many lost servers.
     """
     begin, end, item = entrance
     tries = 0
@@ -178,16 +187,16 @@ def _back_through(crew: Crew, entrance: _Entrance, gradient: torch.Tensor) -> tu
                 if prompt is not None:
                     prompts.insert(0, prompt)
         except Gone as gone:
-            tries = _count(tries, gone)
+            tries = _count_try(tries, gone)
         else:
             return found, prompts
 
 
-def _each(crew: Crew, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
+def _run_each(crew: Crew, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
     """Run all (function, arguments), up to 8 at a time on threads of their own; return the results in order.
 
-    The first error, in that order, is raised once the jobs before it are done. Jobs that have not begun are cancelled
-    then, and nobody waits for the others.
+    A single job runs in the calling thread. The first error, in that order, is raised once the jobs before it are done.
+    Jobs that have not begun are cancelled then, and nobody waits for the others.
     """
 
     def run(job: tuple[Any, tuple[Any, ...]]) -> Any:

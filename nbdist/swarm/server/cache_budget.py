@@ -45,7 +45,7 @@ class Ticket:
 
 
 class Budget:
-    """Up to ``limit`` bytes that owners share; None for no limit. Not thread-safe: `Room` has the lock."""
+    """Up to ``limit`` bytes that owners share, by tickets; None for no limit. Not thread-safe: `Room` has the lock."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -65,7 +65,7 @@ class Budget:
         if self.limit is not None and has + nbytes > self.limit:
             more = f", besides {has} that it has," if has else ""
             raise CacheFull(
-                f"{nbytes} bytes of caches{more} do not fit into {self.limit}, ever: "
+                f"{nbytes} bytes of caches{more} can never fit, as the limit is {self.limit} bytes: "
                 "use shorter or fewer sequences, or call serve with more cache_bytes"
             )
         ticket = Ticket(owner, nbytes, deadline)
@@ -88,7 +88,7 @@ class Budget:
     def release(self, owner: Hashable) -> list[Ticket]:
         """Take back all bytes and end all tickets of an owner; return the tickets that are granted because of that.
 
-        An owner without tickets is ignored.
+        The caller wakes the threads that wait for those. An owner without tickets is ignored.
         """
         for ticket in self._granted.pop(owner, []):
             self.used -= ticket.nbytes
@@ -101,7 +101,7 @@ class Budget:
     def cancel(self, ticket: Ticket) -> list[Ticket]:
         """End one ticket and take back its bytes; return the tickets that are granted because of that.
 
-        For a ticket that is over, nothing changes.
+        The caller wakes the threads that wait for those. For a ticket that is over, nothing changes.
         """
         if ticket.state == "waiting":
             self._waiting.remove(ticket)
@@ -116,7 +116,7 @@ class Budget:
     def expire(self, now: float) -> list[Ticket]:
         """End the waiting tickets whose deadline has come; return them and those that are granted because of that.
 
-        ``now`` is in the same clock as the deadlines.
+        The caller wakes the threads that wait for them. ``now`` is in the same clock as the deadlines.
         """
         expired = [ticket for ticket in self._waiting if ticket.deadline <= now]
         for ticket in expired:
@@ -125,7 +125,10 @@ class Budget:
         return expired + self._grant()
 
     def _grant(self) -> list[Ticket]:
-        """Grant waiting tickets in order, up to the first that does not fit: no smaller ticket overtakes it."""
+        """Grant waiting tickets in order, up to the first that does not fit; return those that were granted.
+
+        No smaller ticket overtakes one that does not fit.
+        """
         found = []
         for ticket in self.waiting:
             if self.limit is not None and self.used + ticket.nbytes > self.limit:

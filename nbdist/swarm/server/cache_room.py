@@ -33,7 +33,7 @@ class Room:
 
     @property
     def wanting(self) -> int:
-        """The number of tickets that wait for memory."""
+        """The number of requests for memory that wait."""
         with self._changed:
             return len(self._budget.waiting)
 
@@ -44,8 +44,9 @@ class Room:
     def reserve(self, key: Key, session: ServerSession, per_token: float, tokens: int, deadline: float) -> None:
         """Reserve memory for ``tokens`` tokens of ``per_token`` bytes; wait for it until ``deadline`` if necessary.
 
-        Reserves for all tokens that the session expects, if so many can ever fit. Does nothing if the session has
-        reserved enough already.
+        ``key`` is the session's id and the first block of its span; ``deadline`` is as of `time.monotonic`. Reserves
+        for all tokens that the session expects, if so many can ever fit. Does nothing if the session has reserved
+        enough already.
 
         Raises:
             CacheFull: the memory can never suffice, or did not become free in time.
@@ -79,7 +80,8 @@ class Room:
     def _await(self, ticket: Ticket, session: ServerSession, deadline: float) -> None:
         """Wait until a ticket is granted or expired, or the session ends.
 
-        The caller holds the lock; it is released while this waits.
+        If the session has ended, or the wait is interrupted, the ticket is cancelled. The caller holds the lock; it is
+        released while this waits.
         """
         try:
             with blocking_wait():
@@ -101,9 +103,9 @@ class Room:
             self._changed.notify_all()
 
     def expire(self, now: float) -> None:
-        """Expire the tickets whose deadline has come, and wake their threads.
+        """End the waiting requests for memory whose deadline has come, and wake their threads, which raise CacheFull.
 
-        Those threads raise CacheFull.
+        ``now`` is as of `time.monotonic`. The server's computing thread calls this about once a second.
         """
         with self._changed:
             if self._budget.expire(now):

@@ -93,7 +93,8 @@ class Runtime:
     def keep(self) -> None:
         """Start the thread if there is none, and do not let it end before the next call of ``look``.
 
-        Called when there is something new for ``look`` to watch, such as a session that may expire.
+        ``look`` is the server's function that ends what has expired. Called when there is something new for it, such as
+        a session that may expire.
         """
         with self._changed:
             self._kept = True
@@ -102,16 +103,16 @@ class Runtime:
                 self._thread.start()
 
     def _serve(self) -> None:
-        """Run `_work` as the body of the computing thread."""
+        """Run `_run_loop` as the body of the computing thread."""
         try:
-            self._work()
+            self._run_loop()
         except BaseException:
             with self._changed:
                 self._thread = None  # so that the next request starts another
             raise
 
-    def _work(self) -> None:
-        """Compute requests and call ``look`` until the thread is not needed any more: its main loop."""
+    def _run_loop(self) -> None:
+        """Compute requests, and call ``look`` about once a second, until the thread is not needed any more."""
         used = looked = time.monotonic()
         while True:
             with self._changed:
@@ -145,7 +146,10 @@ class Runtime:
             return True
 
     def _run(self, jobs: Sequence[_Job]) -> None:
-        """Compute jobs as one and wake the threads that wait for them, with a result or an error for each."""
+        """Compute the work of several requests as one, and wake the threads that wait for it.
+
+        Each gets a result or an error. Runs on the computing thread.
+        """
         began = time.perf_counter()
         try:
             outcomes: Sequence[Any] = self._compute([job.work for job in jobs])

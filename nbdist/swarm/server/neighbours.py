@@ -26,11 +26,17 @@ class Neighbour(Protocol):
     """The methods of a `nbdist.swarm.server.server.Server` that other servers call."""
 
     def push(self, id: str, begin: int, number: int, at: int, hidden: torch.Tensor) -> None:
-        """Store hidden states of step ``number`` of a session, from token ``at`` on."""
+        """Store a piece of the input of step ``number`` of session ``id``: its tokens from ``at`` on.
+
+        ``at`` counts the step's new tokens from 0. ``begin`` is the first block of the session's span on that server.
+        """
         ...
 
     def export(self, id: str, begin: int, first: int, last: int, patience: float) -> tuple[Any, ...]:
-        """Return what another server needs to continue a session on some blocks."""
+        """Return what another server needs to continue a session on the blocks from ``first`` to before ``last``.
+
+        See `nbdist.swarm.server.server.Server.export`.
+        """
         ...
 
 
@@ -62,10 +68,10 @@ def call(to: Address, timeout: float, method: str, *args: Any) -> Any:
 
     Raises NobodyThere, WorkerLost or RpcTimeout if the server does not answer, or the error of the method.
     """
-    return rpc_sync(to.worker, _here, args=(to.key, method, *args), timeout=timeout)
+    return rpc_sync(to.worker, _call_server, args=(to.key, method, *args), timeout=timeout)
 
 
-def _here(key: str, method: str, *args: Any) -> Any:
+def _call_server(key: str, method: str, *args: Any) -> Any:
     """Call a method of the server with this key: runs on the worker that was called.
 
     Raises NobodyThere if it is gone, and the errors of the method.
@@ -81,9 +87,10 @@ def _here(key: str, method: str, *args: Any) -> Any:
 def hand_on(to: Address, session: str, begin: int, number: int, hidden: torch.Tensor) -> None:
     """Push hidden states of step ``number`` to the next server, in pieces if they are large; does not wait.
 
-    A push that fails is no error: the client pushes the same hidden states when the next server does not answer.
+    ``begin`` is the first block of the session's span there. A push that fails is no error: the client pushes the same
+    hidden states when the next server does not answer.
     """
     with contextlib.suppress(NbdistError):
         for at, piece in pieces(hidden):
             args = (to.key, "push", session, begin, number, at, piece)
-            rpc_async(to.worker, _here, args=args, timeout=_PUSH_TIMEOUT)
+            rpc_async(to.worker, _call_server, args=args, timeout=_PUSH_TIMEOUT)

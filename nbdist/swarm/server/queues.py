@@ -87,7 +87,10 @@ class Pools:
         return True
 
     def take(self) -> list[QueuedRequest]:
-        """Take out the first request, and all later ones that can be computed with it; an empty list if none waits."""
+        """Take out the first request, and all later ones that can be computed with it; an empty list if none waits.
+
+        They are of one kind and have an equal key `together`, and have at most `batch` tokens in all.
+        """
         found: list[QueuedRequest] = []
         size = 0
         # A request that does not fit into the batch is passed over, and later ones may still fit.

@@ -145,7 +145,8 @@ class Server:
     def unload(self, keep: Sequence[int]) -> list[int]:
         """Drop all blocks but those in ``keep``; return the numbers of all blocks that are left.
 
-        Waits until the computing thread is between two requests. Numbers without a block are ignored.
+        Waits until the computing thread is between two requests, and drops the blocks there. Numbers without a block
+        are ignored.
         """
 
         def work() -> list[int]:  # on the computing thread, which otherwise might be inside one of these blocks
@@ -201,7 +202,11 @@ class Server:
             self._room.reserve((id, begin), session, per_token, tokens, time.monotonic() + patience)
 
     def _enter(self, id: str, begin: int, session: ServerSession) -> None:
-        """Register a session at a span, in place of one that is there; keep the computing thread to look after it."""
+        """Register a session at a span, in place of one that is there.
+
+        ``begin`` is the first block of the span. The computing thread is kept, so that it can drop the session when it
+        has expired.
+        """
         before = self._sessions.pop((id, begin), None)
         if before is not None:
             self._end((id, begin), before, "it was opened anew")
@@ -228,13 +233,16 @@ class Server:
     def _end(self, key: tuple[str, int], session: ServerSession, why: str) -> None:
         """End a session that was taken out of the table, and free its memory.
 
-        Calls that wait fail with `NoSession`, which gives ``why``.
+        ``key`` is its id and the first block of its span. Calls that wait fail with `NoSession`, which gives ``why``.
         """
         session.end(f"session {key[0]} is over: {why}")
         self._room.release(key)
 
     def _find(self, id: str, begin: int) -> ServerSession:
-        """Return a session and note that it was used now; raise NoSession if it is not here."""
+        """Return a session at the span that begins with ``begin``, and note that it was used now.
+
+        Raises NoSession if it is not here.
+        """
         session = self._sessions.get((id, begin))
         if session is None:
             raise NoSession(
@@ -244,9 +252,10 @@ class Server:
         return session
 
     def push(self, id: str, begin: int, number: int, at: int, hidden: torch.Tensor) -> None:
-        """Store hidden states of step ``number``, from token ``at`` on. Storing the same part twice is harmless.
+        """Store a piece of the input of step ``number`` of a session: its tokens from ``at`` on. Twice is harmless.
 
-        The step is computed as soon as all of its hidden states, and the call of `step`, are here.
+        ``at`` counts the step's new tokens from 0. The step is computed as soon as all of its hidden states, and the
+        call of `step`, are here. Raises NoSession if the session is not here.
         """
         session = self._find(id, begin)
         with session.changed:
@@ -270,8 +279,12 @@ class Server:
         """Compute step ``number`` of a session on the span that begins with block ``begin``; return a future.
 
         The hidden states of the ``tokens`` new tokens are in ``step``, or are pushed before or after this call; no
-        thread waits for them. The last step may be asked for again, and has the same answer; an earlier one is an
-        error. Numbers go up, but a step that is replayed has the number `REPLAYED`.
+        thread waits for them. The last step may be asked for again, and has the same answer. Numbers go up, but a step
+        that is replayed has the number `REPLAYED`.
+
+        Raises NoSession if the session is not here. The future fails with NoSession if it ends meanwhile, TimeoutError
+        if the hidden states do not come in time, `CacheFull` if there is no memory for the caches, NotHere if a block
+        is not here, `TooLarge` for too many tokens, and UsageError for an earlier step than the last.
 
         Args:
             id: the session.
@@ -303,7 +316,8 @@ class Server:
     def _go_on(self, key: tuple[str, int], session: ServerSession) -> None:
         """Take all steps of a session that are ready, one by one; do nothing if another thread is doing so.
 
-        The calling thread waits while the computing thread computes.
+        ``key`` is the session's id and the first block of its span. The calling thread waits while the computing thread
+        computes. Errors go to the clients that asked for the steps.
         """
         with session.changed:
             if session.busy or session.exported:
@@ -336,8 +350,9 @@ class Server:
     def _take(self, key: tuple[str, int], session: ServerSession, asked: StepCall, hidden: torch.Tensor) -> float:
         """Compute one step on the computing thread and push its output; return the seconds that it took.
 
-        Reserves memory for the caches first; raises `CacheFull`. If the output is not pushed on, and that memory will
-        probably suffice, the computing thread answers the client, without waiting for this thread.
+        ``asked`` is the client's call, ``hidden`` the whole input. Reserves memory for the caches first; raises
+        `CacheFull`. If the output is not pushed on, and that memory will probably suffice, the computing thread answers
+        the client, without waiting for this thread.
         """
         step, begin = asked.step, key[1]
         rows, tokens = hidden.shape[:2]
@@ -356,7 +371,7 @@ class Server:
             with torch.inference_mode():
                 for operation in step.before:
                     adapter.operate(session.cache, *operation, *span)
-                found = self._through(begin, hidden, step.calls, session.cache, step.prompts)
+                found = self._run_blocks(begin, hidden, step.calls, session.cache, step.prompts)
             seconds = time.perf_counter() - began
             session.taken_to(asked.number, found)
             self._steps += 1
@@ -378,8 +393,9 @@ class Server:
     def export(self, id: str, begin: int, first: int, last: int, patience: float) -> tuple[Any, ...]:
         """Return what another server needs to continue a session on the blocks from ``first`` to before ``last``.
 
-        From then on this server computes no more steps of it. Waits up to ``patience`` seconds for the current step;
-        raises TimeoutError.
+        This is a tuple: the caches of these blocks, the number of the last step, its output, and the tokens that the
+        session expects. From then on this server computes no more steps of it. Waits up to ``patience`` seconds for the
+        current step; raises TimeoutError, and NoSession if the session is not here.
         """
         session = self._find(id, begin)
         with blocking_wait(), session.changed:
@@ -431,7 +447,8 @@ class Server:
         """Compute blocks from ``begin`` on without a cache; the reply's result is the hidden states behind them.
 
         ``hidden`` and ``prompts`` may be `Left` with the client, in which case each piece has to arrive within
-        ``patience`` seconds. ``layout`` says which arguments have rows for each sequence. A second call computes again.
+        ``patience`` seconds, else this raises TimeoutError. Raises NotHere if a block is not here, and `TooLarge` for
+        too many tokens. ``layout`` says which arguments have rows for each sequence. A second call computes again.
         """
         return self._stateless("forward", begin, (hidden, prompts, None), calls, layout, points, patience)
 
@@ -448,8 +465,8 @@ class Server:
     ) -> StepReply:
         """Compute the blocks again and backpropagate ``gradient``, which is that of their output.
 
-        The reply's result is (gradient of ``hidden``, gradient of ``prompts`` or None). The other arguments are those
-        of `forward`. The weights get no gradients.
+        The reply's result is (gradient of ``hidden``, gradient of ``prompts`` or None). The other arguments and the
+        errors are those of `forward`. The weights get no gradients.
         """
         return self._stateless("backward", begin, (hidden, prompts, gradient), calls, layout, points, patience)
 
@@ -465,8 +482,9 @@ class Server:
     ) -> StepReply:
         """Fetch the input of a request without a cache, let the computing thread compute it, and return the reply.
 
-        ``given`` is (hidden states, prompts, gradient). Raises TimeoutError if the client does not deliver them. With
-        `Options.stack`, requests without prompts that agree in kind, blocks and shape may be computed as one.
+        ``kind`` is "forward" or "backward", ``given`` is (hidden states, prompts, gradient). Raises TimeoutError if the
+        client does not deliver them. With `Options.stack`, requests without prompts that agree in kind, blocks and
+        shape may be computed as one.
         """
         try:
             hidden, prompts, gradient = fetch(given, patience)
@@ -482,9 +500,9 @@ class Server:
             found: Any
             if kind == "forward":
                 with torch.no_grad():
-                    found = self._through(begin, item.hidden, item.calls, None, item.prompts)
+                    found = self._run_blocks(begin, item.hidden, item.calls, None, item.prompts)
             else:
-                found = self._back(begin, item)
+                found = self._backpropagate(begin, item)
             return found, time.perf_counter() - began
 
         together = (kind, begin, len(item.calls), hidden.shape[1:], hidden.dtype) if self._options.stack else None
@@ -492,13 +510,18 @@ class Server:
         found, seconds = self._run(kind, size, points, work, item, together if prompts is None else None)
         return self._reply(found, seconds)
 
-    def _back(self, begin: int, item: stacking.StackInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the blocks of an item with gradients and backpropagate; runs on the computing thread."""
+    def _backpropagate(self, begin: int, item: stacking.StackInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute the blocks of an item with gradients and backpropagate; runs on the computing thread.
+
+        Returns the gradient of the item's hidden states, and that of its prompts, None without prompts.
+        """
         with torch.enable_grad():
             given = item.hidden.detach().requires_grad_()
             prompts = item.prompts.detach().requires_grad_() if item.prompts is not None else None
             wanted = [given] if prompts is None else [given, prompts]
-            found = torch.autograd.grad(self._through(begin, given, item.calls, None, prompts), wanted, [item.gradient])
+            found = torch.autograd.grad(
+                self._run_blocks(begin, given, item.calls, None, prompts), wanted, [item.gradient]
+            )
             return found[0], found[1] if prompts is not None else None
 
     def returns_tuple(self, begin: int, hidden: torch.Tensor, told: adapter.LayerCall) -> bool:
@@ -527,13 +550,13 @@ class Server:
     ) -> Any:
         """Queue work for the computing thread and wait for its result.
 
-        With ``item``, ``work`` takes it as its argument; with ``together`` too, the item may be stacked with items of
-        requests that have an equal key.
+        ``kind``, ``size`` (tokens) and ``points`` decide its priority. With ``item``, ``work`` takes it as its
+        argument; with ``together`` too, the item may be stacked with items of requests that have an equal key.
         """
         priority = float(self._options.prioritize(kind, size, points))  # no number: an error of this caller alone
         return self._runtime.run(QueuedRequest(kind, size, priority, (work, item), together))
 
-    def _through(
+    def _run_blocks(
         self,
         begin: int,
         hidden: torch.Tensor,
@@ -541,7 +564,11 @@ class Server:
         cache: Any,
         prompts: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Take hidden states through a block for each of ``calls``; ``prompts`` are added before each block."""
+        """Take hidden states through the blocks from ``begin`` on, one for each of ``calls``; return the hidden states.
+
+        ``prompts`` are added to the hidden states of the first tokens before each block. Runs on the computing thread.
+        Raises NotHere if a block is not on this server.
+        """
         for number, told in enumerate(calls, begin):
             if prompts is not None:
                 prompt = prompts[number - begin]

@@ -60,7 +60,7 @@ class StepCall:
     answer: Future[StepReply] | None
 
     def settle(self, reply: StepReply | None, error: BaseException | None) -> None:
-        """Complete the caller's future; a second call does nothing.
+        """Complete the caller's future with the reply, or with ``error`` if there is one; a second call does nothing.
 
         The future is dropped here, because the frames of its error refer to this object: they would keep each other.
         """
@@ -100,9 +100,10 @@ class ServerSession:
         """When it was last called."""
 
     def give(self, number: int, at: int, hidden: torch.Tensor) -> None:
-        """Store hidden states of step ``number``, from token ``at`` on. Storing the same part twice is harmless.
+        """Store a piece of the input of step ``number``: its tokens from ``at`` on. Storing it twice is harmless.
 
-        Inputs of steps that were computed already are dropped. The caller holds `changed`.
+        ``at`` counts the step's new tokens from 0. Inputs of steps that were computed already are dropped. The caller
+        holds `changed`.
         """
         if number > self.taken or number == REPLAYED:
             given = self.given.setdefault(number, {})
@@ -112,8 +113,8 @@ class ServerSession:
     def take_up(self) -> tuple[StepCall, torch.Tensor | None] | None:
         """Take a call that can be answered now out of the queue; return it with its input, or None if there is none.
 
-        The input is None for the last step, whose output is known. Calls for earlier steps fail with UsageError. The
-        caller holds `changed`.
+        The caller computes the step and answers the call. The input is None for the last step, whose output is known.
+        Calls for earlier steps fail with UsageError. The caller holds `changed`.
         """
         for asked in list(self.asked):
             known = asked.number != REPLAYED and asked.number <= self.taken
@@ -135,7 +136,8 @@ class ServerSession:
     def _given_for(self, asked: StepCall) -> torch.Tensor | None:
         """Return the whole input of a step; None if a part of it has not arrived.
 
-        Inputs arrive in pieces, with the number of their step, from the client or the server before.
+        Inputs arrive in pieces, with the number of their step, from the client or the server before. The caller holds
+        `changed`.
         """
         found: list[torch.Tensor] = []
         at, given = 0, self.given.get(asked.number, {})
@@ -147,7 +149,7 @@ class ServerSession:
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def taken_to(self, number: int, result: torch.Tensor) -> None:
-        """Note that step ``number`` was computed, with its output; drop the inputs up to it.
+        """Note that step ``number`` was computed, with its output; drop the inputs up to it. Takes `changed`.
 
         The output stays, in case the same step is asked for again.
         """

@@ -87,7 +87,7 @@ def name_of(node: NodeInfo) -> str:
 
 
 def crossings(trace: Trace) -> Iterator[tuple[Edge, Key, Key]]:
-    """Yield each edge once for each tensor, with the node that made the tensor and the node that received it."""
+    """Yield each edge, once for each tensor sent on it, with the node that made the tensor and the receive node."""
     received: dict[int, dict[int, list[Key]]] = {}
     for worker, nodes in trace.nodes.items():
         for node in nodes:
@@ -101,7 +101,11 @@ def crossings(trace: Trace) -> Iterator[tuple[Edge, Key, Key]]:
 
 
 def diagram_of(trace: Trace) -> Diagram:
-    """Return the diagram of a trace, folded until there are few enough boxes to see."""
+    """Return the boxes and lines to draw for a trace.
+
+    Up to `_MOST_NODES` nodes (twice as many in a pipeline's step), each node has a box. Of more nodes, several share
+    one.
+    """
     graph = _Graph(trace)
     most = _MOST_NODES * (2 if trace.of_step else 1)  # the boxes of a step are small: F0, B0
     if len(graph.nodes) <= most:
@@ -146,7 +150,7 @@ class _Graph:
         self.depth = max(map(len, paths.values()), default=0)
 
     def _sort(self) -> None:
-        """Fill `order`, depth first, without recursion."""
+        """Fill `order` with all nodes, each after the nodes that it was computed from. Works depth first."""
         done = set[Key]()
         for start in self.nodes:
             stack = [start]
@@ -162,13 +166,15 @@ class _Graph:
                     self.order.append(key)
 
     def module(self, key: Key, depth: int) -> str:
-        """Return the path of a node's module, cut at that depth."""
+        """Return the first ``depth`` names of the path of an operation's module, ``encoder.0``; "" if it has none."""
         return ".".join(self._paths[key][:depth])
 
     # -- folding ------------------------------------------------------------------------------
 
     def runs(self, group: Callable[[Key], str]) -> list[list[Key]]:
-        """Return the nodes in runs, one for each box: consecutive operations of a worker with the same ``group``.
+        """Return the nodes of each box: consecutive operations of a worker with the same ``group(key)``.
+
+        Operations whose group is "" are cut into runs of limited length.
 
         A receive has its own box and ends a run, so no run depends on itself by way of another worker. Leaves, and
         operations on one parameter alone, join the run that uses them if only one does.
@@ -232,7 +238,7 @@ class _Graph:
         return Diagram(diagram.boxes, diagram.lines, {keys[0]: number for (_, number), keys in found.items()})
 
     def diagram(self, groups: Iterable[list[Key]]) -> Diagram:
-        """Return the boxes for these groups of nodes, and the lines between them."""
+        """Return a diagram with a box for each group of nodes, which are of one worker, and the lines between boxes."""
         place = {key: number for number, key in enumerate(self.order)}
         boxes: dict[str, list[Box]] = {worker: [] for worker in self.workers}
         first: dict[Key, Key] = {}

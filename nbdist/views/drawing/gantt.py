@@ -69,12 +69,18 @@ class Bar(NamedTuple):
 
 
 def micro_batch_name(kind: str, stage: int, micro_batch: int) -> str:
-    """Return the name of a pipeline's operation in timelines; ``kind`` is "forward" or "backward"."""
+    """Return an operation's name in timelines: "forward of micro-batch 3, stage 1".
+
+    ``kind`` is "forward" or "backward".
+    """
     return f"{kind} of micro-batch {micro_batch}, stage {stage}"
 
 
 def with_legend(drawings: Sequence[str], kinds: Collection[str]) -> str:
-    """Return drawings as one piece of HTML in the page's font, with a legend of the ``kinds``."""
+    """Return drawings, which are HTML, as one piece of HTML in the page's font, with a legend below.
+
+    ``kinds`` are the keys of `KINDS` that the legend explains.
+    """
     entries = "".join(
         f'<span style="margin-right:12px;white-space:nowrap"><span style="color:{kind.colour}">■</span> '
         f"{escape(kind.words)}</span> "
@@ -87,7 +93,8 @@ def with_legend(drawings: Sequence[str], kinds: Collection[str]) -> str:
 def gantt(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], seconds: float) -> str:
     """Return a timeline as HTML: a line of bars for each row, above an axis from 0 to ``seconds``, in milliseconds.
 
-    A bar's text is drawn if it fits; its tip is shown under the pointer.
+    Each row is a label and its bars. A bar's text is drawn if it fits; its tip is shown under the pointer. The result
+    is an SVG image; all texts are escaped here.
     """
     labels = [label if len(label) <= _LABEL_LETTERS else f"{label[: _LABEL_LETTERS - 1]}…" for label, _ in rows]
     left_end = 16 + int(_LETTER * max(map(len, labels), default=0))

@@ -121,7 +121,10 @@ _KINDS = ("operation", "receive", "leaf")
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return names in a row, each with its count, and only the first `_NAMES_A_LINE` of them."""
+    """Return names as text, separated by commas, a repeated name once with its count.
+
+    Only the first `_NAMES_A_LINE` different names are listed, followed by the number of the others.
+    """
     told = [name if count == 1 else f"{name} {TIMES}{count}" for name, count in Counter(names).items()]
     more = [f"{len(told) - _NAMES_A_LINE} more"] if len(told) > _NAMES_A_LINE else []
     return ", ".join(told[:_NAMES_A_LINE] + more)
@@ -146,13 +149,20 @@ def _sent_by(trace: Trace, worker: str) -> list[Edge]:
 
 
 def plan_as_svg(plan: Plan) -> str:
-    """Return the picture of a plan; in FAST mode it marks the messages whose gradients will not come."""
+    """Return the picture of a plan as SVG: the graph, and the number of gradients that each node waits for.
+
+    If the pass runs in FAST mode (``mode="fast"``), the picture marks the messages that are waited for in vain.
+    """
     in_vain = {edge.autograd_message_id for edge in plan.unused} if plan.mode == "fast" else ()
     return as_svg(plan.trace, Marks(plan.waits_for, () if plan.trace.of_step else plan.roots, in_vain=in_vain))
 
 
 def as_svg(trace: Trace, marks: Marks | None = None) -> str:
-    """Return the picture of a graph, with the marks of a pass if given; nodes without a part in the pass are pale."""
+    """Return the picture of a recorded graph as SVG.
+
+    ``marks`` add a pass: its roots, counts of gradients, states of nodes, critical path and first NaN. Nodes that take
+    no part in the pass are pale then.
+    """
     if not any(trace.nodes.values()):
         return _text_picture("nothing has been recorded")
     return _Drawing(trace, marks).svg()
@@ -177,7 +187,7 @@ class _Drawing:
         )
 
     def svg(self) -> str:
-        """Return the whole picture."""
+        """Return the whole picture as an SVG document."""
         layout = self.layout
         width = max(layout.width, _NARROWEST)
         legend, foot = self._legend(layout.height + 6, width)
@@ -210,19 +220,25 @@ class _Drawing:
     # -- boxes --------------------------------------------------------------------------------
 
     def width_of(self, box: Box) -> float:
-        """Return the width of a box with its tags, in pixels."""
+        """Return the width of a box in pixels: its name, and the small fields at its right end (`_tags`)."""
         return _width(_short(box.name)) + 12 + sum(_width(text) + 7 for text, _, _ in self._tags(box))
 
     def state_of(self, key: Key) -> str:
-        """Return the state of a node, ``waiting`` if the marks have none; an empty string without marks."""
+        """Return the state of a node in the pass: waiting, ready, running, halted or done; "" if no pass is drawn.
+
+        A node whose state is not known counts as waiting.
+        """
         return self.marks.states.get(key, "waiting") if self.marks is not None else ""
 
     def takes_part(self, box: Box) -> bool:
-        """Return whether some node of a box takes part in the pass; True without marks."""
+        """Return whether some node of a box takes part in the pass; True if no pass is drawn."""
         return self.marks is None or any(key in self.marks.waits_for for key in box.keys)
 
     def _tags(self, box: Box) -> list[tuple[str, str, str]]:
-        """Return the tags at the right end of a box: the text of each, its fill and its ink."""
+        """Return the small fields at the right end of a box, such as "root", "2/3" or "NaN"; none if no pass is drawn.
+
+        Each is a text, the colour of its ground and the colour of its letters.
+        """
         marks = self.marks
         if marks is None:
             return []
@@ -242,7 +258,7 @@ class _Drawing:
         return found
 
     def _box(self, box: Box) -> str:
-        """Return a box with its tooltip."""
+        """Return a box with its tooltip as SVG. Boxes on the critical path have a thick frame."""
         place = self.layout.places[box.key]
         pale = not self.takes_part(box)
         waiting = self.halfway and not pale and all(self.state_of(key) in ("waiting", "ready") for key in box.keys)
@@ -258,7 +274,7 @@ class _Drawing:
         )
 
     def _title(self, box: Box) -> str:
-        """Return the tooltip of a box."""
+        """Return the tooltip of a box as lines of text, not escaped: its node, or the number of its nodes by name."""
         marks = self.marks
         if len(box.keys) > 1:
             count = Counter(name_of(self.nodes[key]) for key in box.keys)
@@ -281,12 +297,12 @@ class _Drawing:
             sent = f" from {edge.sender} ({edge.function})" if edge is not None else ""
             lines[0] += f", message {node.message}{sent}"
         lines += [more for more in (node.module, node.line) if more]
-        told = f"; {self._told(box.key, marks)}" if marks is not None else ""
+        told = f"; {self._words_on_part(box.key, marks)}" if marks is not None else ""
         lines.append(f"node {node.number} of {box.worker}{told}")
         return "\n".join(lines)
 
-    def _told(self, key: Key, marks: Marks) -> str:
-        """Return the tooltip's words on a node's part in the pass."""
+    def _words_on_part(self, key: Key, marks: Marks) -> str:
+        """Return the tooltip's words on a node's part in the pass: "has got 1 of 2 gradients"; not escaped."""
         count = marks.waits_for.get(key)
         if count is None:
             return "takes no part"
@@ -301,7 +317,11 @@ class _Drawing:
     # -- lines --------------------------------------------------------------------------------
 
     def _line(self, number: int, line: DrawnLine) -> str:
-        """Return a line between two boxes, coloured for messages, for missing gradients and for the critical path."""
+        """Return a line between two boxes as SVG, with the tensors of its messages as its tooltip.
+
+        Its colour shows a message, a gradient that will not come, or the critical path. ``number`` is its index in
+        `diagram`.
+        """
         marks = self.marks
         colour, thick, dashes = (_MESSAGE, 1.8, "") if line.edges else ("#9aa3ad", 1.2, "")
         messages = {edge.autograd_message_id for edge in line.edges}
@@ -323,7 +343,10 @@ class _Drawing:
     # -- the legend ---------------------------------------------------------------------------
 
     def _legend(self, top: float, width: float) -> tuple[str, float]:
-        """Return the legend and its height; it explains only what this picture shows."""
+        """Return the legend as SVG, and its height; it explains only what this picture shows.
+
+        It begins at the height ``top``, and has lines of at most ``width``. All lengths are in pixels.
+        """
         x, y = 8.0, top
         parts = []
         for text, sample, length in self._samples():
@@ -336,7 +359,10 @@ class _Drawing:
         return "".join(parts), y - top + _LEGEND_LINE + 2
 
     def _samples(self) -> list[tuple[str, str, float]]:
-        """Return the entries of the legend: the text, the sample drawn before the text, and the width of the sample."""
+        """Return the entries of the legend: a text, the sample before it as SVG, and the sample's width in pixels.
+
+        A sample without anything to draw is empty.
+        """
         marks, trace = self.marks, self.trace
         boxes = [box for each in self.diagram.boxes.values() for box in each]
         kinds = {box.kind for box in boxes}
@@ -374,7 +400,7 @@ class _Drawing:
 
 
 def _width(text: str) -> float:
-    """Return the approximate width of a text 11 pixels high, in the broadest of the usual fonts."""
+    """Return the approximate width in pixels of a text 11 pixels high, in the broadest of the usual fonts."""
     return sum(4.3 if c in _NARROW else 10.2 if c in _BROAD else 8.0 if c.isupper() else 6.9 for c in text)
 
 
@@ -388,7 +414,10 @@ def _short(name: str, most: float = _NAME_LENGTH) -> str:
 
 
 def _stroke(points: Sequence[Point], *, corners: bool) -> str:
-    """Return an SVG path through points; points of different heights are joined by a curve, or by straight lines."""
+    """Return the data of an SVG path (its attribute ``d``) through points.
+
+    Points of different heights are joined by a curve, or with ``corners`` by a straight line.
+    """
     (x, y), *rest = points
     told = f"M{x:.1f} {y:.1f}"
     for to, down in rest:
@@ -413,7 +442,12 @@ def _boxed(
     dashed: bool = False,
     edge: tuple[str, float] = ("#8b95a1", 1.0),
 ) -> str:
-    """Return the shapes of a box: its frame, its name, and its tags at the right end."""
+    """Return a box as SVG: its frame, its name, which is escaped here, and small fields at the right end.
+
+    ``kind`` is the kind of its node ("operation", "leaf", "receive") or "group", and chooses form and colour. ``tags``
+    are as `_Drawing._tags` returns them. ``edge`` is the colour and the width of the frame; a ``pale`` box has its own
+    colour.
+    """
     x, y, width, height = place.x, place.y, place.width, place.height
     round = height / 2 if kind == "leaf" else 3
     fill, ink, stroke = (_FILL[kind], _INK, edge[0]) if not pale else ("#fff", _FAINT, "#c3c9d1")
@@ -434,7 +468,10 @@ def _boxed(
 
 
 def _tag(x: float, y: float, width: float, height: float, text: str, fill: str, ink: str) -> str:
-    """Return a small field with a text."""
+    """Return a small field with a text as SVG; the text is escaped here.
+
+    ``fill`` is the colour of its ground, ``ink`` that of the letters; lengths are in pixels.
+    """
     stroke = "#8b95a1" if fill == "#fff" else fill
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" rx="2" fill="{fill}" '
@@ -445,7 +482,7 @@ def _tag(x: float, y: float, width: float, height: float, text: str, fill: str, 
 
 
 def _sample(kind: str, *, pale: bool = False, dashed: bool = False) -> str:
-    """Return the small box of a legend entry."""
+    """Return, as SVG, the small empty box in front of a text of the legend; arguments are those of `_boxed`."""
     return _boxed(NodePlace(0, 1, 16, 10), kind, "", (), pale=pale, dashed=dashed)
 
 
@@ -458,12 +495,12 @@ def _sample_tag(text: str, fill: str, ink: str) -> str:
 
 
 def _sample_line(colour: str, more: str = "") -> str:
-    """Return the short line of a legend entry."""
+    """Return, as SVG, the short line in front of a text of the legend. ``more`` are further attributes of the path."""
     return f'<path d="M0 6H18" stroke="{colour}" stroke-width="1.8" fill="none"{more}/>'
 
 
 def _text_picture(text: str) -> str:
-    """Return a picture of nothing but a text."""
+    """Return an SVG picture of nothing but a text, which is escaped here."""
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" width="420" height="36" viewBox="0 0 420 36" '
         f'font-family="system-ui, sans-serif" font-size="12"><title>{escape(text)}</title>'

@@ -12,7 +12,7 @@ several columns has a narrow place of its own in each of them, so it passes boxe
 are in pixels. Pure: numbers in, numbers out. The steps of `_Making`, in this order:
 
 =============== =====================================================================================
-_hang           which boxes hang below others
+_hosts          which boxes hang below others
 _set_columns    the column of each box
 _join           the places of lines in the columns that they pass
 _cells          the order in each column of a lane, with few crossings
@@ -137,7 +137,11 @@ class _Item:
 
 
 def lay_out(diagram: Diagram, width_of: Callable[[Box], float], left: float, widest: float) -> Layout:
-    """Place a diagram that begins at ``left`` and is at most ``widest`` wide, unless a single column is wider."""
+    """Return the places of a diagram's boxes and lines, in pixels.
+
+    The first column begins at ``left``. The diagram is at most ``widest`` wide, unless a single column is wider: it
+    goes on in another row of lanes below.
+    """
     return _Making(diagram, width_of).lay_out(left, widest)
 
 
@@ -154,7 +158,7 @@ class _Making:
         for line in diagram.lines:
             self.sources[line.target].append(line.source)
             self.targets[line.source].append(line.target)
-        self.hosts = self._hang()
+        self.hosts = self._hosts()
         self.items = {key: self._item(key) for key in self.boxes if key not in self.hosts}
         self.passing: dict[Key, list[_Item]] = {}
         self._set_columns()
@@ -162,8 +166,11 @@ class _Making:
 
     # -- what hangs below what ----------------------------------------------------------------
 
-    def _hang(self) -> dict[Key, Key]:
-        """Return the host of each box that hangs below another: of leaves, and of operations on one leaf alone."""
+    def _hosts(self) -> dict[Key, Key]:
+        """Return, for each box that is drawn below another one, that other box.
+
+        Leaves are drawn below the operation that uses them first, as are some operations on one leaf alone.
+        """
         rank = {key: number for number, key in enumerate(self._sorted())}
         sent = {line.source for line in self.diagram.lines if line.edges}
         leaves = {key: None for key, box in self.boxes.items() if box.kind == "leaf" and key not in sent}
@@ -207,7 +214,7 @@ class _Making:
         return key
 
     def _item(self, key: Key) -> _Item:
-        """Return the item of a box, with all boxes that hang below it."""
+        """Return a new item for the column: a box, with all boxes that hang below it. Its column is not set yet."""
         boxes: list[tuple[Box, int]] = []
 
         def add(each: Key, depth: int) -> None:
@@ -222,7 +229,7 @@ class _Making:
     # -- columns and the order in them --------------------------------------------------------
 
     def _links(self) -> dict[Key, set[Key]]:
-        """Return, by box, the boxes that must be in an earlier column."""
+        """Return, for each box that is not drawn below another one, the boxes that must be in an earlier column."""
         found: dict[Key, set[Key]] = {key: set() for key in self.items}
         for line in self.diagram.lines:
             source, target = self._root(line.source), self._root(line.target)
@@ -234,7 +241,7 @@ class _Making:
         return found
 
     def _set_columns(self) -> None:
-        """Set the column of each item: by its rank if the diagram has ranks, else by its longest path."""
+        """Set the column of each item: its place among the diagram's ranks, or else the longest way to it, in boxes."""
         before = self._links()
         ranks = self.diagram.ranks
         if ranks is not None:
@@ -251,7 +258,10 @@ class _Making:
                 self.items[key].column, self.items[key].order = columns[key], float(number)
 
     def _join(self) -> None:
-        """Give lines across several columns their places, and connect the items of neighbouring columns."""
+        """Make the items by which lines pass columns, and connect the items of neighbouring columns.
+
+        All lines from one box share such an item in each column that they pass.
+        """
         far: dict[Key, int] = {}
         for line in self.diagram.lines:
             target = self.items[self._root(line.target)]
@@ -263,14 +273,14 @@ class _Making:
             source, target = self.items[self._root(line.source)], self.items[self._root(line.target)]
             if source is target:
                 continue
-            way = [source, *self._passed(line.source, target), target]
+            way = [source, *self._places_between(line.source, target), target]
             for one, other in itertools.pairwise(way):
                 if other not in one.after:
                     one.after.append(other)
                     other.before.append(one)
 
-    def _passed(self, source: Key, target: _Item) -> list[_Item]:
-        """Return the places of a line from ``source`` in the columns before ``target``."""
+    def _places_between(self, source: Key, target: _Item) -> list[_Item]:
+        """Return the items by which a line from ``source`` passes the columns before ``target``, from left to right."""
         return [each for each in self.passing[source] if each.column < target.column]
 
     def _cells(self) -> dict[tuple[int, str], list[_Item]]:
@@ -284,20 +294,20 @@ class _Making:
             cells.setdefault((item.column, item.lane), []).append(item)
         lane = {worker: number for number, worker in enumerate(self.workers)}
         for cell in cells.values():
-            _number(cell)
+            _set_order(cell)
         for sweep in range(4):
             forth = sweep % 2 == 0
             for column in sorted({column for column, _ in cells}, reverse=not forth):
                 for worker in self.workers:
                     cell = cells.get((column, worker), [])
                     cell.sort(key=lambda item: _pull(item, item.before if forth else item.after, lane))
-                    _number(cell)
+                    _set_order(cell)
         return cells
 
     # -- places -------------------------------------------------------------------------------
 
     def lay_out(self, left: float, widest: float) -> Layout:
-        """Return the layout: columns are put in rows, and items stacked in their columns."""
+        """Return the coordinates of boxes, lanes and lines: put columns in rows, and stack items in their columns."""
         cells = self._cells()
         found = Layout()
         count = max((column for column, _ in cells), default=-1) + 1
@@ -348,7 +358,7 @@ class _Making:
         return found
 
     def _route(self, found: Layout, grid: _Grid) -> None:
-        """Add the strokes of every line, and the marks where lines continue in another row."""
+        """Add to ``found`` the points of every line, and the letters where lines continue in another row."""
         letters: dict[tuple[int, Key], str] = {}
         for number, line in enumerate(self.diagram.lines):
             source, target = self.items[self._root(line.source)], self.items[self._root(line.target)]
@@ -362,7 +372,7 @@ class _Making:
             points = [(start.right, start.middle)]
             strokes = [points]
             column, y = source.column, start.middle
-            for item in [*self._passed(line.source, target), target]:
+            for item in [*self._places_between(line.source, target), target]:
                 points.append((max(points[-1][0], grid.right(column)), y))
                 new = end.middle if item is target else grid.top(item) + item.y + item.port
                 if grid.row_of[item.column] != grid.row_of[column]:
@@ -419,14 +429,18 @@ def _longest_paths(before: dict[Key, set[Key]]) -> dict[Key, int]:
     return found
 
 
-def _number(cell: Sequence[_Item]) -> None:
-    """Set the order of items from their positions in the list."""
+def _set_order(cell: Sequence[_Item]) -> None:
+    """Set the order of the items of a column in one lane, from top to bottom, to that of the list."""
     for number, item in enumerate(cell):
         item.order = float(number)
 
 
 def _pull(item: _Item, others: Sequence[_Item], lane: dict[str, int]) -> float:
-    """Return the position in its column at which an item would be beside the items it is connected with."""
+    """Return the position at which an item would be beside ``others``, those that it is connected with at one side.
+
+    The position is a number that can be compared with the `order` of the other items. ``lane`` has the number of each
+    lane, from top to bottom. An item that is connected with other lanes only is put at the top, or where it is.
+    """
     own = [other.order for other in others if other.lane == item.lane]
     if own:
         return sum(own) / len(own)
@@ -436,7 +450,10 @@ def _pull(item: _Item, others: Sequence[_Item], lane: dict[str, int]) -> float:
 
 
 def _stack(cell: Sequence[_Item], room: float) -> None:
-    """Set the vertical place of each item of a column, beside the items before it as far as there is room."""
+    """Set the vertical place of each item of a column in one lane, beside the items to its left if there is room.
+
+    The items keep their order. ``room`` is the lane's height without its margins, in pixels.
+    """
     rest = sum(item.height for item in cell)
     free = 0.0
     for item in cell:
@@ -448,18 +465,21 @@ def _stack(cell: Sequence[_Item], room: float) -> None:
 
 
 def _rows(widths: Sequence[float], room: float) -> list[list[int]]:
-    """Return the columns in rows, none wider than the room, in as few rows as possible and of about equal width."""
+    """Return the numbers of the columns in rows, in as few rows as possible and of about equal width.
+
+    ``widths`` has the width of each column. No row is wider than ``room``, unless a single column is.
+    """
     for count in range(1, len(widths) + 1):
         share = (sum(widths) + _GAP * len(widths)) / count
         for limit in (min(room, share * 1.1), room):
-            rows = _fill(widths, limit)
+            rows = _in_rows(widths, limit)
             if len(rows) <= count:
                 return rows
-    return _fill(widths, room)
+    return _in_rows(widths, room)
 
 
-def _fill(widths: Sequence[float], room: float) -> list[list[int]]:
-    """Return the columns in rows, each filled up to the room."""
+def _in_rows(widths: Sequence[float], room: float) -> list[list[int]]:
+    """Return the numbers of the columns in rows, each with as many columns as ``room`` takes, and at least one."""
     rows: list[list[int]] = []
     used = 0.0
     for column, width in enumerate(widths):
@@ -472,6 +492,9 @@ def _fill(widths: Sequence[float], room: float) -> list[list[int]]:
 
 
 def _letter(column: int, letters: dict[tuple[int, Key], str]) -> str:
-    """Return the next free letter for a line that continues in another row, of which this is the first column."""
+    """Return the next free letter for a line that continues in another row, where it first enters ``column``.
+
+    ``letters`` has the letters in use, by column and the box from which the line comes. After "z", numbers follow.
+    """
     number = sum(other == column for other, _ in letters)
     return "abcdefghijklmnopqrstuvwxyz"[number] if number < 26 else str(number + 1)

@@ -41,7 +41,7 @@ _SVG = "{http://www.w3.org/2000/svg}"
 
 
 def themed(*parts: str) -> str:
-    """Return HTML that shows ``parts`` in the font, size and colour of the page's own text."""
+    """Return HTML that shows ``parts``, which are HTML, in the font, size and colour of the page's own text."""
     return f'<div style="{_THEME}">{"".join(parts)}</div>'
 
 
@@ -68,7 +68,10 @@ def as_image(svg: str) -> str:
 
 
 def _titled(group: ElementTree.Element, width: float, height: float) -> str:
-    """Return an element with a group's title as its tooltip, over the group's first rectangle; "" if there is none."""
+    """Return an HTML element with a group's title as its tooltip, over the group's first rectangle; "" if it has none.
+
+    ``width`` and ``height`` are those of the whole drawing: the element has its place in per cent of them.
+    """
     title, box = group.findtext(f"{_SVG}title"), group.find(f"{_SVG}rect")
     if not title or box is None or not width or not height:
         return ""

@@ -14,7 +14,7 @@ _KINDS = {"F": "forward", "B": "backward"}
 
 
 def as_html(timeline: PipelineTimeline) -> str:
-    """Return a step of a pipeline as two timelines, one above the other, with a common scale."""
+    """Return a step of a pipeline as HTML: its timeline as it ran, and below the ideal one, with a common scale."""
     seconds = max(timeline.seconds, timeline.ideal_seconds)
     both = (
         ("as it ran", timeline.rows, timeline.seconds, timeline.bubble),
@@ -32,7 +32,10 @@ def as_html(timeline: PipelineTimeline) -> str:
 
 
 def _bar(timeline: PipelineTimeline, span: OpTimes) -> Bar:
-    """Return the bar of one operation; its text has the stage where a worker has more than one."""
+    """Return the bar of one operation.
+
+    Its text is the micro-batch, ``3``, or ``1.3`` with a stage if workers have several.
+    """
     kind, stage, micro_batch = span.op
     text = f"{micro_batch}" if timeline.stages == len(timeline.workers) else f"{stage}.{micro_batch}"
     name = _KINDS[kind]

@@ -20,7 +20,7 @@ def text_of(value: Trace | Plan) -> str:
 
 
 def pictures_of(value: Trace | Plan | PipelineTimeline) -> dict[str, str]:
-    """Return a value as a notebook shows it, by MIME type."""
+    """Return a value as a notebook shows it, by MIME type: text, HTML with an image, and for a graph also SVG."""
     if isinstance(value, PipelineTimeline):
         return {"text/plain": repr(value), "text/html": pipelines.as_html(value)}
     picture = plan_as_svg(value) if isinstance(value, Plan) else as_svg(value)

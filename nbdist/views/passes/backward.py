@@ -89,7 +89,10 @@ class Backward:
         """The origin of that NaN or Inf, if the forward pass gave it to the node `bad`."""
 
     def _find_next(self) -> dict[Key, list[tuple[Key, int | None]]]:
-        """Return for each node the nodes to which its gradients go, each with the message that takes them, or None."""
+        """Return for each node the nodes to which its gradients go, each with the id of the message that takes them.
+
+        The id is None for gradients that stay on the worker.
+        """
         sources = {
             (e.autograd_message_id, i): (e.sender, s) for e in self.plan.trace.edges for i, s in enumerate(e.sources)
         }
@@ -105,7 +108,10 @@ class Backward:
         return found
 
     def _find_next_of_step(self) -> dict[Key, list[tuple[Key, int | None]]]:
-        """Return the next nodes for a pipeline's step, where a node's ``inputs`` run before the node, not after it."""
+        """Return the result of `_find_next` for a step of a pipeline, whose nodes are forwards and backwards of stages.
+
+        There, a node's ``inputs`` run before the node; in a backward pass they run after it.
+        """
         found: dict[Key, list[tuple[Key, int | None]]] = {key: [] for key in self.nodes}
         sources = {edge.autograd_message_id: (edge.sender, edge.sources[0]) for edge in self.plan.trace.edges}
         for (worker, number), node in self.nodes.items():
@@ -116,7 +122,7 @@ class Backward:
         return found
 
     def before(self, key: Key) -> list[Key]:
-        """Return the nodes whose gradients go to a node."""
+        """Return the nodes, on any worker, whose gradients go to a node; an empty list if there are none."""
         return self._before[key]
 
     def links(self) -> Iterator[tuple[Key, Key, int | None]]:
@@ -145,7 +151,10 @@ class Backward:
         return found
 
     def _enter(self, event: Event) -> None:
-        """Take in one event; the earlier ones have been taken in."""
+        """Update states, counts, times and messages by one event.
+
+        Call this for the events in the order of their times.
+        """
         key = event.key
         if event.what in ("marked", "arrived", "sent") and event.message is not None:
             new = self.messages.get(event.message) != "arrived"
@@ -197,9 +206,9 @@ class Backward:
         """Return the names of the other workers whose gradients a node waits for; empty if it does not wait."""
         if self.state_of(key) != "waiting":
             return []
-        return sorted({worker for worker, _ in self._missing(key) if worker != key[0]})
+        return sorted({worker for worker, _ in self._awaited_nodes(key) if worker != key[0]})
 
-    def _missing(self, key: Key) -> list[Key]:
+    def _awaited_nodes(self, key: Key) -> list[Key]:
         """Return the nodes whose gradients a node has not got: they have not run, or the message is under way."""
         return [
             other
@@ -246,14 +255,14 @@ class Backward:
         """
         if not self.ended:
             return []
-        ends = self._ends()
+        ends = self._end_times()
         last = [key for key in ends if not any(target in ends for target, _ in self._after[key])]
         path = [max(last, key=lambda key: ends[key])]
         while before := [key for key in self._before[path[-1]] if key in ends]:
             path.append(max(before, key=lambda key: ends[key]))
         return path[::-1]
 
-    def _ends(self) -> dict[Key, float]:
+    def _end_times(self) -> dict[Key, float]:
         """Return when each node ended, or for a pass that was halted, when it would have ended.
 
         The user decides in which order the nodes of a halted pass run. So there only the nodes' own times count: each

@@ -45,16 +45,16 @@ class Pace:
         self._looks = 0
 
     def begins(self, now: float) -> None:
-        """Note that a step begins at the time ``now``, and that the step before it ends.
+        """Note that a step begins at the time ``now``, in seconds of a monotonic clock, and that the last step ends.
 
         Called for every step, watched or not.
         """
         began, self._began = self._began, now
         if began is not None:
-            self._took(now - began)
+            self._note_length(now - began)
 
-    def _took(self, seconds: float) -> None:
-        """Note the length of a step, as one that pays for watching or as another one."""
+    def _note_length(self, seconds: float) -> None:
+        """Note the length of a step: as a part of the cost if watching slowed it, else as the usual length."""
         if not self._paying:
             self._others.append(seconds)
             return
@@ -64,9 +64,10 @@ class Pace:
             self._costs.append(self._paid)
 
     def is_due(self, now: float) -> bool:
-        """Return whether to watch the step that begins now; True for the first step. After True, call `looks`.
+        """Return whether to watch the step that begins at the time ``now``; True for the first step.
 
-        Steps are watched so rarely that watching costs a small share of the time. It changes nothing.
+        Steps are watched so rarely that watching costs a small share of the time. This changes nothing: a caller that
+        watches the step calls `looks`.
         """
         if not self._looks:
             return True
@@ -78,9 +79,9 @@ class Pace:
         return now - self._looked >= max(_SECONDS_BETWEEN, extra / _COST_SHARE)
 
     def looks(self, now: float) -> None:
-        """Note that the step that begins now is watched.
+        """Note that the step that begins at the time ``now`` is watched.
 
-        Its time, and that of the steps after it, counts as the cost of watching.
+        Its time, and that of the step after it, counts as the cost of watching.
         """
         self._looks += 1
         self._looked, self._paying, self._paid = now, _STEPS_SLOWED, 0.0

@@ -24,7 +24,7 @@ _CODES = {"unused": "u", "waiting": "w", "ready": "r", "running": "g", "halted":
 
 
 def outline(found: Backward) -> dict[str, Any]:
-    """Return the parts of a pass that do not change while it runs, as JSON: nodes, links and messages.
+    """Return the parts of a pass that do not change while it runs, ready for JSON: nodes, links and messages.
 
     Nodes are referred to by their index in ``"nodes"``. `snapshot` lists its values in the same order.
     """
@@ -70,7 +70,7 @@ def snapshot(found: Backward) -> dict[str, Any]:
         "states": "".join(_CODES[found.state_of(key)] for key in found.nodes),
         "got": list(found.got.values()),
         "ms": [_ms(found.seconds.get(key)) for key in found.nodes],
-        "norms": [_number(found.norm.get(key)) for key in found.nodes],
+        "norms": [_number_for_json(found.norm.get(key)) for key in found.nodes],
         "for": {index[key]: waits for key in found.nodes if (waits := found.waits(key))},
         "path": [index[key] for key in found.critical_path()],
         "bad": index[blamed] if (blamed := found.blamed()) is not None else None,
@@ -108,13 +108,13 @@ def detail(found: Backward, key: Key) -> dict[str, Any]:
     return {"node": list(key), "low": histogram.low, "high": histogram.high, "counts": histogram.counts}
 
 
-def _number(norm: float | None) -> float | str | None:
-    """Return a norm with five digits for JSON, which has no NaN and infinity: these become text."""
+def _number_for_json(norm: float | None) -> float | str | None:
+    """Return a norm with five digits for JSON; NaN and infinity, which JSON lacks, as text; None for None."""
     if norm is None:
         return None
     return float(f"{norm:.5g}") if math.isfinite(norm) else str(norm)
 
 
 def _ms(seconds: float | None) -> float | None:
-    """Return seconds as milliseconds, rounded."""
+    """Return seconds as milliseconds, rounded to four decimals; None for None, of a node that has not run."""
     return round(seconds * 1000, 4) if seconds is not None else None

@@ -37,7 +37,7 @@ Remark = tuple[SentencePart, ...]
 
 
 def text_of(remark: Remark) -> str:
-    """Return a remark as plain text.
+    """Return a remark, which is a sentence in parts, as plain text.
 
     >>> text_of((SentencePart("the largest norm was given to "), SentencePart("Exp@worker1", ("worker1", 3))))
     'the largest norm was given to Exp@worker1'
@@ -46,7 +46,9 @@ def text_of(remark: Remark) -> str:
 
 
 def remarks(found: Backward) -> list[Remark]:
-    """Return the remarks on a pass, finished or not: critical path, most time, first NaN or Inf, largest norm.
+    """Return sentences about a pass, finished or not: critical path, most time, first NaN or Inf, largest norm.
+
+    Each is a tuple of parts; a part that names a node refers to it, so that a page can make a link of it.
 
     The last remark counts the messages without gradients. Remarks for which nothing is known are left out.
     """
@@ -127,7 +129,7 @@ def _named(found: Backward, key: Key) -> SentencePart:
 
 
 def _where(found: Backward, key: Key) -> Remark:
-    """Return a node's name and number, and the module and the line of code that made it, if known."""
+    """Return parts of a sentence: a node's name, its number, and the module and line of code that made it, if known."""
     node = found.nodes[key]
     made = [part for part in (node.module, node.line) if part]
     return (_named(found, key), SentencePart(f" (node {key[1]})" + (f", made by {', '.join(made)}" if made else "")))

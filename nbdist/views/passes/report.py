@@ -15,7 +15,7 @@ __all__ = ["as_html", "as_text", "marks_of"]
 
 
 def as_text(found: Backward) -> list[str]:
-    """Return a line for each worker, then a line for each remark."""
+    """Return a report on a pass as lines: one for each worker, then the remarks on what stands out."""
     lines = []
     for share in found.shares():
         line = f"  {share.worker}: {share.done} of {share.nodes} nodes"
@@ -30,7 +30,7 @@ def as_text(found: Backward) -> list[str]:
 def as_html(found: Backward, told: str) -> str:
     """Return the picture, the table of workers and the remarks as HTML that needs no script, for a saved notebook.
 
-    ``told`` is the line above the picture.
+    ``told`` is the line above the picture; it is escaped here.
     """
     rows = [
         (

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         def look_at(self, context: Context, opened: int) -> Watching | None:
             """Watch a context that another worker has opened; return a record of the watch, or None to refuse.
 
-            ``opened`` is the number of contexts that the worker has opened so far.
+            ``opened`` is the number of contexts that the worker has opened so far. The worker waits for the answer.
             """
 
         def plan(self, context_id: int, root: int, plan: Plan) -> None:
@@ -69,7 +69,10 @@ class Scouts:
     """The scouts of one `Watcher`: one on each other worker that is a member when this object is made."""
 
     def __init__(self, home: WatcherLike, *, held: bool) -> None:
-        """Make a scout on every other worker, and wait until they exist. If ``held``, they pause every pass."""
+        """Make a `Scout` on every other worker, and wait until they exist. If ``held``, they pause every pass.
+
+        Workers that are gone, or do not answer in time, get none: their passes are not seen.
+        """
         self._agent = current_agent()
         self._contexts = api.recorder().contexts
         self._number = next(_numbers)
@@ -93,7 +96,7 @@ class Scouts:
             self._tell(_hold, next(self._version), held)
 
     def call_back(self) -> None:
-        """Tell all scouts to end. Does not wait for them; a second call does nothing."""
+        """Tell the scouts to report no more contexts. Does not wait for them; a second call does nothing."""
         if _homes.pop(self._number, None) is not None:
             self._tell(_call_back)
 
@@ -113,9 +116,10 @@ class Scouts:
 
 
 def _ask(number: int, opened: int) -> Watching | None:
-    """Answer a scout that asks about the current context: a record of the watch, or None not to watch it.
+    """Ask a watcher whether to watch the current context; return a record of the watch, or None not to watch it.
 
-    A scout calls this on the notebook, in the new context.
+    A `Scout` of another worker calls this on the notebook, in the new context. ``number`` names the watcher, and
+    ``opened`` is the number of contexts that the worker has opened so far.
     """
     home, context = _homes.get(number), api.recorder().contexts.current
     return home.look_at(context, opened) if home is not None and context is not None else None
@@ -160,7 +164,7 @@ class Scout:
         self._heard()
 
     def _decide(self) -> bool:
-        """Return whether to watch the context that the calling thread is about to open.
+        """Return whether to watch the context that the calling thread is about to open; note the thread if so.
 
         The step's thread calls this before the context opens; it asks nobody.
         """
@@ -225,22 +229,22 @@ _scouts: dict[tuple[int, Key], Scout] = {}
 """The scouts, by the incarnation of their agent and by key. `nbdist.testing.World` has several agents in a process."""
 
 
-def _mine(key: Key) -> tuple[int, Key]:
-    """Return the key in `_scouts` of the calling agent's scout for a watcher."""
+def _own_key(key: Key) -> tuple[int, Key]:
+    """Return the key under which the calling agent's `Scout` for the watcher ``key`` is, or will be, in `_scouts`."""
     return current_agent().me.incarnation, key
 
 
 def _send_out(key: Key, home: int, held: bool) -> None:
-    _scouts[_mine(key)] = Scout(key, home, held)
+    _scouts[_own_key(key)] = Scout(key, home, held)
 
 
 def _hold(key: Key, version: int, held: bool) -> None:
-    scout = _scouts.get(_mine(key))
+    scout = _scouts.get(_own_key(key))
     if scout is not None and version > scout.version:  # otherwise a later call has overtaken this one
         scout.version, scout.held = version, held
 
 
 def _call_back(key: Key) -> None:
-    scout = _scouts.pop(_mine(key), None)
+    scout = _scouts.pop(_own_key(key), None)
     if scout is not None:
         scout.end()

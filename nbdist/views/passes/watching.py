@@ -65,8 +65,8 @@ class Watcher:
     def __init__(self, *, paused: bool = False, norms: bool = True, given: Watch | None = None) -> None:
         """Watch contexts from now on until `close`.
 
-        With ``paused``, every pass halts before its first node. With ``norms``, workers measure the gradients, which
-        takes time. ``given`` is for `of`: then only that watch of the user's is followed.
+        With ``paused``, every pass halts before its first node. With ``norms``, workers measure the gradients' norms,
+        which takes time. ``given`` is for `of`: then only that watch of the user's is followed.
         """
         self.changed: Callable[[], None] = lambda: None
         """Called after any news, by any thread; it must not block."""
@@ -112,8 +112,8 @@ class Watcher:
     def of(cls, watch: Watch) -> Watcher:
         """Return a watcher that draws and steers a `Watch` that the user has made.
 
-        Takes over the watch's callbacks; `close` closes the watch, too. A watch that has ended is drawn as it was
-        at its end.
+        The watcher replaces the watch's callbacks; `close` closes the watch, too. A watch that has ended is drawn as it
+        was at its end.
         """
         self = cls(paused=watch.paused, given=watch)
         self._follow(watch)
@@ -153,7 +153,7 @@ class Watcher:
         for watch in watches:
             watch.close()
         self._plans.clear()
-        self._news()
+        self._wake_and_tell()
 
     # -- in the background --------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Watcher:
     def paused(self) -> bool:
         """True if the present pass is paused; if none is open, True if the next pass will be."""
         watch = self._open()
-        return watch.paused if watch is not None else self._held()
+        return watch.paused if watch is not None else self._must_halt()
 
     @property
     def count(self) -> int:
@@ -258,7 +258,7 @@ class Watcher:
         return self._with_pass(lambda watch: watch.step(count, worker)) or []
 
     def trace(self) -> Trace:
-        """Return the graph that the context of the present pass has recorded on all workers.
+        """Return the graph that the context of the present pass (under way, or the last) has recorded on all workers.
 
         For a step of a pipeline, these are its operations. If the context has ended, the graph is the plan's.
 
@@ -301,19 +301,19 @@ class Watcher:
                 self._waiting -= 1
             self._hold(acted)
             self._pace.disturbed()
-            self._news()
+            self._wake_and_tell()
 
     def _hold(self, but: Watch | None = None) -> None:
-        """Pause or resume every open watch and all scouts, to match what the next pass should do.
+        """Pause or resume every open watch: the next pass halts before its first node, or runs, as `_must_halt` says.
 
-        The watch ``but`` is left as it is.
+        Other workers are told the same for the contexts that they open later. The watch ``but`` is left as it is.
         """
         with self._changed:  # held to the end: another thread may want the opposite
-            held = self._held()
+            held = self._must_halt()
             self._tell_scouts()
             for watch in self._watches:
                 if watch is not but and watch.paused != held:
-                    self._have(watch, held)
+                    self._steer_watch(watch, held)
 
     def _steer(self, paused: bool) -> None:
         """Pause or resume every open watch, and all passes that begin later.
@@ -325,16 +325,19 @@ class Watcher:
             self._paused = paused
             self._tell_scouts()
             for watch in self._watches:
-                self._have(watch, paused)
-        self._news()
+                self._steer_watch(watch, paused)
+        self._wake_and_tell()
 
     def _tell_scouts(self) -> None:
-        """Tell the scouts on other workers to pause passes, or not, as `_held` says."""
+        """Tell other workers whether to pause the passes of contexts that they open later, as `_must_halt` says.
+
+        Does not wait for them. Does nothing if the watcher has ended.
+        """
         if self._scouts is not None and not self._ended:
-            self._scouts.hold(self._held())
+            self._scouts.hold(self._must_halt())
 
     @staticmethod
-    def _have(watch: Watch, paused: bool) -> None:
+    def _steer_watch(watch: Watch, paused: bool) -> None:
         """Pause or resume a watch, unless it is closed."""
         try:
             watch.pause() if paused else watch.run()
@@ -343,7 +346,7 @@ class Watcher:
                 raise
 
     def _open(self) -> Watch | None:
-        """Return the watch of the present pass, unless it is closed."""
+        """Return the watch of the pass under way or the last one; None if there is none, or the watch is closed."""
         watch = self._watch
         return watch if watch is not None and not watch.closed else None
 
@@ -385,7 +388,11 @@ class Watcher:
 
     @property
     def state(self) -> str:
-        """The state of the watcher in a few words: see the table at the top of this module."""
+        """The state of the watcher: "waiting for a backward pass", or of the present pass "running", "paused", "over".
+
+        It is "failed" if the pass, or the cell in the background, raised an error, and "ended" if the cell or the
+        context ended before the pass was over, or before any pass.
+        """
         if self.error is not None:
             return "failed"
         seen = self.last
@@ -402,7 +409,8 @@ class Watcher:
     def drawn(self) -> tuple[dict[str, Any], dict[str, Any], Backward | None]:
         """Return the data of a page: the outline of the present pass, its progress, and the pass itself or None.
 
-        The outline is the same object as long as the pass is the same.
+        The outline is the same object as long as the pass is the same. Without a pass or its plan, it is empty, the
+        progress has only the watcher's state, and the pass is None.
         """
         found = self.backward
         outline: dict[str, Any] = {}
@@ -449,9 +457,9 @@ class Watcher:
     # -- contexts and news ----------------------------------------------------------------------
 
     def _decide(self) -> bool:
-        """Return whether to watch the context that the calling thread is about to open.
+        """Return whether to watch the context that the calling thread is about to open; note the thread if so.
 
-        Called for each context of this process, before it opens. Another watcher's cell does not count.
+        Called for each context of this process, before it opens. A thread that runs another watcher's cell gets False.
         """
         now = time.monotonic()
         with self._changed:
@@ -459,7 +467,7 @@ class Watcher:
                 return False
             self._opened[self._recorder.me] = self._opened.get(self._recorder.me, 0) + 1
             self._pace.begins(now)
-            due = not self._ended and (self._held() or (not self.under_way and self._pace.is_due(now)))
+            due = not self._ended and (self._must_halt() or (not self.under_way and self._pace.is_due(now)))
             if due:
                 self._pace.looks(now)
                 self._due.add(threading.get_ident())
@@ -470,7 +478,7 @@ class Watcher:
         owner = _cells.get(threading.get_ident())
         return owner is not None and owner is not self
 
-    def _held(self) -> bool:
+    def _must_halt(self) -> bool:
         """Return whether the next pass must halt before its first node: passes are paused, or a thread waits for it."""
         with self._changed:
             return self._paused or self._waiting > 0
@@ -482,24 +490,24 @@ class Watcher:
                 return
             self._due.discard(threading.get_ident())
         if context.watch is None:
-            self._follow(self._recorder.passes.observing.watch(context, paused=self._held(), norms=self._norms))
+            self._follow(self._recorder.passes.observing.watch(context, paused=self._must_halt(), norms=self._norms))
 
     def look_at(self, context: Context, opened: int) -> Watching | None:
         """Watch a context that another worker has opened; return a record of the watch, or None to refuse.
 
-        ``opened`` is the number of contexts that the worker has opened so far. A scout calls this, and its worker waits
-        for the answer.
+        ``opened`` is the number of contexts that the worker has opened so far. The worker calls this and waits for the
+        answer. It is None while another pass is under way, unless the next pass must halt.
         """
         with self._changed:
             self._opened[context.maker] = opened
-            if self._ended or context.watch is not None or not (self._held() or not self.under_way):
+            if self._ended or context.watch is not None or not (self._must_halt() or not self.under_way):
                 return None
-        watch = self._recorder.passes.observing.watch(context, paused=self._held(), norms=self._norms)
+        watch = self._recorder.passes.observing.watch(context, paused=self._must_halt(), norms=self._norms)
         self._follow(watch)
         return watch.watching
 
     def plan(self, context_id: int, root: int, plan: Plan) -> None:
-        """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``.
+        """Store the plan, which views draw, of a pass that will begin now on the worker with the incarnation ``root``.
 
         Dropped if the context is not watched here.
         """
@@ -509,9 +517,9 @@ class Watcher:
                 self._plans[watch] = root, Backward(plan)
 
     def _follow(self, watch: Watch) -> None:
-        """Receive the news of a watch, and pause or resume it as `_held` says; close it if this watcher has ended.
+        """Make a watch call this watcher when its passes begin and move on; pause or resume it as `_must_halt` says.
 
-        An earlier callback of the watch is replaced.
+        If this watcher has ended, close the watch. An earlier callback of the watch is replaced.
         """
         watch.on_begin = lambda mode, roots: self._on_begin(watch, mode, roots)
         watch.on_step = lambda plan: self.plan(watch.context_id, self._recorder.me, plan)
@@ -521,8 +529,10 @@ class Watcher:
             self._watches = [other for other in self._watches if not other.closed]
             if not ended:
                 self._watches.append(watch)
-                if self._given is None and watch.paused != self._held():  # `_held` has changed since the watch began
-                    self._have(watch, self._held())
+                if (
+                    self._given is None and watch.paused != self._must_halt()
+                ):  # `_must_halt` has changed since the watch began
+                    self._steer_watch(watch, self._must_halt())
         if ended:
             watch.close()
 
@@ -537,9 +547,10 @@ class Watcher:
             self._plans[watch] = self._recorder.me, found
 
     def _on_begin_elsewhere(self, watch: Watch, id: PassId) -> None:
-        """Reconstruct the plan of a pass that has begun without one, on this or another worker.
+        """Make the plan of a pass that has begun without one, on this or another worker, from its context's graph.
 
-        The roots are not known here. So the nodes of the root worker to which no gradients come are taken for roots.
+        Runs in a thread of the agent's pool, and asks all workers. Does nothing if the context has ended. The roots are
+        not known here. So the nodes of the root worker to which no gradients come are taken for roots.
         """
         seen = watch.seen(id)[0]
         if seen is None or watch.closed:
@@ -554,22 +565,22 @@ class Watcher:
         with self._changed:
             if self._id == id:
                 self._pass = found
-        self._news()
+        self._wake_and_tell()
 
     def _on_news(self, watch: Watch) -> None:
-        """Take in the news of a watch; called by any thread.
+        """Handle that a watch has seen something of its passes: turn to a new pass if need be, and update the view.
 
-        A watcher that has ended keeps its present pass.
+        Any thread may call this. A watcher that has ended keeps its present pass.
         """
         with self._changed:
             if not self._ended:
                 self._turn_to(watch)
             if watch is self._given and watch.closed:
                 self._ended = True
-        self._news()
+        self._wake_and_tell()
 
     def _turn_to(self, watch: Watch) -> None:
-        """Make the last pass of ``watch`` the present one, or another pass that is under way; with the lock held.
+        """Make the last pass of ``watch`` the present one, or another pass under way; the caller holds the lock.
 
         Does nothing while the present pass is under way. If the pass has no plan, a thread reconstructs it.
         """
@@ -586,8 +597,8 @@ class Watcher:
         if self._pass is None:
             self._recorder.submit(partial(self._on_begin_elsewhere, watch, id))
 
-    def _news(self) -> None:
-        """Wake the threads that wait, and tell the view."""
+    def _wake_and_tell(self) -> None:
+        """Wake the threads that wait for a pass or for the end, and call `changed`, which updates the live view."""
         with self._changed:
             self._changed.notify_all()
         self.changed()

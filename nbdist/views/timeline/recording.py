@@ -40,7 +40,10 @@ class Noted(NamedTuple):
 
 
 def _micro_batch(fields: dict[str, Any]) -> tuple[str, str, str]:
-    """Return the kind, name and text of a pipeline's operation, from the fields of its event."""
+    """Return what a timeline shows of a pipeline's forward or backward, from the fields of the event "micro_batch.ran".
+
+    That is the kind, which chooses the colour, the full name, and the text in the bar: the micro-batch's number.
+    """
     kind = "forward" if fields["kind"] == "F" else "backward"
     return kind, micro_batch_name(kind, fields["stage"], fields["micro_batch"]), str(fields["micro_batch"])
 
@@ -63,9 +66,9 @@ class _Recording:
         self.stop = trace.subscribe(self._take)
 
     def _take(self, event: str, fields: dict[str, Any]) -> None:
-        """Note an event of `nbdist.trace`; called by the thread that emits it.
+        """Note the piece of work that an event of `nbdist.trace` stands for; called by the thread that emits it.
 
-        An operation counts to the recording once it has ended.
+        A call is noted when it ends; a call that still runs at the end of the recording is left out.
         """
         now = time.monotonic()
         thread = threading.get_ident()
@@ -102,9 +105,10 @@ def begin(key: str) -> None:
 
 
 def end(key: str, agent: str) -> tuple[list[Noted], int]:
-    """Return what a recording has noted of an agent, and the number of events that it did not keep.
+    """Return the pieces of work that a recording has noted of an agent, and the number of events that it dropped.
 
-    The recording continues until `forget`: if a process has several agents, each of them is asked.
+    A worker runs this by RPC when the timeline ends. Raises UsageError if the worker records nothing under ``key``. The
+    recording continues until `forget`: if a process has several agents, each of them is asked.
     """
     recording = _recordings.get(key)
     if recording is None:

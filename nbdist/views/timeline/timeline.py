@@ -92,10 +92,10 @@ class Timeline:
     def _each(
         self, function: Callable[..., Any], more: Callable[[Any], tuple[Any, ...]] | None = None
     ) -> dict[str, Any]:
-        """Call a function of `views.timeline.recording` on all workers; return the results by worker.
+        """Call a function of `views.timeline.recording` on all workers; return the results by worker name.
 
-        ``more(record)`` returns arguments after the key. A worker that is gone, or fails, is left out: whatever it
-        raises, the others must end their recordings.
+        The function gets the recording's key, and then what ``more(record)`` returns for the worker. A worker that is
+        gone, or fails, is left out: whatever it raises, the others must end their recordings.
         """
         there = [record for record in self._records if self._is_there(record)]
         args = {record.name: (self._key, *(more(record) if more is not None else ())) for record in there}
@@ -122,7 +122,7 @@ class Timeline:
                 kinds = ", ".join(
                     counted(count[name], kind.one, kind.many) for name, kind in KINDS.items() if count[name]
                 )
-                lines.append(f"{worker}: {kinds}; busy {duration(_busy(own))}")
+                lines.append(f"{worker}: {kinds}; busy {duration(_busy_seconds(own))}")
         if self.lost:
             lines.append(f"{self.lost} events or workers are missing")
         return "\n".join(lines)
@@ -173,7 +173,10 @@ class Timeline:
 
 
 def stack(noted: Iterable[Noted]) -> list[list[Noted]]:
-    """Return pieces of work in lanes, so that none overlap in a lane. Nested work is in a lane below the outer work."""
+    """Return pieces of work in lanes, the topmost first, so that none overlap in a lane.
+
+    Within a lane they are in the order of time. Nested work is in a lane below the outer work.
+    """
     lanes: list[list[Noted]] = []
     for one in sorted(noted, key=lambda one: (one.start, -one.end)):
         for lane in lanes:
@@ -191,7 +194,7 @@ def _bar(one: Noted) -> Bar:
     return Bar(one.start, one.end, one.text or one.name.rpartition(".")[2], one.kind, tip)
 
 
-def _busy(noted: Sequence[Noted]) -> float:
+def _busy_seconds(noted: Sequence[Noted]) -> float:
     """Return the seconds in which at least one piece of work was under way."""
     total, until = 0.0, float("-inf")
     for one in sorted(noted, key=lambda one: one.start):

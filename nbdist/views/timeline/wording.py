@@ -56,8 +56,8 @@ def name_call(label: str, callee: Any, args: Sequence[Any]) -> tuple[str, str] |
         return "own", _OTHERS
 
 
-def _spaced(method: object) -> str:
-    """Return a method's name with spaces instead of underscores."""
+def _with_spaces(method: object) -> str:
+    """Return a method's name with spaces instead of underscores, and without those at its ends."""
     return str(method).strip("_").replace("_", " ")
 
 
@@ -83,7 +83,10 @@ _OF_SERVER: Mapping[str, str] = {
 
 
 def _of_server(method: object) -> str:
-    """Return the words for a method of a swarm's server."""
+    """Return the words that a timeline has for a method of a swarm's server: "load blocks" for "load".
+
+    An empty name stands for the constructor. For a method without words of its own, return "serve blocks".
+    """
     return _OF_SERVER.get(str(method), "serve blocks")
 
 
@@ -102,7 +105,7 @@ _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "nn.station:run_share": "a worker's share of a pipeline step",
     "nn.station:deliver": "a micro-batch arrives",
     "nn.station:abandon_step": "break off a pipeline step",
-    "nn.station:call_station": lambda _, method, *more: ("own", f"pipeline: {_spaced(method)}"),
+    "nn.station:call_station": lambda _, method, *more: ("own", f"pipeline: {_with_spaces(method)}"),
     "nn.remote_module:create": lambda cls, *_: ("call", f"RemoteModule({display_name(cls)})"),
     "nn.remote_module:run": lambda rref, *_: ("call", f"{_class_of(rref)}.forward"),
     "nn.remote_module:parameters": lambda rref, *_: ("call", f"{_class_of(rref)}.parameters"),
@@ -112,7 +115,7 @@ _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "optim.local:new_local_optimizer": lambda cls, *_: ("own", f"make an optimizer ({display_name(cls)})"),
     "optim.local:call_local": lambda rref, method, *_: (
         "own",
-        f"{_class_of(rref).removeprefix('Local').lower()}: {_spaced(method)}",
+        f"{_class_of(rref).removeprefix('Local').lower()}: {_with_spaces(method)}",
     ),
     "optim.clipping:local_norms": "norms of gradients",
     "optim.clipping:scale_local": "clip gradients",
@@ -125,7 +128,7 @@ _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "autograd.graph.inspection:local_nodes": "look at a graph",
     "compat.gathering:gather_to_leader": "gather objects",
     "compat.gathering:broadcast_to_followers": "hand gathered objects out",
-    "swarm.server.neighbours:_here": lambda _, method, *more: ("own", _of_server(method)),
+    "swarm.server.neighbours:_call_server": lambda _, method, *more: ("own", _of_server(method)),
     "compat.rpc.api:_run": lambda *_: ("call", "function of a pickled call"),
     "cluster.worker.tasks:run": _task,
 }

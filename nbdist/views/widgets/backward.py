@@ -56,7 +56,10 @@ class BackwardView(View):
         self.changed()  # publish news that came before `watcher.changed` was set
 
     def publish(self) -> None:
-        """Publish the outline, the progress and the chosen node's details as they are now."""
+        """Send the page the graph of the pass, its progress, and the histogram of the node that the user has chosen.
+
+        The thread that publishes all views calls this. A graph that has not changed is not sent again.
+        """
         outline, snapshot, found = self._watcher.drawn()
         with self.hold_sync():  # in one message, because the snapshot refers to the outline's nodes
             self.outline = outline
@@ -67,8 +70,8 @@ class BackwardView(View):
         """Do what a button says: look (choose a node), slow, pause, run, step, or run until a node or event.
 
         The page sends ``message``: "press" names the button, and "node", "worker" or "until" what it applies to. Slow
-        motion keeps this thread busy with steps until the watcher ends, or a button other than "look" is pressed. An
-        unknown button raises UsageError, which the view shows.
+        motion lets a node run every `_SLOW` seconds and keeps this thread busy until the watcher ends, or a button
+        other than "look" is pressed. An unknown button raises UsageError, which the view shows.
         """
         watcher, what = self._watcher, message.get("press")
         if what == "look":

@@ -45,7 +45,7 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         layout, style = looks()
         super().__init__(value=cards.card(self._facts), layout=layout, style=style)
         self._end = rref.when_changed(self.changed)
-        self._gone = weakref.finalize(rref, _news, weakref.ref(self))
+        self._gone = weakref.finalize(rref, _queue_card, weakref.ref(self))
         self._gone.atexit = False
         if references.facts_of(rref) != self._facts:  # news came before `when_changed` was set up
             self.changed()
@@ -55,9 +55,9 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         return {"text/plain": cards.text(self._facts), "text/html": cards.card(self._facts) + self.peeked}
 
     def publish(self) -> None:
-        """Show the facts as they are now; if they can never change again, become a picture.
+        """Show what is known of the reference now; if that can never change again, become a picture.
 
-        The painter's thread calls this after news. Harmless on a picture.
+        The thread that publishes all views calls this after a change. Does nothing if the card is a picture already.
         """
         if not self.live:  # late news of a card that is a picture already
             return
@@ -73,11 +73,14 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
     def press(self, message: dict[str, Any]) -> None:
         """Peek at the value and show the result, or release the reference.
 
-        Raises LookupError if the reference is gone, and otherwise what `RRef.peek` and `RRef.release` raise.
+        ``message["press"]`` is "peek" or "release"; anything else is ignored. A thread of its own calls this. Raises
+        LookupError if the reference is gone, and otherwise what `RRef.peek` and `RRef.release` raise.
         """
         rref = self._known()
         if rref is None:
-            raise LookupError("the reference is gone: no variable holds it any more")
+            raise LookupError(
+                "the reference is gone, because no variable holds it any more: show another reference to the value"
+            )
         if message.get("press") == "peek":
             before = self.peeked
             self.peeked = themed(f"{escape(rref.owner_name())} is asked what the value looks like …")
@@ -102,7 +105,7 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         self.close()
 
     def leave(self) -> None:
-        """Become a picture that says that the reference's cluster has ended.
+        """Show that the reference's cluster has ended, and close the widget; the card stays on the page as a picture.
 
         Called before the cluster ends.
         """
@@ -111,8 +114,11 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         self.freeze()
 
 
-def _news(known: weakref.ref[RRefCard]) -> None:
-    """Queue the card for publishing. Runs in a finaliser, so it must not take locks or publish by itself."""
+def _queue_card(known: weakref.ref[RRefCard]) -> None:
+    """Queue the card for publishing, because its reference was collected.
+
+    Runs in a finaliser, so it must not take locks or publish by itself.
+    """
     card = known()
     if card is not None:
         card.changed()
@@ -138,7 +144,7 @@ def card_of(rref: RRef[Any]) -> RRefCard:
 
 
 def looks() -> list[ipywidgets.Widget]:
-    """Return the layout and style that all cards and tables of references share; new ones if those are closed."""
+    """Return the two widgets, layout and style, that all cards and tables of references share; new ones if closed."""
     if not _looks or any(look.comm is None for look in _looks):
         _looks[:] = ipywidgets.Layout(), HTMLStyle()
     return _looks

@@ -16,13 +16,13 @@ class _Shows(Protocol):
     """The agent's incarnation."""
 
     def freeze(self) -> None:
-        """Become a picture of the facts as they are known now.
+        """Close the widget, so that only a picture of the facts as they are known now stays on the page.
 
         `LiveViews` calls this, without its lock, when there are too many live views.
         """
 
     def leave(self) -> None:
-        """Become a picture that says that the cluster has ended.
+        """Show that the cluster has ended, and close the widget, so that only a picture stays on the page.
 
         Called before the cluster ends.
         """
@@ -40,7 +40,10 @@ class LiveViews:
         return len(self._views)
 
     def keep(self, view: _Shows) -> None:
-        """Keep a view as the one shown last; freeze the oldest views if there are too many."""
+        """Keep a view as the one shown last; turn the views shown longest ago into pictures if there are too many.
+
+        That is done without the lock, in the calling thread.
+        """
         with self._lock:
             self._views[id(view)] = view
             self._views.move_to_end(id(view))

@@ -27,14 +27,14 @@ class MapView(View):
     _css = style("common.css", "map.css")
 
     def __init__(self, swarm: Mapped) -> None:
-        self._swarm = weakref.ref(swarm, partial(_news, weakref.ref(self)))
+        self._swarm = weakref.ref(swarm, partial(_queue_view, weakref.ref(self)))
         listener = _Listener(self)
         listener.forget = swarm.listen(listener)
         self._listener = weakref.ref(listener)
         super().__init__(snapshot=snapshot_of(swarm))
 
     def close(self) -> None:
-        """Stop following the swarm, and leave a picture.
+        """Stop following the swarm, and remove the widget from the page; its picture stays.
 
         A second call does nothing.
         """
@@ -43,14 +43,14 @@ class MapView(View):
         super().close()
 
     def leave(self) -> None:
-        """Leave a picture that says that the swarm is over, because its cluster is about to end."""
+        """Close the widget, because its cluster is about to end; the picture that stays says that the swarm is over."""
         self.snapshot = {**self.look(), "over": True}
         self.close()
 
     def look(self) -> dict[str, Any]:
-        """Return the swarm's snapshot; if the swarm is over, the last one, marked as over.
+        """Return what this process knows of the swarm, for the page; if the swarm is over, the last such snapshot.
 
-        The painter's thread calls this.
+        ``"over"`` in it says whether the swarm is over. The thread that publishes all views calls this.
         """
         swarm = self._swarm()
         if swarm is None or self.snapshot["over"]:
@@ -58,7 +58,10 @@ class MapView(View):
         return snapshot_of(swarm)
 
     def publish(self) -> None:
-        """Publish the swarm's snapshot; if the swarm is over, close the view."""
+        """Send the page what is known of the swarm; if the swarm is over, close the view, so that its picture stays.
+
+        The thread that publishes all views calls this. Does nothing if the view is closed.
+        """
         if self.comm is None:  # late news of a view that is closed
             return
         super().publish()
@@ -77,7 +80,8 @@ class MapView(View):
     def press(self, message: dict[str, Any]) -> None:
         """Note that somebody looks, or kill a worker.
 
-        Raises UsageError for an unknown worker or button, or if the swarm is over.
+        ``message["press"]`` is "looking" or "kill", and ``message["worker"]`` names the worker. Raises UsageError for
+        an unknown worker or button, or if the swarm is over.
         """
         what, worker = message.get("press"), message.get("worker")
         if what == "looking":
@@ -106,17 +110,17 @@ class _Listener:
 
     def __init__(self, view: MapView) -> None:
         self._view = weakref.ref(view)
-        self.forget: Callable[[], None] = _nothing
+        self.forget: Callable[[], None] = _do_nothing
 
     def __call__(self) -> None:
-        _news(self._view)
+        _queue_view(self._view)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
-def _news(known: weakref.ref[MapView], _: object = None) -> None:
+def _queue_view(known: weakref.ref[MapView], _: object = None) -> None:
     """Queue a view for publishing. Threads of the swarm and the garbage collector call this, so it must not block."""
     view = known()
     if view is not None:

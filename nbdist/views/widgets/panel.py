@@ -30,17 +30,18 @@ class PanelView(View):
         super().__init__(snapshot=panel.snapshot())
 
     def look(self) -> dict[str, Any]:
-        """Return the last sample.
+        """Return the last sample of the workers, with the course of the last minute, for the page. Asks no worker.
 
-        It asks no worker. The painter's thread calls this.
+        The thread that publishes all views calls this.
         """
         return self._panel.snapshot()
 
     def press(self, message: dict[str, Any]) -> None:
         """Note that somebody looks, or interrupt or restart a worker.
 
-        The thread of the first "looking" message takes samples as long as somebody looks; later ones return at once.
-        Raises UsageError for an unknown worker or button.
+        ``message["press"]`` is "looking", "interrupt" or "restart", and ``message["worker"]`` names the worker. The
+        thread of the first "looking" message takes samples as long as somebody looks; later ones return at once. Raises
+        UsageError for an unknown worker or button.
         """
         what, worker = message.get("press"), message.get("worker")
         if what == "looking":
@@ -71,16 +72,16 @@ class PanelView(View):
         return super().looking and self._panel.cluster.running
 
     def sample(self) -> None:
-        """Take a sample, and publish it soon.
-
-        Waits for the workers' answers.
-        """
+        """Ask all workers for their state now, wait for the answers, and queue the view for publishing."""
         self._panel.sample()
         self.changed()
 
 
 def _sample(known: weakref.ref[PanelView]) -> None:
-    """Sample once a second as long as the view exists and somebody looks; a weak reference does not keep it alive."""
+    """Take a sample once a second, in the calling thread, as long as the view exists and somebody looks at it.
+
+    ``known`` is a weak reference, which does not keep the view alive between two samples.
+    """
     while (view := known()) is not None and view.looking:
         view.sample()
         del view

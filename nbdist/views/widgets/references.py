@@ -38,7 +38,7 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
 
     def __init__(self, value: references.Many) -> None:
         rows = references.rows_of(value)
-        gone = partial(_news, weakref.ref(self))
+        gone = partial(_queue_table, weakref.ref(self))
         self.home = rows.items[0][1].holder
         self._known: Rows[weakref.ref[RRef[Any]]] = rows.each(lambda rref: weakref.ref(rref, gone))
         self._facts: Rows[Facts] = rows.each(references.facts_of)
@@ -53,9 +53,9 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
         return references.bundle_of_rows(self._facts)
 
     def publish(self) -> None:
-        """Show the facts as they are now; if none can ever change again, become a picture.
+        """Show what is known of the references now; if nothing of it can ever change again, become a picture.
 
-        The painter's thread calls this after news. Harmless on a picture.
+        The thread that publishes all views calls this after a change. Does nothing if the table is a picture already.
         """
         if not self.live:  # late news of a table that is a picture already
             return
@@ -64,9 +64,10 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
             self.freeze()
 
     def _tell(self, standing: str, *, ended: bool = False) -> None:
-        """Update the facts of all references, and the table.
+        """Update the table by what is known of each reference now.
 
-        References that were garbage-collected get this ``standing``; with ``ended``, all whose standing is not final.
+        References that were garbage-collected get the ``standing`` "released" or "ended"; with ``ended``, so do all
+        others that have not failed, been lost or been released.
         """
         items = []
         for (name, known), (_, before) in zip(self._known.items, self._facts.items, strict=True):
@@ -88,7 +89,7 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
         self.close()
 
     def leave(self) -> None:
-        """Become a picture that says that the references' cluster has ended.
+        """Show that the references' cluster has ended, and close the widget; the table stays on the page as a picture.
 
         Called before the cluster ends.
         """
@@ -96,8 +97,11 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
         self.freeze()
 
 
-def _news(known: weakref.ref[RRefTable], _: object) -> None:
-    """Queue the table for publishing. Runs in a finaliser, so it must not take locks or publish by itself."""
+def _queue_table(known: weakref.ref[RRefTable], _: object) -> None:
+    """Queue the table for publishing, because one of its references was collected.
+
+    Runs in a finaliser, so it must not take locks or publish by itself.
+    """
     table = known()
     if table is not None:
         table.changed()

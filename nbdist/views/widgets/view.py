@@ -56,7 +56,9 @@ _log = logging.getLogger("nbdist.views")
 
 
 def script(*names: str) -> Any:
-    """Return a trait with modules of `static` joined into one, because a page cannot import them from anywhere.
+    """Return a trait with JavaScript modules of the folder ``static`` joined into one text, for a widget's ``_esm``.
+
+    A page cannot import the modules from anywhere.
 
     The order matters: a module comes after the modules that it imports.
     """
@@ -65,12 +67,18 @@ def script(*names: str) -> Any:
 
 
 def identity(name: str) -> Any:
-    """Return a trait with the name by which a page keeps the styles of different kinds of views apart."""
+    """Return a trait, for a widget's ``_anywidget_id``, with the name of a kind of views.
+
+    By this name, a page keeps the styles of different kinds apart.
+    """
     return traitlets.Unicode(name).tag(sync=True)
 
 
 def _bundled(found: re.Match[str]) -> str:
-    """Return code that imports a third party's module from its own URL, so that its names do not clash with ours."""
+    """Return JavaScript that imports the module that ``found`` names from a URL of its own.
+
+    ``found`` is the import statement of a third party's module. Its names then do not clash with ours.
+    """
     source = json.dumps(_read(f"{found[2]}.js"))
     return (
         f'const {found[1]} = await import(URL.createObjectURL(new Blob([{source}], {{ type: "text/javascript" }})));\n'
@@ -82,7 +90,7 @@ def _read(name: str) -> str:
 
 
 def style(*names: str) -> Any:
-    """Return a trait with style sheets of `static` joined into one."""
+    """Return a trait with style sheets of the folder ``static`` joined into one text, for a widget's ``_css``."""
     return traitlets.Unicode("\n".join(map(_read, names))).tag(sync=True)
 
 
@@ -117,7 +125,10 @@ class View(anywidget.AnyWidget):
             super().add_traits(**missing)
 
     def open(self) -> None:
-        """Open the comm, and make its messages go to the thread to which the page has sent them."""
+        """Connect the widget with the page; let ipykernel handle the page's messages in the thread they are sent to.
+
+        ipywidgets calls this when the view is made.
+        """
         super().open()
         # From 7.4 on, ipykernel hands a message to the thread that published last, which may be busy with a cell.
         if hasattr(self.comm, "_reply_subshell_for"):
@@ -126,9 +137,10 @@ class View(anywidget.AnyWidget):
     # -- the picture --------------------------------------------------------------------------
 
     def show(self, sink: Sink, picture: Callable[[], Bundle]) -> None:
-        """Show the view below a cell, and behind it the picture, which stays there when the view is closed.
+        """Show the view in ``sink``, a cell's output, and behind it the picture, which stays when the view is closed.
 
-        ``picture()`` returns the view as text and HTML; the painter's thread calls it again for each new picture.
+        ``picture()`` returns the view as text and HTML, by MIME type. The thread that publishes all views calls it
+        again for each new picture. A view may be shown in several cells.
         """
         found = self._repr_mimebundle_()
         place = Shown(sink, self.mark, picture)
@@ -136,9 +148,9 @@ class View(anywidget.AnyWidget):
         self._places.append(place)
 
     def save(self) -> None:
-        """Draw the pictures of all places again.
+        """Draw the pictures of this view again, below each of the last `_PICTURES_UPDATED` cells that show it.
 
-        A picture that has not changed is not sent again.
+        A picture that has not changed is not sent again. The thread that publishes all views calls this.
         """
         self._saved_at = time.monotonic()
         for place in list(self._places):
@@ -166,16 +178,16 @@ class View(anywidget.AnyWidget):
     # -- the snapshot -------------------------------------------------------------------------
 
     def look(self) -> dict[str, Any]:
-        """Return the snapshot as it is now. Called by the painter's thread.
+        """Return what the page should draw now. Called by the thread that publishes all views.
 
-        Each kind of view returns its own dict for the page, which must be JSON.
+        Each kind of view returns its own dict, of values that JSON can hold.
         """
         raise NotImplementedError
 
     def changed(self) -> None:
-        """Queue the view for publishing. Any thread and any finaliser may call this; it does not block.
+        """Queue the view, so that the thread that publishes all views sends its data to the page soon.
 
-        Several calls before the next round are one publication.
+        Any thread and any finaliser may call this; it does not block. Several calls in quick succession send once.
         """
         _painter.add(self)
 
@@ -192,29 +204,29 @@ class View(anywidget.AnyWidget):
         self._until = time.monotonic() + _LOOKING_SECONDS
 
     def publish(self) -> None:
-        """Send the present snapshot to the page. Called by the painter's thread.
+        """Send the data that `look` returns to the page. Called by the thread that publishes all views.
 
-        An error is logged; the thread goes on with other views.
+        That thread logs an error, and goes on with other views.
         """
         self.snapshot = self.look()
 
     # -- buttons ------------------------------------------------------------------------------
 
     def press(self, message: dict[str, Any]) -> None:
-        """Do what a button says; its error becomes the `notice`. Called by a thread of its own for each press.
+        """Do what a button says. Called by a thread of its own for each press; the page shows an error that is raised.
 
         ``message`` is what the page sent: "press" names the button, other keys what it applies to. Subclasses with
         buttons override this; here it does nothing.
         """
 
     def receive(self, message: dict[str, Any]) -> None:
-        """Confirm a message of the page, and let a new thread call `press` with it.
+        """Confirm a message of the page to the page, and let a new thread call `press` with it; do not wait for that.
 
         A message without a number, such as the page's "looking", is not confirmed.
         """
         if "number" in message:
             self.send({"received": message["number"]})
-        threading.Thread(target=_act, args=(self, message), name="pressed", daemon=True).start()
+        threading.Thread(target=_press, args=(self, message), name="pressed", daemon=True).start()
 
 
 def _receive(view: View, message: Any, _: Any) -> None:
@@ -222,8 +234,11 @@ def _receive(view: View, message: Any, _: Any) -> None:
         view.receive(message)
 
 
-def _act(view: View, message: dict[str, Any]) -> None:
-    """Call `press`, and show its error in the view's notice."""
+def _press(view: View, message: dict[str, Any]) -> None:
+    """Call the view's `press`, and store its error as text in `notice`, which the page shows.
+
+    Runs in its own thread.
+    """
     try:
         if "number" in message:  # a message without a number, such as "looking", is no press of a button
             view.notice = ""
@@ -233,7 +248,10 @@ def _act(view: View, message: dict[str, Any]) -> None:
 
 
 def _where_it_was_sent(_: Any, default: Any) -> Any:
-    """Return ipykernel's default thread for a message: the one to which the page has sent the message."""
+    """Return ``default``: the thread, as ipykernel names it, to which the page has sent a message.
+
+    This replaces a method of the comm that may choose another thread.
+    """
     return default
 
 
@@ -255,14 +273,14 @@ class _Painter:
     def add(self, view: View) -> None:
         """Queue a view for publishing; does not keep it alive.
 
-        The same view may be queued several times: it is published once a round.
+        The thread publishes a view that is queued several times once. Any thread and any finaliser may call this.
         """
         known = weakref.ref(view)
         hash(known)  # now, because a weak reference can compute its hash only as long as the view is alive
         self._changed.put(known)
 
     def _run(self) -> None:
-        """Publish changed views as the token bucket allows, and draw their pictures when due; never returns."""
+        """Publish changed views, about ten times a second at most, and draw their pictures when due; never returns."""
         left, at = float(_BURST), time.monotonic()
         stale: dict[weakref.ref[View], float] = {}
         """The views that have changed since their pictures were drawn, and the time from which each may be drawn."""

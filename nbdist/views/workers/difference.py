@@ -18,7 +18,11 @@ class DiffTable:
     def __init__(
         self, name: str, workers: Sequence[str], found: Sequence[Difference], differing: int, parts: int
     ) -> None:
-        """Show the differences of the variable ``name``; every worker is compared with the first of ``workers``."""
+        """Make the table of differences ``found`` in the variable ``name``, from its value on the first of ``workers``.
+
+        ``parts`` is the number of parts that were compared, such as the tensors of a state dict, and ``differing`` how
+        many of them are not equal everywhere.
+        """
         self.name = name
         self.workers = list(workers)
         self.differences = list(found)

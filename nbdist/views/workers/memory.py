@@ -39,9 +39,10 @@ class MemoryTable:
         *,
         unfolded: bool = False,
     ) -> None:
-        """Show the report ``found`` for the named ``workers`` (None for all), compared with the ``last`` look.
+        """Make the table of the report ``found`` for the named ``workers`` (None for all).
 
-        Equal objects share a row, and small ones too, unless ``unfolded``.
+        With ``last``, what an earlier report saw, the table shows the growth since then. Equal objects share a row, and
+        small ones too, unless ``unfolded``.
         """
         self.found = found
         self.look = Look.at(found, last)
@@ -67,9 +68,9 @@ class MemoryTable:
         head += ["not accounted for", "GPU" if self._has_gpus() else ""]
         rows = []
         for memory, each in zip(self._workers, self._splits, strict=True):
-            known = [_bytes(each.total), self._grown(memory, each.total)]
+            known = [_bytes(each.total), self._growth_text(memory, each.total)]
             known += [size(each.parts[kind]) for kind in parts]
-            known += [_bytes(each.shared), _rest(memory, each.rest), _gpu(memory, each.gpu)]
+            known += [_bytes(each.shared), _not_accounted(memory, each.rest), _gpu(memory, each.gpu)]
             rows.append([memory.name, *known])
         used = [number for number, name in enumerate(head) if name]
         return [head[number] for number in used], [[row[number] for number in used] for row in rows]
@@ -77,8 +78,11 @@ class MemoryTable:
     def _has_gpus(self) -> bool:
         return any(memory.gpu_taken for memory in self._workers) or any(each.gpu for each in self._splits)
 
-    def _grown(self, memory: WorkerMemory, total: int | None) -> str:
-        """Return as text by how many bytes a worker has grown since the last look, or that it was restarted."""
+    def _growth_text(self, memory: WorkerMemory, total: int | None) -> str:
+        """Return as text by how many bytes a worker has grown since the last report, or that it was restarted.
+
+        ``total`` is the worker's bytes now. Empty if there was no earlier report, the growth is not known, or it is 0.
+        """
         if self._last is None:
             return ""
         if self._last.is_restarted(memory):
@@ -103,7 +107,7 @@ class MemoryTable:
                 "bytes": _amount(row, row.nbytes),
                 "on GPU": _amount(row, row.gpu) if row.gpu else "",
                 _SINCE: _growth(row),
-                "held by": _held(row),
+                "held by": _names_that_hold(row),
             }
             rows.append([cells[name] for name in columns])
         return rows
@@ -128,7 +132,7 @@ class MemoryTable:
             lines.append("at least: there were more objects than a look visits, or they changed meanwhile")
         if any(row.count > 1 or len(row.workers) > 1 for row in self._items):
             lines.append("rows are put together: %dist_memory -v, or %dist_memory worker1, shows each")
-        return lines + _silent(self.found)
+        return lines + _line_of_silent(self.found)
 
     def _explained(self) -> list[str]:
         return [_REST, *([_SHARED] if any(each.shared for each in self._splits) else [])]
@@ -166,15 +170,15 @@ class FreedTable:
 
     def _rows(self) -> list[list[str]]:
         rows = [row for row in rows_of(self.found) if row.kind == "reference"]
-        return [[_names(row.workers), row.what, _amount(row, row.nbytes), _held(row)] for row in fold(rows)]
+        return [[_names(row.workers), row.what, _amount(row, row.nbytes), _names_that_hold(row)] for row in fold(rows)]
 
     def __repr__(self) -> str:
         lines = tables.as_lines(_FREED, self._rows()) if self.found.items else []
-        return "\n".join([self._head(), *lines, *_silent(self.found)])
+        return "\n".join([self._head(), *lines, *_line_of_silent(self.found)])
 
     def _repr_html_(self) -> str:
         table = tables.as_html(_FREED, self._rows()) if self.found.items else ""
-        foot = "".join(f"<div>{escape(line)}</div>" for line in _silent(self.found))
+        foot = "".join(f"<div>{escape(line)}</div>" for line in _line_of_silent(self.found))
         return themed(f"<div>{escape(self._head())}</div>", table, foot)
 
 
@@ -190,7 +194,7 @@ def _names(workers: Sequence[str]) -> str:
     return ", ".join([*([say_names(numbered)] if numbered else []), *others])
 
 
-def _silent(found: Holdings) -> list[str]:
+def _line_of_silent(found: Holdings) -> list[str]:
     """Return a line that names the workers without an answer, or nothing."""
     return [f"{', '.join(found.silent)} did not answer"] if found.silent else []
 
@@ -204,8 +208,11 @@ def _signed(grown: int) -> str:
     return f"{'+' if grown > 0 else '-'}{size(abs(grown))}" if grown else ""
 
 
-def _rest(memory: WorkerMemory, rest: int | None) -> str:
-    """Return the bytes not accounted for, and in brackets the worker's bytes when it had started."""
+def _not_accounted(memory: WorkerMemory, rest: int | None) -> str:
+    """Return ``rest``, the bytes that no counted object takes, as text; in brackets, all bytes at the worker's start.
+
+    Empty if ``rest`` is None, which says that the system does not tell.
+    """
     start = f" ({size(memory.started_with)} at start)" if memory.started_with is not None else ""
     return f"{size(rest)}{start}" if rest is not None else ""
 
@@ -228,8 +235,8 @@ def _growth(row: Row) -> str:
     return _signed(row.grown) + (f", {row.new} new" if row.new else "")
 
 
-def _held(row: Row) -> str:
-    """Return the names that hold a row's objects: a variable's own names, or the names on each worker."""
+def _names_that_hold(row: Row) -> str:
+    """Return the names that keep a row's objects alive, as text: a variable's own names, or ``worker: names``."""
     if row.kind == "variable":
         return ", ".join(name for _, names in row.held for name in names)
     own = row.workers[0] if len(row.workers) == 1 else "each"

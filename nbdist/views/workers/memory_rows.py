@@ -84,8 +84,11 @@ def rows_of(found: Holdings, workers: Iterable[str] | None = None) -> list[Row]:
 
 
 def _row_of_item(item: Holding, memory: WorkerMemory) -> Row:
-    """Return the row of a value behind references, or, if the item has no id, of an autograd context."""
-    held = tuple((name if name != item.worker else "", _few(list(map(str, pins)))) for name, pins in item.pins)
+    """Return the row of a value that references hold, or of an autograd context if ``item`` has no id of a reference.
+
+    ``memory`` is the report of the item's worker.
+    """
+    held = tuple((name if name != item.worker else "", _first_names(list(map(str, pins)))) for name, pins in item.pins)
     told = cards.value(item.state).partition("\n")[0][:_LETTERS_SHOWN] if item.id is not None else "graph and gradients"
     kind, own = ("reference", item.id) if item.id is not None else ("context", item.context)
     qualname = item.state.qualname if item.state is not None else "value"
@@ -99,7 +102,7 @@ def _row_of_variable(variable: Variable, memory: WorkerMemory) -> Row:
         told = "values of the frames"
     elif variable.entries is not None:
         told += f" of {variable.entries:,}"
-    held = (("", _few(variable.names)),)
+    held = (("", _first_names(variable.names)),)
     key = (memory.incarnation, "variable", variable.names[0])
     nbytes, gpu = variable.nbytes, variable.gpu
     return Row(
@@ -107,7 +110,7 @@ def _row_of_variable(variable: Variable, memory: WorkerMemory) -> Row:
     )
 
 
-def _few(names: Sequence[str]) -> tuple[str, ...]:
+def _first_names(names: Sequence[str]) -> tuple[str, ...]:
     """Return the first `_NAMES_SHOWN` names, and an ellipsis if there are more."""
     return (*names[:_NAMES_SHOWN], "…") if len(names) > _NAMES_SHOWN else tuple(names)
 
@@ -179,9 +182,9 @@ class Look:
 
     @classmethod
     def at(cls, found: Holdings, before: Look | None) -> Look:
-        """Return the look of a report; for workers that did not answer, it keeps the amounts of the look ``before``.
+        """Return the amounts of a report, to compare the next report with.
 
-        ``before`` is None at the first look.
+        For workers that did not answer, it keeps those of ``before``, the last look; None if there was none.
         """
         totals = {memory.incarnation: (memory.name, split(memory).total or 0) for memory in found.workers}
         amounts = {hash(row.key): row.amount for row in rows_of(found)}
@@ -192,7 +195,10 @@ class Look:
         return cls(totals, amounts)
 
     def growth(self, memory: WorkerMemory, total: int | None) -> int | None:
-        """Return by how many bytes a worker has grown since this look; None if that is not known."""
+        """Return by how many bytes a worker has grown since this look; None if that is not known.
+
+        ``memory`` names the worker, and ``total`` is its bytes now, None if the system does not say.
+        """
         known = self.totals.get(memory.incarnation)
         return total - known[1] if known is not None and total is not None else None
 
@@ -202,9 +208,9 @@ class Look:
 
 
 def compare(rows: Sequence[Row], last: Look | None) -> list[Row]:
-    """Return the rows with their growth since the last look; rows that it did not have are new.
+    """Return the rows with their growth since ``last``, an earlier report; rows that it did not have are new.
 
-    Workers that the last look did not have, and a look that is None, leave their rows as they are.
+    Rows of workers that ``last`` did not have are left as they are; so are all if ``last`` is None.
     """
     if last is None:
         return list(rows)
@@ -232,7 +238,7 @@ def fold(rows: Sequence[Row]) -> list[Row]:
 
 
 def _fold_small(rows: list[Row]) -> list[Row]:
-    """Put equal rows together, and small ones, and those beyond the largest; all rows are of one worker and kind."""
+    """Return fewer rows of one worker and kind: equal rows, small ones, and those beyond the largest share rows."""
     rows = sorted(_fold_equal(rows), key=lambda row: -row.amount)
     large = [row for row in rows if not _is_small(row)]
     small = [row for row in rows if _is_small(row)]
@@ -245,7 +251,7 @@ def _is_small(row: Row) -> bool:
 
 
 def _fold_equal(rows: list[Row]) -> list[Row]:
-    """Put rows together whose visible columns are the same, apart from their growth, which is added up."""
+    """Return fewer rows: those of one worker that look the same become one, with the sums of bytes and of growth."""
     equal: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         equal.setdefault((row.what, row.nbytes, row.gpu, row.held, row.is_partial, row.idle), []).append(row)
@@ -275,7 +281,7 @@ def _count(rows: list[Row]) -> int:
 
 
 def _put_together(rows: list[Row], what: str) -> Row:
-    """Return one row with the sums of several, described by ``what``; a single row is returned unchanged."""
+    """Return one row with the sums of several, and ``what`` as its description; a single row is returned unchanged."""
     if len(rows) == 1:
         return rows[0]
     held: dict[str, dict[str, None]] = {}
@@ -287,7 +293,7 @@ def _put_together(rows: list[Row], what: str) -> Row:
         what=what,
         nbytes=sum(row.nbytes or 0 for row in rows),
         gpu=sum(row.gpu for row in rows),
-        held=tuple((worker, _few([name for name in names if name != "…"])) for worker, names in held.items()),
+        held=tuple((worker, _first_names([name for name in names if name != "…"])) for worker, names in held.items()),
         is_partial=any(row.is_partial for row in rows),
         idle=all(row.idle for row in rows),
         grown=sum(row.grown for row in rows),
@@ -297,7 +303,7 @@ def _put_together(rows: list[Row], what: str) -> Row:
 
 
 def fold_workers(rows: Sequence[Row]) -> list[Row]:
-    """Put rows of several workers together whose texts are the same; amounts count as shown, rounded."""
+    """Return fewer rows: rows that look the same on several workers, with amounts rounded as shown, become one row."""
     found: dict[tuple[object, ...], Row] = {}
     for row in rows:
         nbytes = size(row.nbytes) if row.nbytes is not None else None

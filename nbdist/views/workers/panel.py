@@ -69,7 +69,11 @@ class Panel:
                     course.add("in", round(sum(rate for (_, other), rate in self._rates.items() if other == row.name)))
 
     def _note_rates(self, name: str, counts: Mapping[str, int], now: float) -> None:
-        """Compute the bytes a second that a worker sends to each other worker, from its totals now and last time."""
+        """Compute the bytes a second that the worker ``name`` sends to each other worker, since the last sample.
+
+        ``counts`` has its total bytes until now by receiver; ``now`` is a time of `time.monotonic`. The caller holds
+        the lock.
+        """
         known, at = self._sent.get(name, ({}, now))
         self._sent[name] = counts, now
         for other, count in counts.items():
@@ -77,7 +81,7 @@ class Panel:
                 self._rates[name, other] = max(0, count - known.get(other, 0)) / (now - at)
 
     def talk(self) -> list[tuple[str, str, int, float]]:
-        """Return the pairs of workers where the first waits for the second, or sends it data.
+        """Return the pairs of workers where the first waits for the second, or sends it much data, as last sampled.
 
         Each is (first, second, calls of the first that wait for an answer, bytes a second).
         """
@@ -89,7 +93,7 @@ class Panel:
         return [(*pair, waits.get(pair, 0), self._rates.get(pair, 0.0)) for pair in pairs]
 
     def blamed(self) -> list[str]:
-        """Return lines about the workers that hold up others: see the function `blamed`."""
+        """Return a line for each chain of waiting workers, such as ``worker0 → worker1, which is at cell:3``."""
         return blamed(self._waits(), {row.name: row.where for row in self.rows})
 
     def _waits(self) -> dict[str, list[str]]:
@@ -99,7 +103,7 @@ class Panel:
         return {name: [other for other in others if other != name] for name, others in waits.items()}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the last sample, with the course of the last minute, as JSON for a page.
+        """Return the last sample, with the course of the last minute, for a page, as values that JSON can hold.
 
         It asks no worker, and does not wait for a sample under way.
         """
@@ -146,17 +150,20 @@ def blamed(waits: Mapping[str, Sequence[str]], places: Mapping[str, str]) -> lis
     awaited = {other for others in waits.values() for other in others}
     starts = [name for name in waits if waits[name] and name not in awaited]
     seen: set[str] = set()
-    found = [line for name in starts for line in _ways([name], waits, places, seen)]
+    found = [line for name in starts for line in _lines_of_ways([name], waits, places, seen)]
     for name in waits:  # circles that no other worker waits for
         if waits[name] and name not in seen:
-            found += _ways([name], waits, places, seen)
+            found += _lines_of_ways([name], waits, places, seen)
     return found[:_CHAINS_SHOWN]
 
 
-def _ways(
+def _lines_of_ways(
     way: list[str], waits: Mapping[str, Sequence[str]], places: Mapping[str, str], seen: set[str]
 ) -> Iterator[str]:
-    """Yield a line for each way on from the last worker of ``way``; workers in ``seen`` are not followed again."""
+    """Yield a line for each chain of waiting workers that begins with the workers of ``way``.
+
+    ``waits`` and ``places`` are as for `blamed`. Workers in ``seen`` are not followed again; this adds to the set.
+    """
     last = way[-1]
     if last in way[:-1]:
         yield f"{' → '.join(way)}: they wait for each other"
@@ -166,7 +173,7 @@ def _ways(
     elif last not in seen:  # otherwise other lines have the ways on from here
         seen.add(last)
         for other in waits[last]:
-            yield from _ways([*way, other], waits, places, seen)
+            yield from _lines_of_ways([*way, other], waits, places, seen)
 
 
 class Course:
@@ -182,7 +189,7 @@ class Course:
 
     @property
     def values(self) -> dict[str, list[float]]:
-        """All values by name."""
+        """The values of each quantity, by its name, the oldest first."""
         return {name: list(kept) for name, kept in self._kept.items()}
 
     def share(self, pid: int | None, now: float) -> float:

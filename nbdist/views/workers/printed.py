@@ -43,24 +43,25 @@ class _Shown(NamedTuple):
 
 
 def say(printed: Sequence[Printed], span: LineRange | None) -> str:
-    """Return the lines of a span as text; if they are not all lines, a line before them says which they are.
+    """Return the lines that workers have printed as text; a line before them says if they are not all.
 
-    Without a span, all lines are shown. If there are too many of one cell, the lines are shown that the cell's output
-    left out, from the first of them on; if there are too many of all cells, the last lines.
+    ``span`` chooses lines by number. Without it, all lines are shown. If there are too many of one cell, the lines are
+    shown that the cell's output left out, from the first of them on; if there are too many of all cells, the last
+    lines.
     """
     most = max(1, _LINES_SHOWN // max(1, len(printed)))
     groups: dict[_Shown, list[Printed]] = {}
     for each in printed:
-        groups.setdefault(_look(each, span, most), []).append(each)
+        groups.setdefault(_choose_lines(each, span, most), []).append(each)
     said: list[str] = []
     for shown, group in groups.items():
         workers = tuple(each.worker for each in group)
         label = f"{label_of(workers)} " if len(printed) > 1 else ""
-        said += [f"{label}{line}" for line in _say(shown, group[0].cell)]
+        said += [f"{label}{line}" for line in _lines_to_show(shown, group[0].cell)]
     return "\n".join(said)
 
 
-def _look(printed: Printed, span: LineRange | None, most: int) -> _Shown:
+def _choose_lines(printed: Printed, span: LineRange | None, most: int) -> _Shown:
     """Choose the lines of one worker to show, ``most`` at most.
 
     Without ``span``, the end of the log, or for one cell the lines after those that were shown in the notebook.
@@ -78,8 +79,12 @@ def _look(printed: Printed, span: LineRange | None, most: int) -> _Shown:
     return _Shown(tuple(lines), first, total, printed.dropped, printed.broken)
 
 
-def _say(shown: _Shown, cell: int | None) -> list[str]:
-    """Return the chosen lines, with lines before them that say what is missing, and a line before each cell's."""
+def _lines_to_show(shown: _Shown, cell: int | None) -> list[str]:
+    """Return the chosen lines, after lines that say what is missing.
+
+    ``cell`` is the number of the only cell whose lines were asked for. With None, a line names each cell before its
+    lines.
+    """
     where = "" if cell is None else f" in cell {cell}"
     said = []
     if not shown.total:

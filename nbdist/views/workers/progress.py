@@ -17,7 +17,7 @@ _WIDTH = 12
 
 
 def bar(done: int, total: int, width: int) -> str:
-    """Return a bar of ``width`` characters, filled in the proportion of ``done`` to ``total``; empty if both are 0."""
+    """Return a bar of ``width`` characters, filled in proportion to ``done`` of ``total``; unfilled if both are 0."""
     full = round(width * done / max(1, total))
     return "█" * full + "░" * (width - full)
 
@@ -66,7 +66,10 @@ class StartProgress:
         self._text.draw(draw(names, {}))
 
     def __call__(self, worker: str, step: str) -> None:
-        """Note that a worker has reached a step, and draw that; the drawing is the last when all are ready."""
+        """Note that a worker has reached a step of its start, and draw the progress of all workers again.
+
+        Once all have reached the step "ready", the drawing is the last.
+        """
         with self._lock:
             if self._steps.get(worker) != step:
                 self._steps[worker] = step

@@ -31,7 +31,7 @@ class _Trial(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no a
     """Pickles into nothing, to see whether it can. Tensors and storages count as sendable."""
 
     def persistent_id(self, obj: Any) -> Any:
-        """Skip tensors and storages, which the codec carries itself."""
+        """Return a text for a tensor or storage, so that pickle skips it, which the codec carries; else None."""
         return "tensor" if isinstance(obj, torch.Tensor | torch.storage.UntypedStorage) else None
 
 
@@ -39,14 +39,15 @@ class _Nowhere(io.RawIOBase):
     """A file that drops what is written to it."""
 
     def write(self, data: Any) -> int:
-        """Drop the data."""
+        """Drop the data; return its length, as if it had been written."""
         return len(data)
 
 
 def of_call(body: tuple[Any, Any, Any]) -> str:
     """Return which part of a call's function, arguments or keywords cannot be pickled; an empty text if none.
 
-    The text goes into the error for the user. Trying costs a pickling of each part.
+    ``body`` is (function or its name, args, kwargs). The text, such as "`args[0]['lock']` is a lock", goes into the
+    error for the user. Trying costs a pickling of each part.
     """
     function, args, kwargs = body
     if not isinstance(function, str) and not _can_travel(function):
@@ -64,7 +65,7 @@ def of_value(value: Any, name: str) -> str:
 
 
 def _can_travel(value: Any) -> bool:
-    """Return whether a value can be pickled."""
+    """Return whether a value can be pickled, tensors in it apart; tries it, and swallows every error."""
     try:
         _Trial(_Nowhere(), 5).dump(value)
     except Exception:
@@ -73,10 +74,10 @@ def _can_travel(value: Any) -> bool:
 
 
 def _follow(value: Any, path: str) -> str:
-    """Go down from a value that cannot be pickled to its innermost part that cannot be, and describe the way there.
+    """Return a text that names the innermost part of a value that cannot be pickled, and the way to it from ``path``.
 
-    The description names the last function on the way, because the reader knows that better than a path through its
-    globals.
+    ``path`` is the text for the value itself, such as ``args[0]``. The result names the last function on the way,
+    because the reader knows that better than a path through its globals.
     """
     by = ""
     for _ in range(_DEEPEST):
@@ -86,7 +87,7 @@ def _follow(value: Any, path: str) -> str:
         if worse is None:
             break
         if isinstance(value, types.FunctionType):
-            by = f", used by `{value.__qualname__.rpartition('.')[2]}`{_place(value)},"
+            by = f", used by `{value.__qualname__.rpartition('.')[2]}`{_cell_of(value)},"
             path = ""
         step, value = worse
         path += step
@@ -128,7 +129,7 @@ def _name_of(function: Any) -> str:
     return str(getattr(function, "__qualname__", "the function")).rpartition(".")[2]
 
 
-def _place(function: types.FunctionType) -> str:
+def _cell_of(function: types.FunctionType) -> str:
     """Return in which cell a function was typed, as " of cell 22"; an empty text for functions of files."""
     named = next((name for make in name_file if (name := make(function.__code__.co_filename))), "")
     return f" of {named}" if named else ""

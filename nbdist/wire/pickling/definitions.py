@@ -57,7 +57,10 @@ def own_name(definition: Any) -> str | None:
 
 
 def find_own(qualname: str, expected: str) -> Any:
-    """Return this process's definition of that name if its digest is ``expected``; else None."""
+    """Return the function or class that ``__main__`` here has under ``qualname``.
+
+    Returns None if there is none, or if its digest is not ``expected``.
+    """
     found = find_named(qualname)
     if isinstance(found, types.FunctionType | type) and digest(found) == expected:
         return found
@@ -65,9 +68,10 @@ def find_own(qualname: str, expected: str) -> Any:
 
 
 def get_own(qualname: str, expected: str) -> Any:
-    """Return this process's definition of that name; raise MissingDefinition unless its digest is ``expected``.
+    """Return what ``__main__`` here has under ``qualname``; raise MissingDefinition unless its digest is ``expected``.
 
-    The sender of the call then repeats it with the definition.
+    A pickle refers to this function in the place of a function or class that is sent by name. The sender of the call
+    then repeats it with the definition.
     """
     found = find_own(qualname, expected)
     if found is None:
@@ -82,9 +86,10 @@ def name_and_digest(function: types.FunctionType) -> tuple[str, str] | None:
 
 
 def choose(qualname: str, expected: str, value: Any) -> Any:
-    """Return this process's definition of that name if its digest is ``expected``, else ``value``.
+    """Return what ``__main__`` here has under ``qualname`` if its digest is ``expected``, else ``value``.
 
-    So an instance that travels has the receiver's own class, where both have the same one.
+    A pickle refers to this function in the place of a function or class that is sent by value, which is ``value``. So
+    an instance that travels has the receiver's own class, where both have the same one.
     """
     return find_own(qualname, expected) or value
 
@@ -115,7 +120,7 @@ def digest(definition: Any) -> str:
 
 
 def _in_full(described: Any) -> Any:
-    """Return a description with every code object replaced by its contents."""
+    """Return a description, as `_function` and `_class` make it, with every code object replaced by its contents."""
     if isinstance(described, types.CodeType):
         return _code(described)
     return tuple(map(_in_full, described)) if isinstance(described, tuple) else described
@@ -144,7 +149,7 @@ def _constant(value: Any) -> Any:
 
 
 def _code(code: types.CodeType) -> tuple[Any, ...]:
-    """Return the parts of a code object that count for the digest."""
+    """Return the parts of a code object that count for the digest: not its file, its lines and its name."""
     return (
         code.co_code,
         code.co_names,
@@ -162,14 +167,14 @@ def _code(code: types.CodeType) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=_DIGESTS_REMEMBERED)
 def _assigned_around(code: types.CodeType) -> frozenset[str]:
-    """Return the variables of the closure that a function with this code assigns, or a function inside it."""
+    """Return the names of the closure's variables to which a function with this code, or one inside it, assigns."""
     found = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_DEREF", "DELETE_DEREF")}
     inner = [_assigned_around(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return frozenset(found.union(*inner).intersection(code.co_freevars))
 
 
 def _function(function: types.FunctionType, seen: set[Any]) -> tuple[Any, ...]:
-    """Describe a function by everything that counts for its digest.
+    """Return a description of a function by everything that counts for its digest.
 
     ``seen`` has the functions and classes that were described so far; one that is met again counts by its name, so that
     recursion ends. The description is a hashable tuple, so that it can be the key of a cache.
@@ -196,7 +201,7 @@ def _function(function: types.FunctionType, seen: set[Any]) -> tuple[Any, ...]:
 
 
 def _content(cell: types.CellType, seen: set[Any]) -> Any:
-    """Describe the content of a variable of a closure."""
+    """Return a hashable description of the value of a closure's variable; ``"empty"`` if it has none."""
     try:
         return _member(cell.cell_contents, seen)
     except ValueError:
@@ -219,7 +224,10 @@ _IGNORED = {
 
 
 def _class(cls: type, seen: set[Any]) -> tuple[Any, ...]:
-    """Describe a class by everything that counts for its digest. Bases of other modules count by their names."""
+    """Return a description of a class by everything that counts for its digest; ``seen`` is as in `_function`.
+
+    Bases of modules other than ``__main__`` count by their names.
+    """
     if cls in seen:
         return ("again", cls.__qualname__)
     seen.add(cls)
@@ -232,7 +240,7 @@ def _class(cls: type, seen: set[Any]) -> tuple[Any, ...]:
 
 
 def _member(value: Any, seen: set[Any]) -> Any:
-    """Describe an attribute of a class or a variable of a closure."""
+    """Return a hashable description of an attribute of a class, or of the value of a closure's variable."""
     if isinstance(value, staticmethod | classmethod):
         return type(value).__name__, _member(value.__func__, seen)
     if isinstance(value, property):

@@ -21,8 +21,10 @@ COMPLEX, TENSORS, PLAIN = range(3)
 
 
 def simplicity(value: Any, record: bool, depth: int = 4) -> int:
-    """Return how much pickling ``value`` needs: `COMPLEX`, `TENSORS` or `PLAIN`.
+    """Return which pickler ``value`` needs: `PLAIN` for pickle itself, `TENSORS` for `TensorPickler`, else `COMPLEX`.
 
+    `PLAIN` values are atoms (None, bool, int, float, str, bytes) in tuples, lists and dicts; `TENSORS` have tensors
+    among these.
     Looks ``depth`` containers deep; deeper or longer ones are `COMPLEX`. So is a tensor that requires grad, unless
     ``record``.
     """
@@ -52,7 +54,7 @@ class TensorPickler(pickle.Pickler):
     """
 
     def __init__(self, file: io.BytesIO, packer: TensorPacker, record: bool) -> None:
-        """Pickle into ``file``; tensors go to ``packer``. With ``record``, tensors that require grad are recorded."""
+        """Pickle into ``file``; tensors go to ``packer``. ``record`` puts those that require grad into `recorded`."""
         super().__init__(file, protocol=5)
         self.recorded: list[torch.Tensor] = []
         """The tensors that were recorded."""
@@ -63,7 +65,11 @@ class TensorPickler(pickle.Pickler):
         self._record = record
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return a tensor's index in the message: -1, -2, … for recorded ones. None for anything that is no tensor."""
+        """Return the index by which the pickle refers to a tensor; None for other objects, which are pickled as usual.
+
+        Pickle calls this for each object. The index counts the tensors of the message from 0 on, or those in `recorded`
+        as -1, -2, …
+        """
         if type(obj) is not torch.Tensor:
             return None
         if not self._record or not obj.requires_grad:

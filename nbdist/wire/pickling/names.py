@@ -47,8 +47,9 @@ _described: dict[int, tuple[Any, dict[str, Any], str, Named]] = {}
 
 
 def describe(function: Any) -> Named:
-    """Return the facts about ``function`` that a call needs. They are cached while the function's module still has it.
+    """Return the facts about ``function`` that a call needs: `name_of`, `display_name` and `is_builtin` of it.
 
+    They are cached while the function's module still has it.
     A function of ``__main__`` has no name for other processes: it travels with its digest
     (`nbdist.wire.pickling.definitions`).
     """
@@ -127,7 +128,9 @@ def resolve(name: str) -> Any:
     try:
         found = importlib.import_module(module_name)
     except ImportError as error:
-        failed = DecodeError(f"this worker cannot import {module_name!r}, where {qualname!r} should be: {error}")
+        failed = DecodeError(
+            f"this worker cannot import {module_name!r}, where {qualname!r} should be: {error}; install it here, too"
+        )
         failed.lacks = f"{type(error).__name__}: {error}"
         raise failed from error
     for part in qualname.split("."):

@@ -46,7 +46,10 @@ class _TakeBuffers:
         self._frames = frames
 
     def __call__(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return False if the buffer was put into a frame, True if pickle must put it into the body."""
+        """Return False if the buffer was copied into a frame of its own, True if pickle must put it into the body.
+
+        Buffers go into the body if they have fewer than 256 KiB or are not contiguous. Pickle calls this.
+        """
         try:
             raw = buffer.raw()
         except BufferError:  # the memory is not contiguous
@@ -75,7 +78,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     ) -> None:
         """Pickle into ``file``. Large buffers are added to ``buffers``, and tensors to ``packer``.
 
-        ``by_value`` puts definitions of ``__main__`` into the body. ``record`` marks tensors that require grad.
+        ``forker`` makes the forks of references; without one, these cannot be sent. ``by_value`` puts definitions of
+        ``__main__`` into the body. ``record`` puts tensors that require grad into `recorded`, for the receiver to join
+        them to its graph.
         """
         # One dict: cloudpickle's own is a chain of tables, which is slow to find that it has nothing for an object.
         self.dispatch_table = {}
@@ -117,10 +122,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         """The ids of functions inside classes that travel by value."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to pickle ``obj``; NotImplemented to leave it to pickle's own rules.
+        """Return how to pickle ``obj``, as ``__reduce__`` does; NotImplemented to leave it to pickle's own rules.
 
         Pickle calls this for every object that is no atom and no built-in container, except those that it has pickled
-        before. Everything except a tensor makes the message not `plain`.
+        before. Everything except a tensor makes the message not `plain`: decoding it may then run the user's code.
+        Raises EncodeError for a tensor or reference that cannot be sent.
         """
         kind = type(obj)
         # Tensors first: they are the most frequent, and decode without user code.
@@ -166,9 +172,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return super().reducer_override(obj)
 
     def _look_into(self, module: torch.nn.Module) -> None:
-        """Note the parameters of a module and of the modules in it: the receiver gets parameters of its own.
+        """Note the parameters of a module and of the modules in it, which do not go into `recorded`.
 
-        So they are not recorded, although they require grad: gradients do not flow back to a copied module.
+        The receiver gets parameters of its own, and gradients do not flow back to a copied module.
         """
         stack: list[Any] = [module]
         # Without the methods of modules, which some modules refuse to run.
@@ -180,9 +186,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
                 stack += [child for child in inner.__dict__.get("_modules", {}).values() if child is not None]
 
     def _add_recorded(self, tensor: torch.Tensor) -> int:
-        """Return the index of a tensor among the recorded ones; add it if it is new.
+        """Return the index of a tensor in `recorded`; add it if it is new.
 
-        A recorded tensor requires grad, and is sent in an autograd context.
+        It requires grad and is sent in an autograd context, so the receiver joins it to its graph.
         """
         index = self._recorded_at.get(id(tensor))
         if index is None:
@@ -235,7 +241,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def _value(self, definition: Any) -> Any:
         """Return how to pickle a function or class of ``__main__`` by value.
 
-        The functions in a class are noted, so that they travel inside the class and not by names of their own.
+        Warns once of a large global that goes along with a function. The functions in a class are noted, so that they
+        travel inside the class and not by names of their own.
         """
         if isinstance(definition, types.FunctionType):
             warn_of_large_globals(definition)

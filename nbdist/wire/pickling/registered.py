@@ -23,7 +23,7 @@ class Forker(Protocol):
     """
 
     def fork(self, reference: Any) -> Fork:
-        """Make a fork of ``reference`` for the receiver.
+        """Return a new fork of ``reference``, the right of the receiver to refer to its value.
 
         The encoder calls this for each reference that it meets.
         """
@@ -38,7 +38,7 @@ class Forker(Protocol):
 
 
 def register_reference(cls: type) -> None:
-    """Let instances of ``cls`` travel as forks. The encoder passes them to its `Forker`.
+    """Let instances of ``cls``, a class of remote references, travel as forks; the encoder passes them to its `Forker`.
 
     A second call for the same class does nothing.
     """
@@ -46,5 +46,8 @@ def register_reference(cls: type) -> None:
 
 
 def register_reducer(cls: type, reducer: Callable[[Any], Any]) -> None:
-    """Pickle instances of ``cls`` with ``reducer``. If there is a reducer for ``cls`` already, that one stays."""
+    """Pickle instances of ``cls`` with ``reducer``, which returns for an instance what ``__reduce__`` would return.
+
+    If there is a reducer for ``cls`` already, that one stays.
+    """
     reducers.setdefault(cls, reducer)

@@ -17,32 +17,36 @@ __all__ = ["exception", "recorded", "reference", "script", "script_function", "t
 
 
 def tensor(index: int) -> Any:
-    """Return tensor number ``index`` of the message. Raises DecodeError outside of a decoder.
+    """Stand in a pickle for tensor number ``index`` of its message; always raise DecodeError.
 
-    The name stands in the pickle in the place of the tensor; a decoder resolves it itself, and plain ``pickle`` ends
-    here.
+    nbdist's `Unpickler` replaces this function by one that returns the tensor. Only plain ``pickle`` calls it.
     """
     raise DecodeError("this pickle is part of a message of nbdist: only nbdist.wire.decoding.decode can load it")
 
 
 def recorded(index: int) -> Any:
-    """Return recorded tensor number ``index``, joined to the receiver's graph.
+    """Stand in a pickle for a tensor that is sent in an autograd context; always raise DecodeError.
 
-    Raises DecodeError outside of a decoder.
+    nbdist's `Unpickler` replaces this function by one that returns tensor number ``index`` of these, joined to the
+    receiver's graph. Only plain ``pickle`` calls it.
     """
     return tensor(index)
 
 
 def reference(index: int) -> Any:
-    """Return the receiver's reference for fork number ``index``. Raises DecodeError outside of a decoder.
+    """Stand in a pickle for the reference of fork number ``index`` of its message; always raise DecodeError.
 
-    The name stands in the pickle in the place of the reference; plain ``pickle`` ends here.
+    nbdist's `Unpickler` replaces this function by one that returns the receiver's reference. Only plain ``pickle``
+    calls it.
     """
     return tensor(index)
 
 
 def exception(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    """Return an error that is made without its ``__init__``, which may take other arguments than ``args``."""
+    """Return an error of class ``cls`` with these ``args`` and attributes (``state``), made without its ``__init__``.
+
+    The ``__init__`` may take other arguments than ``args``. A pickle refers to this function.
+    """
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(state)

@@ -44,7 +44,11 @@ class Unpickler(pickle.Unpickler):
         references: Sequence[Any],
         recorded: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Read ``body``. It refers to ``tensors``, ``references`` and ``recorded`` tensors by their indices."""
+        """Prepare to `read` ``body``, which refers to ``tensors``, ``references`` and ``recorded`` by their indices.
+
+        ``buffers`` are the large buffers that the pickler put beside the body, in its order. ``recorded`` are the
+        tensors that were sent in an autograd context.
+        """
         super().__init__(io.BytesIO(body), buffers=[bytearray(buffer) for buffer in buffers])
         self._tensors = tensors
         self._references = references
@@ -56,7 +60,7 @@ class Unpickler(pickle.Unpickler):
         """
 
     def persistent_load(self, index: int) -> torch.Tensor:
-        """Return the tensor with the index that a `TensorPickler` wrote."""
+        """Return the tensor for an index that a `TensorPickler` wrote; -1, -2, … count the recorded ones."""
         return self._tensors[index] if index >= 0 else self._recorded[-1 - index]
 
     def read(self) -> Any:
@@ -72,7 +76,9 @@ class Unpickler(pickle.Unpickler):
             torch_private.validate_sparse()
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object of that name. The first three names of `stand_ins` become functions that know this message.
+        """Return the object that a pickle names; pickle calls this.
+
+        ``tensor``, ``recorded`` and ``reference`` of `stand_ins` become functions that return those of this message.
 
         Raises DecodeError if this worker has no such object.
         """
@@ -98,7 +104,10 @@ class Unpickler(pickle.Unpickler):
             raise failed from error
 
     def _make_function(self, code: Any, namespace: dict[str, Any], *rest: Any) -> Any:
-        """Make a function that came by value, with globals that fall back on this worker's ``__main__``."""
+        """Return a function that came by value; a global that did not come with it is looked up in ``__main__`` here.
+
+        Takes the arguments of cloudpickle's function of that name, in whose place pickle calls it.
+        """
         # Functions that shared their globals have one namespace here, too; so what replaces it is one object.
         known = self._globals.get(id(namespace))
         if known is None:

@@ -38,9 +38,9 @@ _prepared: Processes | None = None
 
 
 def prepare() -> None:
-    """Start a zygote for the next cluster, if forking is allowed. Does nothing while one waits.
+    """Start a zygote for the next cluster, if forking is allowed: a process that imports torch and forks the workers.
 
-    It saves the next cluster the time of the imports; `discard` ends it.
+    It saves the next cluster the time of the imports; `discard` ends it. Does nothing while one waits.
     """
     global _prepared
     if _prepared is None and _may_fork():
@@ -48,7 +48,7 @@ def prepare() -> None:
 
 
 def discard() -> None:
-    """End the zygote that `prepare` has started, if no cluster has taken it.
+    """End the zygote (the process that imports torch and forks workers) of `prepare`, if no cluster has taken it.
 
     Harmless on a second call, and in a forked process.
     """
@@ -58,8 +58,8 @@ def discard() -> None:
         prepared.close()
 
 
-def _take() -> Processes:
-    """Return the zygote that `prepare` has started, if it can still be used; else a new one."""
+def _take_zygote() -> Processes:
+    """Return the zygote that `prepare` has started, if it can still be used, and forget it; else start a new one."""
     global _prepared
     prepared, _prepared = _prepared, None
     if prepared is not None and prepared.owner == os.getpid():  # else it is the zygote of this fork's parent
@@ -70,12 +70,16 @@ def _take() -> Processes:
 
 
 def _start_zygote() -> Processes:
-    """Start a zygote in a new run directory. Raises ResourceError if this process has too many files open."""
+    """Start a zygote, the process that forks workers, in a new run directory. Returns before it has imported torch.
+
+    Raises ResourceError if this process has too many files open, and UsageError if the path of the run directory is too
+    long.
+    """
     environment = {**_ENVIRONMENT, **os.environ, **_ZYGOTE_ENVIRONMENT}
     require_files(_FILES_NEEDED, "the process that starts workers cannot start")
     folder = make_folder()
     try:
-        return Processes(folder, _nobody, preload=_PRELOAD, fork=_may_fork(), environment=environment)
+        return Processes(folder, _do_nothing, preload=_PRELOAD, fork=_may_fork(), environment=environment)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # no zygote lives that could do it
         raise
@@ -86,7 +90,7 @@ def _may_fork() -> bool:
     return os.environ.get("NBDIST_FORK", "1") != "0"
 
 
-def _nobody(name: str, code: int) -> None:
+def _do_nothing(name: str, code: int) -> None:
     """Do nothing: the ``on_end`` of a zygote that no cluster has taken, and which has no workers."""
 
 
@@ -99,12 +103,12 @@ class LocalLauncher:
     def __init__(self, count: int, on_end: Callable[[str, int], None]) -> None:
         threads = str(max(1, (os.cpu_count() or 1) // count))
         self._defaults = {**_ENVIRONMENT, "OMP_NUM_THREADS": threads}  # else each worker uses all cores
-        self._processes = _take()
+        self._processes = _take_zygote()
         self._processes.on_end = on_end
 
     @property
     def folder(self) -> Path:
-        """The run directory."""
+        """The path of the cluster's run directory, with its sockets, connection files and logs; `close` removes it."""
         return self._processes.folder
 
     def preload(self, modules: Sequence[str], environment: Mapping[str, str]) -> Future[None]:
@@ -117,7 +121,8 @@ class LocalLauncher:
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:
         """Start a worker; return the future of its pid. An environment overrides this launcher's defaults.
 
-        The future fails with WorkerLost if the process cannot be made.
+        The future fails with WorkerLost if the process cannot be made. Raises WorkerLost at once if the zygote has
+        ended, and UsageError if a worker of that name lives.
         """
         return self._processes.start(setup.name, _ENTRY, [setup.encode()], {**self._defaults, **environment})
 
@@ -126,9 +131,10 @@ class LocalLauncher:
         self._processes.signal(name, number)
 
     def last_words(self, name: str) -> str:
-        """Return the end of the worker's log: what it wrote to standard error outside of cells.
+        """Return the last `_LAST_WORDS_LETTERS` characters of the worker's log; empty if there is none.
 
-        Complete only after the zygote has reported the worker's end, when it has read the worker's last words.
+        The log has what the worker wrote to standard error outside of cells. Complete only after the zygote has
+        reported the worker's end, when it has added what was left in the worker's pipe.
         """
         try:
             return self._processes.log(name).read_text(errors="replace")[-_LAST_WORDS_LETTERS:].strip()
