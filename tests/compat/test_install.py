@@ -183,7 +183,7 @@ told(lambda: rpc.rpc_sync("me", abs, args=(1,)))
         "UsageError RPC is already initialized",
         "TypeError incompatible constructor arguments",
         "UsageError nbdist has no profiler of RPC servers; profile inside the called functions",
-        "UsageError nbdist does not measure how long calls wait for the interpreter's lock: do not ask for it",
+        "UsageError nbdist does not measure how long calls wait for the interpreter's lock",
         "NotInitialized RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.",
     ]
 
