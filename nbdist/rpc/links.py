@@ -274,8 +274,9 @@ class Links:
     ) -> None:
         """Undo what was done for a message to agent ``to`` that certainly does not go out.
 
-        ``back`` is the shared memory of that agent which the message was to return, as pairs of segment and offset; it
-        goes back with a later message. None for no memory.
+        ``holds`` undoes the forks of the references in the message, and ``slots`` free the shared memory of its
+        tensors. ``back`` is the shared memory of that agent which the message was to return, as pairs of segment and
+        offset; it goes back with a later message. None for no memory.
         """
         if holds is not None:
             holds.is_sent = False

@@ -131,9 +131,10 @@ class Guest:
                 self._channel.call()
 
     def _note_heard(self) -> None:
-        """Note that the guest was woken by `_call`, so that the channel stops waking it. The guest calls this.
+        """Note that the guest has been woken, so that the channel stops waking it. The guest calls this.
 
-        Its reading was of no use, so the next waits sleep on a lock (`_lengthen_locks`).
+        `_call` woke it, as another thread has read the answer. So the guest's reading was of no use, and the next waits
+        sleep on a lock (`_lengthen_locks` says how many).
         """
         with self._calling:
             self._is_called = False
