@@ -239,7 +239,8 @@ class Handshake:
     def on_refused(self, message: Refused) -> None:
         """Handle the answer of an agent that did not accept a message of this one.
 
-        A member that has given this agent up sends it, or an agent that now listens at the address of an earlier one.
+        A member sends it that has given this agent up, or does not take it in as a newcomer, for instance because its
+        name is taken; so does an agent that now listens at the address of an earlier one.
         While the world forms, joining fails with RendezvousError or VersionMismatch; later, the sender is lost.
         """
         if self._links.connected(message.about) is None:

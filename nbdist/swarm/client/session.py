@@ -558,9 +558,9 @@ class Session:
                 self.state = "idle"
 
     def _replace_server(self, part: _Part) -> None:
-        """Replace the server of a span of the route; an error goes to the log only.
+        """Replace the server of a span of the route; an error of nbdist's goes to the log only.
 
-        The next step tries again, and raises an error that comes again.
+        The next step tries again, and raises an error that comes again. Any other error is raised at once.
         """
         try:
             with self._crew.working():

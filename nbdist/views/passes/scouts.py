@@ -71,7 +71,8 @@ class Scouts:
     def __init__(self, home: WatcherLike, *, held: bool) -> None:
         """Make a `Scout` on every other worker, and wait until they exist. If ``held``, they pause every pass.
 
-        Workers that are gone, or do not answer in time, get none: their passes are not seen.
+        Workers that are gone get none, and their passes are not seen. One that does not answer in time may get its
+        scout later.
         """
         self._agent = current_agent()
         self._contexts = api.recorder().contexts
