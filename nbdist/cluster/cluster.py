@@ -217,8 +217,9 @@ class Cluster:
         cluster cannot start again.
 
         Raises:
-            UsageError: Another cluster or RPC runs in this process, this cluster has been shut down, this process was
-                forked from the one that made the cluster, or a module to preload cannot be imported.
+            UsageError: Another cluster or RPC runs in this process, this cluster has been shut down or is being started
+                by another thread, this process was forked from the one that made the cluster, or a module to preload
+                cannot be imported.
             StartError: The workers were not ready within the timeout, or a step of one failed.
             WorkerLost: A worker died.
             ResourceError: The system has no open file, memory or disk space left.
@@ -227,7 +228,9 @@ class Cluster:
             raise UsageError("this cluster belongs to the process that this one was forked from; use it there")
         if self._state == "running":
             return self
-        if self._state != "new":
+        if self._state == "starting":
+            raise UsageError("another thread is starting this cluster; wait until it has started")
+        if self._state == "ended":
             raise UsageError("this cluster has been shut down; make another")
         if Cluster.current is not None:
             raise UsageError(

@@ -220,9 +220,9 @@ class Lookout:
         Call it once, when the cell has been sent.
         """
         self._cell.when_done(lambda: self._line.show(""))
-        self._look_later(self._look, min(_LOOK_EVERY, self._after))
+        self._call_later(self._look, min(_LOOK_EVERY, self._after))
 
-    def _look_later(self, action: Any, seconds: float, *arguments: Any) -> None:
+    def _call_later(self, action: Any, seconds: float, *arguments: Any) -> None:
         self._thread.loop.call_later(seconds, action, *arguments)
 
     def _look(self) -> None:
@@ -238,7 +238,7 @@ class Lookout:
             for part in self._running():
                 with contextlib.suppress(NbdistError):  # the worker is gone
                     asked[part.worker] = self._agent.call(part.worker, place, timeout=_ANSWER_WITHIN)
-        self._look_later(self._judge, _ANSWER_WITHIN, asked)
+        self._call_later(self._judge, _ANSWER_WITHIN, asked)
 
     def _judge(self, asked: Mapping[str, Any]) -> None:
         """Take the answers that have come, show, change or remove the line, and plan the next look.
@@ -257,7 +257,7 @@ class Lookout:
         ended = {part.worker: part.error is not None for part in self._cell.parts.values() if part.done}
         silent = now - self._cell.last_output >= self._after
         self._line.show(self._stands.say([part.worker for part in self._running()], ended, now) if silent else "")
-        self._look_later(self._look, max(0.1, min(_LOOK_EVERY, self._after) - _ANSWER_WITHIN))
+        self._call_later(self._look, max(0.1, min(_LOOK_EVERY, self._after) - _ANSWER_WITHIN))
 
     def _running(self) -> list[CellPart]:
         """Return the parts of the cell (one for each worker) that have not ended."""

@@ -95,7 +95,8 @@ def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
             if output.shape[0] != size:
                 raise UsageError(
                     f"the output of a micro-batch of {size} rows has the shape {tuple(output.shape)}. Outputs are "
-                    "concatenated by rows, so the last stage must return tensors whose first dimension is the rows"
+                    "concatenated by rows, so the first dimension of a tensor that the last stage returns must be the "
+                    "rows, unless it is a scalar"
                 )
         return torch.cat(list(outputs))
     if isinstance(first, tuple | list):

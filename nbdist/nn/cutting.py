@@ -71,7 +71,7 @@ def cut(
     else:
         count = len(layers) if stages is None else stages
         if not 1 <= count <= len(layers):
-            raise UsageError(f"{len(layers)} layers cannot be cut into {count} stages: each stage needs a layer")
+            raise UsageError(f"{len(layers)} layers cannot be cut into {count} stages, only into 1 to {len(layers)}")
         if balance == "count":
             costs: list[float] = [1.0] * len(layers)
         elif balance == "size":

@@ -3,19 +3,17 @@
 import random
 import threading
 import time
-from types import SimpleNamespace
 
 import autograd_functions
 import pytest
 import torch
-from autograd_functions import gradient_of, stage, weights
+from autograd_functions import each_by_way_of_worker2, gradient_of, stage, weights
 from autograd_programs import WORKERS, assert_same, programs
 from examples_tried import quick
 from hypothesis import given
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.graph.walk import Region
 from nbdist.autograd.passes import ddp, driver, leaves, worker_part
 from nbdist.testing import Faults, World
 
@@ -63,16 +61,33 @@ def test_two_micro_batches_run_at_the_same_time(world, threads, hooks, mode):
         assert rpc.rpc_sync("worker1", gradient_of, args=("first", context_id)) == [2.0 * 1 + 2.0 * 2] * 3
 
 
-@pytest.mark.parametrize(("of_one", "run_apart"), [(False, True), (True, False)])
-def test_steps_share_a_plain_leaf_but_no_received_message(of_one, run_apart):
-    """The gradients of a message go back together, and steps at the same time would both count them as complete."""
-    leaf, message = object(), object()
-    regions = [
-        Region(nodes={leaf, object()}, leaves=[leaf], receives={message if of_one else object(): {index}})
-        for index in range(2)
-    ]
-    part = SimpleNamespace(_are_plain=lambda nodes: nodes == {leaf})
-    assert worker_part.Part._touch(part, *regions) is not run_apart
+def test_tensors_of_one_message_run_one_after_the_other(world, threads, hooks, mode):
+    """Their gradients come in several messages and go back in one, which two steps at a time would both complete."""
+    threads(2)
+    now, most, lock = [0], [0], threading.Lock()
+    arrived = [threading.Event() for _ in range(6)]
+
+    def first(index):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        arrived[index].set()
+        time.sleep(0.05)  # the time in which another step would begin, if it could
+        with lock:
+            now[0] -= 1
+
+    def second(index):
+        if index:
+            arrived[index - 1].wait(0.05)  # so a gradient comes while another one is under way
+
+    hooks.update(first=first, second=second)
+    tensors = [torch.ones(3, requires_grad=True) for _ in range(6)]
+    with dist_autograd.context() as context_id:
+        out = rpc.rpc_sync("worker1", each_by_way_of_worker2, args=tensors)
+        dist_autograd.backward(context_id, [out.sum()], mode=mode)
+        found = dist_autograd.get_gradients(context_id)
+        assert [found[tensor].tolist() for tensor in tensors] == [[4.0] * 3] * 6
+    assert most[0] == 1
 
 
 def test_there_are_no_more_threads_than_allowed(world, threads, hooks, mode):

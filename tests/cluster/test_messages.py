@@ -49,6 +49,11 @@ def cluster(**now):
     [
         (lambda: cluster().find("worker9"), UnknownWorker, r"this cluster has no worker 'worker9'; its workers are "),
         (lambda: cluster(_pid=1).start(), UsageError, r"this cluster belongs to the process that this one was forked"),
+        (
+            lambda: cluster(_state="starting").start(),
+            UsageError,
+            r"another thread is starting this cluster; wait until",
+        ),
         (lambda: cluster(_state="ended").start(), UsageError, r"this cluster has been shut down; make another"),
         (
             lambda: cluster().references(SimpleNamespace(keeps_values=False)),

@@ -578,8 +578,9 @@ class Part:
     ) -> None:
         """Call torch's engine once, with entries and kept gradients as its roots; return when their nodes have run.
 
-        No other pass can use the ``.grad`` of ``leaves`` meanwhile; this first waits until none does. If a watch
-        observes the pass, it sees ``nodes`` run. An error of a node or hook is raised.
+        ``kept`` are gradients that an earlier step computed for nodes which could not run then. No other pass can use
+        the ``.grad`` of ``leaves`` meanwhile; this first waits until none does. If a watch observes the pass, it sees
+        ``nodes`` run. An error of a node or hook is raised.
         """
         roots: list[Any] = []
         gradients: list[torch.Tensor] = []

@@ -110,9 +110,9 @@ class Guest:
         if job is not None:
             self._submit(job)
         if job is not None or self._links.closed:
-            self._lengthen_locks()
+            self._read_less_often()
 
-    def _lengthen_locks(self) -> None:
+    def _read_less_often(self) -> None:
         """Make the next waits sleep on a lock instead of reading: first 1 wait, then 2, 4 and so on, 64 at most.
 
         Called when reading did not pay: another thread settled the call, or the guest read a request.
@@ -134,9 +134,9 @@ class Guest:
         """Note that the guest has been woken, so that the channel stops waking it. The guest calls this.
 
         `_call` woke it, as another thread has read the answer. So the guest's reading was of no use, and the next waits
-        sleep on a lock (`_lengthen_locks` says how many).
+        sleep on a lock (`_read_less_often` says how many).
         """
         with self._calling:
             self._is_called = False
-            self._lengthen_locks()
+            self._read_less_often()
             self._channel.called()

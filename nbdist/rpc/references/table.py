@@ -135,9 +135,9 @@ class References:
             self.abandon(arrival.sender, arrival.call.id)
 
     def resume(self, arrivals: Sequence[Arrival]) -> None:
-        """Run calls that need not wait any more, in jobs; fail those whose callers are lost.
+        """Run calls that have waited here for a value or a fork, in jobs; fail those whose callers are lost.
 
-        The caller does not hold the lock.
+        ``arrivals`` are the calls, each as it came from its caller. The caller of this does not hold the lock.
         """
         for arrival in arrivals:
             self._submit(arrival.run if arrival.is_heard else arrival.end_unheard)
@@ -321,9 +321,9 @@ class References:
 
         Calls that waited for this are run.
         """
-        self._end_of_fork(message)
+        self._settle_fork(message)
 
-    def _end_of_fork(self, message: ForkConfirm) -> None:
+    def _settle_fork(self, message: ForkConfirm) -> None:
         """Mark a fork as confirmed or dead, and run the calls that waited for it.
 
         The calls run in jobs, also if the fork is dead; in their functions, using the reference raises WorkerLost.
@@ -448,7 +448,7 @@ class References:
                         self._links.post(to, message)
                 except NbdistError:  # the agent is gone: `on_lost` deals with its forks, if it ever was known here
                     if isinstance(message, ForkRequest):
-                        self._end_of_fork(ForkConfirm(message.rref, message.fork, gone=True))
+                        self._settle_fork(ForkConfirm(message.rref, message.fork, gone=True))
             elif isinstance(instruction, Drop):
                 dropped = None
                 with self._lock:

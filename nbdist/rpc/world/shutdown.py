@@ -214,7 +214,9 @@ class Ending:
         else:
             self._tell_the_end(min(deadline, time.monotonic() + 1.0))
         if self._lost:
-            raise WorkerLost(f"the world ended without {', '.join(self._lost)}")
+            raise WorkerLost(
+                f"the world has ended, but without {', '.join(self._lost)}: lost before the end; their logs may say why"
+            )
 
     def _wait_for_round(self, round: int, deadline: float) -> None:
         """Wait until the leader, perhaps this agent itself, begins ``round``, such as `RELEASING`.

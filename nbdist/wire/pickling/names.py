@@ -129,7 +129,8 @@ def resolve(name: str) -> Any:
         found = importlib.import_module(module_name)
     except ImportError as error:
         failed = DecodeError(
-            f"this worker cannot import {module_name!r}, where {qualname!r} should be: {error}; install it here, too"
+            f"this worker cannot import {module_name!r}, where {qualname!r} should be: {error}; it must be "
+            "importable here, too"
         )
         failed.lacks = f"{type(error).__name__}: {error}"
         raise failed from error
