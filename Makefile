@@ -4,6 +4,7 @@
 # make check    format, lint, types, layers, exported names
 # make bench    measure, beside the peers that are installed; writes benchmarks/README.md and the table in README.md
 # make soak     the long sweeps that `make test` leaves out, and `make test` on the newest torch, in build/newest
+# make test-gpu the tests that need a GPU: torch's own for one GPU, and a cluster on it
 # make chaos    kills, stops, full file tables, cut links and bad frames at random: make chaos SEED=7 MINUTES=30
 # make docs     install, make the documentation: build/docs/index.html
 # make dist     build what is published, dist/*, and check it
@@ -56,7 +57,7 @@ GENERAL_WAY := tests/rpc tests/wire tests/channel tests/conformance tests/autogr
 
 SOURCES := $(shell find nbdist -name __pycache__ -prune -o -type f -print 2>/dev/null | LC_ALL=C sort)
 
-.PHONY: demo lab docs dist notebooks test check bench soak chaos clean always
+.PHONY: demo lab docs dist notebooks test test-gpu check bench soak chaos clean always
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
 
@@ -71,6 +72,9 @@ notebooks: $(VENV)/.nbdist $(VENV)/.smollm2
 
 test: $(VENV)/.nbdist $(VENV)/.smollm2
 	$(PYTEST) -n $(JOBS) --dist loadfile $(ARGS)
+
+test-gpu: $(VENV)/.nbdist
+	$(PYTEST) -n $(JOBS) tests/gpu $(ARGS)
 
 check: $(VENV)/.nbdist
 	$(PY) -m ruff format --check .

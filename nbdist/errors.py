@@ -107,6 +107,9 @@ class EncodeError(UsageError):
         nbdist.errors.EncodeError: `args[0]` is a lock, which cannot be sent: cannot pickle '_thread.lock' object
     """
 
+    unmapped: str = ""
+    """``"argument"`` or ``"result"`` if it holds a tensor on a GPU for which there is no device map; else empty."""
+
 
 class RemoteError(NbdistError):
     """A function failed on another worker, with an error that cannot be rebuilt here.
@@ -159,7 +162,7 @@ class RRefError(NbdistError):
         >>> rref.release()
         >>> rref.to_here()
         Traceback (most recent call last):
-        nbdist.errors.RRefError: <RRef ...> cannot be used: release() was called on it
+        nbdist.errors.RRefError: <RRef ...> cannot be used: release() was called on it. ...
     """
 
 
@@ -272,5 +275,5 @@ class Interrupted(NbdistError):
         ...     handle.cancel()
         ...     handle.wait()
         Traceback (most recent call last):
-        nbdist.errors.Interrupted: the backward pass was cancelled, by cancel() of its handle
+        nbdist.errors.Interrupted: the backward pass was cancelled, by cancel() of its handle, ...
     """

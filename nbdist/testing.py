@@ -149,10 +149,7 @@ class World:
             pid=os.getpid(),
             started=started_at(os.getpid()),
             world_size=size,
-            device_maps={
-                to: {str(ours): str(theirs) for ours, theirs in device_map.items()}
-                for to, device_map in self._options.device_maps.items()
-            },
+            device_maps=self._options.device_maps_by_name,
             arena=arena.probe if arena is not None else None,
         )
         try:

@@ -39,6 +39,7 @@ from nbdist.autograd.state import Context, Run
 from nbdist.autograd.watching.forward_nans import Check
 from nbdist.code_places import NBDIST
 from nbdist.errors import NbdistError, NotInitialized, UsageError
+from nbdist.rpc import devices
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.calls.failures import describe
@@ -382,31 +383,15 @@ class Recorder:
             agent.post(to, Cast(topic, data, _NO_PAYLOAD))
             return
         space = agent.sharing.spaces.get(to)
-        usual = messages.encode_usual_gradients(body, space) if type(message) is messages.Gradients else None
+        record = agent.links.connected(to)
+        where = devices.for_gradients(agent.me, record)
+        is_usual = type(message) is messages.Gradients and where.leave_cpu
+        usual = messages.encode_usual_gradients(body, space) if is_usual else None
         if usual is not None:
             agent.post(to, Cast(topic, data, usual[0]), usual[1])
             return
-        record = agent.links.connected(to)
-        encoded = codec.encode(
-            body,
-            by_value=True,
-            devices=self._devices(record),
-            receiver=record.name if record else "",
-            space=space,
-        )
+        encoded = codec.encode(body, by_value=True, devices=where, space=space)
         agent.post(to, Cast(topic, data, encoded.payload), encoded.frames, slots=encoded.slots)
-
-    def _devices(self, to: Record | None) -> dict[str, str]:
-        """Return the map from devices here to devices of a worker, for gradients that are sent to it.
-
-        It is the reverse of that worker's map for this agent, and this agent's map, which holds where they differ. The
-        map is empty if the worker is gone (None), or if neither has a map.
-        """
-        if to is None or not (to.device_maps or self._agent.options.device_maps):
-            return {}
-        back = {theirs: ours for ours, theirs in to.device_maps.get(self.name, {}).items()}
-        there = {str(ours): str(theirs) for ours, theirs in self._agent.options.device_maps.get(to.name, {}).items()}
-        return {**back, **there}
 
     def tell(self, to: int, message: messages.Message, body: Any = None) -> None:
         """Send a message, and do nothing if the worker is gone.

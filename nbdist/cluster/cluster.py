@@ -204,11 +204,15 @@ class Cluster:
 
     @property
     def backend(self) -> str:
-        """The process group's backend: the one asked for, else nccl if each worker has its own GPU, else gloo."""
+        """The process group's backend, as torch writes it.
+
+        It is the one asked for; else nccl for GPU tensors and gloo for CPU tensors if each worker has its own GPU; else
+        gloo for both.
+        """
         if self.spec.backend is not None:
             return self.spec.backend
         gpus = {worker.gpu for worker in self.workers} - {None}
-        return "nccl" if len(gpus) == self.spec.count else "gloo"  # nccl needs a GPU for each worker
+        return "cpu:gloo,cuda:nccl" if len(gpus) == self.spec.count else "gloo"  # nccl needs a GPU for each worker
 
     def start(self) -> Cluster:
         """Start the workers; return this cluster once all of them are ready.
@@ -269,7 +273,7 @@ class Cluster:
         # While this process does the following, the workers start, so this costs no extra time.
         id = 0 if self.spec.driver is not None else self.spec.count
         options = RpcBackendOptions(init_method=self._lives.meeting)
-        self.agent: Agent = api.initialize(self.driver, id, None, options, hosted=self._lives.folder)
+        self.agent: Agent = api.initialize(self.driver, id, None, options, hosted=self._lives.folder, device="cpu")
         self.agent.explain_end = self._explain_end
         self.agent.know_cells(self._router.origins.current)
         failures.on_text(labels.rename_frames)

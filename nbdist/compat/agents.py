@@ -13,8 +13,10 @@ import torch
 
 from nbdist.channel.contract import Channel
 from nbdist.channel.faulty import FaultyChannel
+from nbdist.compat import words
 from nbdist.compat.faults import faults
 from nbdist.compat.options import FaultyTensorPipeRpcBackendOptions
+from nbdist.errors import UsageError
 from nbdist.rpc import api
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.options import RpcBackendOptions
@@ -96,7 +98,10 @@ class TensorPipeAgent(RpcAgent):
         devices: Sequence[Any] = (),
     ) -> None:
         wrap = self._channel_wrapper(options)
-        self._agent = api.initialize(name, rank, world_size or None, options, store=store, wrap=wrap)
+        try:
+            self._agent = api.initialize(name, rank, world_size or None, options, store=store, wrap=wrap)
+        except UsageError as error:
+            words.refuse_init(error)
         _wrappers[self._agent] = self
 
     @staticmethod

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from nbdist.rpc.options import (
     DEFAULT_INIT_METHOD,
     DEFAULT_NUM_WORKER_THREADS,
@@ -40,6 +42,22 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             devices=devices,
             **options,
         )
+
+    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+        """Set devices of worker ``to``, as `RpcBackendOptions.set_device_map`, and refuse what torch refuses here.
+
+        Raises ValueError, with torch's text, if a device here has another device there already. Two devices here that
+        share one there are refused by `init_rpc`.
+        """
+        known = dict(self.device_maps.get(to, {}))
+        for ours, theirs in device_map.items():
+            here, there = torch.device(ours), torch.device(theirs)
+            if known.get(here, there) != there:
+                raise ValueError(
+                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {here} to {there} and {known[here]}"
+                )
+            known[here] = there
+        self.device_maps[to] = known
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):

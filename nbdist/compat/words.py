@@ -12,6 +12,8 @@ the callee lacks a function or class      RuntimeError: Error on Node 1: ModuleN
 an error inside of a backward pass        RuntimeError: Error on Node 0: Error on Node 1: ...
 an RRef used after `shutdown`             RuntimeError: ... Cannot call to_here() on it after deletion.
 references that `shutdown` could not end  RuntimeError: Leaking RRef ... with fork Id ...
+a GPU tensor without a device map         RuntimeError: TensorPipe RPC backend only supports CPU tensors by default ...
+an impossible device map                  ValueError: Node worker0 has source devices with invalid indices ...
 ========================================= ==========================================================================
 """
 
@@ -45,6 +47,7 @@ __all__ = [
     "of_leaks",
     "refuse_call",
     "refuse_file",
+    "refuse_init",
     "refuse_rref",
     "refuse_worker_info",
 ]
@@ -120,10 +123,28 @@ def _of_call(error: NbdistError, to: Any) -> Exception:
         to = to.name if isinstance(to, WorkerInfo) else to
         return UnknownWorker(f"could not find destination {'name' if isinstance(to, str) else 'id'} {to}: {error}")
     if isinstance(error, EncodeError):
-        return _of_pickler(error)
+        return _of_unmapped(error) if error.unmapped else _of_pickler(error)
     if type(error) is UsageError and not isinstance(to, str | int | WorkerInfo):
         return ValueError(f"Cannot get WorkerInfo from name {to}")
     return error
+
+
+def _of_unmapped(error: EncodeError) -> RuntimeError:
+    """Return torch's error for a tensor on a GPU for which there is no device map."""
+    what = "Response" if error.unmapped == "result" else "Request"
+    return RuntimeError(
+        "TensorPipe RPC backend only supports CPU tensors by default; send tensor.cpu(), or call `set_device_map` on "
+        f"`TensorPipeRpcBackendOptions`. {what} device mapping is not available: {error}"
+    )
+
+
+def refuse_init(error: UsageError) -> NoReturn:
+    """Raise the error that torch raises for an ``init_rpc`` that nbdist has refused with ``error``.
+
+    It is a ValueError for an impossible device map; else ``error`` itself.
+    """
+    text = str(error)
+    _raise(ValueError(text) if text.startswith("Node ") else error, error)
 
 
 def _of_pickler(error: EncodeError) -> Exception:
@@ -151,10 +172,16 @@ def refuse_file(file: io.TextIOWrapper) -> NoReturn:
 
 
 def of_lacking(error: BaseException, worker: str) -> BaseException:
-    """Return torch's error for a call of a function or class that ``worker`` lacks; any other error as it is.
+    """Return torch's error for a call whose function or class ``worker`` lacks, or whose result is on an unmapped GPU.
+
+    Any other error is returned as it is.
 
     nbdist's error becomes the cause. `nbdist.rpc.calls.failures` calls this for each error that a call brings back.
     """
+    if isinstance(error, EncodeError) and error.unmapped:
+        unmapped = _of_unmapped(error)
+        unmapped.__cause__ = error
+        return unmapped
     if not isinstance(error, DecodeError) or not error.lacks:
         return error
     kind, _, text = error.lacks.partition(": ")

@@ -16,6 +16,7 @@ from nbdist.errors import UsageError
 from nbdist.nn.placement import place_of
 from nbdist.optim.local import on_cpu
 from nbdist.rpc import api
+from nbdist.rpc.devices import results_stay_on_gpus
 from nbdist.rpc.futures import Future
 from nbdist.rpc.references.rref import RRef
 
@@ -29,9 +30,9 @@ class RemoteModule(torch.nn.Module):
     the module. The handle itself can be sent to other workers, and works there. Methods that need the module in this
     process, such as ``parameters()`` and ``to()``, raise `UsageError`; its text names an alternative.
 
-    A result on a GPU can be sent back only if the caller's options have a device map to the module's worker, which is
-    then read backwards; without one, the call raises `EncodeError`. `init_rpc` takes device maps in its options. The
-    processes of a notebook, which ``%dist_init`` starts, have none: there, let the module return tensors on the CPU.
+    Tensors of a result that are on a GPU come back on a GPU if the caller has a device map to the module's worker
+    (which is then read backwards), or if the caller is a worker of a cluster; else they come back on the CPU.
+    `init_rpc` takes device maps in its options.
 
     Args:
         remote_device: the worker and the device: ``"worker1"``, ``"worker1/cuda:0"`` or ``"rank:1/cuda:0"``. Without
@@ -99,10 +100,10 @@ class RemoteModule(torch.nn.Module):
         Raises:
             RpcTimeout: no answer came within the default timeout of calls.
             WorkerLost: the module's worker died, or left.
-            EncodeError: an argument or the result cannot be sent, such as a tensor on a GPU without a device map.
+            EncodeError: an argument or the result cannot be sent.
             Exception: the module raised it.
         """
-        return api.rpc_sync(self.module_rref.owner(), run, (self.module_rref, self.device, *args), kwargs)
+        return api.rpc_sync(self.module_rref.owner(), self._run(), (self.module_rref, self.device, *args), kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the module with ``*args`` and ``**kwargs``, and return a `Future` of its result at once.
@@ -114,7 +115,14 @@ class RemoteModule(torch.nn.Module):
             >>> module.forward_async(torch.ones(4, 2)).wait().shape
             torch.Size([4, 3])
         """
-        return api.rpc_async(self.module_rref.owner(), run, (self.module_rref, self.device, *args), kwargs)
+        return api.rpc_async(self.module_rref.owner(), self._run(), (self.module_rref, self.device, *args), kwargs)
+
+    def _run(self) -> Callable[..., Any]:
+        """Return the function that calls the module: `run`, or `run_to_cpu` if a result on a GPU cannot be sent."""
+        if self.device == "cpu":
+            return run
+        agent = api.current_agent()
+        return run if results_stay_on_gpus(agent.me, agent.find(self.module_rref.owner_name())) else run_to_cpu
 
     def get_module_rref(self) -> RRef[torch.nn.Module]:
         """Return the remote reference to the module.
@@ -229,6 +237,11 @@ def run(rref: RRef[torch.nn.Module], device: str, /, *args: Any, **kwargs: Any) 
         args = tuple(_moved(value, device) for value in args)
         kwargs = {name: _moved(value, device) for name, value in kwargs.items()}
     return rref.local_value()(*args, **kwargs)
+
+
+def run_to_cpu(rref: RRef[torch.nn.Module], device: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Do as `run`, and move the tensors of the result to the CPU: the caller has no device map for this worker."""
+    return on_cpu(run(rref, device, *args, **kwargs))
 
 
 def _moved(value: Any, device: str) -> Any:

@@ -52,6 +52,7 @@ from nbdist.optim.local import on_cpu
 from nbdist.optim.parameters import name_parameter
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
+from nbdist.rpc.devices import takes_gpu_tensors
 from nbdist.rpc.futures import Latch
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.messages import Record
@@ -410,7 +411,7 @@ class _Step:
             self._send(op._replace(stage=op.stage + 1), as_tuple(value))
         elif not order.train:
             driver = self._agent.find(self._station.driver)
-            if not driver.device_maps.get(self._me):
+            if not driver.device_maps.get(self._me) and not takes_gpu_tensors(self._agent.me, driver):
                 value = _map(value, _on_cpu)
             self._outputs.append(value)
 
@@ -423,6 +424,8 @@ class _Step:
         assert order.loss_fn is not None  # the last stage's worker gets one if the step trains
         sizes = order.sizes
         targets = self._targets[micro_batch] if self._targets else ()
+        if isinstance(output, torch.Tensor):
+            targets = tuple(_map(targets, lambda target: target.to(output.device)))
         loss = loss_of(order.loss_fn, output, targets, sizes[micro_batch], sum(sizes), order.reduction)
         if order.finite and not torch.isfinite(loss):
             raise FloatingPointError(
@@ -473,7 +476,7 @@ class _Step:
         if place == self._me:
             self._inbox.put(op, (wanted, values))
             return
-        if not self._agent.options.device_maps.get(place):
+        if not takes_gpu_tensors(self._agent.me, self._agent.find(place)):
             values = tuple(_on_cpu(value) if isinstance(value, torch.Tensor) else value for value in values)
         args = self._station.uid, self._order.step, *op, wanted, *values  # flat: such calls are encoded fast
         latch = self._agent.begin(place, deliver, *args)

@@ -221,12 +221,13 @@ class Agent:
             self.links,
             self.references,
             self.recorder,
-            Answers(me.name, self.exchange, self.links, self.references, self.sharing, self.recorder, self.activate),
+            Answers(me, self.exchange, self.links, self.references, self.sharing, self.recorder, self.activate),
         )
         """Runs the calls that come."""
         self.outcomes = Outcomes(me, self.pending, self.references, self.links, self.recorder, self.submit)
         """Ends the calls that this agent has made."""
         self.sender = Sender(
+            me,
             options,
             self.pending,
             self.links,

@@ -159,6 +159,7 @@ def initialize(
     store: Any = None,
     wrap: Callable[[Channel], Channel] | None = None,
     hosted: Path | None = None,
+    device: str = "",
 ) -> Agent:
     """Start the agent of this process, and return it when it is a member of its world.
 
@@ -171,9 +172,13 @@ def initialize(
     global _agent, _interrupts
     with _lock:
         if _agent is not None and not _agent.closed:
-            raise UsageError(f"RPC is already initialized in this process, as {_agent.me.name!r}")
+            raise UsageError(
+                f"RPC is already initialized in this process, as {_agent.me.name!r}: call rpc.shutdown() first"
+            )
         with refusals_in_words("RPC cannot start"):
-            agent = start_agent(name, rank, world_size, options, store=store, wrap=wrap, directory=hosted)
+            agent = start_agent(
+                name, rank, world_size, options, store=store, wrap=wrap, directory=hosted, device=device
+            )
         _agent = agent
         agent.hosted = hosted is not None
         if agent.hosted:
@@ -199,7 +204,11 @@ def _give_up(agent: Agent) -> None:
     """
     main = threading.main_thread().ident
     calls = [call for call in agent.pending.all() if call.thread == main]
-    agent.outcomes.interrupt(calls, Interrupted("interrupted (Ctrl-C) while waiting for this call"))
+    error = Interrupted(
+        "interrupted (Ctrl-C) while waiting for this call. The function may still run on the worker: call again only "
+        "if it may run twice"
+    )
+    agent.outcomes.interrupt(calls, error)
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:

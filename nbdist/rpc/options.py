@@ -48,7 +48,7 @@ class RpcBackendOptions:
         rpc_timeout: seconds after which a call fails that names no limit; 0, infinity or more than 1e8 for no limit.
         init_method: where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
         device_maps: for each worker to which tensors are sent, a map from devices here to devices there.
-        devices: as in torch; nbdist does not need it.
+        devices: the devices of this worker that device maps may name; by default all that torch sees.
         secret: a text of at least 16 bytes that all workers share. None for the text in the file that
             ``NBDIST_SECRET_FILE`` names; without it, this user's own secret, which serves workers of one host.
         host: the address at which workers on other hosts reach this one. None for ``NBDIST_HOST``; without it, only
@@ -159,8 +159,16 @@ class RpcBackendOptions:
             raise UsageError(f"two devices here would share one of {to!r}, which a device map must not do: {known}")
         self.device_maps[to] = known
 
+    @property
+    def device_maps_by_name(self) -> dict[str, dict[str, str]]:
+        """The device maps, with the names of devices, as they go into this worker's `Record`."""
+        return {
+            to: {str(ours): str(theirs) for ours, theirs in device_map.items()}
+            for to, device_map in self.device_maps.items()
+        }
+
     def set_devices(self, devices: Sequence[Device]) -> None:
-        """Set the list of local ``devices``. torch's programs call this; nbdist does not need it."""
+        """Set the ``devices`` of this worker that device maps may name, instead of all that torch sees."""
         self.devices = [torch.device(device) for device in devices]
 
 

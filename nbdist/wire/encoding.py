@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch
 from nbdist import torch_private
 from nbdist.errors import EncodeError, NbdistError
 from nbdist.wire import quick
+from nbdist.wire.devices import CPU_ONLY, Devices
 from nbdist.wire.encoded import NO_TENSORS, Encoded
 from nbdist.wire.messages import Payload
 from nbdist.wire.pickling import few_tensors
@@ -42,8 +43,7 @@ def encode(
     lacking: Collection[str] = (),
     known: Collection[str] = (),
     forker: Forker | None = None,
-    devices: Mapping[str, str] | None = None,
-    receiver: str = "",
+    devices: Devices = CPU_ONLY,
     record: bool = False,
     space: Space | None = None,
 ) -> Encoded:
@@ -52,9 +52,9 @@ def encode(
     Large storages go into ``space``, shared memory that the receiver can read, if given. ``by_value`` puts the
     definitions of ``__main__`` into the message along with their names, except those whose digests are ``known`` to the
     receiver. If the receiver is ``lacking`` one that the value names, the whole message is encoded by value. ``forker``
-    makes the forks of references; without one, a reference cannot be sent. ``devices`` maps devices here to the
-    receiver's. With ``record``, tensors that require grad are marked, so that `decode` joins them to the receiver's
-    graph.
+    makes the forks of references; without one, a reference cannot be sent. ``devices`` says on which device of the
+    receiver each tensor arrives. With ``record``, tensors that require grad are marked, so that `decode` joins them to
+    the receiver's graph.
 
     Raises EncodeError for a value that cannot be sent; its text begins with the verb, for callers to put a noun before
     it.
@@ -69,8 +69,8 @@ def encode(
     odd: list[Buffer] = []
     try:
         if form != quick.OTHER:
-            return quick.encode(value, form, forker, record, devices, receiver, space)
-        packer = TensorPacker(devices, receiver, space)
+            return quick.encode(value, form, forker, record, devices, space)
+        packer = TensorPacker(devices, space)
         if simplicity == few_tensors.TENSORS:
             # Tensors in containers, and nothing else that needs care.
             few = TensorPickler(body, packer, record)
@@ -88,9 +88,7 @@ def encode(
     except ValueWanted:
         if forker is not None:
             forker.take_back()  # the second attempt may meet other references, if reducers make them
-        return encode(
-            value, by_value=True, forker=forker, devices=devices, receiver=receiver, record=record, space=space
-        )
+        return encode(value, by_value=True, forker=forker, devices=devices, record=record, space=space)
     except NbdistError:
         raise
     except Exception as error:

@@ -207,6 +207,12 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     """The receiver's device for each device of this agent, by the receiver's name."""
     arena: int | None = None
     """The number of an open file by which others test whether they can read its arena; None if it has no arena."""
+    device: str = ""
+    """Where GPU tensors arrive that no device map names, such as ``"cuda:0"`` or ``"cpu"``; empty if they cannot."""
+    devices: list[str] = []
+    """The devices that the agent's options name as its own; empty for all that torch sees."""
+    gpus: int = 0
+    """The number of GPUs that torch sees there."""
 
 
 class Mode(IntEnum):

@@ -13,12 +13,13 @@ hole in each of these places, are atoms, which one call of C pickle encodes. In 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from nbdist.errors import DecodeError, EncodeError
+from nbdist.wire.devices import Devices
 from nbdist.wire.encoded import Encoded
 from nbdist.wire.history import Attach, with_history
 from nbdist.wire.messages import Fork, Hole, Payload
@@ -128,15 +129,14 @@ def encode(
     form: int,
     forker: Forker | None,
     record: bool,
-    devices: Mapping[str, str] | None,
-    receiver: str,
+    devices: Devices,
     space: Space | None,
 ) -> Encoded:
     """Encode a ``value`` of that ``form``; the other arguments are those of `nbdist.wire.encoding.encode`.
 
     A tensor or reference that occurs twice travels once, and is one object for the receiver, too.
 
-    Raises EncodeError for a reference without a ``forker``, and for a tensor on a device that no device map names.
+    Raises EncodeError for a reference without a ``forker``, and for a GPU tensor that has no device on the receiver.
     """
     holes: list[Hole] = []
     taken: list[torch.Tensor] = []
@@ -175,11 +175,12 @@ def encode(
             holes.append((at, TENSOR, index))
     body = leave_holes(value, form, holes)
     # Most messages have one small tensor, which needs no bookkeeping of storages.
-    if len(taken) == 1 and (alone := pack_alone(taken[0], bool(recorded), space)) is not None:
+    alone = pack_alone(taken[0], bool(recorded), space) if len(taken) == 1 and devices.leave_cpu else None
+    if alone is not None:
         meta, data = alone
         payload = Payload([(0, 0, len(data))], [meta], forks, recorded=recorded_at, form=form, holes=holes)
         return Encoded(payload, [body, data], recorded, requires_grad)
-    packer = TensorPacker(devices, receiver, space)
+    packer = TensorPacker(devices, space)
     for index, tensor in enumerate(taken):
         packer.add(tensor.detach() if index in recorded_at else tensor)
     metas, where, frames = packer.pack()

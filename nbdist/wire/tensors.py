@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from nbdist.errors import DecodeError, EncodeError, ProtocolError
+from nbdist.wire.devices import CPU_ONLY, Devices
 from nbdist.wire.messages import Place, TensorMeta
 
 __all__ = ["Buffer", "Slot", "Space", "TensorPacker", "Unreadable", "pack_alone", "unpack_tensors"]
@@ -217,27 +218,35 @@ def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[T
 
 
 class _Storage:
-    """The part of one storage that the tensors of a message use."""
+    """The part of one storage that the tensors of a message use: from byte ``start`` to byte ``end``."""
 
-    __slots__ = ("end", "number", "pointer", "start")
+    __slots__ = ("end", "number", "start", "storage")
 
-    def __init__(self, number: int, pointer: int, start: int, end: int) -> None:
+    def __init__(self, number: int, storage: torch.UntypedStorage, start: int, end: int) -> None:
         self.number = number
-        self.pointer = pointer
+        self.storage = storage
         self.start = start
         self.end = end
+
+    def on_host(self) -> tuple[int, Any]:
+        """Return the address of the part on the CPU, and what must live as long as the address is used.
+
+        A part of a GPU's memory is copied, on the calling thread's stream, after what runs there.
+        """
+        if self.storage.device.type == "cpu":
+            return self.storage.data_ptr() + self.start, self.storage
+        part = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        copy = part.set_(self.storage, self.start, (self.end - self.start,), (1,)).cpu()
+        return copy.data_ptr(), copy
 
 
 class TensorPacker:
     """Collects the tensors of one message; `pack` then copies their bytes."""
 
-    def __init__(
-        self, devices: Mapping[str, str] | None = None, receiver: str = "", space: Space | None = None
-    ) -> None:
+    def __init__(self, devices: Devices = CPU_ONLY, space: Space | None = None) -> None:
         """Collect nothing yet.
 
-        ``devices`` maps devices here to the receiver's; ``receiver`` is its name, for errors; ``space`` is memory that
-        is shared with it, if any.
+        ``devices`` maps devices here to the receiver's; ``space`` is memory that is shared with it, if any.
         """
         self.tensors: list[torch.Tensor] = []
         self.slots: list[Slot] = []
@@ -246,8 +255,7 @@ class TensorPacker:
         """The places of these copies."""
         self._indices: dict[int, int] = {}
         """The index of each tensor, by the object's id."""
-        self._devices = devices or {}
-        self._receiver = receiver
+        self._devices = devices
         self._space = space
 
     def add(self, tensor: torch.Tensor) -> int:
@@ -270,21 +278,22 @@ class TensorPacker:
         Of each storage, only the part that the tensors use is copied. Tensors that share a storage here share one on
         the receiver. A tensor that is alone in a large storage, and uses little of it, is made contiguous first.
 
-        Raises EncodeError for a tensor on a device that no device map names.
+        Raises EncodeError for a tensor on a GPU that has no device on the receiver (`Devices`).
         """
         if not self.tensors:
             return [], [], []
-        if (packed := self._pack_simple()) is not None:
+        if self._devices.leave_cpu and (packed := self._pack_simple()) is not None:
             return packed
         # The general way: find out which tensors share storage, and which part of each storage they use together.
         storages: dict[int, _Storage] = {}
         placed: list[tuple[torch.Tensor, _Storage, str | None]] = []
         users: dict[int, int] = {}
-        hosts = [self._on_host(tensor) for tensor in self.tensors]
-        for tensor, _ in hosts:
+        values = [self._value(tensor) for tensor in self.tensors]
+        for tensor in values:
             key = tensor.untyped_storage()._cdata
             users[key] = users.get(key, 0) + 1
-        for tensor, device in hosts:
+        for tensor in values:
+            device = self._devices.of(tensor.device)
             data, key = tensor, tensor.untyped_storage()._cdata
             start, end = _extent(data)
             if users[key] == 1 and end - start > max(OWN_FRAME_BYTES, _SPARSE_VIEW_RATIO * data.nbytes):
@@ -295,8 +304,7 @@ class TensorPacker:
                 start -= start % _ALIGN  # because views of one storage may have different dtypes
             storage = storages.get(key)
             if storage is None:
-                pointer = data.untyped_storage().data_ptr()
-                storage = storages[key] = _Storage(len(storages), pointer, start, end)
+                storage = storages[key] = _Storage(len(storages), data.untyped_storage(), start, end)
             else:
                 storage.start, storage.end = min(start, storage.start), max(end, storage.end)
             placed.append((data, storage, device))
@@ -305,8 +313,8 @@ class TensorPacker:
             for original, (data, storage, device) in zip(self.tensors, placed, strict=True)
         ]
         # Only now the bytes are copied: the part of a storage may grow with each tensor.
-        spans = [(storage.pointer + storage.start, storage.end - storage.start) for storage in storages.values()]
-        return metas, *self._copy_out(spans)
+        parts = [(storage.on_host(), storage.end - storage.start) for storage in storages.values()]
+        return metas, *self._copy_out([(address, length) for (address, _), length in parts])
 
     def _copy_out(self, spans: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
         """Copy memory into frames or shared memory; return the place of each piece as in `pack`, and the frames.
@@ -374,26 +382,16 @@ class TensorPacker:
             return None
         return metas, *self._copy_out(spans)
 
-    def _on_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
-        """Return a tensor's data on the CPU, without history, and the name of the receiver's device, None for the CPU.
+    @staticmethod
+    def _value(tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's data, without history.
 
-        Raises EncodeError if no device map names the tensor's device.
         Conjugated and negated views are resolved: the bytes that go out are the values.
         """
         plain = tensor.detach()
         if plain.is_conj() or plain.is_neg():
             plain = plain.resolve_conj().resolve_neg()
-        if plain.device.type == "cpu":
-            return plain, None
-        device = self._devices.get(str(plain.device))
-        if device is None:
-            raise EncodeError(
-                f"cannot be sent: a tensor is on {plain.device}, and no device map says where it goes on "
-                f"{self._receiver or 'the other worker'}. Send tensor.cpu(); or before init_rpc give the options of "
-                f"the worker that makes the call set_device_map(WORKER THAT IS CALLED, {{DEVICE HERE: DEVICE THERE}}), "
-                f"which also holds for results, the other way"
-            )
-        return plain.cpu(), device
+        return plain
 
     @staticmethod
     def _meta(original: torch.Tensor, data: torch.Tensor, storage: _Storage, device: str | None) -> TensorMeta:
@@ -472,7 +470,7 @@ def unpack_tensors(
                 storage = shared.get(meta.buffer)
                 if storage is None:
                     tensor = torch.frombuffer(memory, dtype=torch.uint8, count=length)
-                    storage = shared[meta.buffer] = tensor.untyped_storage()
+                    storage = shared[meta.buffer] = _on_device(tensor.untyped_storage(), meta.device)
                 tensor = _view(storage, dtype, meta)
             tensors.append(_finished(tensor, meta))
             continue
@@ -493,8 +491,9 @@ def unpack_tensors(
         else:
             storage = shared.get(meta.buffer)
             if storage is None:
-                storage = shared[meta.buffer] = torch.UntypedStorage(length)
+                storage = torch.UntypedStorage(length)
                 _copy_in(storage.data_ptr(), frames[frame], offset, length)
+                storage = shared[meta.buffer] = _on_device(storage, meta.device)
             tensor = _view(storage, dtype, meta)
         tensors.append(_finished(tensor, meta))
     return tensors
@@ -560,12 +559,24 @@ def _finished(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return tensor
 
 
+def _on_device(storage: torch.UntypedStorage, device: str | None) -> torch.UntypedStorage:
+    """Return a storage on ``device``: itself on the CPU (None), else a copy, which tensors that share it go on sharing.
+
+    All tensors of a storage have one device. Raises torch's error if there is no such device.
+    """
+    if device is None or device == "cpu":
+        return storage
+    part = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (storage.nbytes(),), (1,))
+    there: torch.UntypedStorage = part.to(device).untyped_storage()
+    return there
+
+
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -> torch.Tensor:
     """Return a view of a storage as its description says; raise ProtocolError if the storage is too small.
 
     Strides that the description leaves out are those of a contiguous tensor.
     """
-    tensor = torch.empty(0, dtype=dtype, device="cpu")
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
     strides = meta.strides
     if strides is None:
         strides = []

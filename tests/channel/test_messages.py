@@ -15,6 +15,7 @@ from nbdist.channel.local import LocalChannel
 from nbdist.channel.shared_memory import mapping
 from nbdist.errors import DecodeError, EncodeError, NbdistError, UsageError
 from nbdist.wire import tensors
+from nbdist.wire.devices import Devices
 
 
 @pytest.mark.parametrize(
@@ -70,11 +71,8 @@ def test_memory_that_the_system_refuses(monkeypatch):
 
 
 def test_a_tensor_on_a_device_without_a_map():
-    tensor = SimpleNamespace(is_conj=bool, is_neg=bool, device=torch.device("cuda:0"))  # for want of a GPU
-    tensor.detach = lambda: tensor
-    packer = SimpleNamespace(_devices={}, _receiver="worker1")
     with pytest.raises(EncodeError, match=r"a tensor is on cuda:0, and no device map says where it goes on worker1"):
-        tensors.TensorPacker._on_host(packer, tensor)
+        Devices("worker1").of(torch.device("cuda:0"))
 
 
 def test_shared_memory_that_cannot_be_read():

@@ -14,9 +14,16 @@ from nbdist.compat import agents, gathering, run, substitution, words
 from nbdist.compat import autograd as compat_autograd
 from nbdist.compat import rpc as compat_rpc
 from nbdist.compat.ipyparallel import client, closed, load_ipython_extension, magics
+from nbdist.compat.options import TensorPipeRpcBackendOptions
 from nbdist.compat.rpc import backend_registry
-from nbdist.errors import DecodeError, NotInitialized, RpcTimeout, RRefError, UsageError
+from nbdist.errors import DecodeError, EncodeError, NotInitialized, RpcTimeout, RRefError, UsageError
 from nbdist.testing import World
+
+
+def unmapped(what):
+    error = EncodeError("a tensor is on cuda:0")
+    error.unmapped = what
+    return error
 
 
 def lacking(text):
@@ -92,6 +99,29 @@ def raise_error(error):
             ),
             RuntimeError,
             r"AttributeError: On WorkerInfo\(id=worker1, name=worker1\):\nAttributeError\(\"module 'm' has no",
+        ),
+        (
+            lambda: words.refuse_call(unmapped("argument")),
+            RuntimeError,
+            r"TensorPipe RPC backend only supports CPU tensors by default.*`set_device_map` on "
+            r"`TensorPipeRpcBackendOptions`. Request device mapping is not available: a tensor is on cuda:0",
+        ),
+        (
+            lambda: raise_error(words.of_lacking(unmapped("result"), "worker1")),
+            RuntimeError,
+            r"Response device mapping is not available: a tensor is on cuda:0",
+        ),
+        (
+            lambda: words.refuse_init(UsageError("Node worker0 has duplicated devices")),
+            ValueError,
+            r"Node worker0 has duplicated devices",
+        ),
+        (
+            lambda: TensorPipeRpcBackendOptions(device_maps={"worker1": {"cuda:0": "cuda:1"}}).set_device_map(
+                "worker1", {"cuda:0": "cuda:0"}
+            ),
+            ValueError,
+            r"`set_device_map` only supports 1-to-1 mapping, trying to map cuda:0 to cuda:0 and cuda:1",
         ),
     ],
 )

@@ -106,14 +106,16 @@ class HeldBack(Exception):
 class EdgeSlot:
     """One tensor that was sent: its gate, and the graph edge at which its gradient enters this worker's graph.
 
-    ``gate`` is the gate's output, ``node`` its node, and ``edge`` the graph edge behind it.
+    ``gate`` is the gate's output, ``node`` its node, ``edge`` the graph edge behind it, and ``device`` the tensor's,
+    where its gradient must be too.
     """
 
-    __slots__ = ("__weakref__", "edge", "gate", "index", "message", "node")
+    __slots__ = ("__weakref__", "device", "edge", "gate", "index", "message", "node")
 
     def __init__(self, message: int, index: int, tensor: torch.Tensor) -> None:
         self.message = message
         self.index = index
+        self.device: torch.device = tensor.device
         make = _make_gate if innermost_transform() is None else _Gate.apply  # which raises torch's error
         self.gate: torch.Tensor = make(self, unwrap_if_dead(tensor))
         self.node: Node = self.gate.grad_fn
@@ -170,10 +172,11 @@ class Received:
 def _enter(ctx: Any, slot: EdgeSlot, tensor: torch.Tensor) -> torch.Tensor:
     """Make a gate in front of the history of ``tensor``: the forward of `_Gate`, which torch calls.
 
-    Returns an empty tensor, which only serves as a root for torch's engine.
+    Returns an empty tensor, which only serves as a root for torch's engine. It is on the tensor's GPU, if it is on one:
+    the engine has a queue of nodes for each device, and a gate waits in the same queue as the nodes that come first.
     """
     ctx.slot = weakref.ref(slot)  # weak, because the slot refers to this node
-    return torch.empty((), device="cpu")
+    return torch.empty((), device=tensor.device if tensor.is_cuda else "cpu")
 
 
 def _let_in(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:

@@ -364,7 +364,10 @@ class Passes:
                 if run.head.id.root == worker:
                     self.on_cancel(messages.Cancel(run.head.id, context.id))
                 elif worker in self._needed_workers(run):
-                    error = WorkerLost(f"{name} {why}; the backward pass of context {context.id} needed it")
+                    error = WorkerLost(
+                        f"{name} {why}; the backward pass of context {context.id} needed it. Repeat the step, forward "
+                        "pass included, in a new context, with workers that live"
+                    )
                     self._transport.submit(partial(self._fail, run, error))
 
     def release(self, context: Context) -> None:

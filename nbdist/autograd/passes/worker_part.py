@@ -60,6 +60,7 @@ import msgspec
 import torch
 
 from nbdist.autograd.graph.edges import RECEIVE, EdgeSlot, HeldBack, Node, Received, Sent, swap_part
+from nbdist.autograd.graph.waiting import Countdown, devices_of
 from nbdist.autograd.graph.walk import ACCUMULATE, Region, walk
 from nbdist.autograd.messages import Head
 from nbdist.autograd.passes import ddp
@@ -77,6 +78,8 @@ _RUNS_FIRST = 1 << 62
 _MOST_MESSAGES_APART = 16
 """If more messages than this are ready, they run in one step: they are likely to be small."""
 _one = torch.ones((), device="cpu")
+always_count_down = False
+"""True to use a `Countdown` where all nodes are on one device, too: for tests on machines without a GPU."""
 
 
 class GateState(Enum):
@@ -254,6 +257,8 @@ class Part:
         with self._lock:
             for index, gradient in zip(outputs, gradients, strict=True):
                 slot = slots[index]
+                if gradient is not None and gradient.device != slot.device:
+                    gradient = gradient.to(slot.device)  # it has come from a worker that has the tensor elsewhere
                 self.states[slot] = GateState.ARRIVED
                 self._release(slot)
                 entry = _Arrived([slot.edge], [gradient], slot)
@@ -516,7 +521,8 @@ class Part:
     def _is_plain(self, node: Node, owned: Set[int]) -> bool:
         """Return whether nothing but accumulation happens at a leaf: no hooks, no DistributedDataParallel.
 
-        Such a leaf may get its gradient in instalments, in several steps.
+        Such a leaf may get its gradient in instalments, in several steps. ``owned`` has the `id` of each parameter of a
+        DistributedDataParallel module of this process; the leaf is one of them if its own `id` is there.
         """
         leaf = node.variable
         if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or id(leaf) in owned:
@@ -593,7 +599,7 @@ class Part:
                     assert entry.slot is not None  # roots have gradients
                     entry.slot.node._set_sequence_nr(_RUNS_FIRST)  # it may have been a barrier of an earlier step
                     roots.append(entry.slot.gate)
-                    gradients.append(_one)
+                    gradients.append(_one_for(entry.slot))
         for crossing in kept:
             roots.append(torch.autograd.graph.GradientEdge(crossing.node, crossing.output))
             gradients.append(crossing.gradient)
@@ -625,26 +631,44 @@ class Part:
 
         ``crossings`` are the graph edges from each free node into held-back ones, as (index, node, output). For the
         barriers to run last, no free node may have their sequence number; every thread of torch counts from 0, so
-        several nodes may have it.
+        several nodes may have it. If the nodes are on several devices, the barriers are behind a `Countdown`.
         """
         self._barriers = set(missing)
         handles = [node.register_hook(self._keeping_hook(crossing)) for node, crossing in crossings.items()]
         for node in free:
             if node._sequence_nr() == _RUNS_LAST:
                 node._set_sequence_nr(_RUNS_LAST + 1)
+        devices = devices_of([*free, *(slot.node for slot in missing)])
+        countdown: Countdown | None = None
         barriers = PassRoots([], [])
         for slot in missing:
             slot.node._set_sequence_nr(_RUNS_LAST)
-            barriers.edges.append((slot.node, 0))
+        if len(devices) > 1 or always_count_down:
+            countdown = Countdown(free)
+            barriers.edges.append(countdown.chain([slot.gate for slot in missing], _RUNS_LAST))
             barriers.gradients.append(_one)
+        else:
+            for slot in missing:
+                barriers.edges.append((slot.node, 0))
+                barriers.gradients.append(_one_for(slot))
         try:
             self._call([*entries, barriers], kept, free, [node for node in free if type(node) is ACCUMULATE])
         except HeldBack:
-            pass
+            if countdown is not None and countdown.left:
+                raise RuntimeError(
+                    f"{countdown.left} of {len(free)} nodes of a backward pass, which is on "
+                    f"{', '.join(sorted(map(str, devices)))}, did not run: the devices have stood still for minutes. "
+                    "See what they do, and repeat the step, forward pass included"
+                ) from None
         finally:
             self._barriers = set()
+            if countdown is not None:
+                countdown.remove()
             for handle in handles:
                 handle.remove()
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # a call that a barrier ends does not join the streams of its nodes
 
     def _keeping_hook(self, crossing: Sequence[tuple[int, Node, int]]) -> Callable[..., None]:
         """Return a hook that puts the gradients a free node has made for held-back nodes into `_kept`.
@@ -707,6 +731,11 @@ class Part:
         """
         self._awaited = walk([*self.root_edges, *(slot.edge for slot in self.states)]).receives
         return self._awaited[end]
+
+
+def _one_for(slot: EdgeSlot) -> torch.Tensor:
+    """Return a gradient for the output of a gate; its value does not matter."""
+    return _one if slot.gate.is_cpu else torch.ones_like(slot.gate)
 
 
 def _by_message(entries: Iterable[Entry]) -> list[list[Entry]]:

@@ -220,6 +220,7 @@ def join() -> None:
         None,
         RpcBackendOptions(init_method=told.meeting, rpc_timeout=60.0),
         hosted=Path(told.folder),
+        device=told.device,
     )
     agent.stopping.patience = _CALLS_STOP_WITHIN
     output.follow(agent)

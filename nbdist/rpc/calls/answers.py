@@ -9,6 +9,7 @@ from typing import Any
 
 from nbdist import trace
 from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageError
+from nbdist.rpc import devices
 from nbdist.rpc.calls.arrivals import Arrival
 from nbdist.rpc.calls.failures import describe
 from nbdist.rpc.exchange import Exchange
@@ -20,7 +21,7 @@ from nbdist.rpc.references.table import References
 from nbdist.rpc.shared_tensors import Sharing
 from nbdist.torch_private import is_torch_future
 from nbdist.wire import codec
-from nbdist.wire.messages import Payload, Recording, Reply, State
+from nbdist.wire.messages import Payload, Record, Recording, Reply, State
 from nbdist.wire.pickling import names
 from nbdist.wire.tensors import Slot
 
@@ -41,7 +42,7 @@ class Answers:
 
     def __init__(
         self,
-        name: str,
+        me: Record,
         exchange: Exchange,
         links: Links,
         references: References,
@@ -49,11 +50,12 @@ class Answers:
         recorder: Served,
         activate: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Answer as agent ``name``.
+        """Answer as agent ``me``.
 
         ``activate()`` is entered by a thread that answers for the agent and is not one of its threads.
         """
-        self._name = name
+        self._me = me
+        self._name = me.name
         self._exchange = exchange
         self._links = links
         self._references = references
@@ -75,8 +77,10 @@ class Answers:
             self._references.fulfil(call.result.rref, result, None)
             self._finish(asked)
             return
-        # An atom or one small tensor, as almost all results are.
-        usual = codec.encode_usual_result(result, self._spaces.get(asked.sender))
+        # An atom or one small tensor, as almost all results are. A device map may send even those elsewhere.
+        connection = self._links.connections.get(asked.sender)
+        mapped = connection is not None and self._name in connection.record.device_maps
+        usual = None if mapped else codec.encode_usual_result(result, self._spaces.get(asked.sender))
         if usual is not None:
             self._reply(asked, True, *usual)
             self._finish(asked)
@@ -88,7 +92,9 @@ class Answers:
             forker.take_back()
             if isinstance(error, EncodeError):
                 what = names.display_name(type(result))
+                unmapped = error.unmapped
                 error = EncodeError(f"the result of {call.function} (a {what}) {error}")
+                error.unmapped = unmapped
             self.fail(asked, error)
             return
         # Tensors that were recorded have an edge in the autograd graph: the reply must name it.
@@ -163,18 +169,12 @@ class Answers:
         ``forker`` collects the forks of the references in the result. Raises EncodeError if the result cannot be sent
         either way; the caller then undoes the forks.
         """
-        # The caller's device map says where the tensors of the result go: it is read backwards.
         connection, recording = self._links.connections.get(asked.sender), asked.call.recording
-        if connection is None:  # the caller is gone
-            receiver, device_map, known = "", None, set[str]()
-        else:
-            receiver, known = connection.record.name, connection.peer.definitions
-            device_map = connection.record.device_maps.get(self._name)
+        known = connection.peer.definitions if connection is not None else set[str]()
         encode = partial(
             codec.encode,
             forker=forker,
-            devices={theirs: ours for ours, theirs in device_map.items()} if device_map else None,
-            receiver=receiver,
+            devices=devices.for_result(self._me, connection.record if connection is not None else None),
             record=asked.context is not None and recording is not None and recording.grad,
             space=self._spaces.get(asked.sender),
         )

@@ -14,6 +14,7 @@ from nbdist import durations
 from nbdist.channel.contract import Buffer
 from nbdist.errors import EncodeError, UsageError
 from nbdist.finalisers import hand_over, this_thread
+from nbdist.rpc import devices
 from nbdist.rpc.calls.pending import Pending, PendingCalls
 from nbdist.rpc.calls.repeats import Draft, Repeats
 from nbdist.rpc.futures import Latch, Promise
@@ -36,6 +37,7 @@ class Sender:
 
     def __init__(
         self,
+        me: Record,
         options: RpcBackendOptions,
         pending: PendingCalls,
         links: Links,
@@ -46,7 +48,7 @@ class Sender:
         is_deciding: Callable[[], bool],
         on_unsent: Callable[[Fork | None, Promise[Any], BaseException], None],
     ) -> None:
-        """Make the sender.
+        """Make the sender of agent ``me``.
 
         ``is_deciding()`` returns whether the calling thread holds `Exchange.lock`, without which no answer is handled.
         ``on_unsent(result, outcome, error)`` ends a call that a finaliser made and that could not be sent.
@@ -57,8 +59,7 @@ class Sender:
         """The time limit in seconds of a call that names none; 0 for no limit."""
         self.expect_no_more: Callable[[], None] = _do_nothing
         """Called where a call could not be sent, to undo `Latch.on_send`."""
-        self._device_maps = options.device_maps
-        """The receiver's device for each device here, by the receiver's name."""
+        self._me = me
         self._pending = pending
         self._links = links
         self._references = references
@@ -126,7 +127,7 @@ class Sender:
         # 2. Encode it. Almost all calls take the short way: no autograd context, no reference as the target, and at
         # most one small tensor.
         context = self._recorder.current()
-        if context is None and target is None:
+        if context is None and target is None and to.name not in self._me.device_maps:
             function, args, kwargs = body
             peer = self._links.peer(to.incarnation) if type(function) is not str else None
             known, lacking = (peer.definitions, peer.lacking) if peer is not None else ((), ())
@@ -222,7 +223,6 @@ class Sender:
         """
         forker = MessageForker(self._references, to.incarnation)
         peer = self._links.peer(to.incarnation)
-        device_map = self._device_maps.get(to.name)
         # A repeated call is encoded by another thread, whose gradient mode does not count.
         grad = call.recording.grad if call.recording is not None else torch.is_grad_enabled()
         try:
@@ -235,8 +235,7 @@ class Sender:
                     lacking=peer.lacking if peer is not None else (),
                     known=peer.definitions if peer is not None and not by_value else (),
                     forker=forker,
-                    devices={str(ours): str(theirs) for ours, theirs in device_map.items()} if device_map else None,
-                    receiver=to.name,
+                    devices=devices.for_call(self._me, to),
                     record=context is not None and grad,
                     space=self._spaces.get(to.incarnation),
                 )
@@ -264,7 +263,9 @@ class Sender:
                 # The codec's text begins with the verb: put the noun before it.
                 found = culprit.of_call(body) if error.__cause__ is not None and isinstance(body, tuple) else ""
                 which = f"{found}, which" if found else f"an argument of {call.function} (or the function)"
-                raise EncodeError(f"{which} {error}") from (error.__cause__ or error)
+                failed = EncodeError(f"{which} {error}")
+                failed.unmapped = error.unmapped
+                raise failed from (error.__cause__ or error)
             raise
 
 

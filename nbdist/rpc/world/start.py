@@ -6,7 +6,7 @@ The steps of `start_agent`::
     2  ZmqChannel, LocalChannel       the sockets at which others reach this agent
     3  open_arena                     shared memory for large tensors, if the system has it
     4  Agent.start                    the agent's threads receive messages
-    5  Roster.form or join            the list of members, in the store
+    5  Roster.form or join            the list of members, in the store; refused if a device map is impossible
     6  Handshake.join_...             every other member is met
 
 `Agent.close` ends the threads, closes the sockets and frees the memory; last, `_leave` removes the agent from the
@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nbdist.channel import local
 from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import started_at
@@ -30,7 +32,7 @@ from nbdist.channel.shared_memory.arena import open_arena
 from nbdist.channel.zeromq import ZmqChannel, host_identity, sweep
 from nbdist.errors import NbdistError, UsageError
 from nbdist.ids import new_incarnation
-from nbdist.rpc import thread_switching
+from nbdist.rpc import devices, thread_switching
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.options import RpcBackendOptions, time_limit
 from nbdist.rpc.world import rendezvous, tcp_store
@@ -59,13 +61,15 @@ def start_agent(
     store: Any = None,
     wrap: Callable[[Channel], Channel] | None = None,
     directory: Path | None = None,
+    device: str = "",
 ) -> Agent:
     """Start an agent, and return it when it is a member of its world.
 
     ``options.rpc_timeout`` limits how long this takes. The name, the rank and the size are those of `init_rpc`, whose
     errors this raises. ``store`` is a store of torch's to meet at; None opens the one that ``options.init_method``
     names. ``wrap`` returns the agent's channel with something around it, such as faults. ``directory`` is where the
-    agent's sockets lie; None for a new directory of this user.
+    agent's sockets lie; None for a new directory of this user. ``device`` is where GPU tensors arrive that no device
+    map names (`Record.device`).
     """
     timeout = time_limit(options.rpc_timeout) or _LONGEST_FORMING
     deadline = time.monotonic() + timeout
@@ -105,11 +109,11 @@ def start_agent(
             pid=os.getpid(),
             started=started_at(os.getpid()),
             world_size=world_size,
-            device_maps={
-                to: {str(ours): str(theirs) for ours, theirs in device_map.items()}
-                for to, device_map in options.device_maps.items()
-            },
+            device_maps=options.device_maps_by_name,
             arena=arena.probe if arena is not None else None,
+            device=device,
+            devices=[str(each) for each in options.devices],
+            gpus=torch.cuda.device_count(),
         )
         agent = Agent(me, channel, options, arena)
         agent.directory = zeromq.directory
@@ -120,11 +124,19 @@ def start_agent(
         undo.callback(roster.close)
         undo.callback(roster.leave, me)
         if world_size is not None:
-            agent.handshake.join_fixed(roster.form(me, deadline), deadline)
+            members = roster.form(me, deadline)
+            try:
+                devices.check(members)  # before any member is met: all of them find the same, and none waits
+            except UsageError:
+                if meeting is not None and meeting.serves:
+                    roster.wait_for_others(me, time.monotonic() + _WAIT_FOR_OTHERS_TO_LEAVE)
+                raise
+            agent.handshake.join_fixed(members, deadline)
         else:
             dead = agent.handshake.join_dynamic(roster.join(me, deadline), deadline)
             if dead:
                 roster.leave(*dead)
+            devices.check(agent.members())
         agent.at_close(lambda: _leave(agent, roster, meeting))
         agent.at_close(thread_switching.shorten(options.switch_interval))
         agent.on_lost(lambda record, why: _clean_after(agent, record))

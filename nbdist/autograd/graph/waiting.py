@@ -1,0 +1,119 @@
+"""`Countdown`: keeps one call of torch's engine going until nodes on several devices have run.
+
+torch's engine has a queue of ready nodes for each device. A barrier (`nbdist.autograd.passes.worker_part`) is the last
+node of its queue, but it does not see the others: while a GPU still computes what a node on the CPU waits for, the
+CPU's queue is empty, and a barrier there would end the call too early. So where nodes are on several devices, the
+barriers stand behind a chain of *waits*::
+
+    root -> wait -> wait -> ... -> wait -> the gates that are barriers
+
+A wait returns when some node has run, or after a while. Then its queue runs what has come meanwhile, before the next
+wait, whose priority is the lowest. The first wait that finds all nodes run ends the call with `HeldBack`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from nbdist.autograd.graph.edges import HeldBack, Node
+
+__all__ = ["Countdown", "devices_of"]
+
+_FIRST_PATIENCE = 0.001
+"""Seconds for which a wait waits if nodes have run since the one before: what they queued may come a moment later."""
+_LONGEST_PATIENCE = 1.0
+"""Seconds for which a wait waits at most, after ever longer waits without any node."""
+_QUEUES_WITHIN = 0.0002
+"""Seconds after a node's hooks within which torch most often has queued the nodes behind it."""
+_MORE_WAITS = 200
+"""The number of waits beyond two for each node: more than three minutes without any node."""
+
+
+class Countdown:
+    """Counts the nodes that have not run yet in a call of torch's engine."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        """Count these nodes; each runs once. `remove` ends it."""
+        self._left = self._seen = len(nodes)
+        self._count = len(nodes)
+        self._patience = _FIRST_PATIENCE
+        self._root: torch.Tensor | None = None
+        self._changed = threading.Condition()
+        self._handles = [node.register_hook(self._note) for node in nodes]
+
+    @property
+    def left(self) -> int:
+        """The number of nodes that have not run yet."""
+        return self._left
+
+    def _note(self, *_: Any) -> None:
+        """Count a node that has run. A hook of each node; runs in a thread of the engine."""
+        with self._changed:
+            self._left -= 1
+            self._changed.notify_all()
+
+    def chain(self, gates: Sequence[torch.Tensor], sequence_nr: int) -> tuple[Node, int]:
+        """Return the edge to the first wait of a chain before the outputs of some gates.
+
+        The waits get the sequence number ``sequence_nr``, the lowest in the call.
+        """
+        wait: Callable[..., Any] = _Wait.apply
+        with torch.enable_grad():
+            last = wait(self, *gates)
+            for _ in range(2 * self._count + _MORE_WAITS):
+                last.grad_fn._set_sequence_nr(sequence_nr)
+                last = wait(self, last)
+            last.grad_fn._set_sequence_nr(sequence_nr)
+        self._root = last  # a Python function's node lives no longer than its output
+        node: Node = last.grad_fn
+        return node, 0
+
+    def wait(self) -> None:
+        """Wait until a node has run, or a while; called by a wait, in the thread of its queue.
+
+        Raises HeldBack, which ends the engine's call, once all nodes have run.
+        """
+        with self._changed:
+            if self._left and self._left == self._seen:
+                self._changed.wait(self._patience)
+            if not self._left:
+                raise HeldBack
+            has_run = self._left != self._seen
+            self._patience = _FIRST_PATIENCE if has_run else min(2 * self._patience, _LONGEST_PATIENCE)
+            self._seen = self._left
+        if has_run:
+            time.sleep(_QUEUES_WITHIN)
+
+    def remove(self) -> None:
+        """Take the hooks off the nodes, and drop the chain."""
+        self._root = None
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Wait(Function):
+    """A wait: its backward calls `Countdown.wait`."""
+
+    @staticmethod
+    def forward(ctx: Any, countdown: Countdown, *before: torch.Tensor) -> torch.Tensor:
+        """Make a wait before the nodes of these outputs; the result, on the CPU, is only the root of a call."""
+        ctx.countdown = countdown
+        ctx.devices = [tensor.device for tensor in before]
+        return torch.empty((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Wait, and go on to the next wait, or after the last one to the gates."""
+        ctx.countdown.wait()
+        return None, *(torch.ones((), device=device) for device in ctx.devices)
+
+
+def devices_of(nodes: Sequence[Node]) -> set[torch.device]:
+    """Return the devices of the gradients that come to these nodes: torch's engine has a queue for each."""
+    return {metadata.device for node in nodes for metadata in node._input_metadata[:1]}

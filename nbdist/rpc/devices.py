@@ -1,0 +1,111 @@
+"""Finds the devices of a receiver for the tensors of a call, a result or a gradient, and checks device maps.
+
+A device map belongs to the worker that makes calls: it holds for the arguments, and backwards for the results. For
+gradients hold the maps of both workers. `nbdist.wire.devices` says what holds without a map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nbdist.errors import UsageError
+from nbdist.wire.devices import CPU_ONLY, SAME, Devices
+from nbdist.wire.messages import Record
+
+__all__ = ["check", "for_call", "for_gradients", "for_result", "results_stay_on_gpus", "takes_gpu_tensors"]
+
+
+def for_call(me: Record, to: Record) -> Devices:
+    """Return the devices of worker ``to`` for the arguments of a call that ``me`` makes."""
+    return Devices(to.name, me.device_maps.get(to.name, {}), _own(me, to))
+
+
+def for_result(me: Record, caller: Record | None) -> Devices:
+    """Return the devices of the caller for the result of its call, which ``me`` ran; None for a caller that is gone."""
+    if caller is None:
+        return CPU_ONLY
+    back = caller.device_maps.get(me.name)
+    mapped = {theirs: ours for ours, theirs in back.items()} if back else {}
+    return Devices(caller.name, mapped, _own(me, caller), results=True)
+
+
+def for_gradients(me: Record, to: Record | None) -> Devices:
+    """Return the devices of worker ``to`` for gradients that ``me`` sends; None for a worker that is gone.
+
+    The worker's map for this one is read backwards; this one's own map holds where they differ.
+    """
+    if to is None:
+        return CPU_ONLY
+    back = {theirs: ours for ours, theirs in to.device_maps.get(me.name, {}).items()}
+    return Devices(to.name, {**back, **me.device_maps.get(to.name, {})}, _own(me, to))
+
+
+def takes_gpu_tensors(me: Record, to: Record) -> bool:
+    """Return whether tensors on GPUs of ``me`` can be sent to worker ``to``; a map of some of them is enough."""
+    return bool(_own(me, to) or me.device_maps.get(to.name))
+
+
+def results_stay_on_gpus(me: Record, to: Record) -> bool:
+    """Return whether results on GPUs of worker ``to`` can be sent to ``me``, which calls it."""
+    return bool(_own(to, me) or me.device_maps.get(to.name))
+
+
+def _own(me: Record, to: Record) -> str:
+    """Return where GPU tensors arrive that no map names, as in `Devices.own`."""
+    return SAME if to.incarnation == me.incarnation and to.device else to.device
+
+
+def check(members: Sequence[Record]) -> None:
+    """Raise UsageError, in torch's words, if a device map of a member is impossible.
+
+    In a fixed world ``members`` are all; in one that may grow, those that are there: names that a map has and that
+    nobody has (yet) are left alone.
+    """
+    by_name = {member.name: member for member in members}
+    fixed = all(member.world_size is not None for member in members)
+    for member in members:
+        if len(set(member.devices)) < len(member.devices):
+            raise UsageError(f"Node {member.name} has duplicated devices: {', '.join(member.devices)}")
+        _require(member, member.devices, f"Node {member.name} has devices with invalid indices")
+        if fixed and (unknown := member.device_maps.keys() - by_name.keys()):
+            raise UsageError(
+                f"Node {member.name} has invalid target node names in its device maps: "
+                f"{', '.join(sorted(unknown))}; the workers are {', '.join(sorted(by_name))}"
+            )
+        for name, device_map in member.device_maps.items():
+            where = f"in its device map for {name}"
+            if len(set(device_map.values())) < len(device_map):
+                raise UsageError(f"Node {member.name} has duplicated target devices {where}: {device_map}")
+            _check_side(member, "source", list(device_map), where, member)
+            if (target := by_name.get(name)) is not None:
+                _check_side(member, "target", list(device_map.values()), where, target)
+
+
+def _check_side(member: Record, side: str, devices: Sequence[str], where: str, owner: Record) -> None:
+    """Raise UsageError unless ``owner`` has all of these ``devices``, which a map of ``member`` names.
+
+    ``side`` is "source" or "target", and ``where`` names the map, for the error.
+    """
+    if owner.devices:
+        unexpected = [device for device in devices if device not in owner.devices]
+        if unexpected:
+            raise UsageError(
+                f"Node {member.name} has unexpected {side} devices {where}: {', '.join(unexpected)}; the devices of "
+                f"{owner.name} are, by its options, {', '.join(owner.devices)}"
+            )
+        return
+    _require(owner, devices, f"Node {member.name} has {side} devices with invalid indices {where}")
+
+
+def _require(owner: Record, devices: Sequence[str], text: str) -> None:
+    """Raise UsageError, which begins with ``text``, unless each device is the CPU or one of the owner's GPUs."""
+    wrong = [device for device in devices if not _exists(device, owner.gpus)]
+    if wrong:
+        have = "no GPU" if not owner.gpus else f"{owner.gpus} GPU{'s' if owner.gpus > 1 else ''}, numbered from 0"
+        raise UsageError(f"{text}: {', '.join(wrong)}; {owner.name} has {have}")
+
+
+def _exists(device: str, gpus: int) -> bool:
+    """Return whether a worker with so many GPUs has a device."""
+    kind, _, index = device.partition(":")
+    return kind == "cpu" or (kind == "cuda" and index.isdecimal() and int(index) < gpus)

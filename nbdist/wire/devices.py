@@ -1,0 +1,74 @@
+"""`Devices`: says on which device of the receiver the tensors of a message arrive.
+
+============================ ========================================================================
+a tensor's device here       the receiver's device
+============================ ========================================================================
+one that a device map names  what the map says (`nbdist.rpc.RpcBackendOptions.set_device_map`)
+the CPU                      the CPU
+a GPU, to itself             the same GPU
+a GPU, within a cluster      the receiver's own: a worker's GPU, or the CPU for the notebook
+a GPU, anywhere else         none: the tensor cannot be sent
+============================ ========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from nbdist.errors import EncodeError
+
+__all__ = ["CPU_ONLY", "SAME", "Devices"]
+
+SAME = "same"
+"""As `Devices.own`: every tensor arrives on the device that it is on. For a message of a worker to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Maps the devices here to those of one receiver."""
+
+    receiver: str = ""
+    """The receiver's name, for the error."""
+    mapped: Mapping[str, str] = field(default_factory=dict)
+    """The device map: the receiver's device for devices here, such as ``{"cuda:0": "cuda:1"}``."""
+    own: str = ""
+    """The receiver's device for a GPU that the map lacks; `SAME`, or empty if such a tensor cannot be sent."""
+    results: bool = False
+    """True if the tensors are part of a result, for the error."""
+
+    @property
+    def leave_cpu(self) -> bool:
+        """True if CPU tensors arrive on the CPU, as without a device map for them."""
+        return self.mapped.get("cpu", "cpu") == "cpu"
+
+    def of(self, device: torch.device) -> str | None:
+        """Return the receiver's device for a tensor on ``device``; None for the CPU if no map says so.
+
+        Raises EncodeError for a GPU if there is none.
+        """
+        name = str(device)
+        if (there := self.mapped.get(name)) is not None:
+            return there
+        if device.type == "cpu":
+            return None
+        if self.own:
+            return name if self.own == SAME else self.own
+        receiver = self.receiver or "the other worker"
+        told = (
+            f"the options of {receiver}, which made the call, set_device_map(THIS WORKER, {{DEVICE THERE: '{name}'}})"
+            if self.results
+            else f"the options of this worker set_device_map({receiver!r}, {{'{name}': DEVICE THERE}})"
+        )
+        error = EncodeError(
+            f"cannot be sent: a tensor is on {name}, and no device map says where it goes on {receiver}. Send "
+            f"tensor.cpu(); or before init_rpc give {told}"
+        )
+        error.unmapped = "result" if self.results else "argument"
+        raise error
+
+
+CPU_ONLY = Devices()
+"""For a receiver of which nothing is known: tensors on GPUs cannot be sent."""

@@ -1,0 +1,101 @@
+"""Waits keep a call of torch's engine going until nodes on several devices have run.
+
+Here all nodes are on the CPU, and waits are asked for; with a GPU, tests/gpu/test_cluster.py has nodes on both.
+"""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from nbdist import autograd as dist_autograd
+from nbdist import rpc
+from nbdist.autograd.graph import waiting
+from nbdist.autograd.graph.edges import HeldBack
+from nbdist.autograd.graph.waiting import Countdown, devices_of
+from nbdist.autograd.passes import worker_part
+
+
+def double(x):
+    return x * 2
+
+
+def program(x, w, call):
+    """Has nodes that wait for a gradient of the other worker, behind others that need not wait."""
+    h = torch.tanh(x @ w)
+    other = call(h)
+    own = torch.tanh(h @ w)
+    again = call(own + other)
+    return (again * own).sum() + other.sum()
+
+
+@pytest.fixture
+def contested(monkeypatch):
+    """Counts the calls of torch's engine that stop at a barrier; all of them use a countdown."""
+    counted = []
+    before = worker_part.Part._contested_call
+
+    def call(self, *args):
+        counted.append(self)
+        return before(self, *args)
+
+    monkeypatch.setattr(worker_part.Part, "_contested_call", call)
+    monkeypatch.setattr(worker_part, "always_count_down", True)
+    return counted
+
+
+def pass_over_two_workers():
+    torch.manual_seed(0)
+    x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    with dist_autograd.context() as context_id:
+        loss = program(x, w, lambda h: rpc.rpc_sync("worker1", double, args=(h,)))
+        dist_autograd.backward(context_id, [loss])
+        gradients = dist_autograd.get_gradients(context_id)
+        found = gradients[x], gradients[w]
+    return found, torch.autograd.grad(program(x, w, double), (x, w))
+
+
+def test_gradients_are_those_of_one_process(world, contested):
+    for _ in range(5):
+        found, expected = pass_over_two_workers()
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert contested
+
+
+def nodes_of(*losses):
+    return [loss.grad_fn for loss in losses]
+
+
+def test_a_wait_returns_when_a_node_has_run_and_ends_the_call_after_the_last():
+    a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
+    first, second = a.sum(), b.sum()
+    countdown = Countdown(nodes_of(first, second))
+    began = time.monotonic()
+    threading.Timer(0.2, first.backward).start()
+    while countdown.left == 2:
+        countdown.wait()  # returns, at the latest after a while, without an error
+    assert time.monotonic() - began > 0.15
+    second.backward()
+    with pytest.raises(HeldBack):
+        countdown.wait()
+    countdown.remove()
+    assert countdown.left == 0
+    a.sum().backward()
+    assert countdown.left == 0  # the hooks are gone
+
+
+def test_a_node_that_never_runs_is_an_error(world, contested, monkeypatch):
+    """The waits end, and the gradients that are missing are not taken for zeros."""
+    monkeypatch.setattr(waiting, "_LONGEST_PATIENCE", 0.001)
+    monkeypatch.setattr(Countdown, "_note", lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"nodes of a backward pass, which is on cpu, did not run: the devices have"):
+        pass_over_two_workers()
+
+
+def test_the_devices_of_nodes():
+    x = torch.ones(2, requires_grad=True)
+    y = (x * 2).to("meta")
+    assert devices_of([y.grad_fn]) == {torch.device("meta")}
+    assert devices_of(nodes_of(y, x.sum())) == {torch.device("meta"), torch.device("cpu")}
