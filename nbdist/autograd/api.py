@@ -353,7 +353,11 @@ class Handle:
 
     def cancel(self) -> None:
         """Give the pass up on all workers; `wait` then raises `nbdist.Interrupted`. Does nothing after the end."""
-        self._ended.try_settle(None, Interrupted("the backward pass was cancelled, by cancel() of its handle"))
+        error = Interrupted(
+            "the backward pass was cancelled, by cancel() of its handle, and left no gradients in the context. Before "
+            "another pass, run the forward pass again, unless retain_graph has kept the graph"
+        )
+        self._ended.try_settle(None, error)
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._outcome.__await__()

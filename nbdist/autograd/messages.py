@@ -340,7 +340,8 @@ def decode(data: bytes) -> Message:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(
-            f"not a message of the autograd engine: {error}. The sender has another version of nbdist, or a bug"
+            f"not a message of the autograd engine: {error}. The sender has another version of nbdist: install the "
+            "same version everywhere"
         ) from None
 
 

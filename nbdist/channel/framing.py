@@ -121,7 +121,10 @@ class Cutter:
                     "option max_message, or send less at once"
                 )
             if not 0 < _SIZE * count <= length:
-                raise ProtocolError(f"a message of {length} bytes claims {count} frames: nbdist never sends this")
+                raise ProtocolError(
+                    f"a message of {length} bytes claims {count} frames: its sender is another program, or has another "
+                    "version of nbdist. Install the same version everywhere"
+                )
             if end - start < _HEAD.size + length:
                 self._begin_large(data, start, _HEAD.size + length)
                 return messages
@@ -138,7 +141,8 @@ class Cutter:
         """
         if length >= _COMPARED_WITH_MEMORY and length > (left := mapping.available()):
             raise MemoryError(
-                f"a message of {amounts.size(length)} does not fit: the machine has {amounts.size(left)} of memory left"
+                f"a message of {amounts.size(length)} does not fit: the machine has {amounts.size(left)} of memory "
+                "left. Free some, or send less at once"
             )
         large = memoryview(_unfilled(None, length))
         self._filled = len(data) - start
@@ -156,7 +160,10 @@ def _copy_frames(data: bytes | memoryview, start: int, length: int, count: int) 
     else:
         sizes = list(struct.unpack_from(f"<{count}Q", data, start + _HEAD.size))
     if sum(sizes) + _SIZE * count != length:
-        raise ProtocolError(f"a message of {length} bytes claims frames of {sum(sizes)}: nbdist never sends this")
+        raise ProtocolError(
+            f"a message of {length} bytes claims frames of {sum(sizes)}: its sender is another program, or has another "
+            "version of nbdist. Install the same version everywhere"
+        )
     at = start + _HEAD.size + _SIZE * count
     frames = []
     for size in sizes:

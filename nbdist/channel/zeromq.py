@@ -242,7 +242,12 @@ class ZmqChannel:
         try:
             self._inbox.bind(address)
         except zmq.ZMQError as error:
-            raise ChannelError(f"cannot listen at {address}: {error}") from error
+            remedy = (
+                "Set NBDIST_RUNTIME_DIR to another directory"
+                if address.startswith("ipc://")
+                else "Set NBDIST_HOST, or pass RpcBackendOptions(host=...), to an address of this machine"
+            )
+            raise ChannelError(f"cannot listen at {address}: {error}. {remedy}") from error
         self._addresses.append(self._inbox.get_string(zmq.LAST_ENDPOINT))
 
     # -- the contract -------------------------------------------------------------------------
@@ -263,7 +268,11 @@ class ZmqChannel:
                 return self._link(address, curve=True)
             if address.startswith("ipc://") and self._local and Path(address[6:]).exists():
                 return self._link(address, curve=False)
-        raise ChannelError(f"none of the addresses {list(addresses)} can be reached from this process")
+        raise ChannelError(
+            f"none of a worker's addresses {list(addresses)} can be reached from this process: the worker has ended, "
+            "or is on another machine without an address there. Give each worker one: NBDIST_HOST, or "
+            "RpcBackendOptions(host=...)"
+        )
 
     def _link(self, address: str, *, curve: bool) -> ZmqLink:
         """Return a new link by a PUSH socket to an address; ``curve`` encrypts it with the keys that all members share.
@@ -288,7 +297,10 @@ class ZmqChannel:
                 sock.connect(address)
             except zmq.ZMQError as error:
                 sock.close(0)
-                raise ChannelError(f"the address {address} cannot be used: {error}") from error
+                raise ChannelError(
+                    f"the address {address} of another worker cannot be used: {error}. Give that worker another one: "
+                    "NBDIST_HOST, or RpcBackendOptions(host=...)"
+                ) from error
             link = ZmqLink(sock)
             self._links.add(link)
             return link
@@ -427,7 +439,9 @@ class ZmqLink:
                     more = zmq.SNDMORE if index < last else 0
                     self._socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < _NOT_COPIED_FROM)
             except zmq.ZMQError as error:
-                raise ChannelError(f"cannot send a message to another worker: {error}") from error
+                raise ChannelError(
+                    f"cannot send a message to another worker: {error}. It was not sent: call again"
+                ) from error
 
     def close(self, *, at_once: bool = False) -> None:
         """Close the socket. ZeroMQ still sends what is queued for half a second, unless ``at_once``.

@@ -89,7 +89,10 @@ def _current_context() -> DistAutogradContext:
     """
     found = recorder().contexts.current
     if found is None:
-        raise RuntimeError("Current thread doesn't have a valid autograd context")
+        raise RuntimeError(
+            "Current thread doesn't have a valid autograd context. Please wrap your code using: `with "
+            "torch.distributed.autograd.context() as context_id` to generate a valid context"
+        )
     return DistAutogradContext(found)
 
 

@@ -105,7 +105,10 @@ def ask_each(
                 if isinstance(error, RpcTimeout) and not getattr(error, "__notes__", ()):
                     answers.silent.append(worker)
                 if not latch.is_settled:
-                    answers.errors[worker] = RpcTimeout(f"{worker} did not answer within {timeout:g} s")
+                    answers.errors[worker] = RpcTimeout(
+                        f"{worker} did not answer within {timeout:g} s, and may still do what it was asked to. Call "
+                        "again when it is free: a paused backward pass has to go on first"
+                    )
     except BaseException:
         _give_up(agent, latches.values())
         raise

@@ -330,7 +330,9 @@ class Promise(Generic[T]):
                     if self._latch.acquire(timeout=-1 if timeout is None else timeout):
                         self._latch.release()
                     elif not self._done:
-                        raise RpcTimeout(f"waited {timeout:g} s for a future")
+                        raise RpcTimeout(
+                            f"waited {timeout:g} s for a future: nothing was cancelled, so wait again, or longer"
+                        )
             except KeyboardInterrupt as error:
                 _interrupted((self,), error)
                 raise

@@ -314,7 +314,10 @@ class Links:
     def _no_connection(self, to: int) -> NbdistError:
         """Return the error for an agent that is not connected: this agent has ended, or that one is gone, and why."""
         if self.closed:
-            return WorkerLost(f"{self._me.name}, the agent of this process, has ended: RPC was shut down here")
+            return WorkerLost(
+                f"{self._me.name}, the agent of this process, has ended: RPC was shut down here. Start it again first: "
+                "init_rpc, or %dist_init in a notebook"
+            )
         membership = self._membership
         name = membership.name_of(to)
         otherwise = "is gone; a new worker has taken its name" if membership.is_gone(to) else "is not connected"

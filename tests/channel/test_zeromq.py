@@ -111,7 +111,7 @@ def test_a_channel_that_cannot_listen_leaves_nothing(runtime):
 def test_an_address_that_cannot_be_used(runtime):
     channel = ZmqChannel("x", SECRET)
     try:
-        with pytest.raises(ChannelError, match=r"the address tcp://nowhere cannot be used: Invalid argument"):
+        with pytest.raises(ChannelError, match=r"the address tcp://nowhere of another worker cannot be used: Invalid"):
             channel.connect(["tcp://nowhere"])
     finally:
         channel.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import os
 import sys
 import threading
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from nbdist.cluster.processes import run_directory
 from nbdist.cluster.processes.group_store import GroupStore
 from nbdist.cluster.processes.launchers import find_launcher
 from nbdist.cluster.processes.worker_processes import Processes
-from nbdist.cluster.worker import collectives, gloo, kernel
+from nbdist.cluster.worker import collectives, kernel
 from nbdist.cluster.workers import lost_error
 from nbdist.errors import (
     EncodeError,
@@ -68,7 +67,6 @@ def cluster(**now):
         ),
         (lambda: find_launcher("slurm"), UsageError, r"there is no launcher 'slurm'; the installed ones are "),
         (kernel.setup, UsageError, r"this process is not a worker of a cluster: call this on a worker"),
-        (lambda: gloo._poller(os.getpid()), ValueError, r"the thread does not poll"),
         (
             lambda: WorkerExecutor.submit(SimpleNamespace(_is_shut_down=True), max),
             UsageError,

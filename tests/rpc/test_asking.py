@@ -140,7 +140,7 @@ def test_the_limit_is_kept_while_the_clocks_of_calls_stand_still(world):
     world[0].freeze(world[1].me.incarnation)
     answers = ask_each(world[0], hang, dict.fromkeys(["worker1", "worker2"], ("worker1", "worker2")), timeout=0.1)
     assert answers.silent == ["worker1", "worker2"]
-    assert str(answers.errors["worker1"]) == "worker1 did not answer within 0.1 s"
+    assert "worker1 did not answer within 0.1 s, and may still do" in str(answers.errors["worker1"])
     assert not pending(world)
     release.set()  # the answers that come now are dropped
     assert ask_each(world[0], name, {"worker1": ()}, timeout=30).or_raise() == {"worker1": "worker1"}

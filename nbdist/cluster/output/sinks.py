@@ -97,7 +97,11 @@ class KernelSink:
 
     @property
     def page(self) -> KernelSink:
-        """This place itself."""
+        """This place itself: what is published here appears in the notebook's page, below the cell.
+
+        Notices go to a sink's ``page``, so that the user sees them even if the cell's output is captured: only the
+        ``page`` of a `CapturedSink` is another place, the `KernelSink` of the same cell.
+        """
         return self
 
     def publish(

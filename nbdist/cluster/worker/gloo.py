@@ -56,7 +56,10 @@ def loops(is_known: Callable[[bytes], bool]) -> list[Loop]:
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError, ValueError):
             if _NAME is None or (task / "comm").read_text().strip() == _NAME:
-                watched = Path(f"/proc/self/fdinfo/{_poller(int(task.name))}").read_text()
+                poller = _poller(int(task.name))
+                if poller is None:
+                    continue
+                watched = Path(f"/proc/self/fdinfo/{poller}").read_text()
                 loop = _sorted(map(int, _WATCHED.findall(watched)))
                 if _NAME is not None or is_known(loop.address):
                     found.append(loop)
@@ -120,8 +123,8 @@ def _start_of_sockaddr(listener: socket.socket) -> bytes:
     return start + (socket.inet_aton(host) if listener.family == socket.AF_INET else b"")
 
 
-def _poller(task: int) -> int:
-    """Return the epoll file with which a thread polls. Looks several times; raises ValueError if it does not poll."""
+def _poller(task: int) -> int | None:
+    """Return the epoll file with which a thread polls; None if it does not poll. Looks several times."""
     for tried in range(_TRIES):
         call = system_call(task)
         if call[0] in _EPOLL_WAITS:
@@ -129,7 +132,7 @@ def _poller(task: int) -> int:
         if _NAME is None and tried >= _TRIES_FOR_ANY and call[0] != "running":
             break  # the thread waits for something else: it is no loop
         time.sleep(0.001)
-    raise ValueError("the thread does not poll")
+    return None
 
 
 def _copy(number: int) -> socket.socket:

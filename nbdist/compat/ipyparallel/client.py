@@ -144,7 +144,7 @@ class Cluster(Closed):
         Raises UsageError for any ``engines`` but "local". Other arguments of ipyparallel's are ignored.
         """
         if engines != "local":
-            raise UsageError(f"engines={engines!r}: nbdist starts workers on this host; they form a process group")
+            raise UsageError(f"engines={engines!r}: nbdist starts workers on this host only; leave engines out")
         self._n, self._workers = n, _workers(n)
 
     def start_cluster_sync(self, n: int | None = None, **_: Any) -> Cluster:

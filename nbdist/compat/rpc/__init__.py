@@ -114,7 +114,7 @@ def _init_rpc_backend(
         if current_agent().hosted:
             take_on(current_agent(), name, rank, world_size, rpc_backend_options)
             return
-        raise UsageError("RPC is already initialized")
+        raise UsageError("RPC is already initialized: call shutdown() first")
     chosen = backend or backend_registry.backend_of(rpc_backend_options)
     agent = init_backend(
         chosen,
@@ -165,4 +165,6 @@ def enable_gil_profiling(enabled: bool) -> None:
 
 def _refuse_profiling() -> NoReturn:
     """Raise UsageError: nbdist has no profiling of the interpreter's lock."""
-    raise UsageError("nbdist does not measure how long calls wait for the interpreter's lock: do not ask for it")
+    raise UsageError(
+        "nbdist does not measure how long calls wait for the interpreter's lock: leave out enable_gil_profiling(True)"
+    )

@@ -157,7 +157,7 @@ class _Unpickler(pickle.Unpickler):
             if _thread.beside is None:
                 raise pickle.UnpicklingError(
                     "these bytes lack the RRefs in them, which travel beside them in the call that sends them: "
-                    "only that call can read them"
+                    "only that call can read them. Pass the object to a call instead of its bytes"
                 )
             return _thread.beside[what]
         return torch.jit.load(io.BytesIO(what))

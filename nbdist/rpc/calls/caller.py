@@ -227,7 +227,9 @@ class Caller:
         """Return the record of a reference's owner; raise WorkerLost if the owner is gone."""
         record = self._membership.get(rref.owner_incarnation)
         if record is None:
-            raise WorkerLost(f"the owner of this RRef, {rref.owner_name()}, is gone, and the value with it")
+            raise WorkerLost(
+                f"the owner of this RRef, {rref.owner_name()}, is gone, and the value with it: create the value again"
+            )
         return record
 
     def _create(

@@ -171,7 +171,10 @@ class Request(Asked):
         Other workers that refer to the value which the call was to make get the error.
         """
         caller = self._executor.membership.name_of(self.sender)
-        error = WorkerLost(f"{caller} was lost before its call of {self.call.function} could begin here")
+        error = WorkerLost(
+            f"{caller} was lost before its call of {self.call.function} could begin here, so the function has not run: "
+            "create the value again"
+        )
         self._executor.answers.fail(self, error)
 
     def run(self) -> None:

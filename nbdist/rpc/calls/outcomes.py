@@ -60,7 +60,10 @@ class Outcomes:
             self._pending.pop(call.id)
             self._ending[call] = None
         for call in list(self._ending):
-            error = WorkerLost(f"{self._me.name} {why} before {call.worker} had answered")
+            error = WorkerLost(
+                f"{self._me.name} {why} before {call.worker} had answered; {call.function} may have run there. Wait "
+                "for calls before RPC ends in this process"
+            )
             call.outcome.try_settle(None, error)  # nothing else: in a forked child, locks of other threads stay taken
 
     def _job_of(self, job: Callable[[Pending], None], call: Pending) -> Job:
@@ -240,7 +243,8 @@ class Outcomes:
         status = self._links.status(call.to, call.seq)
         return RpcTimeout(
             f"RPC ran for more than {call.timeout:g} s ({call.timeout * 1000:.0f} ms): {call.function} on "
-            f"{call.worker}; {status}"
+            f"{call.worker}; {status}. If {call.function} needs longer, give the call a longer timeout, or set "
+            "rpc_timeout; it may still run there"
         )
 
     def undelivered(self, id: int) -> None:
@@ -251,7 +255,8 @@ class Outcomes:
         call = self._pending.pop(id)
         if call is not None:
             error = WorkerLost(
-                f"{call.worker} did not acknowledge the call of {call.function} in any try: see whether it still runs"
+                f"{call.worker} did not acknowledge the call of {call.function} in any try: see whether the worker "
+                "still runs. The function may have run: call again only if it may run twice"
             )
             self._fail(call, error, may_exist=True)
 
@@ -277,7 +282,10 @@ class Outcomes:
             return
         more = f", and {counted(others, 'other call')}" if others else ""
         since = duration(time.monotonic() - call.started)
-        error = WorkerLost(f"{call.worker} {why}; it had been asked to run {call.function} {since} before{more}")
+        error = WorkerLost(
+            f"{call.worker} {why}; it had been asked to run {call.function} {since} before{more}. Call another worker, "
+            f"or in a cluster start this one again: `%dist_restart {call.worker}`"
+        )
         self._fail(call, error, may_exist=False)
 
     def interrupt(self, calls: Sequence[Pending], error: BaseException) -> None:

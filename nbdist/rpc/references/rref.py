@@ -154,21 +154,29 @@ class RRef(Generic[T]):
         Sends no message. On the owner, this raises only after `release`.
         """
         if self.hold is None:
-            raise RRefError(f"{self!r} cannot be used: release() was called on it")
+            raise RRefError(f"{self!r} cannot be used: release() was called on it. Create the value again")
         if self.fork_id is None:
             return
         references = self._home.references
         if references.closed:
-            raise RRefError(f"{self!r} cannot be used: RPC has been shut down on this worker")
+            raise RRefError(
+                f"{self!r} cannot be used: RPC has been shut down on this worker. Start it again, and create the value "
+                "again"
+            )
         standing = references.forks.standing(self.fork_id)
         if standing is None:
-            raise RRefError(f"{self!r} cannot be used: shutdown() has released all references of this worker")
+            raise RRefError(
+                f"{self!r} cannot be used: shutdown() has released all references of this worker. Create the value "
+                "again"
+            )
         if standing is ForkStanding.FAILED:
             why = self.creation_failure()
             raise creation_error("timed out" if why is None else why)
         if standing is ForkStanding.DEAD:
             lost = references.membership.why_gone(self.owner_name()) or "no longer has the value"
-            raise WorkerLost(f"the value of this RRef is lost: its owner {self.owner_name()} {lost}")
+            raise WorkerLost(
+                f"the value of this RRef is lost: its owner {self.owner_name()} {lost}. Create the value again"
+            )
 
     def keep(self) -> object:
         """Return an object that keeps the value alive for as long as the caller keeps the object.
@@ -177,7 +185,7 @@ class RRef(Generic[T]):
         """
         hold = self.hold
         if hold is None:
-            raise RRefError(f"{self!r} cannot be used: release() was called on it")
+            raise RRefError(f"{self!r} cannot be used: release() was called on it. Create the value again")
         self.check_alive()
         return hold
 
@@ -197,7 +205,10 @@ class RRef(Generic[T]):
         """
         own = self._home.references
         if references is not None and own is not references:
-            raise RRefError(f"{self!r} cannot be sent: it belongs to another agent, or to an RPC world that has ended")
+            raise RRefError(
+                f"{self!r} cannot be sent: it belongs to another agent, or to an RPC world that has ended. Create the "
+                "value again in this world"
+            )
         self.check_alive()
         return own.hand_over(self.id, self.fork_id, to, child)
 

@@ -30,7 +30,9 @@ __all__ = ["References", "creation_error"]
 
 def creation_error(why: object) -> RRefError:
     """Return the error to raise wherever a reference is used whose ``remote()`` call failed."""
-    return RRefError(f"RRef creation via rpc.remote() failed, and the value may not exist: {why}")
+    return RRefError(
+        f"RRef creation via rpc.remote() failed, and the value may not exist: call remote() again. The cause: {why}"
+    )
 
 
 def _failed_promise() -> Promise[Any]:
@@ -209,7 +211,10 @@ class References:
         with self._lock:
             future = self._values.get(rref)
         if future is None:
-            raise RRefError(f"the value of {rref} is gone: RPC has been shut down on this worker")
+            raise RRefError(
+                f"the value of {rref} is gone: RPC has been shut down on this worker. Start it again, and create the "
+                "value again"
+            )
         return future.wait(timeout or None)
 
     def owned(self) -> list[tuple[GlobalId, Promise[Any], set[int]]]:
@@ -421,7 +426,10 @@ class References:
             self._failures.clear()
             self._exchange.clear()
         for future in values.values():
-            future.try_settle(None, RRefError("RPC was shut down on this worker before the value existed"))
+            error = RRefError(
+                "RPC was shut down on this worker before the value existed: start it again, and create the value again"
+            )
+            future.try_settle(None, error)
         self._tell()
 
     # -- carrying out instructions ------------------------------------------------------------

@@ -192,7 +192,11 @@ class Handshake:
                 self._sharing.on_met(record.incarnation, message.reads)
                 self._welcome(record.incarnation)
         elif self._complete:
-            self._refuse(record, f"the world of {self._me.name} is fixed and complete")
+            self._refuse(
+                record,
+                f"the world of {self._me.name} is fixed and complete. Start all members again, or leave world_size out "
+                "in all of them: then members may join at any time",
+            )
         # else: this agent has not read the roster with the new member yet; the new member will greet again
 
     def _refuse(self, record: Record, reason: str) -> None:
@@ -266,5 +270,7 @@ class Handshake:
                 # The member's own view of the world was complete: it has come and gone, so this world may still form.
                 self._world.discard(record.incarnation)
             elif self._world is not None and record.incarnation in self._world:
-                self._error = self._error or WorkerLost(f"{record.name} {why} while the RPC world formed")
+                self._error = self._error or WorkerLost(
+                    f"{record.name} {why} while the RPC world formed: start all members again"
+                )
             self._changed.notify_all()

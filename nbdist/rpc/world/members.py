@@ -76,7 +76,7 @@ class Membership:
             taken = "name" if holder.name == record.name else "id"
             raise NotUnique(
                 f"RPC worker {taken} is not unique: {record.name!r} (id {record.id}) cannot have it, because "
-                f"{holder.name!r} (id {holder.id}) does"
+                f"{holder.name!r} (id {holder.id}) does. Choose another {'name' if taken == 'name' else 'rank'}"
             )
         self._living[record.incarnation] = self._known[record.incarnation] = record
         self.names[record.name] = self._ids[record.id] = record

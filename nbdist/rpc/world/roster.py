@@ -131,7 +131,10 @@ class Roster:
                     "all members the same world_size"
                 )
             if record.id == me.id and (record.host, record.pid) != (me.host, me.pid):
-                raise NotUnique(f"rank {me.id} is not unique: {record.name!r} has it, and {me.name!r} wants it")
+                raise NotUnique(
+                    f"rank {me.id} is not unique: {record.name!r} has it, and {me.name!r} wants it. Give each process "
+                    "its own rank"
+                )
         return [record for record in gathering if record.id != me.id]
 
     @staticmethod

@@ -121,7 +121,10 @@ def _listen(host: str, port: int) -> int:
             if error.errno == errno.EADDRINUSE:
                 return _SERVER_OF_THIS_PROCESS
             failed = str(error)  # the error itself would keep the frames of all callers alive, and the store with them
-    raise RendezvousError(f"rank 0 cannot serve the store at {host}:{port}: {failed}")
+    raise RendezvousError(
+        f"rank 0 cannot serve the store at {host}:{port}: {failed}. Name an address of its machine, and a port that it "
+        "may use (MASTER_ADDR and MASTER_PORT, or init_method)"
+    )
 
 
 def _addresses(host: str, port: int = 0) -> list[tuple[int, Any]]:

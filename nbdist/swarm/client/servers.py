@@ -274,7 +274,9 @@ class Crew:
         with self._arranging:
             with self._changed:
                 if not member.there:
-                    raise UsageError(f"{member.name} is {member.state}, so it cannot leave now")
+                    raise UsageError(
+                        f"{member.name} is {member.state}, so it cannot leave now: only an online server can"
+                    )
                 member.state = "draining"  # it may be that already, when an interrupted call is repeated
             self._journal.tell(f"{member.name} is about to leave")
             try:

@@ -245,7 +245,8 @@ class Session:
                 tries += 1
                 if tries > _MAX_LOST_SERVERS:
                     raise NoRoute(
-                        f"{tries} servers failed one after the other in one step, the last: {gone}. Swarm.log says why."
+                        f"{tries} servers failed one after the other in one step, the last: {gone}. Swarm.log says "
+                        "why. Let other workers join, then start again with a new cache."
                     ) from gone
                 self._replace(at)
                 sent = {}
@@ -353,7 +354,7 @@ class Session:
             return parts
         raise NoRoute(
             f"on every route through blocks {begin} to {end - 1} a server failed while the session was opened; "
-            "Swarm.log says why"
+            "Swarm.log says why. Let other workers join, then start again with a new cache"
         )
 
     def _open(self, parts: Sequence[_Part]) -> None:
@@ -428,7 +429,7 @@ class Session:
             return
         raise NoRoute(
             f"no server could take over the session from {part.member.name}: each one failed while it was given "
-            "the session's inputs. Swarm.log says why."
+            "the session's inputs. Swarm.log says why. Let other workers join, then start again with a new cache."
         )
 
     def _move_caches(self, part: _Part) -> list[_Part] | None:

@@ -95,7 +95,10 @@ def _count_try(tries: int, gone: Gone) -> int:
     """Return ``tries``, the servers that failed before this one, and one more; raise `NoRoute` if that is too many."""
     tries += 1
     if tries > _TRIES:
-        raise NoRoute(f"{tries} servers failed one after the other, the last: {gone}. Swarm.log says why.") from gone
+        raise NoRoute(
+            f"{tries} servers failed one after the other, the last: {gone}. Swarm.log says why. Let other workers "
+            "join, then call again."
+        ) from gone
     return tries
 
 

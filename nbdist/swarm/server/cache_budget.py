@@ -59,6 +59,9 @@ class Budget:
     def ask(self, owner: Hashable, nbytes: int, deadline: float) -> Ticket:
         """Ask for more bytes for an owner; return a ticket that is granted at once, or waits for its turn.
 
+        ``deadline`` is a time of the clock that the caller gives to `expire` (`Room` uses `time.monotonic`). Nothing
+        happens here when it comes: only `expire` ends the ticket, if it waits still. A granted ticket has no deadline.
+
         Raises `CacheFull` if the owner would then have more than the limit, so that waiting would not help.
         """
         has = self.of(owner)

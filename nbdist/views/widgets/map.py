@@ -96,7 +96,7 @@ class MapView(View):
                 f"there is no button {what!r}: the page is of another version of nbdist; run the cell again"
             )
         if not any(server["name"] == worker for server in swarm.snapshot()["servers"]):
-            raise UsageError(f"there is no {worker!r}: the swarm has no server of that name")
+            raise UsageError(f"there is no {worker!r}: the swarm has no server of that name; run the cell again")
         swarm.kill(str(worker))
         self.changed()
 

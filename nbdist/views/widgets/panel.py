@@ -54,7 +54,7 @@ class PanelView(View):
             return
         cluster = self._panel.cluster
         if worker not in cluster.names:
-            raise UsageError(f"there is no {worker!r}: the cluster has no worker of that name")
+            raise UsageError(f"there is no {worker!r}: the cluster has no worker of that name; run the cell again")
         if what == "interrupt":
             cluster.interrupt(worker)
         elif what == "restart":
