@@ -334,6 +334,16 @@ def test_a_root_on_another_worker(world):
         assert torch.equal(context_id.gradients()[x], tensor(2.0))
 
 
+@pytest.mark.parametrize("worker", ["worker0", "worker1"])
+def test_a_root_of_several_elements_is_refused_as_it_is_without_a_reference(world, worker):
+    x = torch.ones(3, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        rref = rpc.remote(worker, squared, args=(x,))
+        with pytest.raises(nbdist.UsageError, match=r"has 3 elements, and a pass begins with one"):
+            rref.backward(context_id)
+        assert not context_id.gradients()
+
+
 def test_contexts_do_not_nest(world):
     with dist_autograd.context(), pytest.raises(nbdist.UsageError, match="do not nest"), dist_autograd.context():
         pass

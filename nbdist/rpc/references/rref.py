@@ -94,7 +94,8 @@ _find_home: Callable[[], Home]
 def set_home_finder(finder: Callable[[], Home]) -> None:
     """Set the function that returns the `Home` of a new ``RRef(value)``: the parts of the current agent that it uses.
 
-    `nbdist.rpc.api` calls this when it is imported. A second call replaces the function.
+    The function runs for each ``RRef(value)``, which passes on its error if there is no agent. `nbdist.rpc.api` calls
+    this when it is imported. A second call replaces the function.
     """
     global _find_home
     _find_home = finder
@@ -269,7 +270,7 @@ class RRef(Generic[T]):
         return creation.exception() if creation is not None and creation.done() else None
 
     def confirmed_by_owner(self) -> bool:
-        """Return whether the owner has confirmed that it counts this reference. Sends no message."""
+        """Return whether the owner has confirmed that it counts this reference; True on the owner. Sends no message."""
         return self.fork_id is None or self._home.references.forks.standing(self.fork_id) is ForkStanding.CONFIRMED
 
     @property
@@ -299,8 +300,9 @@ class RRef(Generic[T]):
         """The standing of this reference: "pending", "confirmed", "failed", "dead", "released", "ended" or "here".
 
         "pending": the owner has not confirmed it. "failed": its call failed, or the function that should have made the
-        value raised an error. "dead": the owner is gone, or no longer has the value. "released": `release` was called.
-        "ended": RPC has ended here. "here": this worker owns the value. Reading this sends no message.
+        value raised an error. "dead": the owner is gone, or no longer has the value, or `nbdist.rpc.shutdown` has
+        released this reference. "released": `release` was called. "ended": RPC has ended here. "here": this worker owns
+        the value. Reading this sends no message.
         """
         if self.hold is None:
             return "released"
@@ -438,7 +440,7 @@ class RRef(Generic[T]):
         self.hold = None  # calls under way, and messages on their way, keep the hold as well
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run a backward pass on the owner of the value, which must be a tensor of one element.
+        """Run a backward pass from the value, a tensor of one element, on its owner, and wait for its end.
 
         Args:
             dist_autograd_ctx_id: the id of an autograd context. The pass then crosses workers, as
@@ -447,7 +449,9 @@ class RRef(Generic[T]):
             retain_graph: whether the graph stays usable for another pass.
 
         Raises:
-            UsageError: the value is no tensor, or another worker owns it and there is no context.
+            UsageError: the value is no tensor of one element, another worker owns it and the id is -1, or the context
+                is over or unknown.
+            RuntimeError: the tensor requires no grad, or has several elements in a local pass.
             WorkerLost: a worker of the pass is gone.
 
         Example:
@@ -512,6 +516,10 @@ def _backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     if context_id == -1:
         value.backward(retain_graph=retain_graph)
         return
+    if value.numel() != 1:
+        raise UsageError(
+            f"the value of this RRef has {value.numel()} elements, and a pass begins with one: use an RRef of its sum()"
+        )
     rref._home.run_pass(context_id, value, retain_graph)
 
 
