@@ -201,8 +201,8 @@ def _make_timeline(agent: Agent) -> Timeline:
 def _make_view(cluster: Cluster, targets: Any, balanced: bool) -> DirectView | LoadBalancedView:
     """Return ipyparallel's view of some workers of a cluster, which calls functions on them. For `Cluster.view`.
 
-    ``targets`` names the workers; None for all. If ``balanced``, each call runs on the first of them that is free, else
-    on all of them.
+    ``targets`` is as for `Cluster.view`; None for all workers. If ``balanced``, each call runs on the first of them
+    that is free, else on all of them.
     """
     from nbdist.compat.ipyparallel.client import view_of
 

@@ -54,7 +54,7 @@ class Holds(Generic[T]):
         return hold
 
     def forget(self, hold: Hold) -> None:
-        """Drop what ``hold`` holds: `take_ended` will not return it. Call it once for a hold."""
+        """Drop what ``hold`` holds: `take_ended` will not return it. A second call raises AttributeError."""
         self._notes.discard(hold.note)
         del hold.note
 

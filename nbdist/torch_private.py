@@ -284,7 +284,10 @@ engine: Any = _find("torch.autograd.Variable._execution_engine")
 
 
 def set_engine(engine: Any) -> None:
-    """Replace the engine that ``torch.autograd.grad``, and other users of the engine's Python name, call."""
+    """Replace the engine that ``torch.autograd.grad``, and other users of the engine's Python name, call.
+
+    ``engine`` has all methods of torch's own engine.
+    """
     torch.autograd.Variable._execution_engine = engine
 
 

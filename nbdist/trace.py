@@ -29,7 +29,8 @@ _log = logging.getLogger("nbdist.trace")
 def subscribe(listener: Listener) -> Callable[[], None]:
     """Call ``listener(event, fields)`` for every later event, in the thread in which it happens.
 
-    The events and their fields include:
+    ``fields`` is a dict. A listener that raises an error gets no further events; the error is logged. The events and
+    their fields include:
 
     =================  ===========================================================================
     ``call.sent``      agent, to, function, id: this process has sent a call

@@ -146,7 +146,8 @@ class Contexts:
     ) -> Context | None:
         """Return the context to which a message belongs, or None if that context is over.
 
-        Calls ``entered()`` if the context is new on this worker. ``lines`` and ``check`` turn on what they do in `new`.
+        ``maker`` is the incarnation of the worker that made the context. Calls ``entered()`` if the context is new on
+        this worker. ``lines`` and ``check`` turn on what they do in `new`.
         A dead maker's context is over, even if a third worker's message of it comes late. So if there is a context with
         the same id and another maker, that maker is dead and ``maker`` has taken its place: the new context replaces
         the old one.
@@ -185,7 +186,7 @@ class Contexts:
     def _note_over(self, id: int, maker: int) -> None:
         """Remember that a context has ended, so that a late message does not make it anew; called with the lock held.
 
-        Only the last 10,000 are remembered.
+        ``maker`` is the incarnation of the worker that made it. Only the last 10,000 are remembered.
         """
         self._over[id, maker] = None
         if len(self._over) > _ENDED_CONTEXTS_REMEMBERED:

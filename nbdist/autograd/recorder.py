@@ -197,7 +197,10 @@ class Recorder:
             self._end(context)
 
     def _end(self, context: Context) -> None:
-        """End the passes, the pipeline steps and the watch of a context that has ended."""
+        """End the passes, the `noting` block and the watch of an ended context, and the halts of its pipeline steps.
+
+        Passes that began here fail; a halted thread raises `Stopped`.
+        """
         self.passes.release(context)
         for observer in list(context.step_observers.values()):
             observer.stop()
@@ -269,7 +272,8 @@ class Recorder:
     def incoming(self, context: Context, recording: Recording, sender: int, function: str) -> Attach:
         """Return the function that gives the tensors of a message their receive nodes, when they have been decoded.
 
-        The agent calls this when a message arrives, and the function before it hands the values to the user.
+        ``sender`` is its incarnation, and ``function`` names the call. The agent calls this when a message arrives, and
+        the returned function before it hands the values to the user.
         """
 
         def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -303,7 +307,7 @@ class Recorder:
         """Warn of tensors that are sent to a function on another worker outside of any context, once for each place.
 
         A place is a line of the code that calls nbdist: the innermost frame outside of nbdist, as a warning names it.
-        Every such call looks for it, so the frames are compared with `NBDIST` itself.
+        Every such call looks for its place, so it must be fast, also where it has warned already.
         """
         frame = sys._getframe(1)
         level = 2
@@ -339,7 +343,7 @@ class Recorder:
         return self.passes.begin(context, PassRoots(edges, gradients), outcome, **options)
 
     def wait(self, run: Run) -> None:
-        """Wait for the end of a pass that began here; raises its error, or what `failure_words` makes of it.
+        """Wait for the end of a pass that began here; raises its error, or the one that `failure_words` returns for it.
 
         The thread may read messages for the agent meanwhile. If Ctrl-C ends the wait, the pass is given up.
         """
@@ -362,21 +366,21 @@ class Recorder:
         return self._agent.me.name
 
     def name_of(self, worker: int) -> str:
-        """Return the name of a worker, dead or alive."""
+        """Return the name of a worker, dead or alive, given its incarnation."""
         return self._agent.name_of(worker)
 
     def is_there(self, worker: int) -> bool:
-        """Return whether this agent is still connected to a worker."""
+        """Return whether this agent is still connected to a worker, given by its incarnation."""
         return self._agent.links.connected(worker) is not None
 
     def submit(self, job: Job) -> None:
-        """Run a job in a thread of the agent's pool."""
+        """Run a job, a function without arguments, in a thread of the agent's pool; its errors are logged."""
         self._agent.submit(job)
 
     def post(self, to: int, message: messages.Message, body: Any = None) -> None:
         """Send a message to another worker, or to this one; ``body`` travels as its payload.
 
-        Raises WorkerLost if the worker is gone.
+        ``to`` is the worker's incarnation. Raises WorkerLost if the worker is gone.
         """
         topic, data, agent = _TOPICS[type(message)], messages.encode(message), self._agent
         if body is None:
@@ -469,7 +473,7 @@ class Recorder:
             self.passes.on_gradients(message, gradients)
 
     def _on_failed(self, message: messages.Failed, value: Any, payload: Payload, frames: list[bytes]) -> None:
-        """Fail a pass that began here with another worker's error, or with that of decoding it."""
+        """Fail a pass that began here with another worker's error, or with the error of decoding it."""
         try:
             failure = codec.decode(payload, frames) if value is codec.NOT_DECODED else value
         except NbdistError as error:

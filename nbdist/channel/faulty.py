@@ -56,7 +56,7 @@ class Faults:
 
 
 def _rule(rules: Mapping[str, float], word: str) -> float:
-    """Return what a rule of `Faults`, such as ``drop``, says of the kind ``word``; 0 if of neither that nor ``"*"``."""
+    """Return the number to which a rule of `Faults` maps the kind ``word``, or else ``"*"``; 0 if it has neither."""
     return rules.get(word, rules.get("*", 0))
 
 
@@ -90,7 +90,7 @@ class FaultyChannel:
         return self.inner.addresses
 
     def connect(self, addresses: Sequence[str]) -> FaultyLink:
-        """Return the wrapped channel's link to ``addresses``, with faults. Raises ChannelError where it does."""
+        """Return the wrapped channel's link to ``addresses``, with faults. Raises the errors of its `connect`."""
         return FaultyLink(self, self.inner.connect(addresses))
 
     @property
@@ -181,8 +181,8 @@ class FaultyLink:
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
         """Send a message with the faults that the rules name for its kind.
 
-        ``fail`` raises ChannelError. A message that is dropped raises nothing. A delayed one is sent later, by the
-        channel's thread.
+        Raises ChannelError as ``fail`` demands, and where the wrapped link does. A message that is dropped raises
+        nothing. A delayed one is sent later, by the channel's thread, and raises nothing either.
         """
         faults, chance = self._channel.faults, self._channel.random.random
         word = faults.match(kind, frames) if faults.match else kind

@@ -81,7 +81,7 @@ class Cutter:
     def room(self) -> memoryview:
         """The memory into which the rest of the message must be read.
 
-        Only while `large` is set, that is, while a large message is incomplete; else it is an error.
+        Use it only while `large` is set, that is, while a large message is incomplete; else it raises AssertionError.
         """
         assert self.large is not None
         return self.large[self._filled :]

@@ -111,7 +111,7 @@ class InProcessChannel:
         pass
 
     def call(self) -> None:
-        """Make a waiting `receive` return None."""
+        """Make one waiting `receive`, or else the next one, return None, as `wake` does."""
         self.wake()
 
     def called(self) -> None:

@@ -348,7 +348,7 @@ class LocalChannel:
                 self._more_beside = False
 
     def _try_to_accept(self) -> None:
-        """Accept new connections if `_ACCEPT_AGAIN_AFTER` seconds have passed since that failed; else do nothing."""
+        """Call `_accept` again if `_ACCEPT_AGAIN_AFTER` seconds have passed since it failed; else do nothing."""
         with self._turn:
             if time.monotonic() > self._try_again_at:
                 self._try_again_at = math.inf
@@ -356,7 +356,10 @@ class LocalChannel:
                     self._accept()
 
     def _accept(self) -> None:
-        """Accept all new connections, except those of other users and those beyond half of this process's files."""
+        """Accept all new connections; close those of other users, and those beyond half of this process's files.
+
+        If the system refuses one, logs a warning, and `_try_to_accept` tries again later. `_turn` is held.
+        """
         while True:
             sock = None
             try:
@@ -400,7 +403,8 @@ class LocalChannel:
     def _give_up(self, number: int, incoming: _Incoming, error: Exception) -> None:
         """Close a connection that has ended, failed, or carried bytes that no link of nbdist sends.
 
-        Its sender connects again if it lives, and sends again what has not been acknowledged.
+        ``number`` is its file number. Logs ``error``, unless it is the EOFError of a connection that has ended. The
+        sender connects again if it lives, and sends again what has not been acknowledged. `_turn` is held.
         """
         if not isinstance(error, EOFError):
             _log.warning("a connection from another agent is closed, because of an error: %s", error)

@@ -69,7 +69,8 @@ def refusals_in_words(doing: str) -> Iterator[None]:
 def full_disk_in_words(path: str | os.PathLike[str], doing: str) -> Iterator[None]:
     """Replace an error of nbdist in the block with ResourceError if the disk of ``path`` is full now.
 
-    Use it where another process failed: on a full disk, that process could not write down why it ended.
+    ``doing`` says what failed; the message begins with it. Use this function where another process failed: on a full
+    disk, that process could not write down why it ended.
     """
     try:
         yield

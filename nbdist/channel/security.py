@@ -196,7 +196,10 @@ def _user_secret() -> bytes:
 
 
 def _read_private(path: Path) -> bytes:
-    """Return a file's contents. Raises SecurityError if another user owns it or may read it."""
+    """Return a file's contents. Raises SecurityError if another user owns it or may read it.
+
+    Raises FileNotFoundError if it is missing.
+    """
     found = path.stat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise SecurityError(

@@ -86,7 +86,7 @@ class _Directory:
     """An agent's own directory, with a file that stays locked while the agent lives."""
 
     def __init__(self, base: Path, label: str) -> None:
-        """Make and lock the directory ``base / label``."""
+        """Make and lock the directory ``base / label``. Raises OSError if it cannot, as when another agent has it."""
         self.path = base / label
         draft = self.path.with_name(f"new-{label}")  # another agent's `sweep` would remove it before it is locked
         with contextlib.ExitStack() as undo:
@@ -139,7 +139,7 @@ def sweep() -> int:
 
 
 def _age(path: Path) -> float:
-    """Return the seconds since a file or directory was last changed."""
+    """Return the seconds since a file or directory was last changed. Raises OSError if it is missing."""
     return time.time() - path.stat().st_mtime
 
 
@@ -378,7 +378,7 @@ class ZmqChannel:
         pass
 
     def call(self) -> None:
-        """Make a waiting `receive` return None."""
+        """Make the waiting `receive`, or else the next one, return None, as `wake` does."""
         self.wake()
 
     def called(self) -> None:
@@ -412,7 +412,7 @@ class _OnlyMembers:
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether ``key`` is the members' public key."""
+        """Return whether ``key`` is the members' public key. ZeroMQ also passes a ``domain``, which is ignored."""
         return key == self._public
 
 

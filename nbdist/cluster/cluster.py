@@ -625,7 +625,7 @@ class Cluster:
             timeout: Seconds, more than 0, after which the expression is interrupted; None for no limit.
 
         Raises:
-            CellError: The expression failed, as in `execute`.
+            CellError: The expression failed, as in `execute`; CellTimeout if it was interrupted after ``timeout``.
             EncodeError: The value cannot be sent.
         """
         cell = self.execute(expression, targets, timeout=timeout, keep=True, quiet=True)
@@ -701,7 +701,8 @@ class Cluster:
 
         Raises:
             UsageError: A name is not that of a variable or an attribute; `evaluate` takes any expression.
-            NameError: A worker has no such variable.
+            CellError: A worker has no such variable or attribute, or is dead. The error is then also a NameError,
+                AttributeError or WorkerLost, as in `execute`.
             EncodeError: A value cannot be sent.
         """
         several = not isinstance(names, str)
@@ -739,6 +740,8 @@ class Cluster:
             after a cell (``patience`` None)    does not wait           waits up to 1 s
             before a result is shown            waits ``patience`` s    ``patience`` s if watched, else 1 s
 
+        The page counts as watched if its user can be asked for input (`Sink.interactive`).
+
         Args:
             patience: Seconds to wait at most before a result is shown; None after a cell.
         """
@@ -765,7 +768,7 @@ class Cluster:
 
 
 def _is_single(targets: Targets, count: int) -> bool:
-    """Return whether targets mean one worker by rank or name, and not a list that happens to have one entry."""
+    """Return whether targets, which select ``count`` workers, are one rank or name, and not a list with one entry."""
     if isinstance(targets, int):
         return True
     if isinstance(targets, str) and targets.strip() == "all":

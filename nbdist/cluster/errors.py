@@ -96,7 +96,10 @@ class CellInterrupted(KeyboardInterrupt):
     traceback: Sequence[str] = ()
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows: the workers' tracebacks, or only the name KeyboardInterrupt."""
+        """Return the lines that IPython shows: the workers' tracebacks, and a text for each worker that did not stop.
+
+        Without any of these, the only line is the name KeyboardInterrupt.
+        """
         return list(self.traceback)
 
 
@@ -149,7 +152,7 @@ def grouped(errors: Sequence[WorkerError], key: Callable[[WorkerError], Hashable
 
 
 def _comparable(text: str) -> str:
-    """Return a text by which to compare errors: in a long text every number becomes 0.
+    """Return a text by which to compare errors: in one of more than `_SHORT_TEXT` characters, every number becomes 0.
 
     The numbers of long texts are ports, addresses and the like, which differ between workers.
     """

@@ -86,7 +86,7 @@ class TaskCluster(Protocol):
         ...
 
     def find(self, name: str) -> Worker:
-        """Return the worker called ``name``."""
+        """Return the worker called ``name``, dead or alive. Raises UnknownWorker if there is none."""
         ...
 
 
@@ -103,7 +103,8 @@ class Lanes:
     def add(self, task: Task) -> None:
         """Queue a task, and start threads for its workers that have none. Called in any thread.
 
-        Returns at once; the first of these workers that is free runs the task.
+        Returns at once; the first of these workers that is free runs the task. Once the cluster has been shut down,
+        the task fails with UsageError.
         """
         with self._lock:
             self._waiting.append(task)

@@ -84,11 +84,11 @@ class InterruptedCluster(Protocol):
         ...
 
     def find(self, name: str) -> Worker:
-        """Return the worker called ``name``."""
+        """Return the worker called ``name``, dead or alive. Raises UnknownWorker if there is none."""
         ...
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to a worker's process."""
+        """Send the signal ``number`` to the process of the worker ``name``; do nothing if that process has ended."""
         ...
 
 
@@ -210,9 +210,9 @@ def _signal(cluster: InterruptedCluster, part: CellPart) -> None:
 def _call_off(cluster: InterruptedCluster, part: CellPart) -> Future[Any] | None:
     """Tell the worker of a cell's part to skip the cell, which has not begun there.
 
-    Returns a future that is done once the worker has confirmed, or None if the worker is gone. A worker that was told
-    ends the cell as soon as it begins. A signal at that moment would come too late and hit the worker's next work, so
-    SIGINT is sent only if the cell runs on.
+    Returns a future that is done once the worker has confirmed, with an error if it has not after `NAME_AFTER` seconds;
+    None if the worker is gone. A worker that has confirmed ends the cell as soon as it begins. If the cell begins and
+    still runs `_SKIP_CONFIRMED_WITHIN` seconds later, the worker gets SIGINT: an earlier one could hit its next work.
     """
     loop = asyncio.get_running_loop()
 
@@ -243,7 +243,8 @@ def _break_collective(cluster: InterruptedCluster, part: CellPart) -> None:
 async def _describe(cluster: InterruptedCluster, cell: Cell, part: CellPart, deadline: float) -> str:
     """Return a sentence on a worker that has not ended its cell: where it is, and how to restart it.
 
-    A worker that is formatting its traceback is waited for until ``deadline``, by `time.monotonic`; "" if it ends then.
+    If the cell has not begun there, the sentence says that the worker will skip it. A worker that is formatting its
+    traceback is waited for until ``deadline``, by `time.monotonic`; "" if it ends then.
     """
     name = part.worker
     if not _is_next(cluster, cell, part):
@@ -266,7 +267,7 @@ async def _describe(cluster: InterruptedCluster, cell: Cell, part: CellPart, dea
 
 
 async def _main_frames(cluster: InterruptedCluster, worker: str) -> list[where.Frame]:
-    """Return the frames of a worker's main thread, innermost first; none if the worker writes none."""
+    """Return the frames of a worker's main thread, innermost first; [] if it writes none or its file is unreadable."""
     with contextlib.suppress(OSError):
         asked = where.Question(cluster.folder, worker, cluster.signal)
         deadline = time.monotonic() + where.ANSWER_WITHIN
@@ -282,7 +283,10 @@ def _formats_traceback(frames: Sequence[where.Frame]) -> bool:
 
 
 def _say_place(frames: Sequence[where.Frame], cell: Cell) -> str:
-    """Return in words the innermost of these frames, and the line of the cell from which it was called."""
+    """Return in words the innermost of these frames, and the line of the cell that called it; "" without frames.
+
+    The text is put at the end of a sentence: it begins with a space and stands in brackets.
+    """
     if not frames:
         return ""
     inner = frames[0]

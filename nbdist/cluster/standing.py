@@ -153,7 +153,9 @@ class Stands:
         """Since when each worker waits; without an entry it computes, or is not known to wait."""
 
     def saw(self, worker: str, found: Position | None, now: float) -> None:
-        """Note where a worker was at the time ``now``; None if it has not answered or runs no user code.
+        """Note that a worker was at ``found`` at the time ``now``, in seconds of any one clock.
+
+        ``found`` is None if the worker has not answered or runs no user code.
 
         The worker counts as waiting, since the earlier of two looks, if it is at the same instruction in both and has
         used at most `_SHARE_OF_WAITING` of the time between them on the processor.
@@ -226,7 +228,7 @@ class Lookout:
         self._thread.loop.call_later(seconds, action, *arguments)
 
     def _look(self) -> None:
-        """Ask the workers where they are (`place`), if the cell has shown nothing for the last seconds.
+        """Ask the workers where they are (`place`), if the cell has had no output since about the last look.
 
         The kernel thread must not wait for their answers. `_judge` therefore runs `_ANSWER_WITHIN` seconds later and
         takes the answers that have come by then.

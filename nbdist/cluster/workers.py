@@ -178,8 +178,9 @@ class Worker:
     def end(self, code: int, last_words: str) -> str:
         """Fail the worker's cells with the reason of its process's end, and return that reason.
 
-        The reason has the last lines of ``last_words``, the process's standard error; where that is empty, those of
-        the present cell's standard error. In the kernel thread.
+        ``code`` is the process's exit code, or minus the signal that killed it. The reason has the last lines of
+        ``last_words``, the process's standard error; where that is empty, those of the present cell's standard error.
+        In the kernel thread.
         """
         lines = _lines_that_say_why([line for line in last_words.splitlines() if line.strip()] or self.stderr.lines())
         why = describe_exit(code)
@@ -194,18 +195,20 @@ class Worker:
         return why
 
     def exit(self, code: int) -> None:
-        """Note that the process has ended, in the launcher's thread.
+        """Note that the process has ended; ``code`` is as for `end`. Called in the launcher's thread.
 
-        Its cells fail later, by `end`, because their last output may still be on its way.
+        After SIGKILL the worker is lost from now on, otherwise from `end` on. Its cells fail by `end`, because their
+        last output may still be on its way.
         """
         if code == -signal.SIGKILL:  # a process that is killed in this way leaves no last words to wait for
             self.lost = describe_exit(code)
         self.exited.set()
 
     def lose(self, why: str, advice: str | None = None) -> None:
-        """Mark the worker as lost: disconnect from its kernel, and fail its cells with ``why`` and ``advice``.
+        """Mark the worker as lost: disconnect from its kernel, and fail its cells with WorkerLost.
 
-        Without advice, the error says how to restart the worker. Does nothing for a worker that is lost already.
+        The error's text is the worker's name, ``why`` and ``advice``; without advice, it says how to restart the
+        worker. A second call before the next `prepare` does nothing.
         """
         if self._let_go:
             return
@@ -234,9 +237,10 @@ class Worker:
 
 
 def _lines_that_say_why(lines: list[str]) -> list[str]:
-    """Return at most `_LAST_LINES` lines that say why a process died.
+    """Return at most `_LAST_LINES` of the lines of a process's standard error: those that say why it died.
 
-    They start with the first line of a crash report, if there is one; otherwise they are the last lines.
+    They start with the first line of a crash report of Python's or C++'s, if there is one; otherwise they are the last
+    lines.
     """
     crash = next((index for index, line in enumerate(lines) if _CRASH.search(line)), None)
     return lines[-_LAST_LINES:] if crash is None else lines[crash : crash + _LAST_LINES]

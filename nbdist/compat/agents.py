@@ -75,7 +75,7 @@ class RpcAgent:
         api.finish(self._agent)
 
     def _get_device_map(self, worker: WorkerInfo | str) -> dict[torch.device, torch.device]:
-        """Return the device of ``worker`` for each device of this one; {} if nothing is mapped."""
+        """Return the device of ``worker`` for each device of this one; {} if the options have no map for it."""
         name = worker.name if isinstance(worker, WorkerInfo) else worker
         return self._agent.options.device_maps.get(name, {})
 

@@ -63,6 +63,7 @@ class MessageNames:
 def faults(fail: Iterable[str], times: int, delay: Mapping[str, float]) -> Faults:
     """Return the faults: the first ``times`` messages of each type in ``fail`` to each receiver are not sent.
 
-    ``delay`` has the seconds by which messages come late, by type.
+    Sending one of these raises ChannelError. ``delay`` has the seconds by which messages come late, by type. A type is
+    torch's, such as "PYTHON_CALL".
     """
     return Faults(fail=dict.fromkeys(fail, times), delay=dict(delay), match=MessageNames())

@@ -63,8 +63,9 @@ def _round(sequence_id: str) -> _Round:
 def gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: Collection[str]) -> None:
     """Add the object of one member to one call of `all_gather`, on the leader: the first member by name.
 
-    The other members call this on the leader, which waits for the objects of all ``worker_names``. Raises RuntimeError
-    if the member has sent its object before.
+    The other members call this on the leader; it returns at once. The objects of all ``worker_names`` end the leader's
+    wait. All members use the same ``sequence_id`` for one call of `all_gather`. Raises RuntimeError if the member has
+    sent its object before.
     """
     gathering = _round(sequence_id)
     with _lock:
@@ -82,7 +83,8 @@ def gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names:
 def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
     """End a follower's wait in `all_gather` with the objects of all members, by name.
 
-    The leader, which is the first member by name, calls this on each other member, once for each `all_gather`.
+    The leader, which is the first member by name, calls this on each other member, once for each `all_gather`:
+    the one with this ``sequence_id``.
     """
     _round(sequence_id).whole.set_result(objects_map)
 
@@ -90,8 +92,9 @@ def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> Non
 def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -> dict[str, Any]:
     """Return the object that each member of the group has given, by the member's name.
 
-    All members must call this, with the same ``worker_names`` (None for all workers). ``timeout`` is in seconds; 0
-    waits without a limit. Raises RpcTimeout, or the error of the lost member.
+    All members must call this, with the same ``worker_names`` (None for all workers). Raises RpcTimeout after
+    ``timeout`` seconds; with 0 or less, it waits for slow members without a limit. The first member by name, the
+    leader, raises WorkerLost if any member is lost, the others only if the leader is lost.
     """
     timeout = durations.limit(timeout)
     agent = api.current_agent()
@@ -118,7 +121,8 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
 def _wait(sequence_id: str, others: list[str], deadline: float) -> dict[str, Any]:
     """Wait until this worker has the objects of all members in one call of `all_gather`; return them by name.
 
-    Raises an error if one of ``others`` is lost, RpcTimeout at the ``deadline``, a time of `time.monotonic`.
+    Raises WorkerLost if one of ``others`` is lost, UnknownWorker if one was never a member, and RpcTimeout at the
+    ``deadline``, a time of `time.monotonic`.
     """
     agent, whole = api.current_agent(), _round(sequence_id).whole
     while True:

@@ -218,7 +218,7 @@ def _fork_for_anybody(rref: RRef[Any]) -> bytes:
 def _accept_fork(data: bytes) -> RRef[Any]:
     """Make the current agent a user of the value of a fork that `_fork_for_anybody` made; return the reference.
 
-    Accept each fork once.
+    Accept each fork once; a second time is not noticed.
     """
     agent = api.current_agent()
     fork = msgspec.msgpack.decode(data, type=Fork)

@@ -132,7 +132,7 @@ def _is_torch_rpcs(value: Any) -> bool:
 
 
 def _rebind(successors: dict[int, tuple[Any, Any]]) -> None:
-    """Replace the old objects in the globals of all modules.
+    """Replace the old objects in the globals of all modules; ``successors`` is what `_successors` returns.
 
     Modules that did ``from torch.distributed.rpc import rpc_sync`` before thus call nbdist, too.
     """

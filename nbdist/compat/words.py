@@ -158,7 +158,8 @@ def _of_pickler(error: EncodeError) -> Exception:
 def _of_worker_info(error: UsageError, name: Any) -> Exception:
     """Return torch's error for ``get_worker_info(name)``.
 
-    It is torch's TypeError if ``name`` is no name or id, else that of a call to it.
+    It is torch's TypeError if ``name`` is no name, id or `WorkerInfo`, else what `_of_call` returns for a call to
+    ``name``.
     """
     said = _of_call(error, name)
     if isinstance(said, ValueError):

@@ -379,6 +379,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         """Copy variables of the notebook to workers: %dist_push NAME [NAME ...] [-r TARGET].
 
         Without -r, to all workers. Returns when all have the values, after the cells that they were sent before.
+        If the notebook lacks one of the variables, that is an error, and nothing is copied.
 
         Example:
             %dist_push model rate -r 0,2
@@ -395,7 +396,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         """Copy variables of workers to the notebook: %dist_pull NAME [NAME ...] [-r TARGET].
 
         Without -r, from all workers. From several workers, each variable becomes the list of the workers' values. It
-        replaces the notebook's variable of that name; model.weight becomes weight.
+        replaces the notebook's variable of that name; model.weight becomes weight. If
+        a worker lacks one of the variables, that is an error, and nothing is copied.
 
         Example:
             %dist_pull losses -r worker1
@@ -541,7 +543,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def _run_here(self, code: str, page: Page | None = None) -> Any:
         """Run code of this cell in the notebook, and return the value of its last expression (None after a ``;``).
 
-        Tracebacks count lines from the top of ``page``, the whole cell, or else of the cell that runs now.
+        Raises the errors of the code. Tracebacks count lines from the top of ``page``, the whole cell, or else of the
+        cell that runs now.
         """
         lines = (page or self._session.page()).lines_above(code) or 0
         transformed = moved_down(self._shell.transform_cell(code), lines)

@@ -132,7 +132,7 @@ class CellLine:
 
 @functools.cache  # building the parser takes longer than parsing the line
 def _cell_reader(usage: str) -> _Reader:
-    """Return the parser for the first line of a cell for workers."""
+    """Return the parser for the first line of a cell for workers. ``usage`` is the syntax that an error shows."""
     reader = _Reader(usage)
     reader.add_argument("targets", nargs="*")
     reader.add_argument("-a", "--noblock", action="store_true")

@@ -146,7 +146,7 @@ class NotebookSession:
 
 
 def _is_plain(lines: list[str]) -> bool:
-    """Return whether a cell is plain code: neither a magic, nor a question for help (``x?``), nor only comments."""
+    """Return whether a cell is plain code: no magic, no question for help (``x?``), not empty, not only comments."""
     text = "".join(lines).strip()
     if text.startswith(("%", "?")) or text.endswith("?"):
         return False

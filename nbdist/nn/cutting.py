@@ -143,7 +143,7 @@ def times_of(layers: Sequence[torch.nn.Module], sample: Any, rounds: int = 3) ->
     """Return the seconds that each layer takes for a sample, forward and backward: the median of some rounds.
 
     Each layer gets the output of the one before it. The layers' buffers and gradients and torch's CPU generator stay as
-    they are.
+    they are. Raises UsageError if ``sample`` is None.
     """
     if sample is None:
         raise UsageError('balance="time" measures the layers on a sample: give sample=… (an input, or a tuple)')

@@ -21,8 +21,9 @@ def loss_of(
 ) -> torch.Tensor:
     """Return a micro-batch's share of the batch's loss; the shares of all micro-batches add up to that loss.
 
-    A micro-batch's mean is weighted by ``rows / all_rows``, its sum is taken as it is. A loss function that returns no
-    scalar tensor, or one without a graph while gradients are wanted, raises `UsageError`.
+    ``reduction`` says what ``loss_fn`` returns: the ``"mean"`` of the rows, which is weighted by ``rows / all_rows``,
+    or their ``"sum"``, which is taken as it is. A loss function that returns no scalar tensor, or one without a graph
+    while gradients are wanted, raises `UsageError`.
     """
     loss = loss_fn(output, *targets)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -39,7 +40,7 @@ def loss_of(
 
 
 def total(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the losses, added in the order of the micro-batches, so that it is the same to the last bit."""
+    """Return the sum of the losses, added in the order given: equal losses give the same sum to the last bit."""
     found = losses[0]
     for loss in losses[1:]:
         found = found + loss

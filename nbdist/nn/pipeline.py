@@ -558,6 +558,9 @@ class Pipeline:
 
 
 def _parts_by_stage(parts: Sequence[Any] | Mapping[int, Any], worker: int, workers: int) -> dict[int, Any]:
-    """Return, by stage number, the items of ``parts`` for the stages that live on worker number ``worker``."""
+    """Return, by stage number, the items of ``parts`` for the stages that live on worker number ``worker``.
+
+    ``workers`` is the number of workers: stage ``s`` lives on worker ``s % workers``.
+    """
     items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
     return {stage: part for stage, part in items if stage % workers == worker}

@@ -76,8 +76,8 @@ class RemoteModule(torch.nn.Module):
         """Return a handle on a module that lives on a worker already.
 
         Args:
-            remote_device: the worker and device of the module, as for the constructor. Arguments of calls are moved
-                to this device; the module itself is not moved.
+            remote_device: the worker and device of the module, as for the constructor. Arguments of calls that are
+                tensors are moved to this device, unless it is the CPU; the module itself is not moved.
             module_rref: a reference to the module. Calls go to its owner, whatever worker ``remote_device`` names.
 
         Raises:
@@ -196,7 +196,7 @@ _REFUSED_METHODS = (
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
-    """Return a method, to be called ``name``, that raises UsageError, which says what to call instead."""
+    """Return the method ``name`` that `RemoteModule` refuses: it raises UsageError, which says what to use instead."""
     instead = _ALTERNATIVES.get(name, "get_module_rref(), and a function that runs on the owner")
 
     def refuse(self: RemoteModule, *_: Any, **__: Any) -> NoReturn:
@@ -229,9 +229,10 @@ def create(cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def run(rref: RRef[torch.nn.Module], device: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Move the arguments to the module's device, call the module, and return its result.
+    """Move arguments that are tensors to ``device`` unless it is the CPU, call the module, and return its result.
 
-    The module's arguments are passed as arguments of this call, not in a tuple: that is faster to encode.
+    Runs on the owner. The module's arguments are passed as arguments of this call, not in a tuple: that is faster to
+    encode.
     """
     if device != "cpu":
         args = tuple(_moved(value, device) for value in args)
@@ -249,9 +250,9 @@ def _moved(value: Any, device: str) -> Any:
 
 
 def parameters(rref: RRef[torch.nn.Module], recurse: bool) -> list[RRef[Any]]:
-    """Return references to the module's parameters.
+    """Return references to the module's parameters, in the order of torch's ``parameters(recurse)``.
 
-    `RemoteModule` calls this on the module's owner; the optimizer uses the references. They have the order of torch's.
+    `RemoteModule` calls this on the module's owner; the optimizer uses the references.
     """
     return [RRef(parameter) for parameter in rref.local_value().parameters(recurse)]
 

@@ -99,8 +99,8 @@ def interleaved(workers: int, stages: int, micro_batches: int) -> Table:
         worker1  .    F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1 .
 
     The micro-batches go through a worker's stages in groups of as many as there are workers. If the last group is
-    smaller, workers may have to run some more forwards ahead (``more``), or they would wait for each other for ever:
-    the smallest number with which the table can be run is taken.
+    smaller, all workers may have to run some more forwards before their first backward (``more``), or they would wait
+    for each other for ever: the smallest number with which the table can be run is taken.
     """
     depth = stages // workers
     for more in range(stages * micro_batches + 1):

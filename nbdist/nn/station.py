@@ -169,7 +169,7 @@ class Station:
             return inbox
 
     def commit(self, order: Order, inbox: Inbox, gradients: GradientStore) -> None:
-        """Add the gradients of a finished share to the current context; raise an error if the step failed elsewhere.
+        """Add the gradients of a finished share to the current context; if the step failed elsewhere, raise its error.
 
         This takes the station's lock, so an `abandon` either comes first and is seen here, or comes later and withdraws
         the gradients. Raises UsageError if the context has ended.
@@ -187,7 +187,8 @@ class Station:
     def abandon(self, step: int, context_id: int | None, why: str) -> None:
         """Give up a step that failed elsewhere: wake the thread that runs it, or never begin it; drop its gradients.
 
-        ``why`` is the text of the error that the running thread raises. Doing this twice is harmless.
+        ``why`` is the text of the `Abandoned` that the running thread raises. ``context_id`` is the step's autograd
+        context, None if the step has none. Doing this twice is harmless.
         """
         with self._lock:
             inbox = self._inboxes.get(step)
@@ -264,7 +265,7 @@ class Station:
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Load states, as `state` returned them, into their stages.
 
-        Raises torch's RuntimeError if a state does not fit its stage.
+        Raises torch's RuntimeError if a state does not fit its stage; some tensors may have been loaded then.
         """
         for index, state in states.items():
             stage = self.stages[index]
@@ -383,8 +384,8 @@ class _Step:
     def _forward(self, op: Op, given: Values, wanted: int, look: Look) -> None:
         """Run one stage on one micro-batch; send the output on, or keep it as the loss or the output of the step.
 
-        ``wanted`` is a bit mask of the inputs that need a gradient, and ``look`` reports a NaN to a watcher. An error
-        gets a note with the stage and the worker.
+        ``given`` are the stage's inputs, ``wanted`` is a bit mask of those that need a gradient, and ``look`` reports a
+        NaN to a watcher. An error gets a note with the stage and the worker.
         """
         stage, order = self._station.stages[op.stage], self._order
         entry: list[torch.Tensor | None] = []
@@ -438,7 +439,9 @@ class _Step:
     def _backward(self, op: Op, given: Values, look: Look) -> None:
         """Run one stage backward for one micro-batch, add up its parameters' gradients, send its input's gradients.
 
-        An error gets a note with the stage, the micro-batch and the worker. Each forward is kept for one backward.
+        ``given`` has the gradient of each of the stage's outputs, or None for an output without one and for the loss.
+        ``look`` is as in `_forward`. An error gets a note with the stage, the micro-batch and the worker. Each forward
+        is kept for one backward.
         """
         entry, value = self._kept.pop((op.stage, op.micro_batch))
         roots = [
@@ -560,7 +563,8 @@ def build_stages(
     """Make this worker's stages and a station for them, and return a reference to the station.
 
     ``makers`` has a module, or a function that makes one, for each of this worker's stages. With ``prefixed``, the
-    names in a stage's state begin with the stage's number. ``options`` are further arguments of `Stage`.
+    names in a stage's state begin with the stage's number. ``device`` is the device of these stages, ``options`` are
+    further arguments of `Stage`, and ``uid``, ``places`` and ``driver`` are those of `Station`.
     """
     stages = {}
     for index, maker in makers.items():
@@ -603,7 +607,7 @@ def abandon_step(uid: str, step: int, context_id: int | None, why: str) -> None:
     """Give up a step that failed elsewhere: wake the thread that runs it on this worker, and drop its gradients.
 
     The pipeline's owner calls this on each worker. Does nothing if this worker has no stages of the pipeline any more.
-    ``why`` is the text of the error that the running thread raises.
+    ``context_id`` and ``why`` are as in `Station.abandon`.
     """
     station = _stations(current_agent()).get(uid)
     if station is not None:

@@ -29,7 +29,8 @@ class PipelineTimeline:
     def __init__(self, workers: Sequence[str], stages: int, rows: Sequence[Sequence[OpTimes]], step: int) -> None:
         """Make the timeline of one step from ``rows``: for each worker, when its operations ran, in order.
 
-        All times are in seconds of one clock. They are shifted so that the first operation begins at 0.
+        All times are in seconds of one clock. They are shifted so that the first operation begins at 0. ``stages`` is
+        the number of stages, and ``step`` the number of the step, for displays.
         """
         first = min((row[0].start for row in rows if row), default=0.0)
         self.workers = list(workers)

@@ -167,9 +167,9 @@ class WatchedShare:
     def doing(self, op: Op, given: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], None]]:
         """Report the operation that the block runs; halt before the block if the watcher says so.
 
-        Yields a function. The block must call it with the operation's outputs before it sends them. Then the worker
-        that made a NaN reports it before the workers that receive it can. Raises the step's error if the step fails
-        during the halt.
+        ``given`` are the operation's inputs. Yields a function. The block must call it with the operation's outputs
+        before it sends them. Then the worker that made a NaN reports it before the workers that receive it can. Raises
+        the step's error if the step fails during the halt.
         """
         needs = what_it_needs(op, self._stages)
         if needs is not None and self._places[needs.stage] != self._me:
@@ -187,7 +187,10 @@ class WatchedShare:
         self._observer.ran(number, _name(op), time.perf_counter() - began, ())
 
     def _look(self, op: Op, number: int, made: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
-        """Report a NaN or Inf in ``made`` that an operation has made from finite inputs, if the watcher wants that."""
+        """Report a NaN or Inf in ``made`` that an operation has made from finite inputs, if the watcher wants that.
+
+        ``number`` is the operation's place in the worker's row, ``made`` are its outputs, and ``given`` its inputs.
+        """
         if not self._observer.looks:
             return
         new = _numbers_in(made)

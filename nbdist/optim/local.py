@@ -53,7 +53,8 @@ class LocalOptimizer:
         """Update the parameters with the gradients of a context; parameters without a gradient there stay as they are.
 
         The optimizer finds the gradients in ``.grad``, where they are for the time of the step only. The step waits
-        until no pass and no other optimizer's step is using the ``.grad`` of these parameters.
+        until no pass and no other optimizer's step is using the ``.grad`` of these parameters. Raises UsageError if
+        this worker does not have the context.
         """
         gradients = recorder().contexts.get(context_id).gradients_of(self.parameters)
         start = time.monotonic()

@@ -319,7 +319,8 @@ class Agent:
         """Attach to every call the cell for which it is made.
 
         ``origin()`` returns the id of the cell for which the calling thread works; the id travels with every call.
-        ``around(origin)`` is entered around each call that runs here; ``origin`` is empty if no cell made the call.
+        With None, calls name no cell. ``around(id)`` returns a context manager to enter around each call that runs
+        here; ``id`` is empty if no cell made the call. With None, nothing is entered.
         """
         self.sender.origin = origin
         self.executor.around = around
@@ -370,7 +371,7 @@ class Agent:
     def at_close(self, action: Callable[[], None]) -> None:
         """Call ``action`` at the end of `close`, in the thread that closes the agent.
 
-        After `close`, the action never runs.
+        The action must not raise: `close` would skip the actions after it. After `close`, the action never runs.
         """
         self._at_close.append(action)
 
@@ -420,7 +421,7 @@ class Agent:
         Due may be: to release collected references, to return borrowed shared memory, to resend, to ping, to end calls
         that have timed out. Waits ``timeout`` seconds at most, and never longer than 0.2 s (`Links.nap`); returns None
         if nothing has come. ``guest`` marks a thread that reads beside those of the pool; there may be one at a time.
-        ``soon`` is the argument of `Channel.receive`.
+        ``soon`` lets the channel look for a message for a moment before it sleeps (`Channel.receive`).
         """
         now = time.monotonic()
         links, sharing = self.links, self.sharing
@@ -473,10 +474,12 @@ class Agent:
         self.links.set_clock()
 
     def _take(self, frames: list[bytes]) -> Job | None:
-        """Decode one message, have its peer judge it, call its handler, and return the handler's job.
+        """Decode one message, call its handler, and return the handler's job.
 
-        The caller holds `_turn`. Frames that are no message are dropped. A message is refused if its sender is not
-        connected, or if it is addressed to another incarnation than this agent's.
+        The caller holds `_turn`. Frames that are no message are dropped, and so is a message that came before. A
+        `Refused`, and a `Hello` from an agent that is not connected, are for the handshake. Any other message is
+        refused (`_refuse`) if its sender is not connected, or if it is addressed to another incarnation than this
+        agent's.
         """
         try:
             envelope = decode(frames[0])
@@ -654,7 +657,7 @@ class Agent:
         return self.membership.get(incarnation)
 
     def name_of(self, incarnation: int) -> str:
-        """Return the name to show for an agent, dead or alive."""
+        """Return the name to show for an agent, dead or alive; for an unknown incarnation, a text that says so."""
         return self.membership.name_of(incarnation)
 
     def why_gone(self, name: str) -> str | None:
@@ -665,7 +668,10 @@ class Agent:
         return self.membership.why_gone(name)
 
     def freeze(self, who: int) -> None:
-        """Stop the clock of all calls that this agent awaits, because the agent ``who`` has paused a backward pass."""
+        """Stop the clock of all calls that this agent awaits, because the agent ``who`` has paused a backward pass.
+
+        ``who`` is the incarnation of that agent. No call times out until `thaw`.
+        """
         self.pending.freeze(who, time.monotonic())
 
     def thaw(self, who: int) -> None:

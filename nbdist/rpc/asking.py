@@ -118,7 +118,7 @@ def ask_each(
 
 
 def _give_up(agent: Agent, latches: Iterable[Latch]) -> None:
-    """End the calls of these latches that are pending. Their workers may still run them."""
+    """Fail the pending calls of these latches with Interrupted. Their workers may still run them."""
     own = set(map(id, latches))
     calls = [call for call in agent.pending.all() if id(call.outcome) in own]
     agent.outcomes.interrupt(calls, Interrupted("nobody waits for this call any more"))

@@ -21,7 +21,10 @@ def for_call(me: Record, to: Record) -> Devices:
 
 
 def for_result(me: Record, caller: Record | None) -> Devices:
-    """Return the devices of the caller for the result of its call, which ``me`` ran; None for a caller that is gone."""
+    """Return the devices of the caller for the result of its call, which ``me`` ran.
+
+    ``caller`` is None if the caller is gone; then the result is `CPU_ONLY`.
+    """
     if caller is None:
         return CPU_ONLY
     back = caller.device_maps.get(me.name)
@@ -30,9 +33,10 @@ def for_result(me: Record, caller: Record | None) -> Devices:
 
 
 def for_gradients(me: Record, to: Record | None) -> Devices:
-    """Return the devices of worker ``to`` for gradients that ``me`` sends; None for a worker that is gone.
+    """Return the devices of worker ``to`` for gradients that ``me`` sends.
 
-    The worker's map for this one is read backwards; this one's own map holds where they differ.
+    ``to`` is None if the worker is gone; then the result is `CPU_ONLY`. The worker's map for this one is read
+    backwards; this one's own map holds where they differ.
     """
     if to is None:
         return CPU_ONLY
@@ -51,7 +55,7 @@ def results_stay_on_gpus(me: Record, to: Record) -> bool:
 
 
 def _own(me: Record, to: Record) -> str:
-    """Return where GPU tensors arrive that no map names, as in `Devices.own`."""
+    """Return the device of ``to`` for a GPU that no map names: `SAME`, a name, or empty if tensors cannot be sent."""
     return SAME if to.incarnation == me.incarnation and to.device else to.device
 
 

@@ -295,9 +295,9 @@ class Pool:
     def _leave_to_the_other(self) -> None:
         """Wait while the thread that runs jobs ends them quickly, and messages are there that it can read itself.
 
-        Called by the second reader: to wake it would cost more. Many small calls that come at once then run one after
-        the other, on one thread. Returns when a job takes longer than `QUICK_JOB_SECONDS` or waits for another call;
-        this thread then reads, and the rest runs beside that job.
+        Called by a thread that is about to read: for quick jobs, a switch to this thread costs more than it gains. Many
+        small calls that come at once then run one after the other, on one thread. Returns when a job takes longer than
+        `QUICK_JOB_SECONDS` or waits for another call; this thread then reads, and the rest runs beside that job.
         """
         while self._brisk and self._reading < self._readers and self._has_more() and not self._closed:
             finished = self._finished_at
@@ -311,8 +311,8 @@ class Pool:
     def _unstick(self) -> None:
         """Allow more threads if no job has finished for `STUCK_AFTER_SECONDS` seconds; give queued jobs a thread.
 
-        The limit of `_capacity` rises: the threads beyond ``size`` become one more, or half as many again. So the pool
-        grows quickly when many jobs wait for one another. The caller holds the lock.
+        The number of threads allowed beyond ``size`` rises by half, at least by 1; it is 0 again once no job is queued.
+        So the pool grows quickly when many jobs wait for one another. The caller holds the lock.
         """
         if time.monotonic() - self._finished_at >= STUCK_AFTER_SECONDS:
             self._extra += max(1, self._extra // 2)

@@ -98,7 +98,7 @@ class Exchange:
     # -- a call arrives -----------------------------------------------------------------------
 
     def came_alone(self, arrival: Arrival) -> None:
-        """Register a call that has nothing to wait for: no forks, no target, no result. Needs no lock.
+        """Register a call without forks and target that makes no referenced value: it can run at once. Needs no lock.
 
         `answered` must follow.
         """
@@ -153,7 +153,7 @@ class Exchange:
         return True
 
     def _wait(self, arrival: Arrival, target: GlobalId, stage: ArrivalStage) -> bool:
-        """Put a call into a stage in which it waits for a value; return False."""
+        """Put a call into a stage in which it waits for a value; return False, the answer of `_advance`: not READY."""
         arrival.stage = stage
         self._by_target.setdefault(target, []).append(arrival)
         return False
@@ -165,7 +165,7 @@ class Exchange:
     # -- the events that calls wait for -------------------------------------------------------
 
     def confirmed(self, fork: GlobalId) -> list[Arrival]:
-        """Note that a fork held here is no longer pending; return the calls that can go on.
+        """Note that a fork held here is confirmed by its owner, or is dead; return the calls that can go on.
 
         A second call for the same fork returns an empty list. `References.resume` runs the calls.
         """

@@ -96,9 +96,9 @@ _carrier: Callable[[], Surroundings | None] | None = None
 def set_carrier(carrier: Callable[[], Surroundings | None] | None) -> None:
     """Set ``carrier()``, which returns what `Future.then` enters around its callback; None ends this.
 
-    ``carrier`` runs in the thread that calls ``then``. It returns None, or a function that returns a context manager.
-    That one is entered in the thread that runs the callback, so a callback runs in the autograd context in which it was
-    given.
+    It holds for all threads. ``carrier`` runs in the thread that calls ``then``. It returns None, or a function that
+    returns a context manager. `Future.then` enters that context manager in the thread that runs the callback, so a
+    callback runs in the autograd context of the code that gave it.
     """
     global _carrier
     _carrier = carrier
@@ -130,8 +130,8 @@ class Latch:
     def __init__(self, on_send: Callable[[], None] | None = None) -> None:
         """Make a latch that is not settled.
 
-        ``on_send`` is called right before the call goes out that this latch waits for. It is for a thread that calls
-        `wait` directly afterwards.
+        ``on_send`` is called in the sending thread, right before the call goes out that this latch waits for. Give it
+        only if that thread calls `wait` directly afterwards and reads the answer itself.
         """
         self._lock = threading.Lock()
         self._lock.acquire()
@@ -147,7 +147,7 @@ class Latch:
 
     @property
     def error(self) -> BaseException | None:
-        """The error with which the call failed, for threads that do not wait; None once `wait` has raised it."""
+        """The error with which the call failed; None if it has not failed (yet), and once `wait` has raised it."""
         return self._error
 
     def try_settle(self, outcome: Any, error: BaseException | None) -> bool:
@@ -174,10 +174,10 @@ class Latch:
         Ctrl-C ends the wait.
 
         Args:
-            read: Called with the latch before this thread sleeps; it may receive the answer itself.
+            read: Called with the latch before this thread sleeps; it may read messages until the answer has come.
             timeout: Seconds to sleep before this raises RpcTimeout; negative for no limit. The time in ``read`` is
                 not counted.
-            others: The latches for which this thread waits as well, so that Ctrl-C ends their calls with this one.
+            others: The latches for which this thread waits as well: Ctrl-C stops their calls, too, on the workers.
         """
         hook = _thread.blocking
         try:
@@ -288,7 +288,7 @@ class Promise(Generic[T]):
         return self._error
 
     def _result(self) -> T:
-        """Return the value or raise the error, with the traceback that it had when it came."""
+        """Return the value of a promise that is done, or raise its error with the traceback with which it came."""
         try:
             if self._error is not None:
                 raise self._error.with_traceback(self._origin)
@@ -344,8 +344,9 @@ class Promise(Generic[T]):
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
         """Call ``callback(self)`` when the future is done, or at once if it is done already.
 
-        The callback runs in the thread that settles the future, often a thread of the agent. An error that it raises is
-        logged and goes no further. Use `Future.then` for a callback whose result or error matters.
+        The callback runs in a thread of the agent or in the thread that settles the future; if the future is done
+        already, in the calling thread. An error that it raises is logged and goes no further. Use `Future.then` for a
+        callback whose result or error matters.
         """
         with self._setting:
             if not self._done:
@@ -444,8 +445,9 @@ class Future(Promise[T], torch.futures.Future[T]):
         """Return a future of ``callback(self)``, which is called when this future is done.
 
         The callback also runs if this future has failed; ``done.wait()`` then raises the error in it. An error of the
-        callback becomes the error of the new future. The callback runs in the thread that settles this future, or at
-        once in the calling thread if this future is done already, and in the autograd context of the calling thread.
+        callback becomes the error of the new future. The callback runs in a thread of the agent or in the thread that
+        settles this future; at once, in the calling thread, if this future is done already. It runs in the autograd
+        context in which ``then`` was called.
 
         Example:
             >>> future = rpc.rpc_async("worker1", max, args=(1, 2))

@@ -18,7 +18,8 @@ def take_on(agent: Agent, name: str, rank: int, world_size: int | None, options:
     An option with its default value asks for nothing.
 
     Raises:
-        UsageError: the program asks for something that a running agent cannot change. Nothing has been changed.
+        UsageError: ``name`` or a ``rank`` from 0 on is not the agent's, ``world_size`` is larger than the cluster's
+            RPC, or an option cannot be changed now. Nothing has been changed.
     """
     me = agent.me
     if name != me.name:

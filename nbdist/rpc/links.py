@@ -58,9 +58,10 @@ class HeldByLinks(Protocol):
     """True once the message may reach its receiver. `Links.post` sets it before it sends."""
 
     def take_back(self) -> None:
-        """Undo what was done for the message, such as its forks, unless the message may go out.
+        """Undo what was done for the message, such as its forks, unless `is_sent` is True.
 
-        `Links.post` calls this if the message certainly does not go out.
+        If the message certainly does not go out, `Links.post` sets `is_sent` to False and calls this. The sender may
+        call it again.
         """
 
 
@@ -91,8 +92,8 @@ class Links:
     ) -> None:
         """Make the table, without any connection.
 
-        ``watch(pid, started)`` watches the process of a member of this host, and ``on_undelivered(call)`` is told of a
-        call that its callee has not acknowledged in any try.
+        ``watch(pid, started)`` watches the process of a member of this host; ``started`` is as in `Record`.
+        ``on_undelivered(call)`` is told of a call that its callee has not acknowledged in any try.
         """
         self.connections: dict[int, Connection] = {}
         """The connections, by the other agent's incarnation. Changed under the lock; a lookup needs none."""
@@ -168,7 +169,7 @@ class Links:
     def close(self, goodbye: Goodbye | None) -> bool:
         """Send nothing more, except a goodbye to the others; return False if that was done before.
 
-        A forked child passes no goodbye: the agent lives on in the parent.
+        Does not wait for answers, and closes no link. A forked child passes None: the agent lives on in the parent.
         """
         with self._lock:
             if self.closed:
@@ -358,7 +359,8 @@ class Links:
     def nap(self, now: float, timeout: float | None) -> float:
         """Return for how many seconds the reader may wait for a message before it must do what is due (`Agent.read`).
 
-        At most `_LONGEST_NAP_SECONDS`, and at most ``timeout``, if that is given; 0 if something is due now.
+        At most `_LONGEST_NAP_SECONDS`, and at most ``timeout``, if that is given; 0 if something is due now. ``now`` is
+        as of `time.monotonic`.
         """
         # Announce the nap before measuring it: a thread that moves `due` forward then sees that it must wake us.
         self._asleep_until = now + _LONGEST_NAP_SECONDS
@@ -385,7 +387,7 @@ class Links:
 
         Each is a pair of the incarnation and words that complete "worker1 ..."; the caller passes them to `Agent.lose`.
         Called by the reading thread, under `Agent._turn`. Afterwards `set_clock` must be called. The lock is released
-        before anything is sent.
+        before anything is sent. ``now`` is as of `time.monotonic`.
         """
         lost: list[tuple[int, str]] = []
         transmit: list[tuple[Connection, Outgoing]] = []

@@ -38,7 +38,8 @@ class Replied(Protocol):
     def incoming(self, context: Any, recording: Recording, sender: int, function: str) -> Attach:
         """Return the function that joins the tensors of a message from ``sender`` to the graph here.
 
-        The decoder calls that function with the recorded tensors, and uses the tensors that it returns.
+        The decoder calls that function with the recorded tensors, and uses the tensors that it returns. ``context`` is
+        what `enter` returned; ``function`` names the function that was called, for displays.
         """
 
 

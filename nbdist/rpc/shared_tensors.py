@@ -128,7 +128,7 @@ class Sharing:
 
         Called by the reading thread between two messages. Returns the messages that give blocks back, with their
         receivers, for the caller to send, and the moment by which to call this again if nothing happens before (as of
-        `time.monotonic`). Call it before that if `ended`, `owing` or `trim_at` says so.
+        `time.monotonic`, as ``now`` is). Call it before that if `ended` or `owing` is not empty, or `trim_at` has come.
         """
         if self.ended:
             self._collect(now)
@@ -219,7 +219,8 @@ class Sharing:
     def on_lost(self, record: Record, why: str) -> None:
         """Forget a lost member's arena, and take back the blocks of this agent's arena that it was reading.
 
-        If its process still runs, these blocks are never used again, because its tensors may be in them.
+        If its process still runs, these blocks are never used again, because its tensors may be in them. A listener of
+        `Agent.on_lost`; ``why`` is not used.
         """
         self.spaces.pop(record.incarnation, None)
         self._readable.pop(record.incarnation, None)

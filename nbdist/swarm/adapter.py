@@ -112,7 +112,7 @@ def build(config: Any, kind: str = "CausalLM", num_labels: int | None = None) ->
     """Build a model from its configuration, in eval mode; its parameters have no memory yet.
 
     ``kind`` completes the name of transformers' class AutoModelFor...: "CausalLM", "SequenceClassification". "Model"
-    builds a model without a head.
+    builds a model without a head. ``num_labels`` is the number of a classifier's classes; None for that of ``config``.
     """
     config = copy.deepcopy(config)
     if num_labels is not None:
@@ -265,7 +265,7 @@ def write_checkpoint(model: Any, folder: Path) -> None:
 def convert_gguf(file: Path, folder: Path) -> None:
     """Write a model from a file in llama.cpp's format into a folder that `Checkpoint` can read, with its tokenizer.
 
-    The weights become float32. Needs the packages gguf and accelerate.
+    The weights become float32. Needs the packages gguf and accelerate; transformers raises an error without them.
     """
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     write_checkpoint(model, folder)
@@ -450,7 +450,7 @@ def empty(module: nn.Module) -> None:
 
 
 def strip(args: Sequence[Any], kwargs: dict[str, Any], cache: Any) -> LayerCall:
-    """Return the arguments of a layer with `CACHE` in place of the cache, to be sent to a server."""
+    """Return a layer's arguments, given without the hidden states, with `CACHE` for the cache, to send to a server."""
     if cache is None:
         return LayerCall(tuple(args), kwargs)
     return LayerCall(

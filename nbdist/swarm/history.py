@@ -49,9 +49,10 @@ class History:
     def add(self, step: Step, result: torch.Tensor) -> None:
         """Append a step and its output.
 
-        If the step's first operation crops the last steps away as a whole, those are dropped, and their own operations
-        come first instead; not with sliding windows (`forgets`). An operation "crop" has one argument, the change in
-        length, which is negative.
+        If the step's first operation is a crop by at least the whole last step, the last step is removed: its own
+        operations, and then a crop by the rest, take the place of that crop. This repeats for the steps before. With
+        sliding windows (`forgets` is False) all steps stay. An operation "crop" has one argument, the change in length,
+        which is negative.
         """
         before = list(step.before)
         for operation in step.before:

@@ -74,7 +74,8 @@ class Rows(Generic[T]):
 def text(facts: Facts) -> str:
     """Return a reference as one line of text, such as ``<RRef on worker1>``; with the reason if it failed or is gone.
 
-    The text is the same before and after the confirmation, so a notebook's saved output does not depend on timing.
+    The text is the same before and after the owner has confirmed the reference, so a notebook's saved output does not
+    depend on timing.
     """
     if facts.standing in _SETTLED:
         return f"<RRef on {facts.owner}>"

@@ -176,9 +176,9 @@ def _watcher_of(watch: Watch) -> Watcher:
 
 
 def _sink() -> Sink:
-    """Return the place for the running cell's output, if a user may be watching it in a page.
+    """Return the place for the running cell's output, if it is a notebook that a user may be watching.
 
-    Otherwise raise NotImplementedError, so that IPython shows a picture.
+    In a terminal, or when a notebook runs without a user, raise NotImplementedError, so that IPython shows a picture.
     """
     sink = current_sink()
     if not sink.interactive or isinstance(sink, PlainSink):
@@ -284,7 +284,7 @@ def _part_with_cluster() -> None:
 
 
 def _leave_pictures(known: weakref.ref[Cluster]) -> None:
-    """Turn all live views into pictures, because the cluster that they show is about to end."""
+    """Turn all live views into pictures, because the cluster ``known``, which they show, is about to end."""
     from nbdist.views.widgets import card, references
 
     while _views:

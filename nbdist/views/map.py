@@ -50,7 +50,8 @@ class Mapped(Protocol):
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback`` whenever there is news, in any thread. Returns a function that ends this.
 
-        ``callback`` must be quick, since the thread that made the change calls it.
+        ``callback`` must be quick, since the thread that made the change calls it. Its errors are logged, not raised in
+        that thread.
         """
         ...
 

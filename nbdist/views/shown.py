@@ -42,7 +42,8 @@ class Shown:
     def __init__(self, sink: Sink, mark: str, picture: Callable[[], Bundle]) -> None:
         """Prepare two outputs of a view, the widget and a picture, to publish in ``sink``; `show` publishes them.
 
-        ``mark`` is the CSS class of the view's element in the page, by which a style hides one of the two.
+        ``mark`` is the CSS class of the view's element in the page. By it, a style hides the picture while the widget
+        is connected, and otherwise the widget.
         ``picture()`` returns the view as text and HTML as it is now; any thread may call it.
         """
         self._sink = sink

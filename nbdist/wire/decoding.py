@@ -27,7 +27,7 @@ _QUICK_BYTES = 1 << 16
 def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
     """Return whether the reading thread may decode a value: it is small, and decoding runs no user code.
 
-    Otherwise a job decodes it, on a thread of the pool, while another thread reads on.
+    Otherwise a *job* decodes it: a function that a thread of the agent's pool runs, while another thread reads on.
     """
     if not payload.plain:
         return False

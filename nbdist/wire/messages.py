@@ -353,7 +353,7 @@ class Call(Carrier, frozen=True, tag=8):
 
     @property
     def kind(self) -> str:  # type: ignore[override]
-        """The word for the call, by its mode."""
+        """The call's mode as a word: the name of the `Mode` in lower case."""
         return _CALL_KINDS[self.mode]
 
 

@@ -267,7 +267,7 @@ class Peer:
         return seq in self._kept
 
     def keeps(self, message: Message) -> bool:
-        """Return whether a message that must arrive was sent and is not known to have arrived."""
+        """Return whether a message that must arrive is kept: it is not known to have arrived, and not given up."""
         return any(kept.message is message for kept in self._kept.values())
 
     # -- sending ------------------------------------------------------------------------------
@@ -329,7 +329,8 @@ class Peer:
     def _envelope(self, seq: int, message: Message, back: list[tuple[int, int]], deletes: list[UserDelete]) -> bytes:
         """Return the encoded envelope of a message, which also acknowledges what has arrived from the peer.
 
-        It names at most 64 messages above the mark of `SeqSet`. An acknowledgement that was due is not due any more.
+        It acknowledges all messages up to the mark of `SeqSet`, and at most 64 above it. An acknowledgement that was
+        due is not due any more.
         """
         arrived = self._arrived
         more = sorted(arrived.above)[:_MOST_NUMBERS_ABOVE_MARK] if arrived.above else []
@@ -426,11 +427,11 @@ class Peer:
             self._ping_wait = PING_FIRST
 
     def ponged(self, pong: Pong, now: float) -> list[Action]:
-        """Take note of a pong, the answer to a ping; return what to do with the messages that have not arrived.
+        """Take note of a pong, the answer to a ping; return what to do with the messages that it shows to be late.
 
-        Each is to be sent again (`Transmit`), or given up (`Undelivered`) after too many tries. Pass the pong's
-        envelope to `receive` first, which takes its acknowledgements. A message that was sent before the ping
-        and is still kept must have been lost, or be very late.
+        These were last sent before the ping and are not known to have arrived. Each is to be sent again
+        (`Transmit`), or given up (`Undelivered`) after too many tries. Pass the pong's envelope to `receive` first,
+        which takes its acknowledgements.
         """
         self.doing, self.doing_at = pong.doing, now
         late = [kept for kept in self._kept.values() if kept.pings < pong.number]
@@ -503,7 +504,7 @@ class Peer:
         return due
 
     def next_tick(self) -> float:
-        """Return the moment, as of ``now``, at which `tick` will have something to do if nothing happens before.
+        """Return the moment, by the clock of ``now``, at which `tick` has something to do if nothing happens before.
 
         Infinite if there is none, as once the peer is lost.
         """

@@ -34,7 +34,7 @@ class Unreadable(bytes):
     """Stands, without bytes, for a sender's shared memory that this process cannot map."""
 
     def __new__(cls, why: str) -> Unreadable:
-        """``why`` is the reason. It goes into the error with which the message is answered."""
+        """Make a stand-in. The reason ``why`` goes into the error with which the message is answered."""
         unreadable = super().__new__(cls)
         unreadable.why = why
         return unreadable
@@ -182,8 +182,9 @@ def _flags(tensor: torch.Tensor) -> int:
 def _contiguous_or_none(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return ``tensor``, or a contiguous copy of it, if its bytes in memory are what is to be sent; else None.
 
-    A contiguous CPU tensor is returned as it is. A small one that is one value, expanded, is copied. For all others,
-    such as GPU tensors and conjugated views, None: `TensorPacker.pack` then goes the general way.
+    A contiguous CPU tensor is returned as it is. One of less than 256 KiB that `expand` has made of one value is
+    copied. For all others, such as GPU tensors and conjugated views, None: `TensorPacker.pack` then goes the general
+    way.
     """
     if not tensor.is_cpu or tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()):
         return None
@@ -319,8 +320,8 @@ class TensorPacker:
     def _copy_out(self, spans: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
         """Copy memory into frames or shared memory; return the place of each piece as in `pack`, and the frames.
 
-        ``spans`` has the address and the length in bytes of each piece. A large piece has a frame of its own. Small
-        pieces share one frame, each at a multiple of `_ALIGN`.
+        ``spans`` has the address and the length in bytes of each piece. A piece of 256 KiB or more has a frame of its
+        own. Smaller ones share one frame, each at a multiple of `_ALIGN`.
         """
         where: list[tuple[int, int, int]] = []
         frames: list[Buffer] = []
@@ -524,7 +525,7 @@ def unpack_alone(
 
 
 def _leased(leased: Sequence[Buffer], index: int, length: int) -> Buffer:
-    """Return piece ``index`` of the shared memory that came with a message, checked to have at least ``length`` bytes.
+    """Return piece ``index``, from 0 on, of a message's shared memory, checked to have at least ``length`` bytes.
 
     A tensor made of it keeps it from being given back to the sender.
     Raises ProtocolError if the message has no such piece, DecodeError if this process cannot map it.

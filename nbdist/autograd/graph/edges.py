@@ -63,7 +63,7 @@ class RunningPart(Protocol):
     """The methods of a part that its nodes call while torch's engine runs them."""
 
     def enter(self, slot: EdgeSlot) -> torch.Tensor | None:
-        """Return None, the gradient that has come for a gate which torch's engine runs now.
+        """Return None as the gradient of the gate of ``slot``, one sent tensor; torch's engine runs the gate now.
 
         The engine runs a gate in two cases only: the gradient that has come is None; or none has come, and no other
         node can run. In the second case this raises `HeldBack`, which ends the engine's call.
@@ -172,8 +172,9 @@ class Received:
 def _enter(ctx: Any, slot: EdgeSlot, tensor: torch.Tensor) -> torch.Tensor:
     """Make a gate in front of the history of ``tensor``: the forward of `_Gate`, which torch calls.
 
-    Returns an empty tensor, which only serves as a root for torch's engine. It is on the tensor's GPU, if it is on one:
-    the engine has a queue of nodes for each device, and a gate waits in the same queue as the nodes that come first.
+    ``slot`` is the record of that tensor, which was sent. Returns an empty tensor, which only serves as a root for
+    torch's engine. It is on the tensor's GPU, if it is on one: the engine has a queue of nodes for each device, and a
+    gate waits in the same queue as the nodes that come first.
     """
     ctx.slot = weakref.ref(slot)  # weak, because the slot refers to this node
     return torch.empty((), device=tensor.device if tensor.is_cuda else "cpu")

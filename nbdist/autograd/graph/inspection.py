@@ -35,7 +35,7 @@ def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], m
         mode: The mode of the pass, ``"smart"`` or ``"fast"``.
 
     Raises:
-        UsageError: This worker has no such context.
+        UsageError: This worker has no such context, or the thread is in none.
         RuntimeError: A root does not require grad.
 
     Example:
@@ -75,7 +75,7 @@ def trace(context_id: int | None = None) -> Trace:
         context_id: The context; None means the one that the calling thread is in.
 
     Raises:
-        UsageError: This worker has no such context.
+        UsageError: This worker has no such context, or the thread is in none.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -95,6 +95,7 @@ def trace(context_id: int | None = None) -> Trace:
 def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace:
     """Return the trace of a context; with ``starts``, add the nodes behind them here, and leave out ``Trace.passes``.
 
+    ``starts`` are nodes of this worker, each with the number of an output.
     Workers are asked in rounds: each names the workers that it exchanged messages with, until there is no new one. A
     worker that is lost meanwhile goes into ``Trace.unreachable``.
     """
@@ -137,7 +138,8 @@ def local_nodes(
 ) -> tuple[list[NodeInfo], list[Edge], list[int]]:
     """Return this worker's nodes and outgoing edges in a context, and the incarnations of workers it knows there.
 
-    Called on each worker of the context, by RPC. A worker that does not have the context returns three empty lists.
+    Called on each worker of the context, by RPC. The nodes behind ``starts``, given as (node, output), are among the
+    nodes. A worker that does not have the context returns three empty lists.
     """
     here = api.recorder()
     context = here.contexts.find(context_id)

@@ -59,7 +59,8 @@ _hooks: list[Any] = []
 def noted(*, lines: bool = True, check: Check | None = None) -> Iterator[None]:
     """Note the origins of what the calling thread computes in the block, which may end on another thread.
 
-    A block that ends on another thread stops noting at once; the first thread drops its mode at its next `noted`.
+    A block that ends on another thread stops noting at once, but its torch function mode, which then does nothing,
+    stays on the first thread until that thread's next `noted`.
 
     Args:
         lines: Whether to note origins on the nodes of the graph.
@@ -88,9 +89,9 @@ def noted(*, lines: bool = True, check: Check | None = None) -> Iterator[None]:
 
 
 def _leave(mode: TorchFunctionMode | None) -> None:
-    """Leave a mode that may lie below others on the stack, and all modes of `noted` blocks that have ended.
+    """Take a torch function mode, and all modes of `noted` blocks that have ended, off the calling thread's stack.
 
-    The other modes are put back in their order.
+    None takes only the latter. The modes may lie below others, which stay in their order.
     """
     kept = []
     while function_modes():

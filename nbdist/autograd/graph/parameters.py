@@ -141,8 +141,8 @@ def _scan(parameters: Iterable[torch.Tensor]) -> None:
 def _modules() -> Iterator[Any]:
     """Yield every module of this process.
 
-    Classes are compared by their `id`, because a metaclass may define ``==``. Each chunk is filtered without bytecode,
-    which takes half the time; between two chunks other threads get their turn.
+    Classes are compared by their `id`, because a metaclass may define ``==``. The objects that the garbage collector
+    knows are filtered in chunks, without bytecode, which takes half the time; between two chunks other threads run.
     """
     kinds = {id(kind) for kind in _subclasses(torch.nn.Module)}
     everything = gc.get_objects()

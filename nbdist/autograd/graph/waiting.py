@@ -59,9 +59,10 @@ class Countdown:
             self._changed.notify_all()
 
     def chain(self, gates: Sequence[torch.Tensor], sequence_nr: int) -> tuple[Node, int]:
-        """Return the edge to the first wait of a chain before the outputs of some gates.
+        """Return the graph edge of the first of a chain of waits: nodes that call `wait`, and lead to the gates.
 
-        The waits get the sequence number ``sequence_nr``, the lowest in the call.
+        ``gates`` are the gates' outputs. The waits get the sequence number ``sequence_nr``; it must be the lowest in
+        the call, so that the engine runs a wait only when no other node of its queue is ready.
         """
         wait: Callable[..., Any] = _Wait.apply
         with torch.enable_grad():
@@ -75,7 +76,7 @@ class Countdown:
         return node, 0
 
     def wait(self) -> None:
-        """Wait until a node has run, or a while; called by a wait, in the thread of its queue.
+        """Wait until a node has run since the last call, 1 s at most; each node of the chain calls this as it runs.
 
         Raises HeldBack, which ends the engine's call, once all nodes have run.
         """
@@ -102,14 +103,20 @@ class _Wait(Function):
 
     @staticmethod
     def forward(ctx: Any, countdown: Countdown, *before: torch.Tensor) -> torch.Tensor:
-        """Make a wait before the nodes of these outputs; the result, on the CPU, is only the root of a call."""
+        """Make a wait, after which the engine runs the nodes that made the tensors ``before``: gates or another wait.
+
+        Returns an empty tensor on the CPU, which only serves as a root for the engine or as input of the next wait.
+        """
         ctx.countdown = countdown
         ctx.devices = [tensor.device for tensor in before]
         return torch.empty((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Wait, and go on to the next wait, or after the last one to the gates."""
+        """Wait by `Countdown.wait`, and return ones as gradients for the next wait or, after the last, for the gates.
+
+        The countdown, which is the first input, gets None. Raises HeldBack if all nodes have run.
+        """
         ctx.countdown.wait()
         return None, *(torch.ones((), device=device) for device in ctx.devices)
 

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
         """The methods of an agent's recorder that `TurnTaking` calls."""
 
         def tell(self, to: int, message: messages.Message) -> None:
-            """Send a message; do nothing if the worker is gone."""
+            """Send a message to the worker with incarnation ``to``; do nothing if the worker is gone."""
 
         def is_there(self, worker: int) -> bool:
-            """Return whether this agent is still connected to a worker."""
+            """Return whether this agent is still connected to a worker, given by its incarnation."""
 
 
 __all__ = ["TurnTaking", "Turns"]
@@ -131,7 +131,7 @@ class TurnTaking:
     def on_turn(self, message: messages.Turn) -> None:
         """On the leader: queue a pass that asks for its turn, or end the turn of one that is over (``message.over``).
 
-        The pass that now has the turn is told, by its root. The thread that reads messages calls this.
+        If a pass gets the turn by this, its root is told. The thread that reads messages calls this.
         """
         with self._lock:
             self._grant(self._turns.end(message.id) if message.over else self._turns.ask(message.id))

@@ -80,10 +80,13 @@ if TYPE_CHECKING:
         """The methods of an agent's recorder that passes call."""
 
         def post(self, to: int, message: messages.Message, body: Any = None) -> None:
-            """Send a message; raise WorkerLost if the worker is gone."""
+            """Send a message, with ``body`` as its payload, to the worker with incarnation ``to``.
+
+            Raises WorkerLost if the worker is gone.
+            """
 
         def submit(self, job: Any) -> None:
-            """Run a job on another thread."""
+            """Run a job, a function without arguments, on another thread; log its errors."""
 
         def noting(self, context: Context) -> AbstractContextManager[None]:
             """Return the block in which a thread notes lines of code, or looks for NaN, as the context asks."""
@@ -354,9 +357,10 @@ class Passes:
             self._end(run, tell=set())
 
     def on_lost(self, worker: int, name: str, why: str) -> None:
-        """Give up the passes that began on a lost worker, and fail the passes that need it; ``why`` is for the error.
+        """Give up the passes that began on a lost worker, and fail the passes that need it with WorkerLost.
 
-        Passes fail on another thread. A pass that does not need the worker goes on.
+        The text of the error begins with ``name`` and ``why``. Passes fail on another thread. A pass that does not need
+        the worker goes on.
         """
         self.turns.on_lost(worker)
         for context in self._contexts.all():
@@ -371,9 +375,9 @@ class Passes:
                     self._transport.submit(partial(self._fail, run, error))
 
     def release(self, context: Context) -> None:
-        """End all passes of a context that has ended; those that began here fail.
+        """End all passes of a context that has ended; those that began here and still run fail with UsageError.
 
-        Called on each worker of the context. No Cancel is sent.
+        Called on each worker of the context, so no Cancel is sent.
         """
         for run in list(context.runs.values()):
             if not run.ended:
@@ -487,7 +491,8 @@ class Passes:
     ) -> None:
         """Send the gradients of tensors ``outputs`` of a received message to its sender, and note that for the report.
 
-        Those for the root may wait in `Run.outbox`. ``known`` refers to the run. Raises WorkerLost.
+        Those for the root may wait in `Run.outbox`. ``known`` refers to the run. Raises WorkerLost if the sender is
+        gone.
         """
         run = known()
         assert run is not None  # the thread that runs the part refers to the run
@@ -667,7 +672,10 @@ class Passes:
         self._transport.tell(run.head.id.root, messages.Failed(run.head.id), failure)
 
     def give_up(self, run: Run) -> None:
-        """End a pass that began here without its gradients, on all workers that take part, and tell its watch."""
+        """Cancel a pass that began here on all workers that take part, drop its gradients, and tell its watch.
+
+        With ``accumulate``, those that are in ``.grad`` already stay there. The outcome is not settled by this.
+        """
         context = run.context
         with context.lock:
             context.given_up.add(run.head.id)
@@ -678,9 +686,9 @@ class Passes:
         self.observing.end(run, f"{type(error).__name__}: {error}" if error is not None else "given up")
 
     def _drop(self, run: Run) -> None:
-        """End a pass on this worker: begin no more calls of torch's engine, end its halts, and give its turn back.
+        """End a pass on this worker: begin no more calls of torch's engine, and give its turn back.
 
-        Harmless on a second call.
+        Threads that a watch has halted in the pass raise `Stopped`. Harmless on a second call.
         """
         with run.lock:
             run.ended = True
@@ -692,7 +700,7 @@ class Passes:
             run.observer.stop()
 
     def _end(self, run: Run, tell: set[int]) -> None:
-        """Drop a pass here, and cancel it on the workers that this one has sent something, and on those of ``tell``.
+        """Drop a pass here, and send a Cancel to the workers that this one has sent messages of it, and to ``tell``.
 
         The gradients that it has computed here are not used. A worker that is gone is skipped.
         """

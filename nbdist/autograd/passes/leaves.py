@@ -141,9 +141,10 @@ class _Holder:
     def take(self, wanted: Mapping[int, torch.Tensor], *, aside: bool = False) -> None:
         """Claim the leaves of ``wanted``, which has them by id, all at once; wait until no other group has one of them.
 
+        A group is the part of a pass; a holder without a group shares leaves with no other.
         With ``aside``, keep their ``.grad`` and set it to None; a leaf that this group has claimed already is left as
         it is.
-        Raises UsageError if this thread itself holds one of the leaves, since it would wait for ever.
+        Raises UsageError if this thread itself holds one of the leaves for another group, since it would wait for ever.
         """
         self.held |= wanted.keys()  # first: `leave` then finds these leaves even after Ctrl-C
         with _lock:
@@ -159,7 +160,7 @@ class _Holder:
             self._claim(wanted, aside)
 
     def _await(self, wanted: Mapping[int, torch.Tensor]) -> None:
-        """Wait until no other group has one of these leaves; called with the lock held, which is free meanwhile.
+        """Wait until no other group (see `take`) has one of these leaves; called with the lock held, free meanwhile.
 
         Raises UsageError if this thread itself has a leaf in another group, because it would wait for ever.
         """
@@ -174,7 +175,7 @@ class _Holder:
     def _uses_to_wait_for(self, wanted: Mapping[int, torch.Tensor]) -> list[_Use]:
         """Return the records of those leaves for which this holder must wait; called with the lock held.
 
-        Another group has claimed them; or nobody has any more, but their ``.grad`` is just being put back.
+        Another group (see `take`) has claimed them; or nobody has any more, but their ``.grad`` is just being put back.
         """
         found = (_use_of(key, wanted[key]) for key in wanted.keys() & _claimed.keys())
         return [
@@ -184,7 +185,7 @@ class _Holder:
         ]
 
     def _claim(self, wanted: Mapping[int, torch.Tensor], aside: bool) -> None:
-        """Claim leaves that are free or claimed by the same group; called with the lock held.
+        """Claim leaves that are free or claimed by the same group (see `take`); called with the lock held.
 
         With ``aside``, also keeps the leaf's ``.grad``, for `Claim.release` to put back, and sets it to None. The
         caller has made sure that no other group has the leaves.
@@ -294,7 +295,8 @@ class Claim:
 
         Only a leaf that `adopt` claimed gets it in ``.grad`` at once: no other call can hold that leaf. With
         ``elsewhere`` another call holds the leaf, and a leaf of this claim may be shared with other calls of the pass:
-        their gradient goes to ``into``, or, if ``.grad`` or a hook after accumulation needs it, to `accumulate_late`.
+        their gradient goes to ``into``, the store for this call's gradients. If there is no store, or the leaf has a
+        hook that runs after accumulation, it is left to `accumulate_late`.
         """
         if not elsewhere and id(leaf) not in self._leaves:  # an adopted leaf
             with torch.no_grad():
@@ -307,7 +309,8 @@ class Claim:
     def release(self) -> None:
         """End the claim: move what was accumulated from ``.grad`` to ``into``, and put the former ``.grad`` back.
 
-        A leaf that other engine calls of the pass still hold is left to the last of them.
+        ``into`` is the store for this call's gradients; without one, what was accumulated stays in ``.grad``. A leaf
+        that other engine calls of the pass still hold is left to the last of them.
         """
         try:
             aside = [(use.leaf, use.before) for use in self.holder.leave() if use.leaf is not None]
@@ -360,7 +363,7 @@ _KEY = "nbdist.autograd.claim"
 
 
 def current_claim() -> Claim:
-    """Return the claim of the engine call in which the calling thread runs a node; there must be one."""
+    """Return the claim of the engine call in which the calling thread runs a node; call it only from a node or hook."""
     claim: Claim = thread_value(_KEY)
     return claim
 

@@ -404,8 +404,8 @@ class Part:
         """Return a step for some of these entries, which all can run; None if all must wait for running steps.
 
         Entries that touch each other (`_touch`) run in one step, and entries that touch a running step wait: they go
-        back to `ready`, as do all others that are left out. Kept gradients for nodes outside ``held`` run as well.
-        Called with the lock held.
+        back to `ready`, as do all others that are left out. ``held`` has the nodes that may not run yet; gradients in
+        `_kept` for other nodes run with the entries, or wait with them. Called with the lock held.
         """
         if len(entries) == 1 and not self._kept and not self._running:  # the usual case
             region = self._regions.get(entries[0]) or self._region(entries[0])
@@ -626,12 +626,13 @@ class Part:
     ) -> None:
         """Call torch's engine for the free nodes only, with the gates of ``missing`` as barriers, at which it stops.
 
-        Gradients that free nodes compute for held-back ones are kept in `_kept`. A barrier is a root of lowest
-        priority; its gate raises `HeldBack`, which is caught here.
+        Free nodes are those that can run now. Gradients that they compute for held-back ones are kept in `_kept`. A
+        barrier is a root of lowest priority; its gate raises `HeldBack`, which is caught here.
 
         ``crossings`` are the graph edges from each free node into held-back ones, as (index, node, output). For the
         barriers to run last, no free node may have their sequence number; every thread of torch counts from 0, so
-        several nodes may have it. If the nodes are on several devices, the barriers are behind a `Countdown`.
+        several nodes may have it. If the nodes are on several devices, the barriers are behind a `Countdown`;
+        if it ends before all of them have run, this raises RuntimeError.
         """
         self._barriers = set(missing)
         handles = [node.register_hook(self._keeping_hook(crossing)) for node, crossing in crossings.items()]

@@ -110,7 +110,7 @@ class Observing:
     def on_over(self, message: messages.Over) -> None:
         """On the watcher: tell the watch that a pass has ended, and how many batches each worker sent of it.
 
-        The watch is complete once these have come. A message for an unknown watch is skipped.
+        The watch is complete once these batches have come. A message for an unknown watch is skipped.
         """
         watch = self._find(message.context, message.watch)
         if watch is not None:

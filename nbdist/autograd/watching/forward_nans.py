@@ -133,7 +133,8 @@ class Check:
     def before(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Named]:
         """Return the arguments, with their names, that hold a NaN and that the operation may overwrite.
 
-        These are the first argument of an operation in place, and any one with ``out=``; else the list is empty.
+        Of an operation in place, only the first argument is looked at; with ``out=``, all others than ``out``. Else the
+        list is empty.
         `after` needs them: the operation itself may destroy the evidence.
         """
         if "out" in kwargs:
@@ -266,7 +267,10 @@ def _is_in_place(name: str) -> bool:
 
 
 def _named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], first: int = 0) -> Iterator[Named]:
-    """Yield each argument but ``out``, after its name, such as ``argument 0``; ``first`` is the number of the first."""
+    """Yield each argument but ``out`` as a name, such as ``argument 0`` or ``argument dim``, and its value.
+
+    ``first`` is the number of the first of ``args``.
+    """
     yield from ((f"argument {number}", value) for number, value in enumerate(args, first))
     yield from ((f"argument {key}", value) for key, value in kwargs.items() if key != "out")
 
@@ -304,10 +308,11 @@ def _dtype_and_shape(tensor: torch.Tensor) -> str:
 def _is_of_gradients(given: bool, in_module: bool) -> bool:
     """Return whether torch or nbdist computes with gradients in the calling thread, outside of any forward pass.
 
-    True below a frame of torch's optimizers, gradient clipping or scaler; else the innermost frame outside of torch
-    decides. Of nbdist, ``rpc`` calls functions of the user, and ``nn`` runs the stages of pipelines. An optimizer or
-    the autograd engine hands on the NaN of a backward pass, which is no fault of the operation that hands it on.
-    ``given`` says that an input held a NaN, ``in_module`` that a module's forward runs.
+    True below a frame of torch's optimizers, gradient clipping or scaler. Else the innermost frame outside of torch
+    decides: it must be nbdist's, while no module's forward runs (``in_module``). A frame of ``nbdist.rpc``, which calls
+    functions of the user, does not count, and one of ``nbdist.nn``, which runs the stages of pipelines, only if an
+    input held a NaN (``given``). An optimizer or the autograd engine hands on the NaN of a backward pass, which is no
+    fault of the operation that hands it on.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ or frame.f_code.co_name == "__torch_function__":

@@ -319,7 +319,7 @@ class Watch:
             self._changed.wait()
 
     def _steer(self, *, paused: bool = False, until: str = "", worker: str = "", node: int = -1) -> None:
-        """Send every worker of a pass a new control: where to halt from now on, as the fields of `Control` say.
+        """Send every worker of which batches have come a new `Control`, with these fields: where to halt from now on.
 
         Unless ``paused``, this ends all halts that are known.
 
@@ -494,8 +494,8 @@ class Watch:
     def _enter_event(self, seen: Pass, worker: Share, name: str, happening: Happening) -> None:
         """Add one happening on a worker to the pass's events, and update where the worker is halted; the lock is held.
 
-        If it is where `run` was to halt, `run` will return it. Repeated announcements of a halt that is known, and the
-        happening ``resting``, make no event.
+        If it is where `run` was to halt, `run` will return it. Repeated announcements of a halt that is known make no
+        event, nor does the happening ``resting``: the worker can run nothing until gradients come.
         """
         event = Event(
             happening.time,

@@ -131,7 +131,7 @@ class Arena:
     """The shared memory of one agent. Any thread may use it."""
 
     def __init__(self, incarnation: int, bound: int, threshold: int) -> None:
-        """Make an empty arena that grows to at most ``bound`` bytes. Raises MemoryFailure if the system has none."""
+        """Make an empty arena that grows to at most ``bound`` bytes. Raises MemoryFailure if the system refuses."""
         self.threshold = threshold
         """The bytes from which on a tensor travels through the arena."""
         self._unsent: Holds[Block] = Holds()
@@ -224,7 +224,7 @@ class Arena:
             self._carry_out(self._blocks.forget(receiver, is_dead=is_dead))
 
     def trim(self) -> None:
-        """Free memory that was not needed lately. An agent calls this every 5 s."""
+        """Free memory of free blocks, beyond 4 times what was lately in use at once. An agent calls this every 5 s."""
         with self._lock:
             self._collect()
             self._carry_out(self._blocks.trim())

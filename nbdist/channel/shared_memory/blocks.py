@@ -250,9 +250,9 @@ class Blocks:
     # -- what is kept -------------------------------------------------------------------------
 
     def trim(self) -> list[Instruction]:
-        """Free memory that was needed neither since the last call nor in the interval before it. Call it every 5 s.
+        """Free memory of free blocks, beyond 4 times what was lately in use at once. Call it every 5 s.
 
-        Returns instructions for the arena.
+        "Lately" is since the call before the last one. Returns instructions for the arena.
         """
         instructions: list[Instruction] = []
         self._empty_until(self._worth_holding(), instructions)

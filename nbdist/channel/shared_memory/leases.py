@@ -117,7 +117,10 @@ class Leases:
         return memoryview(block).cast("B")
 
     def _segment(self, owner: Record, place: Place, now: float) -> Mapping:
-        """Return the mapping of the segment that a place is in. Raises MemoryFailure if it cannot be mapped."""
+        """Return the mapping of the segment that a place is in, used at ``now``, as of `time.monotonic`.
+
+        Raises MemoryFailure if it cannot be mapped.
+        """
         with self._lock:
             segment = self._segments.get((owner.incarnation, place.segment))
             if segment is None or segment.mapping.size != place.size:
@@ -130,8 +133,8 @@ class Leases:
     def take_ended(self) -> list[LeaseEnded]:
         """Return the leases that have ended since the last call, for the agent to give their blocks back to the owners.
 
-        A lease that ended before a fork and is returned after it counts as shared, although no child reads its block:
-        the block is then not used again, which is safe.
+        ``is_shared`` is set if this process has forked since the lease began: a child may still read the block, so its
+        owner does not use it again. A lease that had ended before the fork is treated alike, which is safe.
         """
         taken = [what if forks == _forks else what._replace(is_shared=True) for what, forks in self._holds.take_ended()]
         self.over += len(taken)
@@ -149,7 +152,7 @@ class Leases:
     def trim(self, now: float) -> None:
         """Drop the mappings of segments in which no lease has begun for 30 s (`_UNMAP_AFTER`).
 
-        A mapping is made anew when it is needed.
+        ``now`` is as of `time.monotonic`. A mapping is made anew when it is needed.
         """
         with self._lock:
             for key in [key for key, segment in self._segments.items() if now - segment.used_at > _UNMAP_AFTER]:

@@ -48,7 +48,7 @@ def is_available() -> bool:
 
 
 def total() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or the limit of its control group."""
+    """Return the bytes of memory that this process may use: the machine's, or its control group's limit if lower."""
     return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_of_group("memory.max"), sys.maxsize)
 
 
@@ -80,7 +80,10 @@ class Mapping:
     __slots__ = ("_unmap", "address", "size")
 
     def __init__(self, file: int, size: int) -> None:
-        """Map ``size`` bytes of an open file for reading and writing. Raises MemoryFailure if the kernel refuses."""
+        """Map ``size`` bytes of an open file for reading and writing. Raises MemoryFailure if the kernel refuses.
+
+        The caller may close ``file`` afterwards: the mapping stays.
+        """
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, file, 0)
         if address == _FAILED or address is None:

@@ -309,8 +309,9 @@ class Walk:
     def _buffer(self, place: Place, nbytes: int, *, is_root: bool = False) -> None:
         """Count a buffer for the category of this walk, unless it was counted before.
 
-        ``place`` is the buffer's device and address. If the walk began at a tensor whose buffer was counted for the
-        contexts, the buffer moves to the category of the walk: the user knows the tensor by its reference or variable.
+        ``place`` is the buffer's device and address. ``is_root`` says that the walk began at the buffer's tensor: if
+        the buffer was counted for the contexts, it moves to the category of the walk, because the user knows the tensor
+        by its reference or variable.
         """
         known = self._census.buffers.get(place)
         if known is None:

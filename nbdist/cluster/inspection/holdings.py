@@ -286,8 +286,8 @@ def _count_value(
 ) -> tuple[_Value, int]:
     """Count one value; return its `_Value`, and how many objects were visited.
 
-    A value that has not been computed counts nothing; an error is described, and its objects are not visited. ``most``
-    limits the objects visited.
+    A value that has not been computed counts nothing; an error is described, and its objects are not visited. ``users``
+    are the names of the workers that refer to the value. ``most`` limits the objects visited.
     """
     if not promise.done():
         return _Value(id_, users, None), 0

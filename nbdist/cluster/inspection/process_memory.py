@@ -97,7 +97,7 @@ def parse_smaps(text: bytes) -> tuple[Usage, Regions]:
 
 
 def own_bytes(pid: int | str | None = "self") -> int | None:
-    """Return the bytes of a process that no other process shares; None if ``pid`` is None, or there is no count."""
+    """Return the bytes of a process that no other process shares; None if ``pid`` is None or ``/proc`` has no count."""
     with contextlib.suppress(OSError, ValueError):
         if pid is not None:
             with open(f"/proc/{pid}/smaps_rollup") as file:

@@ -123,7 +123,7 @@ def _place(worker: Worker, frames: Sequence[where.Frame]) -> str:
 def _status(worker: Worker, report: StatusReport) -> WorkerStatus:
     """Join a worker's report with what the notebook knows of the worker.
 
-    A worker that has died keeps its name and rank, and gets no pid.
+    The pid of a worker that has died is None.
     """
     cell = worker.cells[0] if worker.cells else None
     runs = report.doing

@@ -127,8 +127,8 @@ class Cell:
         ``interrupt(cell)`` interrupts the workers and returns a text for each worker that does not stop.
         ``answer(worker, text, request)`` sends the user's input to a worker. ``number`` is the number that the cell has
         in tracebacks (``In[3]``) and in the workers' print logs, ``above`` the number of lines above the code in the
-        page's cell. ``foreground`` means that a caller waits for the cell; a ``quiet`` cell shows neither its result
-        nor notices; ``fail_fast`` interrupts the other workers when one fails.
+        notebook's cell. ``foreground`` means that a caller waits for the cell; a ``quiet`` cell shows neither its
+        result nor notices; ``fail_fast`` interrupts the other workers when one fails.
         """
         self.code = code
         self.source = moved_down(code, above)
@@ -229,7 +229,7 @@ class Cell:
         return causes if self._fail_fast and causes else errors
 
     def move_to(self, sink: Sink) -> None:
-        """Show further output at another place, because the user has run the same page cell again.
+        """Show further output at another place, because the user has run the same notebook cell again.
 
         What was shown before is not shown again.
         """
@@ -375,7 +375,7 @@ class Cell:
     def _ask(self, worker: str, request: Message) -> None:
         """Ask the user for the input that a worker wants (``input()`` on the worker), wait, and send the answer.
 
-        Only the main thread may do this.
+        `wait` calls this, in the thread that called `wait`. In a notebook this must be the main thread.
         """
         content = request["content"]
         prompt = content["prompt"] if len(self.parts) == 1 else f"[{worker}] {content['prompt']}"
@@ -432,7 +432,7 @@ class Cell:
     def on_input(self, worker: str, request: Message) -> None:
         """Show what a worker has printed so far, and pass its request for input to the thread that waits.
 
-        The kernel thread calls this; a thread that waits for the cell asks the user by `_ask`.
+        The kernel thread calls this. The request is kept until a thread is in `wait`, which asks the user by `_ask`.
         """
         self.last_output = time.monotonic()
         self._remember(self.parts[worker], self._outlet.release(worker))  # the text that the user has to answer
@@ -544,7 +544,7 @@ class Cell:
         """Show a notice below the cell that names the workers that have failed, while others still run.
 
         Each failure is told once. There is no notice after an interrupt or the cell's end, for a quiet cell, or where
-        nobody watches.
+        no user watches (`Sink.interactive` is False).
         """
         if self._finished or self.interrupted or self._quiet or not self.sink.interactive:
             return

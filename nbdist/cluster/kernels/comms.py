@@ -95,7 +95,7 @@ class Comms:
         """Return the `Relayed` that shows a worker's message which belongs to no cell; None if there is none.
 
         The message belongs to a message of the front end that the worker has handled, by its parent id. A comm message
-        without a known parent gets a new one, which shows it outside of any cell.
+        without a known parent gets a new `Relayed`, which shows it outside of any cell.
         """
         found = self._relayed.get(message["parent_header"].get("msg_id", ""))
         if found is None and message["msg_type"].startswith("comm_"):
@@ -132,7 +132,7 @@ class Comms:
             relayed.handled.wait(_HANDLED_WITHIN)
 
     def _send(self, relayed: Relayed, comm: _StandIn, kind: str, message: Message) -> None:
-        """Send the front end's message to the comm's worker, in the kernel thread; do nothing if the worker is dead.
+        """Send the front end's message to the comm's worker; do nothing if it is dead. Called in the kernel thread.
 
         The worker's output for it is shown as long as it is one of the newest `_MESSAGES_KEPT` messages.
         """

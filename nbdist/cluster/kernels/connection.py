@@ -163,7 +163,10 @@ class Kernel:
                 return
 
     def close(self, why: str) -> None:
-        """Disconnect. Requests that wait for a reply fail with WorkerLost(``why``), and so do later requests."""
+        """Disconnect. Requests that wait for a reply fail with WorkerLost(``why``), and so do later requests.
+
+        A second call only replaces ``why`` for later requests.
+        """
         self._closed = why
         sockets, self._sockets = self._sockets, {}
         for socket in sockets.values():
@@ -213,7 +216,8 @@ class Kernel:
     def ask(self, kind: str, content: Mapping[str, Any], *, channel: str = "shell") -> asyncio.Future[Message]:
         """Send a request; return the future of the reply.
 
-        Fails with WorkerLost if the kernel is or gets disconnected; it has no time limit of its own.
+        Raises WorkerLost if the kernel is not connected; if it gets disconnected later, the future fails with
+        WorkerLost. There is no time limit.
         """
         id = self.send(kind, content, channel=channel)
         reply = self._replies[id] = asyncio.get_running_loop().create_future()

@@ -74,7 +74,8 @@ def encode(
 ) -> list[Any]:
     """Return a message as frames, signed with ``key``.
 
-    ``content`` and ``metadata`` are JSON already, so that a message to many kernels is packed once.
+    ``content`` and ``metadata`` are JSON already, so that a message to many kernels is packed once. ``parent`` is the
+    header of the message that caused this one.
     """
     parts = [pack(header), pack(parent or {}), metadata, content]
     return [_DELIMITER, _sign(key, parts), *parts, *buffers]

@@ -31,9 +31,9 @@ class Page(NamedTuple):
     above: int = 0
 
     def lines_above(self, code: str) -> int | None:
-        """Return how many lines of the page's cell stand above the first line of ``code`` that is not empty.
+        """Return how many lines of the notebook's cell stand above the first line of ``code`` that is not empty.
 
-        Returns None if the cell does not end with ``code``: then a program made the code.
+        Returns None if ``text`` does not end with ``code``: then a program made the code.
         """
         found = lines_above(self.text, code)
         if found is None:
@@ -59,7 +59,9 @@ def moved_down(code: str, lines: int) -> str:
 
 
 def follow_page(compiler: Any, page: Callable[[], Page | None]) -> None:
-    """Make IPython's compiler count lines from the top of the page's cell. ``page()`` returns the cell that runs.
+    """Make IPython's compiler count lines from the top of the notebook's cell that has the code.
+
+    ``page()`` returns the cell that runs; None leaves the line numbers as they are.
 
     Replaces two methods of the compiler: ``cache``, which names the code and gives its text to tracebacks, and
     ``ast_parse``, which makes the tree.

@@ -47,7 +47,8 @@ class Router:
     def expect(self, id: str, cell: Cell) -> None:
         """Register a cell for the messages that belong to the request ``id``.
 
-        Called before the request is sent. The oldest cell that has ended is forgotten when there are too many.
+        Called before the request is sent. Beyond `_CELLS_KEPT` requests, that of the oldest cell that has ended is
+        forgotten.
         """
         self._cells[id] = cell
         if len(self._cells) > _CELLS_KEPT:

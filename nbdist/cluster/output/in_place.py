@@ -33,8 +33,8 @@ class InPlace:
         self._sink.publish(kind, content)
 
     def move_to(self, sink: Sink) -> None:
-        """Show the next text at another place; or at the same one, as a new text, after its output was cleared.
+        """Show the next text as a new one in ``sink``: another place, or the same one after its output was cleared.
 
-        What was shown before stays where it is.
+        A text that was shown before stays where it is.
         """
         self._sink, self._id, self._shown = sink, "", ""

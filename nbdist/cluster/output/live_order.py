@@ -193,8 +193,8 @@ class Live(Arranger):
     def _wipe(self, workers: Sequence[str], message: Published, now: float) -> list[Published]:
         """Return the messages that clear the output of some workers.
 
-        The page can only clear all, so the output of the others is shown again. Empty if the page shows nothing of
-        them.
+        ``message`` is the workers' ``clear_output``. It clears all output of the cell, so the output of the other
+        workers is shown again after it. Empty if nothing of these workers is shown.
         """
         found = self._screen.wipe(workers)
         if not found and not any(name in self._bars for name in workers):

@@ -76,7 +76,7 @@ class Screen:
     def render(self) -> list[Published]:
         """Return the messages that show all remembered items again.
 
-        Called after the page was cleared, because a page can only clear everything.
+        Called after a worker's ``clear_output``, which has cleared the output of all workers.
         """
         return [message for item in self._items for message in item.render()]
 

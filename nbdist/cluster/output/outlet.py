@@ -37,8 +37,8 @@ _QUIET_AFTER = 1.0
 def make_arranger(names: Sequence[str], sink: Sink, *, grouped: bool = False, labels: bool = False) -> Arranger:
     """Return the arranger for the output of these workers in that place.
 
-    A single worker gets no label unless ``labels`` is true. ``grouped`` holds the output back to the end, and so does a
-    sink that nobody watches.
+    A single worker gets no label unless ``labels`` is true. For several workers, or with ``labels``, ``grouped`` holds
+    the output back to the end, and so does a sink that no user watches (`Sink.interactive` is False).
     """
     if len(names) == 1 and not labels:
         return Straight()
@@ -145,7 +145,7 @@ class Outlet:
         return last
 
     def _release_when_quiet(self) -> None:
-        """Show held lines of ended workers, after a second without more of them."""
+        """Plan to show the held lines of ended workers in a second; each further call puts this off again."""
         if self._quiet_due is not None:
             self._quiet_due.cancel()
         self._quiet_due = self._thread.loop.call_later(_QUIET_AFTER, self._release_ended)
@@ -155,7 +155,7 @@ class Outlet:
             self.release(worker)
 
     def _show_last_soon(self) -> None:
-        """Plan to show the last held lines in half a second, unless that is planned. Where nobody watches, never."""
+        """Plan to show the last held lines in half a second, unless that is planned or no user watches."""
         if self._last_due is None and self._sink.interactive:
             self._last_due = self._thread.loop.call_later(_UPDATE_EVERY, self._show_last)
 

@@ -52,7 +52,7 @@ class Printed(NamedTuple):
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yield each line that is kept, as a terminal would show it, with the number of its cell.
 
-        An unfinished line comes at the end.
+        Unfinished lines come last, at most one for each cell and stream.
         """
         begun: dict[tuple[int, int], str] = {}
         for file in self.files:
@@ -92,8 +92,8 @@ class PrintLog:
     def write(self, cell: int, stream: str, text: str) -> None:
         """Append text that a cell has printed.
 
-        If writing fails, because the disk is full for instance, keep the reason for readers, and write nothing from
-        then on.
+        If writing fails, because the disk is full for instance, keep the reason for readers (`Printed.broken`), and
+        write nothing from then on.
         """
         if self._broken:
             return

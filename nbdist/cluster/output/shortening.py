@@ -34,9 +34,9 @@ class OutputCutter:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget all lines, as at the beginning of a cell: the worker has cleared its output.
+        """Forget all lines, and count `left_out` from 0 again.
 
-        Called at the start, and when the worker clears its output; `left_out` starts again from 0.
+        Called at the start, and when the worker clears its output.
         """
         self._shown = 0
         """The number of lines that have been shown."""

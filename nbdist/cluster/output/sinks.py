@@ -55,7 +55,7 @@ class Sink(Protocol):
 
     @property
     def page(self) -> Sink:
-        """The place for notices: this one, or the page if this one captures output."""
+        """The place for notices: this one, or the notebook's page if this one captures output."""
         ...
 
     def publish(
@@ -65,7 +65,7 @@ class Sink(Protocol):
         metadata: Mapping[str, Any] | None = None,
         buffers: Sequence[Any] | None = None,
     ) -> None:
-        """Show the content of a Jupyter message of type ``kind``."""
+        """Show the content of a Jupyter message of type ``kind``; a place that cannot show this type drops it."""
         ...
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
@@ -256,7 +256,7 @@ def current_sink() -> Sink:
 
 
 def _captured(page: KernelSink, shell: Any) -> Sink:
-    """Return the sink for what captures the output of a page's cell now; the page itself if nothing does.
+    """Return the sink for what captures the output of a notebook's cell now; ``page`` if nothing does.
 
     Every call asks for its sink. So the streams and publisher of the usual case are kept in `_not_captured`, and looked
     at first.

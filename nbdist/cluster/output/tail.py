@@ -21,7 +21,7 @@ class Tail:
         self._open_at = 0.0
 
     def feed(self, text: str, now: float = 0.0) -> None:
-        """Take a piece of text that was written at the time ``now``.
+        """Take a piece of text that was written at the time ``now``, on the clock that the caller uses for all texts.
 
         An unfinished line is kept for the next call, and counts as a line until then.
         """

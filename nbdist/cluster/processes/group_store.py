@@ -139,7 +139,8 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     def set(self, key: str, value: bytes | str) -> None:
         """Give a key a value.
 
-        An earlier value is overwritten. RendezvousError or WorkerLost if the group cannot form or a member has died.
+        An earlier value is overwritten. RendezvousError or WorkerLost if the group cannot form or a member has died;
+        DistStoreError if another process holds the lock for the store's whole timeout.
         """
         with self._lock():
             self._write(key, _bytes(value))
@@ -147,7 +148,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         """Give several keys their values.
 
-        Readers take no lock, so they may see some of the values before the others.
+        Readers take no lock, so they may see some of the values before the others. Fails as `set` does.
         """
         with self._lock():
             for key, value in zip(keys, values, strict=True):
@@ -156,7 +157,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     def append(self, key: str, value: bytes | str) -> None:
         """Add bytes to the end of a key's value; a missing value counts as empty.
 
-        The lock makes this atomic for all processes.
+        The lock makes this atomic for all processes. Fails as `set` does.
         """
         with self._lock():
             self._write(key, (self._read(key) or b"") + _bytes(value))
@@ -164,7 +165,8 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     def add(self, key: str, amount: int) -> int:
         """Add to a key's value, a decimal number, and return the sum; a missing value counts as 0.
 
-        The lock makes this atomic for all processes. Raises ValueError if the value is not a number.
+        The lock makes this atomic for all processes. Raises ValueError if the value is not a number, and fails as
+        `set` does.
         """
         with self._lock():
             total = int(self._read(key) or 0) + amount
@@ -175,7 +177,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         """Give a key the desired value if its value is the expected one; return the value that the key has afterwards.
 
         A missing value counts as empty. If the value is missing and ``expected`` is not empty, nothing is written, and
-        ``expected`` is returned, as torch's own stores do.
+        ``expected`` is returned, as torch's own stores do. Fails as `set` does.
         """
         with self._lock():
             found = self._read(key)
@@ -185,7 +187,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         return _bytes(desired)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key and its value; return whether there was one."""
+        """Remove a key and its value; return whether there was one. Fails as `set` does."""
         with self._lock():
             try:
                 self._file(key).unlink()
@@ -233,8 +235,8 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     def _await(self, keys: Sequence[str], deadline: float) -> None:
         """Wait until all keys have a value.
 
-        The caller sets ``deadline``, by `time.monotonic`; DistStoreError after it. Raises at once if the group cannot
-        form.
+        DistStoreError after ``deadline``, by `time.monotonic`. RendezvousError or WorkerLost as soon as the group
+        cannot form or a member has died.
         """
         missing, pause = list(keys), _FIRST_PAUSE
         while missing:
@@ -280,7 +282,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
             raise RendezvousError(_REPLACED) from None
 
     def _raise_if_ended(self) -> None:
-        """Raise the error of a group that cannot form, if there is a reason why it cannot."""
+        """Raise WorkerLost if a member has died, RendezvousError if the group cannot form; else do nothing."""
         if self.lost:
             raise WorkerLost(self.lost)
         if why := self.ended:

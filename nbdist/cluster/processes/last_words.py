@@ -46,9 +46,10 @@ def hand_over() -> None:
 
 
 def _watch(stream: Any) -> None:
-    """Read a stream's pipe until the stream closes, in the thread in which ipykernel would do so.
+    """Copy each text in a stream's pipe to the worker's log, then show it, until the stream closes.
 
-    ``tee`` copies what is in the pipe without removing it. It waits for text without the GIL.
+    Takes the place of the method that ipykernel runs in a thread for each stream, and leaves errors where ipykernel
+    looks for them. ``tee`` copies what is in the pipe without removing it. It waits for text without the GIL.
     """
     if stream._fid is None:
         return

@@ -94,14 +94,15 @@ class Lifecycle:
     def launch(self, workers: Sequence[Worker]) -> None:
         """Ask the launcher for a process for each worker. Does not wait: `bring_up` does.
 
-        `Cluster` starts its own RPC agent between the two, while the workers start. An error of the launcher is raised.
+        `Cluster` starts its own RPC agent between the two, while the workers start. If the launcher raises
+        an error, this method raises it too, and starts none of the workers that follow.
         """
         self._begun = {worker.name: self._launch(worker) for worker in workers}
 
     def _launch(self, worker: Worker) -> Future[int]:
-        """Start a worker's next process; return the future of its pid. Where that fails, the worker is lost.
+        """Start a worker's next process; return the future of its pid, which fails if no process can be made.
 
-        The error of the launcher is raised at once, or by the future.
+        If the launcher raises an error at once, the worker is marked as lost, and the error is raised.
         """
         worker.prepare(self._thread, self.folder, self._listener)
         setup = WorkerSetup(

@@ -113,7 +113,9 @@ class Processes:
     def preload(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> Future[None]:
         """Let the zygote import more modules. Call this at most once, before any worker is started.
 
-        The returned future fails with UsageError if a module cannot be imported, with WorkerLost if the zygote ends.
+        The returned future fails with UsageError if a module cannot be imported, with WorkerLost if the zygote ends. If
+        workers cannot be forked, a warning says that they do not share the imports. ``environment`` has the environment
+        variables for the imports; None stands for those of this process.
         """
         self._line.send(Preload(list(modules), _environment(environment), os.getcwd(), _import_path()))
         return self._preloading
@@ -127,7 +129,8 @@ class Processes:
     ) -> Future[int]:
         """Start a worker that calls ``entry``, a ``module:function``; return the future of its pid.
 
-        The future fails with WorkerLost if the process cannot be made. Raises WorkerLost if the zygote has ended,
+        ``entry`` gets ``arguments``. The worker has the variables in ``environment``, by default this process's. The
+        future fails with WorkerLost if the process cannot be made. Raises WorkerLost if the zygote has ended,
         UsageError if a worker of that name lives.
         """
         with self._lock:
@@ -184,7 +187,8 @@ class Processes:
     def close(self, timeout: float = 10.0) -> None:
         """Kill all workers and the processes that they started, wait for that, and remove the run directory.
 
-        The zygote does it. If it has not ended after ``timeout`` seconds, it is killed, and the workers die with it.
+        The zygote does it. If it has not ended after ``timeout`` seconds, it is killed, and the workers die with it. A
+        second call is harmless.
         """
         with self._lock:
             self._closing = True
@@ -263,7 +267,7 @@ class Processes:
     def _zygote_ended(self) -> None:
         """Fail all futures that wait for the zygote, which has ended; report its workers, which Linux has killed.
 
-        Called once, by the thread that reads. `on_end` is called for each worker with SIGKILL as the code.
+        Called once, by the thread that reads. `on_end` is called for each worker with minus SIGKILL as the code.
         """
         said = ""
         with self._lock:

@@ -382,8 +382,8 @@ class _Zygote:
     def _settle_in(self, start: Start, parent: int) -> None:
         """In a forked worker, give up the zygote's session, handlers and files, and take the request's environment.
 
-        The files matter: if a worker kept the socket to the owner open, the owner would not notice the death of the
-        zygote.
+        ``parent`` is the zygote's pid; on Linux the worker dies with the zygote. The files matter: if a worker kept the
+        socket to the owner open, the owner would not notice the death of the zygote.
         """
         os.setsid()
         _die_with(parent)
@@ -412,7 +412,7 @@ class _Zygote:
 
     @staticmethod
     def _spawn(start: Start, inherited: int) -> int:
-        """Start a worker in a fresh interpreter, which inherits one file; return its pid. `spawned` runs there."""
+        """Start `spawned` in a fresh interpreter, which inherits the file descriptor ``inherited``; return its pid."""
         boot = f"import sys; sys.path[:] = {start.path!r}; {_SPAWN}"
         with open(start.log, "ab") as log:
             process = subprocess.Popen(
@@ -444,8 +444,8 @@ class _Zygote:
     def _reap(self) -> None:
         """Reap all children that have ended, and send Ended for each that is a worker.
 
-        The others are orphans: a process that a worker started becomes ours when the worker ends. Those in the worker's
-        process group are killed here; a process that has left the group lives until `_end`.
+        The others are orphans: a process that a worker started is the zygote's child once the worker ends. Those in the
+        worker's process group are killed here; a process that has left the group lives until `_end`.
         """
         while True:
             try:

@@ -83,7 +83,7 @@ def _show_without_cause(show: Callable[..., Any], said: WorkerLost | GroupError,
 
 
 def _say_where_stopped(error: BaseException) -> tuple[type[BaseException], BaseException, Any]:
-    """Give an interrupt the text "stopped in ...", and return it as ``exc_info`` does.
+    """Give an interrupt the text "stopped in ...", unless it has a text; return it as `sys.exc_info` does.
 
     If it has caused an error in torch, that error and torch's frames are dropped from what is shown.
     """

@@ -119,7 +119,8 @@ def follow(agent: Agent, backend: str) -> None:
 def initialise(told: WorkerSetup, generation: int) -> None:
     """Form the process group number ``generation`` with all other workers; destroy the previous group first.
 
-    Waits for the others. Raises RendezvousError if another worker fails, WorkerLost if a member has died.
+    ``told`` is this worker's setup. Waits for the others. Raises RendezvousError if another worker fails, WorkerLost if
+    a member has died.
     """
     global _broken, _formed, _loops_before, _store
     with _breaking:
@@ -189,6 +190,7 @@ def _on_lost(record: Record, why: str) -> None:
 def _lose(record: Record, why: str) -> None:
     """Shut the connections of the groups that contain a lost worker, and keep new groups from waiting for it.
 
+    ``why`` follows the worker's name in the text of the WorkerLost. While the group still forms, only notes the loss.
     Does nothing if the worker is no member of the present group, such as an earlier process of the same name.
     """
     with _breaking:

@@ -96,7 +96,8 @@ def connect_for_peers(loop: Loop, world_size: int) -> None:
 def system_call(task: int) -> list[str]:
     """Return the number and the arguments of the system call that one of this process's threads is in, as Linux says.
 
-    The first entry is ``running`` if the thread is in no system call, ``unknown`` if Linux does not say.
+    ``task`` is the thread's native id. The first entry is ``running`` if the thread is in no system call, ``unknown``
+    if Linux does not say.
     """
     with contextlib.suppress(OSError):
         return Path(f"/proc/self/task/{task}/syscall").read_text().split()
@@ -124,7 +125,10 @@ def _start_of_sockaddr(listener: socket.socket) -> bytes:
 
 
 def _poller(task: int) -> int | None:
-    """Return the epoll file with which a thread polls; None if it does not poll. Looks several times."""
+    """Return the number of the epoll file with which a thread polls; None if it does not poll.
+
+    ``task`` is the thread's native id. Looks several times, because the thread may be busy between two polls.
+    """
     for tried in range(_TRIES):
         call = system_call(task)
         if call[0] in _EPOLL_WAITS:

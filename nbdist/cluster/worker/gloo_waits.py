@@ -149,8 +149,9 @@ class _Functions:
     def fail(self, buffer: int) -> None:
         """Make the thread that waits for a buffer throw a ``std::runtime_error``, in Python a RuntimeError.
 
-        This makes the error as a C++ compiler would for ``std::make_exception_ptr(std::runtime_error(text))``: memory
-        from the runtime, the exception's header, the constructor, a pointer to the whole.
+        ``buffer`` is an address that `hopeless_waits` has returned; this is not checked. This makes the error as a C++
+        compiler would for ``std::make_exception_ptr(std::runtime_error(text))``: memory from the runtime, the
+        exception's header, the constructor, a pointer to the whole.
         """
         error = self._allocate(2 * _WORD)  # the size of a runtime_error
         self._initialise(error, self._type, self._end_error)

@@ -95,9 +95,10 @@ def main(told: str) -> None:
 
 
 def _leave() -> None:
-    """Exit at once: the kernel's own end may take seconds, and an ordinary exit copies pages shared with the zygote.
+    """Exit at once with code 0: the kernel's own end may take seconds, and an ordinary exit copies shared memory.
 
-    Registered with `atexit`, so that it runs after the user's own exit handlers. It never returns.
+    A forked worker shares this memory with the others. Registered with `atexit`, so that it runs after the user's own
+    exit handlers. It never returns.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -133,7 +134,10 @@ def _write_where_asked(told: WorkerSetup) -> None:
 
 
 def where_file(folder: str, name: str) -> str:
-    """Return the path of the file to which a worker writes where its main thread is; `Question` reads it."""
+    """Return the path of the file to which the worker ``name`` writes where its main thread is; `Question` reads it.
+
+    ``folder`` is the cluster's run directory.
+    """
     return os.path.join(folder, f"{name}.where")
 
 

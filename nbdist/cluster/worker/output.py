@@ -97,9 +97,10 @@ _exit: Any = _Exit()  # type: ignore[no-untyped-call]
 
 
 def _keep_parent(shell: Any) -> None:
-    """Keep the last cell as parent of the output of threads when the kernel gets other requests, such as completion.
+    """Keep the output of threads with the last cell when the kernel gets other requests, such as completion.
 
-    Without this, the output of a thread that a cell has started would be lost once the user presses Tab.
+    The shell then ignores these requests when it sets the request to which output belongs. Without this, the output of
+    a thread that a cell has started would be lost once the user presses Tab.
     """
     plain = shell.set_parent
 
@@ -129,9 +130,11 @@ def fence(token: str) -> None:
 
 
 def _told_of_cell() -> tuple[str, dict[str, Any]]:
-    """Return the id of the present request, and the notebook's description of its cell: number, above, keep, origin.
+    """Return the id of the present request, and the dict in which the notebook describes its cell.
 
-    The description is empty if the notebook has sent none.
+    The dict has the cell's ``number``, how many lines stand ``above`` its code in the notebook's cell, whether to
+    ``keep`` its value, and ``origin``, the key of the cell to which its output belongs. It is empty if the notebook has
+    sent none.
     """
     parent = _shell.parent_header or {}
     return parent.get("header", {}).get("msg_id", ""), parent.get("metadata", {}).get(METADATA, {})
@@ -148,9 +151,9 @@ def call_off(id: str) -> None:
 
 
 def _page() -> Page | None:
-    """Return the code of the present cell, and how many lines stand above it in the page's cell.
+    """Return the code of the present cell, and how many lines stand above it in the notebook's cell.
 
-    Returns None if the notebook has not said that.
+    Such a line is ``%%remote``. Returns None if the notebook has not sent their number.
     """
     told = _told_of_cell()[1]
     return Page(_shell.parent_header["content"]["code"], told["above"]) if "above" in told else None
@@ -167,9 +170,10 @@ _CalledOff.__name__ = "KeyboardInterrupt"
 
 
 def _number_cell(lines: list[str]) -> list[str]:
-    """Give the shell the cell's number, before it compiles the lines. Raises if the cell was called off.
+    """Give the shell the cell's number, before it compiles the lines; return the lines unchanged.
 
-    IPython calls this for all code that it transforms, also for a magic's; a cell keeps its number.
+    Raises `_CalledOff`, in the notebook a KeyboardInterrupt, if `call_off` was called for the cell. IPython calls this
+    for all code that it transforms, also for a magic's; a cell keeps its number.
     """
     global _numbered
     id, told = _told_of_cell()
@@ -200,9 +204,10 @@ def _publish(kind: str, content: dict[str, Any]) -> None:
 
 
 def _after_cell(result: Any) -> None:
-    """Send the names after each cell, and keep its value if the notebook has asked for that. In the main thread.
+    """Send the names of the variables, and keep the cell's last value if the notebook has asked for that.
 
-    IPython calls it, after a failed cell, too: the kept value is then an error.
+    IPython calls this in the main thread after each cell, with the cell's ``result``. After a failed cell, the future
+    of the value fails with RemoteError.
     """
     id, told = _told_of_cell()
     _tell_names()
@@ -278,7 +283,7 @@ def _as_part_of(origin: str) -> Iterator[None]:
 def _set_parent_by_hand(parent: dict[str, Any]) -> Callable[[], None]:
     """Make the calling thread's output a reply to ``parent``, as ipykernel 7.4's `set_thread_parent` does.
 
-    Returns the function that undoes that.
+    ``parent`` is a Jupyter request, of which the header is enough. Returns the function that undoes that.
     """
     values: dict[Any, Any] = {_shell: parent}
     for source in (_shell.displayhook, _shell.display_pub, sys.stdout, sys.stderr):

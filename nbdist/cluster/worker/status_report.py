@@ -55,7 +55,10 @@ def gpu_memory() -> int | None:
 
 
 def _users_line() -> str:
-    """Return the line of the user's code that some thread runs: the main thread, if that runs any."""
+    """Return, as `say_line` does, the line of the user's code that some thread runs; "" if no thread runs any.
+
+    It is the main thread's line if that thread runs any. The calling thread is skipped.
+    """
     frames = sys._current_frames()
     main = threading.main_thread().ident
     me = threading.get_ident()
@@ -73,5 +76,8 @@ def _users_line() -> str:
 
 
 def say_line(name: str, number: int, line: str) -> str:
-    """Return a place in words, such as ``cell:2: y = f(x)``."""
+    """Return a place in words: a file's name, a line's number and the line, such as ``cell:2: y = f(x)``.
+
+    The line is cut after `LINE_SHOWN` characters, and left out if it is empty.
+    """
     return f"{name}:{number}" + (f": {line[:LINE_SHOWN]}" if line else "")

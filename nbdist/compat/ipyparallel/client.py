@@ -32,6 +32,10 @@ def view_of(cluster: Workers, targets: Targets = None, *, balanced: bool = False
         cluster: The cluster. It is started if it does not run.
         targets: A rank, a slice or sequence of ranks, or a target of ``%%remote``; None for all workers.
         balanced: Whether each task goes to the first of these workers that is free. Otherwise, each goes to all.
+
+    Raises:
+        UnknownWorker: The cluster has no such worker.
+        UsageError: The target cannot be read or names no worker, or the cluster has been shut down.
     """
     client = Client(cluster)
     return client.load_balanced_view(targets) if balanced else client.direct_view(targets)
@@ -47,7 +51,10 @@ class Client(Closed):
     """The `block` of the views that are made from now on: True if their `apply` and `map` wait for values."""
 
     def __init__(self, cluster: Workers | None = None, **_: Any) -> None:
-        """Connect to ``cluster``, or else to the notebook's. Other arguments of ipyparallel's are ignored."""
+        """Connect to ``cluster``, else to the notebook's, else to a new one; start the cluster if it does not run.
+
+        Other arguments of ipyparallel's are ignored. Raises UsageError if ``cluster`` has been shut down.
+        """
         self.cluster = (cluster or Workers.current or _workers(None)).start()
         for name in [worker.name for worker in self.cluster.workers if worker.alive]:
             api.rpc_sync(name, tasks.take_name)
@@ -111,7 +118,7 @@ class Client(Closed):
         return self.direct_view(targets).activate(suffix)
 
     def shutdown(self, **_: Any) -> None:
-        """End all workers of the cluster.
+        """End all workers of the cluster; do nothing if they have been ended.
 
         The notebook's own variables stay.
         """
@@ -156,7 +163,10 @@ class Cluster(Closed):
         return self
 
     def connect_client_sync(self, **_: Any) -> Client:
-        """Return a client of the workers; start them if they do not run."""
+        """Return a client of the workers; start them if they have never been started.
+
+        Raises UsageError if they have been ended.
+        """
         return Client(self._workers)
 
     def start_and_connect_sync(self, n: int | None = None, **_: Any) -> Client:
@@ -173,7 +183,7 @@ class Cluster(Closed):
     def signal_engines_sync(self, signum: int) -> None:
         """Send a signal to all workers; SIGINT interrupts the code that they run.
 
-        Any other signal starts the workers first if they do not run.
+        Workers that have never been started are started first. Raises UsageError if they have been ended.
         """
         if signum == signal.SIGINT:
             return self._workers.interrupt()
@@ -183,7 +193,8 @@ class Cluster(Closed):
     def restart_engines_sync(self) -> None:
         """Kill all workers and start them again, under their names and ranks, without their variables.
 
-        Raises StartError if they are not ready in time. If the workers do not run, they are started first.
+        Raises StartError if they are not ready in time. Workers that have never been started are started first; if they
+        have been ended, UsageError is raised.
         """
         self._workers.restart("all")
 

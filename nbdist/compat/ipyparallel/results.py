@@ -115,10 +115,10 @@ class AsyncResult(Closed, Future[Any]):
         return iter(self.result()) if self._single else self._values()
 
     def __getitem__(self, key: int | slice | str) -> Any:
-        """Wait for the values, and return one of them, or a slice.
+        """Wait for the values, and return one of them, or a slice. Raises the first error of the tasks.
 
         For a name such as "engine_id", return this entry of each task's `metadata` at once, as a list; of a handle with
-        a single task, the one entry.
+        a single task, the one entry. Any other name raises KeyError.
         """
         if not isinstance(key, str):
             return self.result()[key]
@@ -137,20 +137,20 @@ class AsyncResult(Closed, Future[Any]):
 
     @property
     def wall_time(self) -> float:
-        """Seconds from the submission of the tasks until the last value arrived. Reading this waits for it."""
+        """Seconds from the submission of the tasks until the last value or error arrived. Reading this waits for it."""
         self.wait()
         return self.elapsed
 
     @property
     def serial_time(self) -> float:
-        """Seconds that all tasks together took on workers. Reading this waits for the tasks."""
+        """Seconds that all tasks together took on workers; a failed task counts as 0. Reading this waits for them."""
         self.wait()
         return sum(task.seconds for task in self._tasks)
 
     def wait_interactive(self, interval: float = 0.1, timeout: float | None = None) -> None:
         """Wait, at most ``timeout`` seconds, and show a progress bar, drawn every ``interval`` seconds.
 
-        An error of a task is not raised here: `get` raises it.
+        Returns then, even if tasks are still open. An error of a task is not raised here: `get` raises it.
         """
         shown, ends = LiveText(current_sink()), time.monotonic() + (math.inf if timeout is None else timeout)
         while not self.wait(interval) and time.monotonic() < ends:

@@ -50,7 +50,7 @@ class View(Closed):
         return len(self.targets)
 
     def _submit(self, calls: Sequence[tuple[Any, ...]], **shape: bool) -> AsyncResult:
-        """Submit calls, and return one handle for all of them.
+        """Submit calls, each a tuple of a function and its arguments; return one handle for all of them.
 
         The first call goes to the first worker of a direct view, the second to the next, and round again. A load
         balanced view submits all calls to all its workers together. ``shape`` is for `AsyncResult`.
@@ -146,7 +146,8 @@ class DirectView(View):
     def execute(self, code: str, *, silent: bool = False, block: bool | None = None) -> AsyncResult:
         """Run code as a cell; return a handle, whose value is None. ``silent`` hides the value of the last expression.
 
-        ``block``, or else the view's `block`, says whether to wait.
+        If ``block``, or else the view's `block`, is True, this waits, and raises CellError if the cell fails.
+        Otherwise, the handle raises the error.
         """
         cell = self.cluster.execute(code, self.targets, block=self.block if block is None else block, quiet=silent)
         task = Task()
@@ -169,8 +170,9 @@ class DirectView(View):
     def push(self, variables: Mapping[str, Any], *, block: bool | None = None) -> Any:
         """Set variables on each worker, after the cells that were sent before. Always waits.
 
-        Raises UsageError for a name that is no identifier, EncodeError for a value that cannot be sent. Returns None if
-        ``block``, or the view's `block`, is True; else a handle that is done, with the value None.
+        Raises UsageError for a name that is no identifier, EncodeError for a value that cannot be sent, WorkerLost
+        if a worker is dead. Returns None if ``block``, or the view's `block`, is True; else a handle that is done, with
+        the value None.
         """
         self.cluster.push(variables, self.targets)
         return self._wrap(None, block)
@@ -187,7 +189,7 @@ class DirectView(View):
         return self._wrap(found, block)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Set a variable on each worker: ``view["x"] = 1``."""
+        """Set a variable on each worker, and wait, as `push` does: ``view["x"] = 1``."""
         self.push({name: value}, block=True)
 
     def __getitem__(self, name: str) -> Any:
@@ -200,8 +202,9 @@ class DirectView(View):
     def scatter(self, name: str, values: Any, *, flatten: bool = False, block: bool | None = None) -> Any:
         """Cut a sequence into one part for each worker, and set the variable ``name`` to the worker's part.
 
-        With ``flatten``, a part with only one item is replaced by the item. Always waits. Returns None if ``block``, or
-        the view's `block`, is True; else a handle that is done.
+        With ``flatten``, a part with only one item is replaced by the item. A worker gets an empty part if there are
+        fewer items than workers. Always waits, and raises the errors of `push`. Returns None if ``block``, or the
+        view's `block`, is True; else a handle that is done.
         """
         for number, part in zip(self.targets, _parts(values, len(self)), strict=True):
             self.cluster.push({name: part[0] if flatten and len(part) == 1 else part}, number)
@@ -258,7 +261,7 @@ class ViewExecutor(Executor):
 
 
 def _parts(values: Any, count: int) -> list[Any]:
-    """Cut a sequence, array or tensor into ``count`` parts, whose lengths differ by at most one."""
+    """Cut a sequence, array or tensor into ``count`` slices, in order, whose lengths differ by at most one."""
     size, more = divmod(len(values), count)
     ends = [size * part + min(part, more) for part in range(count + 1)]
     return [values[start:end] for start, end in itertools.pairwise(ends)]

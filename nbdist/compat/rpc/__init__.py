@@ -106,7 +106,9 @@ def _init_rpc_backend(
 ) -> None:
     """Start an agent of a backend, and make it the current one; in a worker of a cluster, use the agent that runs.
 
-    Raises UsageError if another agent runs in this process, or ``name`` is no text.
+    ``store`` is for the backend's own function; without one, an agent of nbdist opens its own. Raises UsageError if the
+    program's own agent runs in this process already, if a cluster's agent cannot do what the arguments ask, such as
+    take another name, or if ``name`` is no text.
     """
     if not isinstance(name, str):
         raise UsageError(f"Argument name must be a str, not {name!r}")

@@ -104,7 +104,8 @@ def remote(
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
     """Return the name and id of a worker, found by name or id; without an argument, of this worker.
 
-    An unknown name, and anything that is no name or id, gets torch's error.
+    An unknown worker raises UnknownWorker, anything that is no name, id or `WorkerInfo` a TypeError, both with torch's
+    text. Raises WorkerLost if the worker is gone.
     """
     try:
         return rpc.get_worker_info(worker_name)
@@ -136,7 +137,8 @@ def _wait_all() -> Iterator[None]:
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
     """Serialize the functions that are called in the block, and their arguments, with another pickler.
 
-    It holds for all threads of this process.
+    ``rpc_pickler.serialize(call)`` returns bytes, which nbdist's own pickler reads on the callee, and a list of
+    tensors. This holds for all threads of this process. The end of any such block brings nbdist's own pickler back.
     """
     global _default_pickler
     _default_pickler = rpc_pickler
@@ -219,15 +221,19 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def _delete_users() -> None:
-    """Release all references to other workers' values, by the function of this module that a program may replace.
+    """Release all references to other workers' values, by `_delete_all_user_and_unforked_owner_rrefs`.
 
-    A graceful `shutdown` of a fixed world calls this, so a program that replaces that function can keep the references.
+    A graceful `shutdown` of a fixed world calls this. A program that replaces that function of this module can thus
+    keep the references.
     """
     _delete_all_user_and_unforked_owner_rrefs(_PRACTICALLY_NO_WAIT)
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
-    """Release all references to other workers' values; wait for the owners, ``timeout`` seconds at most."""
+    """Release all references to other workers' values; wait for the owners, ``timeout`` seconds at most.
+
+    Returns also if owners do not answer in time. The references cannot be used afterwards.
+    """
     references.release_users(rpc.current_agent(), timeout)
 
 
@@ -239,7 +245,8 @@ def _all_gather(
 ) -> dict[str, Any]:
     """Return the objects that all workers, or all ``worker_names``, have given, by name. All of them must call this.
 
-    Raises RpcTimeout if some of them do not come in time, and WorkerLost if one of them is lost.
+    Raises RpcTimeout after ``timeout`` seconds; without it, or with 0, this waits for slow workers without a limit. The
+    first worker by name raises WorkerLost if any of them is lost, the others only if that first one is lost.
     """
     try:
         return gathering.all_gather(obj, worker_names, timeout)
@@ -248,7 +255,10 @@ def _all_gather(
 
 
 def _barrier(worker_names: Collection[str]) -> None:
-    """Wait until all of ``worker_names`` have called this. A failure is logged, not raised, as in torch."""
+    """Wait, without a time limit, until all of ``worker_names`` have called this.
+
+    Logs errors, such as the loss of a worker, and returns, as in torch. See `_all_gather` for who learns of a loss.
+    """
     try:
         _all_gather(None, worker_names)
     except NbdistError:
@@ -258,6 +268,6 @@ def _barrier(worker_names: Collection[str]) -> None:
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Wait until all workers have called this.
 
-    Raises an error if some do not call it in time, or one of them is lost.
+    ``timeout`` is in seconds, 0 for no limit. Raises the errors of `_all_gather`: RpcTimeout, WorkerLost.
     """
     _all_gather(None, timeout=timeout)

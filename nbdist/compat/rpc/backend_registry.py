@@ -95,7 +95,10 @@ def register_backend(
 ) -> Any:
     """Register a backend; return its member of the new `BackendType`. Raises UsageError if the name is taken.
 
-    Each registration makes a new enum, but members of the earlier ones stay valid: see `is_backend`.
+    ``construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)`` returns options, and
+    ``init_backend_handler(store=, name=, rank=, world_size=, rpc_backend_options=)`` starts an agent, which must be one
+    of nbdist's, and returns it. Each registration makes a new enum, but members of the earlier ones stay valid: see
+    `is_backend`.
     """
     global BackendType
     if backend_registered(backend_name):
@@ -154,7 +157,8 @@ def _suits_tensorpipe(options: object) -> bool:
 def open_store(options: Any, rank: int, world_size: int | None) -> Any:
     """Open a store by torch's rendezvous, for a backend that the program has registered.
 
-    The store waits as long for a key as ``options.rpc_timeout`` says.
+    The store waits ``options.rpc_timeout`` seconds for a key. If ``rank`` is -1 and ``world_size`` None, both come from
+    the URL ``options.init_method``, or from the environment for ``env://``. Raises torch's errors.
     """
     store, _, _ = next(rendezvous(options.init_method, rank=rank, world_size=world_size or -1))
     store.set_timeout(datetime.timedelta(seconds=options.rpc_timeout))

@@ -78,7 +78,7 @@ def _install() -> None:
 def _run_the_other() -> None:
     """Import the ``sitecustomize`` of this system or environment, which this one hides, if there is one.
 
-    Python would have run it, if this folder were not the first on the path.
+    Python would have run it, if this folder were not the first on the path. Errors of that module are raised.
     """
     others = [path for path in sys.path if os.path.abspath(path or os.curdir) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)

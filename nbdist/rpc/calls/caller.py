@@ -199,9 +199,10 @@ class Caller:
         timeout: float,
         outcome: Promise[Any] | Latch,
     ) -> None:
-        """Send a call of a function whose end settles ``outcome``.
+        """Send a call of a function; the end of the call settles ``outcome``.
 
-        The usual case comes first: a callable, arguments of the usual types, and a living worker's name.
+        The usual case comes first: a callable, arguments of the usual types, and a living worker's name. Raises the
+        errors of `_check`, `find` and `Sender.send`.
         """
         if not callable(function) or type(args) not in _ARGS or type(kwargs) not in _KWARGS:
             _check(function, args, kwargs)
@@ -213,9 +214,10 @@ class Caller:
     def _method(
         self, rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any, outcome: Promise[Any] | Latch
     ) -> None:
-        """Send a call of a method of a referenced value whose end settles ``outcome``.
+        """Send a call of a method of a referenced value; the end of the call settles ``outcome``.
 
-        The label, for errors and displays, names the value's class if this worker knows it.
+        The label, for errors and displays, names the value's class if this worker knows it. Raises the errors of
+        `RRef.check_alive`, `_owner` and `Sender.send`.
         """
         rref.check_alive()
         state = rref.state

@@ -97,7 +97,7 @@ class _Collection:
     def give_up(self) -> None:
         """Remove our callbacks from all futures, some of which may never be done.
 
-        The futures themselves go on.
+        The futures themselves go on. This does not settle `whole`.
         """
         with self._lock:
             futures, self._futures = self._futures, []
@@ -106,7 +106,7 @@ class _Collection:
 
 
 def _drop(future: torch.futures.Future[Any], callback: Callable[[Any], None]) -> None:
-    """Remove a callback from a future of ours."""
+    """Remove a callback from a future of nbdist; do nothing for one of torch, which cannot remove it."""
     if isinstance(future, Promise):  # a future of torch cannot remove a callback
         future.drop_callback(callback)
 

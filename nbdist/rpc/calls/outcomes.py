@@ -195,7 +195,7 @@ class Outcomes:
         self.end(call, None, error)
 
     def creation_failed(self, result: Fork, why: BaseException, *, may_exist: bool) -> None:
-        """Mark the reference that a call was to make as failed: using it raises an error with the reason ``why``.
+        """Mark the reference that a call was to make as failed: using it raises RRefError with the reason ``why``.
 
         ``result`` is this agent's fork of that value. ``may_exist`` is True if the owner may have made the value: then
         it is told to drop it when the reference ends. If this agent itself was to own the value, everything that waits
@@ -207,9 +207,10 @@ class Outcomes:
             self._references.fail(result.fork, may_exist=may_exist)
 
     def unsent(self, result: Fork | None, outcome: Promise[Any], error: BaseException) -> None:
-        """End a call that a finaliser or signal handler made, and that the other thread could not send.
+        """End a call that a finaliser or signal handler made, and that could not be sent.
 
-        Its future raises ``error``, and so does using the reference that it was to make.
+        Another thread was to send it (`Sender.send`). Its future, ``outcome``, raises ``error``. ``result`` is the fork
+        of the reference that it was to make, or None; using that reference raises RRefError, with ``error`` as reason.
         """
         if result is not None:
             self.creation_failed(result, error, may_exist=False)
@@ -218,8 +219,8 @@ class Outcomes:
     def run_due(self, now: float) -> None:
         """End the calls that have timed out, in a job; ping the callees of calls whose time is half over.
 
-        Called by the reading thread, under `Agent._turn`. The callee's answer to the ping goes into the text of a later
-        timeout.
+        Called by the reading thread, under `Agent._turn`; ``now`` is the time as of `time.monotonic`. The callee's
+        answer to the ping goes into the text of a later timeout.
         """
         half, over = self._pending.due(now)
         for worker in {call.to for call in half}:
@@ -248,7 +249,7 @@ class Outcomes:
         )
 
     def undelivered(self, id: int) -> None:
-        """End a call that the callee has not acknowledged in any try.
+        """Fail the call ``id``, which the callee has not acknowledged in any try, with WorkerLost, unless it has ended.
 
         The callee may have run it all the same: only the acknowledgements may have been lost.
         """

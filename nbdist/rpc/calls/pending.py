@@ -175,7 +175,7 @@ class PendingCalls:
         return due[0][0] if due and not self._frozen else math.inf
 
     def freeze(self, who: int, now: float) -> None:
-        """Stop the clocks of all calls, because the agent ``who`` wants it.
+        """Stop the clocks of all calls until `thaw`, because the agent with the incarnation ``who`` wants it.
 
         Repeating it for the same agent is harmless. ``now`` is the time, as of `time.monotonic`. A call that is made
         meanwhile gets its whole time afterwards.
@@ -186,9 +186,9 @@ class PendingCalls:
             self._frozen.add(who)
 
     def thaw(self, who: int, now: float) -> None:
-        """Restart the clocks, unless another agent still wants them stopped.
+        """Restart the clocks that ``who`` wanted stopped, unless another agent still wants that.
 
-        Does nothing if ``who`` did not stop any.
+        Does nothing if ``who`` did not stop any. The arguments are those of `freeze`.
         """
         with self._lock:
             if who not in self._frozen:

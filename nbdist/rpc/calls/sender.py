@@ -217,9 +217,10 @@ class Sender:
     ) -> Draft:
         """Encode a call and its arguments; return the message and its frames, which have not been sent.
 
-        The arguments are those of `send`. ``by_value`` puts the definitions of ``__main__`` into the message. If the
-        call belongs to an autograd context, the recorder notes its tensors here. On an error, the forks made for the
-        message are undone. EncodeError names the argument at fault, which is searched for only then.
+        The arguments are those of `send`. ``by_value`` puts the definitions of ``__main__`` into the message. If
+        ``context``, the autograd context of the call, is not None, the recorder notes the call's tensors here. On an
+        error, the forks made for the message are undone. EncodeError names the argument at fault, which is searched for
+        only then.
         """
         forker = MessageForker(self._references, to.incarnation)
         peer = self._links.peer(to.incarnation)

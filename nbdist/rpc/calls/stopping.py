@@ -77,7 +77,8 @@ class Stopping:
     ) -> None:
         """Start with nothing to stop.
 
-        ``call`` is `nbdist.rpc.calls.caller.Caller.sync`. ``give_up(calls, error)`` ends the waits for calls.
+        ``call`` is `nbdist.rpc.calls.caller.Caller.sync`. ``give_up(calls, error)`` fails calls of this agent,
+        which ends the waits for them. ``submit(job)`` runs a job on a thread of the pool.
         """
         self.patience = NAME_AFTER
         """Seconds that `on_interrupt` waits before it names the calls that still run."""
@@ -150,7 +151,10 @@ class Stopping:
             self.on_stop(Stop(id), caller, [])
 
     def _give_up(self, nested: Sequence[Pending]) -> None:
-        """End the waits for nested calls with KeyboardInterrupt; a reference that such a call makes has Interrupted."""
+        """Fail the calls that a stopped call has made, which ends its waits; their callees are not told here.
+
+        A call that makes a reference fails with Interrupted, any other call with KeyboardInterrupt.
+        """
         for call in nested:
             stopped = Interrupted("stopped: its caller was interrupted")
             self._end_waits([call], stopped if call.result is not None else KeyboardInterrupt())
@@ -256,7 +260,7 @@ class Stopping:
 
 
 def _place_here(caller: int, id: int) -> str:
-    """Return where a call runs on the current agent; called from the caller's process."""
+    """Return where a call runs on the current agent, as `Stopping.where` does; the caller's agent calls this."""
     return here.agent.stopping.where(caller, id) if here.agent is not None else ""
 
 

@@ -63,7 +63,8 @@ class Guest:
     def read(self, outcome: Latch) -> None:
         """Read messages in the calling thread, as long as that pays, until ``outcome`` is settled.
 
-        It may return before, or at once if another thread is the guest; then the caller sleeps.
+        It may return before: at once if another thread is the guest or this thread is in a mode of torch, and if
+        reading did not pay (`_read_less_often`). Then the caller sleeps on ``outcome``.
         """
         try:
             if self._rest:
@@ -74,7 +75,10 @@ class Guest:
             self._channel.expect_no_more()
 
     def _read_until(self, outcome: Latch) -> None:
-        """Act as the guest until ``outcome`` is settled, a signal handler is due, or it does not pay any more."""
+        """Act as the guest until ``outcome`` is settled, a signal handler is due, or reading did not pay.
+
+        Returns at once if another thread is the guest. `_read_less_often` says when reading did not pay.
+        """
         with Deferral(WAITING_CODE) as deferral:
             if not self._free.acquire(blocking=False):
                 return

@@ -28,7 +28,7 @@ def describe_error(error: BaseException) -> State:
 
 
 def error_line(name: str, text: str) -> str:
-    """Return an error as one line: its type and the first line of its text."""
+    """Return an error as one line: ``name``, which is that of its type, and the first line of its text, if any."""
     first = text.strip().partition("\n")[0]
     return f"{name}: {first}" if first else name
 

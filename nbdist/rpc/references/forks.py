@@ -163,13 +163,16 @@ class Forks:
 
     @property
     def pending(self) -> int:
-        """The number of forks held here that the owner has not confirmed, plus children that are not accepted."""
+        """The number of pending forks held here, plus the number of forks handed on from here that are not accepted."""
         return sum(1 for user in list(self._users.values()) if user.standing is ForkStanding.PENDING) + len(
             self._children
         )
 
     def owns(self, rref: GlobalId) -> bool:
-        """Return whether this agent owns the value, or is about to own it."""
+        """Return whether this agent owns the value, or is about to own it.
+
+        It is about to own a value to which something refers before the call that makes the value has come.
+        """
         return rref in self._owned
 
     def is_made(self, rref: GlobalId) -> bool:
@@ -243,9 +246,9 @@ class Forks:
     # -- the owner's side ---------------------------------------------------------------------
 
     def retain(self, rref: GlobalId) -> None:
-        """Count one more object or call of this agent that refers to the value.
+        """Count one more object or call of this agent that refers to a value, and own the value if that is new here.
 
-        `release_owned` must follow when it ends.
+        `release_owned` must follow when the object or call ends.
         """
         self._owned.setdefault(rref, _Owned()).handles += 1
 
@@ -276,7 +279,8 @@ class Forks:
     def uncreate(self, rref: GlobalId, fork: GlobalId) -> list[Instruction]:
         """Undo `create`: the call lacks a function or class of its caller's ``__main__``, and may be repeated.
 
-        Returns the instruction to drop the value if nothing refers to it, else an empty list, for `References.perform`.
+        ``fork`` is that of its caller, as in `create`. Returns the instruction to drop the value if nothing refers to
+        it, else an empty list, for `References.perform`.
         """
         owned = self._owned[rref]
         owned.handles -= 1
@@ -287,7 +291,8 @@ class Forks:
     def abandon(self, rref: GlobalId, fork: GlobalId) -> None:
         """Note that the call which was to make ``rref`` will not be repeated: the value will never exist.
 
-        Others may refer to the value already. They keep their forks until they release them.
+        ``fork`` is that of the call's caller; a delete of it need not be remembered any more. Others may refer to the
+        value already. They keep their forks until they release them.
         """
         self._early.pop(fork, None)
         owned = self._owned.get(rref)
@@ -380,8 +385,9 @@ class Forks:
     def confirm(self, fork: GlobalId, state: State | None) -> list[Instruction]:
         """Mark the fork of a ``remote()`` call as confirmed: the reply has come.
 
-        If the fork was released here meanwhile, returns the message that tells the owner so, for `References.perform`;
-        else an empty list. Nothing happens if the fork is confirmed already, is dead, or is not known here any more.
+        ``state`` describes the value; None leaves the description as it is. If the fork was released here meanwhile,
+        returns the message that tells the owner so, for `References.perform`; else an empty list. Nothing happens if
+        the fork is confirmed already, is dead, or is not known here any more.
         """
         return self._settle(fork, ForkStanding.CONFIRMED, state)
 
@@ -400,6 +406,7 @@ class Forks:
         """Set the standing of a pending or failed fork, and forget the fork if nothing needs it.
 
         Returns the message that then tells the owner, or an empty list. A fork of any other standing stays as it is.
+        ``state`` describes the value; None leaves the description as it is.
         """
         user = self._users.get(fork)
         if user is None or user.standing not in (ForkStanding.PENDING, ForkStanding.FAILED):

@@ -29,7 +29,7 @@ __all__ = ["References", "creation_error"]
 
 
 def creation_error(why: object) -> RRefError:
-    """Return the error to raise wherever a reference is used whose ``remote()`` call failed."""
+    """Return the error to raise wherever a reference is used whose ``remote()`` call failed because of ``why``."""
     return RRefError(
         f"RRef creation via rpc.remote() failed, and the value may not exist: call remote() again. The cause: {why}"
     )
@@ -87,8 +87,8 @@ class References:
     def own(self, rref: GlobalId) -> Promise[Any]:
         """Make this agent the owner of a value with that id; return the promise of the value.
 
-        The `RRef` that is being made counts as one reference to the value; the value can be dropped once its hold has
-        ended.
+        The `RRef` that the caller makes is counted here as one reference to the value. Once the hold of that `RRef` has
+        ended, the value can be dropped.
         """
         with self._lock:
             self.forks.retain(rref)
@@ -241,7 +241,7 @@ class References:
     def confirm(self, fork: GlobalId, state: State | None) -> None:
         """Mark the fork of a ``remote()`` call as confirmed: the reply has come. ``state`` describes the value.
 
-        If the `RRef` was released before, its delete goes out now.
+        If ``state`` is None, the known description stays. If the `RRef` was released before, its delete goes out now.
         """
         with self._lock:
             instructions = self.forks.confirm(fork, state)
@@ -331,8 +331,8 @@ class References:
     def _settle_fork(self, message: ForkConfirm) -> None:
         """Mark a fork as confirmed or dead, and run the calls that waited for it.
 
-        The calls run in jobs, also if the fork is dead; in their functions, using the reference raises WorkerLost.
-        A fork that is not known here, or was confirmed before, stays as it is.
+        The calls run in jobs, also if the fork is dead; in their functions, using a dead reference raises WorkerLost.
+        A fork that is not pending, or not known here, stays as it is.
         """
         with self._lock:
             instructions = self.forks.on_fork_confirm(message)

@@ -52,8 +52,8 @@ class Handshake:
     ) -> None:
         """Start with no other member known.
 
-        ``lose(incarnation, why)`` gives up another agent. ``lost_after`` is in seconds; in a dynamic world, a listed
-        member that does not answer for so long counts as dead.
+        ``lose`` is `Agent.lose`, called if a member refuses this agent after the world has formed. ``lost_after`` is in
+        seconds; in a dynamic world, a listed member that does not answer for so long counts as dead.
         """
         self._me = membership.me
         self._membership = membership
@@ -130,7 +130,8 @@ class Handshake:
     def _greet_until(self, others: Sequence[Record], done: Any, deadline: float) -> None:
         """Greet the others until ``done()`` is true. Raises RendezvousError at the deadline, with the missing names.
 
-        The calling thread sleeps between the greetings, which are repeated until they are answered.
+        The deadline is as of `time.monotonic`. Before it, raises an error that `on_refused` or `on_lost` has noted. The
+        calling thread sleeps between the greetings, which are repeated until they are answered.
         """
         with blocking_wait():
             while True:

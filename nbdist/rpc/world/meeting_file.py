@@ -53,8 +53,8 @@ class MeetingFile:
         """Write ``desired`` if the text is ``expected``; return the text that the file has then.
 
         ``key`` is ignored, since the file has one text; torch's stores have the parameter. While the text is empty
-        there is no file. Raises TimeoutError if another process holds the lock for 2 s, and OSError if the disk is full
-        or the folder is gone; the caller retries or gives up.
+        there is no file. Raises TimeoutError if another process holds the lock for 2 s, OSError if the disk is full or
+        the folder is gone, and RendezvousError if the file is too large; the caller retries or gives up.
         """
         with self._locked() as file:
             text = self._text(file)

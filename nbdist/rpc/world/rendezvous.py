@@ -95,8 +95,8 @@ def prefixed(store: Any) -> Store:
 def parse(init_method: str, rank: int, world_size: int | None) -> Meeting:
     """Return the meeting that an ``init_method`` describes.
 
-    A negative ``rank`` is read from the URL, or for ``env://`` from the environment. Raises ValueError, in torch's
-    words, if a part is missing.
+    A negative ``rank`` is read from the URL, or for ``env://`` from the environment. ``world_size`` is not used. Raises
+    ValueError, in torch's words, if a part is missing.
     """
     url = urlparse(init_method)
     query = {key: values[0] for key, values in parse_qs(url.query).items()}
@@ -126,7 +126,7 @@ def parse(init_method: str, rank: int, world_size: int | None) -> Meeting:
 
 
 def _environment(name: str, missing: Any) -> str:
-    """Return an environment variable; raise the error that ``missing(text)`` makes if it is not set."""
+    """Return an environment variable; if it is not set, raise ``missing(text)``, an error whose text says so."""
     value = os.environ.get(name)
     if value is None:
         raise missing(f"environment variable {name} expected, but not set")

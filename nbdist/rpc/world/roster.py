@@ -81,7 +81,8 @@ class Roster:
 
         Raises:
             RendezvousError: some have not come by the deadline (a time of `time.monotonic`; the text names their
-                ranks), the members disagree about the size of the world, or a dynamic world uses the same store.
+                ranks), the store cannot be reached until then, the members disagree about the size of the world, or a
+                dynamic world uses the same store.
             NotUnique: another process has this rank, or two members have the same name.
             SecurityError: a record in the list has the signature of another secret.
             VersionMismatch: a member uses another version of the protocol.
@@ -153,8 +154,9 @@ class Roster:
     def join(self, me: Record, deadline: float) -> list[Record]:
         """Register ``me`` in a dynamic world, and return the records of the members that seem to be alive.
 
-        Raises NotUnique if one of them has the name or the id, and RendezvousError if a fixed world uses the same
-        store.
+        Raises NotUnique if one of them has the name or the id, RendezvousError if a fixed world uses the same store or
+        the store cannot be reached by the deadline (a time of `time.monotonic`), and SecurityError or VersionMismatch
+        as `form` does.
         """
         while True:
             text, document = self._read(deadline)
@@ -176,7 +178,7 @@ class Roster:
                 return present
 
     def leave(self, *leaving: Record) -> None:
-        """Remove members from the list. If the store cannot be reached any more, do nothing.
+        """Remove members from the list. Any error, such as a store that cannot be reached, is ignored.
 
         A member that is not in the list is ignored. A member of a fixed world moves to the list of those that have
         left, where the others can still read its record.
@@ -201,7 +203,10 @@ class Roster:
         del self._store
 
     def wait_for_others(self, me: Record, deadline: float) -> None:
-        """Wait until all other members of this fixed world have left or died, or until the deadline."""
+        """Wait until all other members of this fixed world have left or died, or until the deadline.
+
+        The deadline is as of `time.monotonic`. Returns at once if the list cannot be read, or ``me`` is not in it.
+        """
         while time.monotonic() < deadline:
             try:
                 _, document = self._read(0.0)
@@ -218,8 +223,9 @@ class Roster:
     def _read(self, deadline: float) -> tuple[str, _Document]:
         """Read the list: its text, for a later `_write`, and its contents.
 
-        Opens the store again and retries until the deadline while the store cannot be reached, then raises
-        RendezvousError. At least one attempt is made.
+        Opens the store again and retries until the deadline, as of `time.monotonic`, while the store cannot be reached;
+        then raises RendezvousError. At least one attempt is made. A value that is no list of members raises
+        RendezvousError at once.
         """
         while True:
             try:

@@ -97,8 +97,8 @@ class Survey:
     def look(self, states: dict[int, ShutdownState]) -> bool:
         """Take one answer of every member (a look); return whether the round is over. If it is, the next round begins.
 
-        ``states`` are the new answers, by member. The round is over if this look and the one before it found nothing
-        under way, and nothing was sent in between.
+        ``states`` are the new answers, by member. The round is over if all members have reached it, this look and the
+        one before it found nothing under way, and nothing was sent in between.
         """
         self._states.update(states)
         if self.missing():
@@ -221,8 +221,8 @@ class Ending:
     def _wait_for_round(self, round: int, deadline: float) -> None:
         """Wait until the leader, perhaps this agent itself, begins ``round``, such as `RELEASING`.
 
-        The leader is the living member with the lowest id. Raises RendezvousError after ``deadline``, with the members
-        that are waited for.
+        The leader is the living member with the lowest id. Raises RendezvousError after ``deadline`` (as of
+        `time.monotonic`), with the members that are waited for.
         """
         pause, reminder = _FIRST_PAUSE, Reminder(time.monotonic())
         while True:
@@ -304,7 +304,7 @@ class Ending:
     def _tell_the_end(self, deadline: float) -> None:
         """As the leader: tell all others that the world has ended, until each has said that it knows, or has gone.
 
-        Repeated every 0.02 s. Returns after ``deadline`` in any case.
+        Repeated every 0.02 s. Returns after ``deadline``, as of `time.monotonic`, in any case.
         """
         while time.monotonic() < deadline:
             with self._changed:

@@ -105,8 +105,8 @@ def end_server() -> None:
 def _listen(host: str, port: int) -> int:
     """Return the file descriptor of a listening socket, which torch closes with its server.
 
-    Returns `_SERVER_OF_THIS_PROCESS` if the port is in use: by this process, or else torch fails. Raises
-    RendezvousError if the host has no address to which this machine can bind a socket.
+    Returns `_SERVER_OF_THIS_PROCESS` if the port is in use: torch then takes the server that this process has there, or
+    fails. Raises RendezvousError if the host has no address to which this machine can bind a socket.
     """
     failed = f"{host} has no address"
     for family, address in _addresses(host, port):

@@ -67,7 +67,7 @@ class Journal:
 
     @property
     def lines(self) -> list[str]:
-        """The last lines of the log, oldest first."""
+        """The last lines of the log, 200 at most, oldest first; without their times."""
         return [text for _, text in list(self._lines)]
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -100,9 +100,9 @@ class Journal:
         self.news()
 
     def stepped(self, session: SteppedSession, tokens: int) -> None:
-        """Note that a session has taken a step of so many tokens, and call all listeners.
+        """Note that a session has taken a step of ``tokens`` new tokens of each sequence, and call all listeners.
 
-        A map shows the speed of the last steps.
+        A map shows the tokens per second of the session's last steps; a step of another session begins anew.
         """
         with self._lock:
             if self._session is None or self._session() is not session:
@@ -114,8 +114,9 @@ class Journal:
     def told(self) -> dict[str, Any]:
         """Return the data for a map: ``route`` and ``session`` of the session with the last step, and the ``log``.
 
-        ``route`` has a list [server, begin, end] for each span. ``session`` is None without one, else a dict of its id,
-        tokens, rate (tokens per second) and state. ``log`` has the last lines, each as [time, text].
+        ``route`` has a list [server, begin, end] for each span. ``session`` is a dict of its id, tokens, rate (tokens
+        per second) and state. ``session`` is None, and ``route`` empty, before any step and once the session was
+        garbage-collected. ``log`` has the last 50 lines, each as [seconds since 1970, text].
         """
         lines = [[at, text] for at, text in list(self._lines)[-_LINES_SHOWN:]]
         with self._lock:

@@ -95,11 +95,11 @@ def merge(history: History, layout: StackLayout = DEFAULT_LAYOUT) -> Merged:
 
 
 def is_near(found: torch.Tensor, expected: torch.Tensor, calls: Sequence[Any] = ()) -> bool:
-    """Return whether two results differ by rounding only; tokens that a mask lets see no token do not count.
+    """Return whether two results differ by rounding only; padding does not count.
 
-    The largest difference may be `_TOLERANCE` of the largest expected value, such as 1e-3 for float32. Such tokens are
-    padding: their output is never used, and depends on the amount of padding. ``calls`` has the masks: (args, kwargs)
-    of each block.
+    The largest difference may be `_TOLERANCE` of the largest expected value, such as 1e-3 for float32. A token is
+    padding if a mask hides all tokens from it: its output is never used, and depends on the amount of padding.
+    ``calls`` has the masks: (args, kwargs) of each block.
     """
     if found.shape != expected.shape:
         return False
@@ -191,7 +191,7 @@ class _Spot(NamedTuple):
 
     @property
     def given(self) -> int:
-        """The number of tokens that the step had at first."""
+        """The number of tokens that the step had before later steps cropped some of them."""
         return self.end - self.begin
 
 
@@ -335,9 +335,10 @@ def _cut_part(value: Any, given: int, begin: int, at: int, to: int, window: int 
 
     The step has ``given`` tokens, of which the first is token 0, behind ``begin`` tokens in the cache. The shape of the
     argument tells which dimension has the tokens (see the module's table); lists and dicts are cut item by item, and
-    what is no tensor is returned as it is. ``window`` is the sliding window of the layer, in tokens, or None: a mask
-    has only the columns that it reaches. ``name`` is that of a keyword argument; an ``attention_mask`` of None becomes
-    a causal mask where the part needs one. Raises `Unmergeable` for a tensor of another shape.
+    what is no tensor is returned as it is. ``window`` is the sliding window of the layer, in tokens, or None; with it,
+    the part of a mask has only the columns of tokens within the window. ``name`` is that of a keyword argument; an
+    ``attention_mask`` of None becomes a causal mask where the part needs one. Raises `Unmergeable` for a tensor of
+    another shape, or if the part needs a mask of a window.
     """
     if type(value) in (tuple, list):
         return type(value)(_cut_part(each, given, begin, at, to, window) for each in value)

@@ -131,9 +131,10 @@ class _StandIn(nn.Module):
         self._count = count
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Note the arguments; as the last layer, take the hidden states through all blocks. Returns what a layer would.
+        """Note the arguments; as the last layer, take the hidden states through all blocks.
 
-        The first layer starts the notes, and a session for a cache that has none.
+        Returns hidden states in the form in which the model's layers return them; a layer before the last returns those
+        that it got. The first layer starts the notes, and a session for a cache that has none.
         """
         passage = self._passage
         notes = passage.notes
@@ -165,8 +166,10 @@ def remote_model(
     """Build a transformers model of a kind ("CausalLM", "Model", "SequenceClassification") over a swarm's blocks.
 
     Its embeddings and head are loaded here, and frozen; a classifier's head that the checkpoint lacks is made anew, and
-    can be trained. A server is called, to learn what a layer returns. For the other kinds, a weight that the checkpoint
-    lacks raises UsageError. Raises `NoRoute` if no server can serve the first block.
+    can be trained. For the other kinds, a weight that the checkpoint lacks raises UsageError. ``recover`` says how the
+    model's sessions continue after the loss of a server (see `nbdist.swarm.serve`); ``num_labels`` is the number of a
+    classifier's classes, None for that of the checkpoint. A server is called, to learn what a layer returns. Raises
+    `NoRoute` if no server can serve the first block.
     """
     model = adapter.build(checkpoint.config, kind, num_labels)
     path = adapter.find_layers(model)
@@ -269,7 +272,10 @@ class _Generate:
             notes.expected = 0
 
     def _expected_tokens(self, inputs: Any, kwargs: dict[str, Any]) -> int:
-        """Return the tokens that a sequence may have in the end, by the arguments of ``generate`` or its config."""
+        """Return the tokens that a sequence may have in the end, by the arguments of ``generate`` or its config.
+
+        Without a limit in either, this is the number of tokens in the input, or 1 without an input.
+        """
         config = kwargs.get("generation_config") or self._passage.model.generation_config
         given = next(
             (each for each in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if each is not None), None

@@ -86,8 +86,8 @@ class Offer(NamedTuple):
 def route(offers: Mapping[str, Offer], begin: int, end: int) -> list[Span]:
     """Return the route through these blocks that takes the least time; of equal ones, one with long spans.
 
-    Dynamic programming from the last block to the first. The time of a route is a `hop` for each of its spans, and a
-    `pace` for each block, times 1 + `load`. `NoRoute` names the first block that is missing.
+    Dynamic programming from the last block to the first. The time of a route is the server's `hop` for each of
+    its spans, plus `pace` times (1 + `load`) for each block. Raises `NoRoute`, which names the first missing block.
     """
     held = {server: set(offer.blocks) for server, offer in offers.items()}
     # By block and by the server that takes it: the time from there to the end, and the server of the next block.
@@ -130,8 +130,9 @@ def _spans(
 ) -> list[Span]:
     """Follow the table ``rest`` of `route` from the best server of the first block; return the spans.
 
-    Of servers that are equally fast, the one with the longest row of blocks is taken first. ``held`` is the blocks of
-    each server.
+    ``rest`` has, for each block and each server that may take it, the time from there to the end and the server of the
+    next block. Of servers that are equally fast, the one with the longest row of blocks is taken first. ``held`` is
+    the blocks of each server.
     """
     if begin == end:
         return []
@@ -190,9 +191,10 @@ def assign(
 ) -> list[Span]:
     """Choose servers for those of these blocks that no server has; return what each has to load.
 
-    Each row of missing blocks goes to the server with the least bytes of blocks that has room for all of it, or is
-    divided. ``blocks`` is what each server has, ``sizes`` the bytes of all blocks, ``room`` the bytes that each server
-    may have, None for no limit. Raises `NoRoute` if no server has room.
+    Each row of missing blocks goes to the server with the least bytes of blocks of those that have room for the whole
+    row; if none has, several servers share it. ``blocks`` has the blocks of each server, ``sizes`` the bytes of each
+    block (1 by default), ``room`` the bytes of blocks that a server may have in all, no limit if it is None or missing.
+    Raises `NoRoute` if no server has room.
     """
     known = {number for numbers in blocks.values() for number in numbers}
     missing = [number for number in range(begin, end) if number not in known]
@@ -229,8 +231,8 @@ def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mappi
     """Place a run of blocks on one server if it fits, else in parts as large as possible; return what each has to load.
 
     ``size`` has the bytes of every block, ``has`` the bytes of blocks that each server has, which this updates,
-    ``room`` the bytes that it may have, None for no limit. Of servers with equal room, the one with the least bytes is
-    taken. Raises `NoRoute` if no server has room for the first block that is left.
+    ``room`` the bytes that it may have in all, None for no limit. Of servers that can take equally many blocks of the
+    run, the one with the least bytes is taken. Raises `NoRoute` if no server has room for the first block that is left.
     """
     found: list[Span] = []
     while run:

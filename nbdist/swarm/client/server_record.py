@@ -124,9 +124,9 @@ class Member:
         return self.state == "online" and not self.is_banned(now)
 
     def has(self, span: Span, now: float) -> bool:
-        """Return whether the server may be called for all blocks of a span.
+        """Return whether the server is online, not banned, and serves all blocks of a span.
 
-        False for a banned server, too: then the session takes another one.
+        If not, the session gives the span to another server.
         """
         blocks = self.blocks
         return self.serves(now) and all(number in blocks for number in range(span.begin, span.end))
@@ -139,7 +139,7 @@ class Member:
         """Describe the server for a map, as a dict of JSON values: name, state, note, blocks, bytes and counts.
 
         ``sizes`` are the bytes of all blocks of the model, ``budget`` the bytes of caches that a server may hold, None
-        for no limit.
+        for no limit. ``now`` is as of `time.monotonic`.
         """
         banned = self.state == "online" and self.is_banned(now)
         return {

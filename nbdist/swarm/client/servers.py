@@ -134,7 +134,7 @@ class Crew:
         return [member for member in self.members if member.there]
 
     def member(self, worker: int | str) -> Member:
-        """Return the member on a worker, given by name or id; UsageError if the worker does not serve."""
+        """Return the member on a worker, given by name or id; UsageError if none serves there, or not any more."""
         name = self._name_of(worker)
         with self._changed:
             found = self._members.get(name)
@@ -143,16 +143,18 @@ class Crew:
         return found
 
     def _name_of(self, worker: int | str) -> str:
-        """Return the name of a worker that is given by name or id."""
+        """Return the name of a worker that is given by name or id; for an unknown id, the id as text."""
         if isinstance(worker, str):
             return worker
         known = self._agent.members()
         return next((record.name for record in known if record.id == worker), str(worker))
 
     def lose(self, incarnation: int, why: object) -> None:
-        """Note that the worker with this incarnation is gone; a second call does nothing.
+        """Mark the server on the worker with this incarnation as "gone", and log its blocks and the reason.
 
-        Called by a thread whose call failed, and by the agent when it loses a member.
+        ``why`` is the reason, unless the agent knows one. Does nothing if no server is there, or it has left or is
+        gone already. Its sessions move when their next step finds it gone. Called by a thread whose call failed, and by
+        the agent when it loses a member.
         """
         with self._changed:
             member = next((each for each in self._members.values() if each.incarnation == incarnation), None)
@@ -199,7 +201,7 @@ class Crew:
     def start(self, workers: Sequence[int | str], spans: Sequence[tuple[int, int]], tell: Steps) -> None:
         """Make a server on each worker and load its span there, all at the same time; ``tell`` shows the progress.
 
-        Raises what `_wait_until_loaded` raises for the first worker that fails.
+        Raises what `_wait_until_loaded` raises for the first worker that fails; the other servers are left as they are.
         """
         made = [(self._make_server(worker), span) for worker, span in zip(workers, spans, strict=False)]
         asked = [(member, self.send(member, "load", *span, extra=_LOADING_SECONDS)) for member, span in made]
@@ -405,7 +407,8 @@ class Crew:
     def _load_unserved(self, begin: int, end: int) -> bool:
         """Let servers load the blocks that nobody serves; return False if one failed and this has to be done again.
 
-        A server that fails is banned or lost afterwards, so the next try takes others. Raises `NoRoute`.
+        A server that fails is banned or lost afterwards, so the next try takes others. Raises `NoRoute` if none is left
+        that has room for the blocks.
         """
         try:
             self._mend(begin, end)
@@ -546,7 +549,8 @@ class Crew:
     def compute(self, member: Member, method: str, tokens: int, blocks: int, *args: Any) -> Any:
         """Call a server's `forward` or `backward` and return its result; note how fast the server was.
 
-        ``tokens`` is the size of the request, ``blocks`` the number of blocks that it goes through.
+        ``tokens`` is the size of the request, ``blocks`` the number of blocks that it goes through. Raises what `ask`
+        raises.
         """
         began = time.perf_counter()
         reply: StepReply = self.ask(

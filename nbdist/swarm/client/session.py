@@ -201,7 +201,11 @@ class Session:
     def _step(
         self, before: tuple[Operation, ...], hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
     ) -> torch.Tensor:
-        """Take a step in pieces of `chunk` tokens; before the first step, open the session on a route."""
+        """Take a step in pieces of `chunk` tokens; before the first step, open the session on a route.
+
+        ``before`` are the operations on the cache that servers do before the step; the other arguments and the result
+        are those of `step`.
+        """
         self.rows = hidden.shape[0]
         self._expected = max(self._expected, self.tokens + hidden.shape[1])
         if not self._parts:
@@ -316,7 +320,8 @@ class Session:
     ) -> torch.Tensor:
         """Wait for a server's result of a step and return it; raise `Gone` if the server is lost or does not answer.
 
-        ``asked`` is the call, which was sent at the time ``since``. ``first`` says that its input went with the call.
+        ``asked`` is the call, which was sent at the time ``since``, as of `time.perf_counter`; ``own`` is the step as
+        this span takes it. ``first`` says that its input went with the call.
         Any other server may wait for a push that got lost, so the client pushes the input after `_PUSH_SECONDS`
         seconds.
         """

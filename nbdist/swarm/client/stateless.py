@@ -57,10 +57,10 @@ def through(
 
 
 def forward(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
-    """Take an item, the input of some blocks, through the blocks in micro-batches.
+    """Take an item, the input of the blocks from ``begin`` on, through them in micro-batches (`Crew.micro_batch`).
 
     Returns the hidden states behind the blocks, and the entrances of each micro-batch. An entrance is the input of one
-    span, which the backward pass sends again. Raises `NoRoute`.
+    span, which the backward pass sends again. Raises `NoRoute` if no server can serve a block, or too many failed.
     """
     parts = stacking.parts(item, crew.micro_batch)
     found = _run_each(crew, [(_one_micro_batch, (crew, begin, part)) for part in parts])

@@ -80,8 +80,9 @@ class Room:
     def _await(self, ticket: Ticket, session: ServerSession, deadline: float) -> None:
         """Wait until a ticket is granted or expired, or the session ends.
 
-        If the session has ended, or the wait is interrupted, the ticket is cancelled. The caller holds the lock; it is
-        released while this waits.
+        Raises no error for any of these: the caller looks at ``ticket.state`` and ``session.ended``. If the session
+        has ended, or the wait is interrupted, the ticket is cancelled. The caller holds the lock; it is released while
+        this waits.
         """
         try:
             with blocking_wait():

@@ -29,6 +29,7 @@ class Neighbour(Protocol):
         """Store a piece of the input of step ``number`` of session ``id``: its tokens from ``at`` on.
 
         ``at`` counts the step's new tokens from 0. ``begin`` is the first block of the session's span on that server.
+        A piece may come twice. Raises NoSession if the server does not have the session.
         """
         ...
 

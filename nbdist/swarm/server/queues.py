@@ -50,8 +50,8 @@ class QueuedRequest:
 def prioritize(kind: str, tokens: int, points: float) -> float:
     """Return the priority of a request: steps of sessions come before requests for training.
 
-    Among each of the two kinds, requests with more ``points`` come first; ``tokens`` changes nothing. The request with
-    the least number is computed first.
+    ``kind`` is "step" for a session's step; any other kind is for training. Among each of the two, requests with more
+    ``points`` come first; ``tokens`` changes nothing. The request with the least number is computed first.
     """
     return (0.0 if kind == "step" else 1.0) - points / (1.0 + abs(points)) / 2
 

@@ -126,7 +126,7 @@ class Server:
     # -- blocks -------------------------------------------------------------------------------
 
     def load(self, begin: int, end: int) -> list[int]:
-        """Load the blocks from ``begin`` to before ``end`` that are not here yet; return the numbers of all blocks.
+        """Load the missing blocks from ``begin`` to before ``end``; return the numbers of all blocks that are here.
 
         An error of loading goes to the caller; the blocks that were loaded before it stay.
         """
@@ -202,7 +202,7 @@ class Server:
             self._room.reserve((id, begin), session, per_token, tokens, time.monotonic() + patience)
 
     def _enter(self, id: str, begin: int, session: ServerSession) -> None:
-        """Register a session at a span, in place of one that is there.
+        """Register a session at a span; a session that is registered there already is ended.
 
         ``begin`` is the first block of the span. The computing thread is kept, so that it can drop the session when it
         has expired.
@@ -350,9 +350,9 @@ class Server:
     def _take(self, key: tuple[str, int], session: ServerSession, asked: StepCall, hidden: torch.Tensor) -> float:
         """Compute one step on the computing thread and push its output; return the seconds that it took.
 
-        ``asked`` is the client's call, ``hidden`` the whole input. Reserves memory for the caches first; raises
-        `CacheFull`. If the output is not pushed on, and that memory will probably suffice, the computing thread answers
-        the client, without waiting for this thread.
+        ``asked`` is the client's call, ``hidden`` the whole input. Reserves memory for the caches by an estimate before
+        the step, and by their true size after it; both may raise `CacheFull`. If the output is not pushed on and the
+        estimate says that the memory suffices, the computing thread answers the client before the second reservation.
         """
         step, begin = asked.step, key[1]
         rows, tokens = hidden.shape[:2]
@@ -395,7 +395,8 @@ class Server:
 
         This is a tuple: the caches of these blocks, the number of the last step, its output, and the tokens that the
         session expects. From then on this server computes no more steps of it. Waits up to ``patience`` seconds for the
-        current step; raises TimeoutError, and NoSession if the session is not here.
+        current step; if that is too short, raises TimeoutError, and the session goes on here. Raises NoSession if it is
+        not here.
         """
         session = self._find(id, begin)
         with blocking_wait(), session.changed:
@@ -412,8 +413,8 @@ class Server:
         long for memory.
 
         Raises:
-            NoSession: the other server does not hand the session over.
-            CacheFull: the caches do not fit here.
+            NoSession: the other server is gone, lacks the session, or does not hand it over in time.
+            CacheFull: the caches do not fit here. Then neither server continues the session.
         """
         try:
             found = neighbours.call(other, patience, "export", id, at, begin, end, patience / 2)
@@ -527,7 +528,7 @@ class Server:
     def returns_tuple(self, begin: int, hidden: torch.Tensor, told: adapter.LayerCall) -> bool:
         """Call a block and return whether its result is a tuple with the hidden states in it: models differ in that.
 
-        Raises NotHere if the block is not on this server.
+        ``told`` has the block's arguments besides ``hidden``. Raises NotHere if block ``begin`` is not on this server.
         """
 
         def work() -> bool:
@@ -589,9 +590,11 @@ class Server:
     # -- looking after it ---------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Drop sessions and give up waits that have timed out; return whether any session is left.
+        """Drop unused sessions and fail waits that have timed out; return whether any session is left.
 
-        The computing thread calls this about once a second, and ends after a while without sessions and requests.
+        A step whose input is late fails with TimeoutError, a wait for memory with `CacheFull`, and the steps of a
+        session that nobody has used for `Options.session_timeout` with NoSession. The computing thread calls this about
+        once a second, and ends after a while without sessions and requests.
         """
         now = time.monotonic()
         for key, session in list(self._sessions.items()):

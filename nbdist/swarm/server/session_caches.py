@@ -149,7 +149,7 @@ class ServerSession:
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def taken_to(self, number: int, result: torch.Tensor) -> None:
-        """Note that step ``number`` was computed, with its output; drop the inputs up to it. Takes `changed`.
+        """Note that step ``number`` was computed, with its output; drop the inputs up to it. Acquires `changed`.
 
         The output stays, in case the same step is asked for again.
         """
@@ -174,7 +174,8 @@ class ServerSession:
     def expire(self, now: float) -> None:
         """Fail the calls whose input has not arrived by their deadline with TimeoutError.
 
-        The server's computing thread calls this from time to time.
+        ``now`` is as of `time.monotonic`. The server's computing thread calls this about once a second, without holding
+        `changed`.
         """
         with self.changed:
             late = [each for each in self.asked if each.deadline <= now]

@@ -174,7 +174,7 @@ class _Graph:
     def runs(self, group: Callable[[Key], str]) -> list[list[Key]]:
         """Return the nodes of each box: consecutive operations of a worker with the same ``group(key)``.
 
-        Operations whose group is "" are cut into runs of limited length.
+        Operations whose group is "" are cut into runs of at most 2 / `_MOST_BOXES` of all nodes, or of 2.
 
         A receive has its own box and ends a run, so no run depends on itself by way of another worker. Leaves, and
         operations on one parameter alone, join the run that uses them if only one does.

@@ -93,8 +93,8 @@ def with_legend(drawings: Sequence[str], kinds: Collection[str]) -> str:
 def gantt(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], seconds: float) -> str:
     """Return a timeline as HTML: a line of bars for each row, above an axis from 0 to ``seconds``, in milliseconds.
 
-    Each row is a label and its bars. A bar's text is drawn if it fits; its tip is shown under the pointer. The result
-    is an SVG image; all texts are escaped here.
+    ``title`` is the heading. Each row is a label and its bars, whose times are in seconds. A bar's text is drawn if it
+    fits; its tip is shown under the pointer. The result is an SVG image; all texts are escaped here.
     """
     labels = [label if len(label) <= _LABEL_LETTERS else f"{label[: _LABEL_LETTERS - 1]}…" for label, _ in rows]
     left_end = 16 + int(_LETTER * max(map(len, labels), default=0))

@@ -319,8 +319,8 @@ class _Drawing:
     def _line(self, number: int, line: DrawnLine) -> str:
         """Return a line between two boxes as SVG, with the tensors of its messages as its tooltip.
 
-        Its colour shows a message, a gradient that will not come, or the critical path; other lines are grey.
-        ``number`` is its index in `diagram`.
+        Its colour shows a message, a gradient that will not come, or the critical path; other lines, and those that the
+        pass does not use, are grey. ``number`` is the line's index in ``diagram.lines``, by which its points are found.
         """
         marks = self.marks
         colour, thick, dashes = (_MESSAGE, 1.8, "") if line.edges else ("#9aa3ad", 1.2, "")

@@ -241,7 +241,10 @@ class _Making:
         return found
 
     def _set_columns(self) -> None:
-        """Set the column of each item: its place among the diagram's ranks, or else the longest way to it, in boxes."""
+        """Set the column of each item: by `Diagram.ranks`, or without them by the longest way to it, in boxes.
+
+        Ranks that no item has get no column. Without ranks, a box that no line comes to is just before its first user.
+        """
         before = self._links()
         ranks = self.diagram.ranks
         if ranks is not None:

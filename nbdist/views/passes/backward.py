@@ -293,9 +293,10 @@ class Backward:
         return worker, where, sum(self.seconds[key] for key in keys), keys
 
     def blamed(self) -> Key | None:
-        """Return the node that the first NaN or Inf goes back to in the forward pass, if it came from there.
+        """Return the node to which the first NaN or Inf could be followed back through the forward pass.
 
-        Otherwise return `bad`, the node at which it was found in the backward pass; None if there was none.
+        If it cannot be followed, or that node is not in the graph, return `bad`, the node at which it was found in the
+        backward pass; None if there was none.
         """
         found = self.inherited
         if found is not None and (found.worker, found.node) in self.nodes:

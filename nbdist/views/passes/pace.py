@@ -54,7 +54,7 @@ class Pace:
             self._note_length(now - began)
 
     def _note_length(self, seconds: float) -> None:
-        """Note the length of a step: as a part of the cost if watching slowed it, else as the usual length."""
+        """Note the length of a step: as a cost if this step or the last was watched, else as the usual length."""
         if not self._paying:
             self._others.append(seconds)
             return
@@ -66,8 +66,8 @@ class Pace:
     def is_due(self, now: float) -> bool:
         """Return whether to watch the step that begins at the time ``now``; True for the first step.
 
-        Steps are watched so rarely that watching costs a small share of the time. This changes nothing: a caller that
-        watches the step calls `looks`.
+        Watched steps are at least 1 s apart, and so rare that watching takes at most about 3 % of the time, once its
+        cost is known. This changes nothing: a caller that watches the step calls `looks`.
         """
         if not self._looks:
             return True

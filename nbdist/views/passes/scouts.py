@@ -47,11 +47,16 @@ if TYPE_CHECKING:
         def look_at(self, context: Context, opened: int) -> Watching | None:
             """Watch a context that another worker has opened; return a record of the watch, or None to refuse.
 
-            ``opened`` is the number of contexts that the worker has opened so far. The worker waits for the answer.
+            ``opened`` is the number of contexts that the worker has opened so far. That worker
+            calls this by RPC, in the context, and its step waits for the answer. Passes in the context then report to
+            the watch that the record names.
             """
 
         def plan(self, context_id: int, root: int, plan: Plan) -> None:
-            """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``."""
+            """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``.
+
+            Do nothing if the context with that id is not watched.
+            """
 
 
 __all__ = ["Scouts"]
@@ -119,8 +124,8 @@ class Scouts:
 def _ask(number: int, opened: int) -> Watching | None:
     """Ask a watcher whether to watch the current context; return a record of the watch, or None not to watch it.
 
-    A `Scout` of another worker calls this on the notebook, in the new context. ``number`` names the watcher, and
-    ``opened`` is the number of contexts that the worker has opened so far.
+    A `Scout` of another worker calls this on the notebook, in the new context. ``number`` names the watcher, which
+    may be gone: then the answer is None. ``opened`` is the number of contexts that the worker has opened so far.
     """
     home, context = _homes.get(number), api.recorder().contexts.current
     return home.look_at(context, opened) if home is not None and context is not None else None
@@ -167,7 +172,7 @@ class Scout:
     def _decide(self) -> bool:
         """Return whether to watch the context that the calling thread is about to open; note the thread if so.
 
-        The step's thread calls this before the context opens; it asks nobody.
+        The step's thread calls this before the context opens; it asks nobody. `_on_context` uses the note.
         """
         now = time.monotonic()
         with self._lock:
@@ -215,9 +220,10 @@ class Scout:
             self._call(_show_plan, self._number, context_id, self._recorder.me, plan)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function on the notebook, and return its result; None if no answer comes in time.
+        """Call a function on the notebook, and return its result; None if the notebook cannot be asked.
 
-        The reason is logged: a view must not fail the user's step.
+        That is so after an `NbdistError` or RuntimeError, such as for no answer within `_ANSWER_SECONDS`. The error is
+        logged and not raised: a view must not fail the user's step.
         """
         try:
             return self._agent.call(self._home, function, *arguments, timeout=_ANSWER_SECONDS).wait()
@@ -231,7 +237,7 @@ _scouts: dict[tuple[int, Key], Scout] = {}
 
 
 def _own_key(key: Key) -> tuple[int, Key]:
-    """Return the key under which the calling agent's `Scout` for the watcher ``key`` is, or will be, in `_scouts`."""
+    """Return the key in `_scouts` of the calling agent's `Scout` for a watcher: the agent's incarnation and ``key``."""
     return current_agent().me.incarnation, key
 
 

@@ -160,7 +160,7 @@ class Watcher:
     def begin(self, cell: Callable[[], Any], then: Callable[[], None] = lambda: None) -> None:
         """Run a cell on a thread of its own and watch it until its end; then the thread calls ``then()``.
 
-        An error of the cell is kept in `error`, and `wait` raises it.
+        The watcher is closed before that. An error of the cell is kept in `error`, and `wait` raises it.
         """
 
         def run() -> None:
@@ -208,7 +208,11 @@ class Watcher:
 
     @property
     def count(self) -> int:
-        """The number of contexts that were opened on all workers since the watcher was made, as far as is known."""
+        """The number of contexts that were opened on all workers since the watcher was made.
+
+        Another worker's are counted when it next asks whether to watch one. Those that another watcher's cell opens in
+        this process do not count.
+        """
         return sum(self._opened.values())
 
     @property
@@ -459,7 +463,8 @@ class Watcher:
     def _decide(self) -> bool:
         """Return whether to watch the context that the calling thread is about to open; note the thread if so.
 
-        Called for each context of this process, before it opens. A thread that runs another watcher's cell gets False.
+        Called for each context of this process, before it opens; `_on_context` uses the note. A thread that runs
+        another watcher's cell gets False.
         """
         now = time.monotonic()
         with self._changed:
@@ -496,7 +501,8 @@ class Watcher:
         """Watch a context that another worker has opened; return a record of the watch, or None to refuse.
 
         ``opened`` is the number of contexts that the worker has opened so far. The worker calls this and waits for the
-        answer. It is None while another pass is under way, unless the next pass must halt.
+        answer. It is None if the watcher has ended, or the context has a watch already; also while another pass is
+        under way, unless the next pass must halt.
         """
         with self._changed:
             self._opened[context.maker] = opened
@@ -580,9 +586,10 @@ class Watcher:
         self._wake_and_tell()
 
     def _turn_to(self, watch: Watch) -> None:
-        """Make the last pass of ``watch`` the present one, or another pass under way; the caller holds the lock.
+        """Make the latest pass of ``watch`` the present one; if it is over, prefer another watch's pass under way.
 
-        Does nothing while the present pass is under way. If the pass has no plan, a thread reconstructs it.
+        Does nothing while a pass of another watch is the present one and under way. If the new one has no plan, a
+        thread reconstructs the plan. The caller holds the lock.
         """
         if self.under_way and watch is not self._watch:
             return

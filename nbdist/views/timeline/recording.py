@@ -68,7 +68,8 @@ class _Recording:
     def _take(self, event: str, fields: dict[str, Any]) -> None:
         """Note the piece of work that an event of `nbdist.trace` stands for; called by the thread that emits it.
 
-        A call is noted when it ends; a call that still runs at the end of the recording is left out.
+        A call is noted when it ends; a call that still runs at the end of the recording is left out. Events that a
+        timeline does not draw are ignored.
         """
         now = time.monotonic()
         thread = threading.get_ident()

@@ -94,8 +94,9 @@ class Timeline:
     ) -> dict[str, Any]:
         """Call a function of `views.timeline.recording` on all workers; return the results by worker name.
 
-        The function gets the recording's key, and then what ``more(record)`` returns for the worker. A worker that is
-        gone, or fails, is left out: whatever it raises, the others must end their recordings.
+        The function gets the recording's key, and then the arguments in the tuple ``more(record)``, where ``record`` is
+        the worker's in the list of members. A worker that is gone, or fails, is left out: whatever it raises, the
+        others must end their recordings.
         """
         there = [record for record in self._records if self._is_there(record)]
         args = {record.name: (self._key, *(more(record) if more is not None else ())) for record in there}

@@ -91,9 +91,10 @@ def _of_server(method: object) -> str:
 
 
 def _task(function: Any, args: Sequence[Any], *_: Any) -> tuple[str, str]:
-    """Return the kind and name of an executor's task: those of the user's function.
+    """Return the kind and name of an executor's task: "call", and the name of the user's function.
 
-    The views of `nbdist.compat.ipyparallel` pass the user's function to a function of their own.
+    ``args`` are the positional arguments of ``function``; further arguments are ignored. The views of
+    `nbdist.compat.ipyparallel` pass the user's function, as the first of ``args``, to a function of their own.
     """
     if getattr(function, "__module__", "") == "nbdist.compat.ipyparallel.tasks":
         function = args[0]

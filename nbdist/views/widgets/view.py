@@ -75,9 +75,9 @@ def identity(name: str) -> Any:
 
 
 def _bundled(found: re.Match[str]) -> str:
-    """Return JavaScript that imports the module that ``found`` names from a URL of its own.
+    """Return a statement, in place of the import ``found``, that loads a third party's module from the text itself.
 
-    ``found`` is the import statement of a third party's module. Its names then do not clash with ours.
+    The statement holds the module's text and imports it as a module of its own: its names do not clash with ours.
     """
     source = json.dumps(_read(f"{found[2]}.js"))
     return (
@@ -206,7 +206,7 @@ class View(anywidget.AnyWidget):
     def publish(self) -> None:
         """Send the data that `look` returns to the page. Called by the thread that publishes all views.
 
-        That thread logs an error, and goes on with other views.
+        That thread logs an error, and publishes the other views.
         """
         self.snapshot = self.look()
 
@@ -250,7 +250,7 @@ def _press(view: View, message: dict[str, Any]) -> None:
 def _where_it_was_sent(_: Any, default: Any) -> Any:
     """Return ``default``: the thread, as ipykernel names it, to which the page has sent a message.
 
-    This replaces a method of the comm that may choose another thread.
+    This replaces a method of the comm that may choose another thread by its first argument, the message's data.
     """
     return default
 

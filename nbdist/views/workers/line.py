@@ -11,7 +11,7 @@ __all__ = ["line_in_place"]
 
 
 def line_in_place() -> Steps:
-    """Return a function that shows a line below the running cell; each call replaces the line before.
+    """Return a function that shows its argument as a line below the running cell, in place of the line before.
 
     The function shows nothing if no user can watch (nbval, nbconvert), or on a terminal, where a line cannot be
     replaced once others have written below it.

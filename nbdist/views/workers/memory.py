@@ -209,7 +209,7 @@ def _signed(grown: int) -> str:
 
 
 def _not_accounted(memory: WorkerMemory, rest: int | None) -> str:
-    """Return ``rest``, the bytes that no counted object takes, as text; in brackets, all bytes at the worker's start.
+    """Return ``rest``, the bytes that no counted object takes, as text; in brackets, the whole process at its start.
 
     Empty if ``rest`` is None, which says that the system does not tell.
     """

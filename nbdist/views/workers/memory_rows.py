@@ -184,7 +184,7 @@ class Look:
     def at(cls, found: Holdings, before: Look | None) -> Look:
         """Return the amounts of a report, to compare the next report with.
 
-        For workers that did not answer, it keeps those of ``before``, the last look; None if there was none.
+        For workers that did not answer, it keeps the amounts of ``before``, the last look (None if this is the first).
         """
         totals = {memory.incarnation: (memory.name, split(memory).total or 0) for memory in found.workers}
         amounts = {hash(row.key): row.amount for row in rows_of(found)}
@@ -197,7 +197,8 @@ class Look:
     def growth(self, memory: WorkerMemory, total: int | None) -> int | None:
         """Return by how many bytes a worker has grown since this look; None if that is not known.
 
-        ``memory`` names the worker, and ``total`` is its bytes now, None if the system does not say.
+        ``memory`` names the worker, and ``total`` is its bytes now, None if the system does not say. The result
+        is None, too, for a worker that was restarted since this look.
         """
         known = self.totals.get(memory.incarnation)
         return total - known[1] if known is not None and total is not None else None

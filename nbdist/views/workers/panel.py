@@ -46,7 +46,8 @@ class Panel:
     def sample(self) -> None:
         """Take one sample of all workers; a second thread waits for its turn.
 
-        Workers that do not answer in time keep the facts that the notebook itself knows.
+        A worker that does not answer within half a second gets a row of what the notebook itself knows, as in
+        `%dist_status`.
         """
         with self._sampling:
             rows = collect(self.cluster)
@@ -83,7 +84,8 @@ class Panel:
     def talk(self) -> list[tuple[str, str, int, float]]:
         """Return the pairs of workers where the first waits for the second, or sends it much data, as last sampled.
 
-        Each is (first, second, calls of the first that wait for an answer, bytes a second).
+        Each is (first, second, calls of the first that wait for an answer, bytes a second). Much is 10,000 bytes a
+        second or more.
         """
         waits = {(row.name, other): count for row in self.rows for other, count in row.waits.items()}
         pairs = [

@@ -64,7 +64,8 @@ def say(printed: Sequence[Printed], span: LineRange | None) -> str:
 def _choose_lines(printed: Printed, span: LineRange | None, most: int) -> _Shown:
     """Choose the lines of one worker to show, ``most`` at most.
 
-    Without ``span``, the end of the log, or for one cell the lines after those that were shown in the notebook.
+    Without ``span``, these are the last lines; if ``printed`` is of one cell with more than ``most`` lines, those after
+    the lines that the notebook has shown.
     """
     total = printed.dropped + sum(1 for _ in printed.lines())
     oldest = printed.dropped + 1

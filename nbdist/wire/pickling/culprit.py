@@ -31,7 +31,7 @@ class _Trial(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no a
     """Pickles into nothing, to see whether it can. Tensors and storages count as sendable."""
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return a text for a tensor or storage, so that pickle skips it, which the codec carries; else None."""
+        """Return a text for a tensor or storage, which the codec carries, so that pickle skips it; else None."""
         return "tensor" if isinstance(obj, torch.Tensor | torch.storage.UntypedStorage) else None
 
 
@@ -65,7 +65,7 @@ def of_value(value: Any, name: str) -> str:
 
 
 def _can_travel(value: Any) -> bool:
-    """Return whether a value can be pickled, tensors in it apart; tries it, and swallows every error."""
+    """Return whether a value can be pickled, with its tensors left out; try it, and swallow every error."""
     try:
         _Trial(_Nowhere(), 5).dump(value)
     except Exception:

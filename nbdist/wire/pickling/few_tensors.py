@@ -25,8 +25,8 @@ def simplicity(value: Any, record: bool, depth: int = 4) -> int:
 
     `PLAIN` values are atoms (None, bool, int, float, str, bytes) in tuples, lists and dicts; `TENSORS` have tensors
     among these.
-    Looks ``depth`` containers deep; deeper or longer ones are `COMPLEX`. So is a tensor that requires grad, unless
-    ``record``.
+    Looks ``depth`` containers deep; deeper ones, and those of more than 64 items, are `COMPLEX`; a dict's keys and
+    values both count. So is a tensor that requires grad, unless ``record``.
     """
     kind = type(value)
     if kind in ATOMS:

@@ -27,8 +27,8 @@ class Launcher(Protocol):
     def __init__(self, count: int, on_end: Callable[[str, int], None]) -> None:
         """Get ready to start ``count`` workers.
 
-        Call ``on_end(name, code)`` once for every worker that ends, in any thread; ``code`` is its exit code, or minus
-        the number of the signal that killed it.
+        The launcher calls ``on_end(name, code)`` once for every worker that ends, in any thread; ``code`` is its exit
+        code, or minus the number of the signal that killed it.
         """
         ...
 
@@ -41,13 +41,15 @@ class Launcher(Protocol):
         """Import modules ahead of all workers, if that saves them time or memory. Called at most once, before `start`.
 
         Returns at once. The future is done when the modules are imported; it fails with UsageError if an import fails.
+        ``environment`` has the environment variables for the imports.
         """
         ...
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:
         """Start a worker that calls `nbdist.cluster.worker.kernel.main` with this setup; return the future of its pid.
 
-        The future fails if the process cannot be made.
+        ``environment`` has the worker's environment variables. If the process cannot be made, this method raises an
+        error such as WorkerLost, or the future fails with it.
         """
         ...
 
@@ -66,7 +68,7 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Kill all workers and the processes that they started, and remove the run directory."""
+        """Kill all workers and the processes that they started, wait for their end, and remove the run directory."""
         ...
 
 

@@ -114,12 +114,13 @@ class LocalLauncher:
     def preload(self, modules: Sequence[str], environment: Mapping[str, str]) -> Future[None]:
         """Import modules in the zygote, once for all workers, which share their memory.
 
-        The future fails with UsageError if a module cannot be imported. Call it before `start`.
+        The future fails with UsageError if a module cannot be imported, with WorkerLost if the zygote ends. If workers
+        cannot be forked, a warning says that they do not share the imports. Call it before `start`.
         """
         return self._processes.preload(modules, {**environment, **_ZYGOTE_ENVIRONMENT})
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:
-        """Start a worker; return the future of its pid. An environment overrides this launcher's defaults.
+        """Start a worker; return the future of its pid. Its ``environment`` overrides this launcher's defaults.
 
         The future fails with WorkerLost if the process cannot be made. Raises WorkerLost at once if the zygote has
         ended, and UsageError if a worker of that name lives.
