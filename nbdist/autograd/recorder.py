@@ -387,13 +387,15 @@ class Recorder:
             agent.post(to, Cast(topic, data, _NO_PAYLOAD))
             return
         space = agent.sharing.spaces.get(to)
-        record = agent.links.connected(to)
-        where = devices.for_gradients(agent.me, record)
-        is_usual = type(message) is messages.Gradients and where.leave_cpu
+        connection = agent.links.connections.get(to)
+        record = connection.record if connection is not None else None
+        mapped = agent.me.device_maps or (record is not None and record.device_maps)
+        is_usual = type(message) is messages.Gradients and not mapped
         usual = messages.encode_usual_gradients(body, space) if is_usual else None
         if usual is not None:
             agent.post(to, Cast(topic, data, usual[0]), usual[1])
             return
+        where = devices.for_gradients(agent.me, record)
         encoded = codec.encode(body, by_value=True, devices=where, space=space)
         agent.post(to, Cast(topic, data, encoded.payload), encoded.frames, slots=encoded.slots)
 

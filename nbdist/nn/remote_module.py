@@ -103,7 +103,8 @@ class RemoteModule(torch.nn.Module):
             EncodeError: an argument or the result cannot be sent.
             Exception: the module raised it.
         """
-        return api.rpc_sync(self.module_rref.owner(), self._run(), (self.module_rref, self.device, *args), kwargs)
+        function = run if self.device == "cpu" else self._run()
+        return api.rpc_sync(self.module_rref.owner(), function, (self.module_rref, self.device, *args), kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the module with ``*args`` and ``**kwargs``, and return a `Future` of its result at once.
@@ -115,12 +116,11 @@ class RemoteModule(torch.nn.Module):
             >>> module.forward_async(torch.ones(4, 2)).wait().shape
             torch.Size([4, 3])
         """
-        return api.rpc_async(self.module_rref.owner(), self._run(), (self.module_rref, self.device, *args), kwargs)
+        function = run if self.device == "cpu" else self._run()
+        return api.rpc_async(self.module_rref.owner(), function, (self.module_rref, self.device, *args), kwargs)
 
     def _run(self) -> Callable[..., Any]:
-        """Return the function that calls the module: `run`, or `run_to_cpu` if a result on a GPU cannot be sent."""
-        if self.device == "cpu":
-            return run
+        """Return the function that calls a module on a GPU: `run`, or `run_to_cpu` if the result could not be sent."""
         agent = api.current_agent()
         return run if results_stay_on_gpus(agent.me, agent.find(self.module_rref.owner_name())) else run_to_cpu
 

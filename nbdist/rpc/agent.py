@@ -221,7 +221,7 @@ class Agent:
             self.links,
             self.references,
             self.recorder,
-            Answers(me, self.exchange, self.links, self.references, self.sharing, self.recorder, self.activate),
+            Answers(me.name, self.exchange, self.links, self.references, self.sharing, self.recorder, self.activate),
         )
         """Runs the calls that come."""
         self.outcomes = Outcomes(me, self.pending, self.references, self.links, self.recorder, self.submit)

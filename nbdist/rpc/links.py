@@ -22,10 +22,12 @@ from nbdist.amounts import duration
 from nbdist.channel.contract import Buffer, Channel, ChannelError, Link
 from nbdist.errors import NbdistError, WorkerLost
 from nbdist.finalisers import this_thread
+from nbdist.rpc import devices
 from nbdist.rpc.calls.pending import Pending, PendingCalls
 from nbdist.rpc.shared_tensors import Sharing
 from nbdist.rpc.world.members import Membership
 from nbdist.signals import Deferral
+from nbdist.wire.devices import Devices
 from nbdist.wire.messages import (
     Call,
     Envelope,
@@ -72,6 +74,10 @@ class Connection:
     record: Record
     peer: Peer
     link: Link
+    calls: Devices
+    """Its devices for the arguments of calls to it."""
+    results: Devices
+    """Its devices for the results of its calls."""
     sent: int = 0
     """Bytes that were sent there, those in shared memory included."""
 
@@ -131,7 +137,9 @@ class Links:
             now = time.monotonic()
             peer = Peer(self._me.incarnation, record.incarnation, self._limits, now, watch_silence=not local)
             addresses = [a for a in record.addresses if local or not a.startswith(_FILE_SCHEMES)]
-            self.connections[record.incarnation] = Connection(record, peer, self._channel.connect(addresses))
+            calls, results = devices.for_call(self._me, record), devices.for_result(self._me, record)
+            link = self._channel.connect(addresses)
+            self.connections[record.incarnation] = Connection(record, peer, link, calls, results)
         if local and record.pid != os.getpid():
             self._watch(record.pid, record.started)
         self.hurry(peer.next_tick())

@@ -39,10 +39,12 @@ class Devices:
     results: bool = False
     """True if the tensors are part of a result, for the error."""
 
-    @property
-    def leave_cpu(self) -> bool:
-        """True if CPU tensors arrive on the CPU, as without a device map for them."""
-        return self.mapped.get("cpu", "cpu") == "cpu"
+    leave_cpu: bool = field(init=False)
+    """True if CPU tensors arrive on the CPU, as without a device map for them."""
+
+    def __post_init__(self) -> None:
+        """Set `leave_cpu`, which is read for each message."""
+        object.__setattr__(self, "leave_cpu", self.mapped.get("cpu", "cpu") == "cpu")
 
     def of(self, device: torch.device) -> str | None:
         """Return the receiver's device for a tensor on ``device``; None for the CPU if no map says so.

@@ -191,10 +191,11 @@ class Live(Arranger):
         state.queue.append(OutputItem([worker], f"clear:{message.content['wait']}", now, message=message))
 
     def _wipe(self, workers: Sequence[str], message: Published, now: float) -> list[Published]:
-        """Return the messages that clear the output of some workers.
+        """Clear the output of some workers in the record of what is shown; return the messages that do so on the page.
 
         ``message`` is the workers' ``clear_output``. It clears all output of the cell, so the output of the other
-        workers is shown again after it. Empty if nothing of these workers is shown.
+        workers is shown again after it. Empty if nothing of these workers is shown. Progress bars are due at ``now``, a
+        time of `time.monotonic`.
         """
         found = self._screen.wipe(workers)
         if not found and not any(name in self._bars for name in workers):

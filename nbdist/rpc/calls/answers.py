@@ -9,7 +9,6 @@ from typing import Any
 
 from nbdist import trace
 from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageError
-from nbdist.rpc import devices
 from nbdist.rpc.calls.arrivals import Arrival
 from nbdist.rpc.calls.failures import describe
 from nbdist.rpc.exchange import Exchange
@@ -21,7 +20,8 @@ from nbdist.rpc.references.table import References
 from nbdist.rpc.shared_tensors import Sharing
 from nbdist.torch_private import is_torch_future
 from nbdist.wire import codec
-from nbdist.wire.messages import Payload, Record, Recording, Reply, State
+from nbdist.wire.devices import CPU_ONLY
+from nbdist.wire.messages import Payload, Recording, Reply, State
 from nbdist.wire.pickling import names
 from nbdist.wire.tensors import Slot
 
@@ -42,7 +42,7 @@ class Answers:
 
     def __init__(
         self,
-        me: Record,
+        name: str,
         exchange: Exchange,
         links: Links,
         references: References,
@@ -50,12 +50,11 @@ class Answers:
         recorder: Served,
         activate: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Answer as agent ``me``.
+        """Answer as agent ``name``.
 
         ``activate()`` is entered by a thread that answers for the agent and is not one of its threads.
         """
-        self._me = me
-        self._name = me.name
+        self._name = name
         self._exchange = exchange
         self._links = links
         self._references = references
@@ -174,7 +173,7 @@ class Answers:
         encode = partial(
             codec.encode,
             forker=forker,
-            devices=devices.for_result(self._me, connection.record if connection is not None else None),
+            devices=connection.results if connection is not None else CPU_ONLY,
             record=asked.context is not None and recording is not None and recording.grad,
             space=self._spaces.get(asked.sender),
         )

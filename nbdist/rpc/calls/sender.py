@@ -14,7 +14,6 @@ from nbdist import durations
 from nbdist.channel.contract import Buffer
 from nbdist.errors import EncodeError, UsageError
 from nbdist.finalisers import hand_over, this_thread
-from nbdist.rpc import devices
 from nbdist.rpc.calls.pending import Pending, PendingCalls
 from nbdist.rpc.calls.repeats import Draft, Repeats
 from nbdist.rpc.futures import Latch, Promise
@@ -26,6 +25,7 @@ from nbdist.rpc.references.rref import RRef
 from nbdist.rpc.references.table import References
 from nbdist.rpc.shared_tensors import Sharing
 from nbdist.wire import codec
+from nbdist.wire.devices import CPU_ONLY
 from nbdist.wire.messages import Call, Fork, Mode, Payload, Record
 from nbdist.wire.pickling import culprit
 
@@ -223,7 +223,7 @@ class Sender:
         only then.
         """
         forker = MessageForker(self._references, to.incarnation)
-        peer = self._links.peer(to.incarnation)
+        peer, connection = self._links.peer(to.incarnation), self._links.connections.get(to.incarnation)
         # A repeated call is encoded by another thread, whose gradient mode does not count.
         grad = call.recording.grad if call.recording is not None else torch.is_grad_enabled()
         try:
@@ -236,7 +236,7 @@ class Sender:
                     lacking=peer.lacking if peer is not None else (),
                     known=peer.definitions if peer is not None and not by_value else (),
                     forker=forker,
-                    devices=devices.for_call(self._me, to),
+                    devices=connection.calls if connection is not None else CPU_ONLY,
                     record=context is not None and grad,
                     space=self._spaces.get(to.incarnation),
                 )

@@ -265,6 +265,7 @@ class Backward:
     def _end_times(self) -> dict[Key, float]:
         """Return when each node ended, or for a pass that was halted, when it would have ended.
 
+        Nodes that have not ended yet are left out.
         The user decides in which order the nodes of a halted pass run. So there only the nodes' own times count: each
         begins as soon as those before it have ended. The graph says which nodes are before it, not the clock: see
         `critical_path`.

@@ -172,7 +172,8 @@ class Scout:
     def _decide(self) -> bool:
         """Return whether to watch the context that the calling thread is about to open; note the thread if so.
 
-        The step's thread calls this before the context opens; it asks nobody. `_on_context` uses the note.
+        A context is watched if this scout holds every pass, or if enough time has gone since the last one (`Pace`). The
+        step's thread calls this before the context opens; it asks nobody. `_on_context` uses the note.
         """
         now = time.monotonic()
         with self._lock:
