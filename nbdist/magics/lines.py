@@ -192,7 +192,9 @@ def parse_value(line: str) -> ValueLine:
     """
     match = _VALUE.fullmatch(line)
     if match is None:
-        raise UsageError(f"{_VALUE_USAGE}; a cell that runs on workers begins with %%remote")
+        raise UsageError(
+            f"%remote needs a target and an expression; {_VALUE_USAGE}; a cell for workers begins with %%remote"
+        )
     targets, seconds = match["targets"], match["before"] or match["after"]
     if re.match(r"-\D", targets):
         raise UsageError(f"{targets!r} is not a target; {_VALUE_USAGE}")

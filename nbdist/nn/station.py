@@ -52,7 +52,7 @@ from nbdist.optim.local import on_cpu
 from nbdist.optim.parameters import name_parameter
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
-from nbdist.rpc.devices import takes_gpu_tensors
+from nbdist.rpc.devices import results_stay_on_gpus, takes_gpu_tensors
 from nbdist.rpc.futures import Latch
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.messages import Record
@@ -412,7 +412,7 @@ class _Step:
             self._send(op._replace(stage=op.stage + 1), as_tuple(value))
         elif not order.train:
             driver = self._agent.find(self._station.driver)
-            if not driver.device_maps.get(self._me) and not takes_gpu_tensors(self._agent.me, driver):
+            if not results_stay_on_gpus(driver, self._agent.me):
                 value = _map(value, _on_cpu)
             self._outputs.append(value)
 
@@ -479,7 +479,9 @@ class _Step:
         if place == self._me:
             self._inbox.put(op, (wanted, values))
             return
-        if not takes_gpu_tensors(self._agent.me, self._agent.find(place)):
+        if any(isinstance(value, torch.Tensor) and not value.is_cpu for value in values) and not takes_gpu_tensors(
+            self._agent.me, self._agent.find(place)
+        ):
             values = tuple(_on_cpu(value) if isinstance(value, torch.Tensor) else value for value in values)
         args = self._station.uid, self._order.step, *op, wanted, *values  # flat: such calls are encoded fast
         latch = self._agent.begin(place, deliver, *args)

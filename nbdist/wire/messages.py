@@ -59,7 +59,7 @@ __all__ = [
     "encode_envelope",
 ]
 
-VERSION = 9
+VERSION = 10
 """Raised with every change of the bytes between agents, which include the names of modules and functions of nbdist.
 
 Agents of different versions refuse each other.

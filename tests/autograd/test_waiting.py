@@ -1,6 +1,7 @@
 """Waits keep a call of torch's engine going until nodes on several devices have run.
 
-Here all nodes are on the CPU, and waits are asked for; with a GPU, tests/gpu/test_cluster.py has nodes on both.
+Here all nodes are on the CPU, and only said to be on two devices. With a GPU, tests/gpu/test_cluster.py has nodes
+on both.
 """
 
 import threading
@@ -32,7 +33,7 @@ def program(x, w, call):
 
 @pytest.fixture
 def contested(monkeypatch):
-    """Counts the calls of torch's engine that stop at a barrier; all of them use a countdown."""
+    """Counts the calls of torch's engine that stop at a barrier; all nodes are taken to be on two devices."""
     counted = []
     before = worker_part.Part._contested_call
 
@@ -41,7 +42,8 @@ def contested(monkeypatch):
         return before(self, *args)
 
     monkeypatch.setattr(worker_part.Part, "_contested_call", call)
-    monkeypatch.setattr(worker_part, "always_count_down", True)
+    two = {torch.device("cpu"), torch.device("meta")}
+    monkeypatch.setattr(worker_part, "devices_of", lambda nodes: two)
     return counted
 
 
@@ -90,7 +92,7 @@ def test_a_node_that_never_runs_is_an_error(world, contested, monkeypatch):
     """The waits end, and the gradients that are missing are not taken for zeros."""
     monkeypatch.setattr(waiting, "_LONGEST_PATIENCE", 0.001)
     monkeypatch.setattr(Countdown, "_note", lambda *_: None)
-    with pytest.raises(RuntimeError, match=r"nodes of a backward pass, which is on cpu, did not run: the devices have"):
+    with pytest.raises(RuntimeError, match=r"nodes of a backward pass, which is on cpu, meta, did not run"):
         pass_over_two_workers()
 
 

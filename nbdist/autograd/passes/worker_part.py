@@ -78,8 +78,6 @@ _RUNS_FIRST = 1 << 62
 _MOST_MESSAGES_APART = 16
 """If more messages than this are ready, they run in one step: they are likely to be small."""
 _one = torch.ones((), device="cpu")
-always_count_down = False
-"""True to use a `Countdown` where all nodes are on one device, too: for tests on machines without a GPU."""
 
 
 class GateState(Enum):
@@ -644,7 +642,7 @@ class Part:
         barriers = PassRoots([], [])
         for slot in missing:
             slot.node._set_sequence_nr(_RUNS_LAST)
-        if len(devices) > 1 or always_count_down:
+        if len(devices) > 1:
             countdown = Countdown(free)
             barriers.edges.append(countdown.chain([slot.gate for slot in missing], _RUNS_LAST))
             barriers.gradients.append(_one)

@@ -247,7 +247,10 @@ def _all_loops() -> list[gloo.Loop]:
 
 
 def _is_known(address: bytes) -> bool:
-    """Return whether the present store knows the group for which gloo listens at an address."""
+    """Return whether this process formed, by way of the present store, the group for which gloo listens at an address.
+
+    ``address`` is as in `GroupStore.group_at`.
+    """
     return _store is not None and _store.group_at(address) is not None
 
 

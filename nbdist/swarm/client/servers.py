@@ -277,7 +277,7 @@ class Crew:
             with self._changed:
                 if not member.there:
                     raise UsageError(
-                        f"{member.name} is {member.state}, so it cannot leave now: only an online server can"
+                        f"{member.name} is {member.state}, so it cannot leave now: only an online or draining one can"
                     )
                 member.state = "draining"  # it may be that already, when an interrupted call is repeated
             self._journal.tell(f"{member.name} is about to leave")

@@ -89,7 +89,9 @@ class Pools:
     def take(self) -> list[QueuedRequest]:
         """Take out the first request, and all later ones that can be computed with it; an empty list if none waits.
 
-        They are of one kind and have an equal key `together`, and have at most `batch` tokens in all.
+        First is the request with the least ``order``. The others are of its kind and have its key `together`, unless
+        that is None; all have at most `batch` tokens together, and those that do not fit stay. The first goes in any
+        case, alone if it is larger.
         """
         found: list[QueuedRequest] = []
         size = 0
