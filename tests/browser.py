@@ -52,6 +52,16 @@ class Page:
         """A cell, to look for things in."""
         return self.page.locator(".jp-Notebook .jp-Cell").nth(index)
 
+    def expect(self, locator):
+        """Return Playwright's assertions about what a locator finds: each is tried again until it holds.
+
+        A cell has ended before the page shows all of its output, so a look that is made once may be too early.
+        """
+        from playwright.sync_api import expect
+
+        expect.set_options(timeout=PATIENCE * 1000)
+        return expect(locator)
+
     def finish(self, index, timeout=PATIENCE):
         """Run a cell, and wait for its end."""
         self.run(index)
@@ -64,6 +74,10 @@ class Page:
         while not re.search(r"\[\d+\]", prompt.text_content() or ""):
             assert time.monotonic() < deadline, f"cell {index} has not ended: {self.told(index)}"
             self.page.wait_for_timeout(50)
+
+    def tells(self, index, text):
+        """Wait until a text stands below a cell: a cell's end may be shown before all that it printed."""
+        self.expect(self.cell(index).locator(".jp-OutputArea").first).to_contain_text(text)
 
     def told(self, index):
         """The text below a cell."""

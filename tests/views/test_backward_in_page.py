@@ -91,24 +91,24 @@ def test_pause_step_and_run(front, tmp_path, request):
         assert done(page, 3) == 3  # exactly those, and it is the cell's own pass that waits
         assert "*" in page.cell(3).locator(".jp-InputPrompt").text_content()
         page.cell(3).locator(".node.done").first.click()
-        assert "1 of 1 have come" in page.cell(3).locator(".nbdist-details").text_content()
+        page.expect(page.cell(3).locator(".nbdist-details")).to_contain_text("1 of 1 have come")
         page.cell(3).locator(".nbdist-histogram rect").first.wait_for()
         if picture := request.config.getoption("--pictures"):
             page.cell(3).locator(".nbdist-view").screenshot(path=f"{picture}/backward-{front}.png")
         press(page, 3, "Run")
         page.ended(3)
         page.finish(4)
-        assert "True" in page.told(4)  # as it is where nobody looks
+        page.tells(4, "True")  # as it is where nobody looks
 
         page.run(5)
         page.cell(5).locator(".node.halted").first.wait_for()
         press(page, 5, "To NaN")
         bad = page.cell(5).locator(".node.bad")
         bad.wait_for(timeout=10_000)
-        assert "Sqrt" in bad.text_content()
+        page.expect(bad).to_contain_text("Sqrt")
         assert "*" in page.cell(5).locator(".jp-InputPrompt").text_content()
         bad.click()
-        assert "worker2" in page.cell(5).locator(".nbdist-details").text_content()
+        page.expect(page.cell(5).locator(".nbdist-details")).to_contain_text("worker2")
         press(page, 5, "Run")
         page.ended(5)
         assert not page.complaints
@@ -137,14 +137,14 @@ def test_the_handle_does_what_the_buttons_do(tmp_path):
         for index in range(4):
             page.finish(index)
         page.cell(3).locator(".node.halted").first.wait_for()
-        assert "the pass above" in page.told(3)
+        page.tells(3, "the pass above")
         page.finish(4)
-        assert "3" in page.told(4)
+        page.tells(4, "3")
         await_done(page, 3, 3)
         page.finish(5)
         page.cell(3).get_by_text("over").first.wait_for()
         page.finish(6)
-        assert "True True" in page.told(6)  # the hook that was added while it was paused counted, in that pass too
+        page.tells(6, "True True")  # the hook that was added while it was paused counted, in that pass too
         assert not page.complaints
 
 
@@ -164,7 +164,7 @@ def test_buttons_act_on_the_oldest_ipykernel_as_well(tmp_path):
         press(page, 3, "Run")
         page.ended(3)
         page.finish(4)
-        assert "7.3.0" in page.told(4)
+        page.tells(4, "7.3.0")
 
 
 TRAIN = """%%remote
@@ -202,7 +202,7 @@ def test_training_on_a_worker_and_a_step_of_a_pipeline(tmp_path, request):
             page.finish(index)
         page.run(3)
         page.cell(3).locator(".node.halted").first.wait_for()
-        assert "pass of worker0" in page.cell(3).locator(".nbdist-status").text_content()
+        page.expect(page.cell(3).locator(".nbdist-status")).to_contain_text("pass of worker0")
         press(page, 3, "Step")
         await_done(page, 3, 1)
         press(page, 3, "Run")
@@ -210,7 +210,7 @@ def test_training_on_a_worker_and_a_step_of_a_pipeline(tmp_path, request):
 
         page.run(4)
         page.cell(4).locator(".node.halted").first.wait_for()
-        assert "pipeline step of notebook" in page.cell(4).locator(".nbdist-status").text_content()
+        page.expect(page.cell(4).locator(".nbdist-status")).to_contain_text("pipeline step of notebook")
         for count in range(1, 4):
             press(page, 4, "Step")
             await_done(page, 4, count)

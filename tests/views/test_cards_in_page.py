@@ -38,9 +38,10 @@ def check_rows(page):
     table = page.cell(3).locator(".nbdist-card")
     table.get_by_text("confirmed").wait_for()
     table.get_by_text("failed").wait_for()
-    assert "ValueError: -1 is negative" in table.inner_text()
-    assert "on its way" not in table.inner_text()
-    assert "Tensor float32(1,)" in table.inner_text()
+    shown = page.expect(table)
+    for text in ("ValueError: -1 is negative", "Tensor float32(1,)"):
+        shown.to_contain_text(text, use_inner_text=True)
+    shown.not_to_contain_text("on its way", use_inner_text=True)
     page.page.set_viewport_size({"width": 1050, "height": 1000})
     assert page.page.evaluate("el => el.scrollWidth <= el.clientWidth", table.locator("div div").first.element_handle())
 
@@ -62,22 +63,22 @@ def test_a_card_peeks_and_releases_while_a_cell_is_busy(front, tmp_path):
         page.finish(0)
         page.finish(3)
         rows = page.cell(3).locator(".nbdist-card tbody tr")
-        assert rows.locator("visible=true").count() == 2
+        page.expect(rows.locator("visible=true")).to_have_count(2)
         check_rows(page)
         page.finish(1)
         card = page.cell(1).locator(".nbdist-card")
         card.get_by_text("confirmed").wait_for()
-        assert "worker1" in card.text_content()
+        page.expect(card).to_contain_text("worker1")
         page.run(2)
         page.page.wait_for_timeout(500)
         card.get_by_role("button", name="Peek").click()
         card.get_by_text("weight").wait_for(timeout=4000)
-        assert "float32(2, 3)" in card.text_content()
+        page.expect(card).to_contain_text("float32(2, 3)")
         card.get_by_role("button", name="Release").click()
         page.cell(1).get_by_text("released").first.wait_for(timeout=4000)
         assert "*" in page.cell(2).locator(".jp-InputPrompt").text_content()  # it was busy all the time
         released = page.cell(1).locator("div[class$='-picture']")
-        assert "Linear" in released.inner_text()  # it is known still
+        page.expect(released).to_contain_text("Linear", use_inner_text=True)  # it is known still
         picture = page.cell(3).locator("div[class$='-picture']")  # hidden, as long as the live table is there
         picture.filter(has_text="failed").filter(has_not_text="on its way").wait_for(state="attached")
         saved = page.save()

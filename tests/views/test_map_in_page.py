@@ -51,18 +51,18 @@ def test_a_worker_is_killed_while_a_text_is_written(front, press, tmp_path, requ
         view = page.cell(1).locator(".nbdist-map")
         view.get_by_text("3 workers: 3 online").wait_for(timeout=10_000)
         rows = view.locator("tbody tr")
-        assert rows.count() == 4  # one is for blocks that nobody has, and hidden
-        assert not rows.nth(3).is_visible()
+        page.expect(rows).to_have_count(4)  # one is for blocks that nobody has, and hidden
+        page.expect(rows.nth(3)).to_be_hidden()
         assert [held(rows.nth(n)) for n in range(3)] == [60, 60, 60]
-        assert [rows.nth(n).locator("td").first.inner_text() for n in range(3)] == ["worker0", "worker1", "worker2"]
+        page.expect(rows.locator("td:first-child")).to_contain_text(["worker0", "worker1", "worker2"])
         for width in (1050, 700):
             page.page.set_viewport_size({"width": width, "height": 1000})
             page.page.wait_for_function("el => el.scrollWidth <= el.clientWidth", arg=frame(view))
         page.run(2)
         view.get_by_text(re.compile(r"writing, \d+ tokens, .* tokens/s")).wait_for(timeout=20_000)
-        assert "route: worker0 0-1 → worker1 2-3 → worker2 4-5" in view.text_content()
+        page.expect(view).to_contain_text("route: worker0 0-1 → worker1 2-3 → worker2 4-5")
         assert [held(rows.nth(n), "route") for n in range(3)] == [60, 60, 60]
-        assert " KB of 1.0 MB" in rows.nth(0).text_content()
+        page.expect(rows.nth(0)).to_contain_text(" KB of 1.0 MB")
         press(view.get_by_role("button", name="Kill worker2"))
         view.get_by_text("2 online, 1 gone").wait_for(timeout=10_000)
         view.get_by_text(re.compile(r"→ worker[01] (4-5|2-5)")).wait_for(timeout=10_000)
@@ -72,22 +72,22 @@ def test_a_worker_is_killed_while_a_text_is_written(front, press, tmp_path, requ
         assert page.cell(2).locator(".jp-InputPrompt").text_content() == "[*]:"  # it is still busy
         assert sum(held(rows.nth(n), "route") for n in range(2)) == 180
         page.ended(2)
-        assert "the same: True" in page.told(2)
-        assert not rows.nth(3).is_visible()  # all blocks are with somebody
+        page.tells(2, "the same: True")
+        page.expect(rows.nth(3)).to_be_hidden()  # all blocks are with somebody
+        page.expect(rows.nth(2).get_by_text("gone", exact=True)).to_be_visible()
         assert held(rows.nth(2)) == 0
-        assert rows.nth(2).get_by_text("gone", exact=True).is_visible()
-        assert view.get_by_role("button", name="Kill worker2").is_disabled()
-        assert "worker2, which had blocks 4-5, is gone" in view.locator(".nbdist-log").text_content()
-        assert [rows.nth(n).locator("td").first.inner_text() for n in range(3)] == ["worker0", "worker1", "worker2"]
+        page.expect(view.get_by_role("button", name="Kill worker2")).to_be_disabled()
+        page.expect(view.locator(".nbdist-log")).to_contain_text("worker2, which had blocks 4-5, is gone")
+        page.expect(rows.locator("td:first-child")).to_contain_text(["worker0", "worker1", "worker2"])
         page.finish(3)
         for index in (1, 4):  # the view that was there, and one of a swarm that is over already
             if index == 4:
                 page.finish(4)
             page.cell(index).get_by_text("this swarm is over; it had 6 blocks").wait_for()
-            said = page.cell(index).locator(".jp-OutputArea").first.inner_text()
-            assert "nobody" not in said
-            assert page.cell(index).get_by_role("button", name="Kill").count() == 0
-            assert page.cell(index).locator(".nbdist-map").count() == 0
+            page.expect(page.cell(index).get_by_role("button", name="Kill")).to_have_count(0)
+            page.expect(page.cell(index).locator(".nbdist-map")).to_have_count(0)
+            shown = page.expect(page.cell(index).locator(".jp-OutputArea").first)
+            shown.not_to_contain_text("nobody", use_inner_text=True)
         assert not page.complaints
         assert not page.strangers
 

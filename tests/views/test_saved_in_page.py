@@ -52,7 +52,7 @@ def check_pictures(page):
         said = visible(page, index)
         assert "widget" not in said, (name, said)
         assert "Error" not in said, (name, said)
-        assert live(page, index).count() == 0, name
+        page.expect(live(page, index)).to_have_count(0)
 
 
 @pytest.mark.parametrize("front", ["lab", "notebook"])
@@ -61,10 +61,9 @@ def test_saved_live_and_opened_with_a_new_kernel(front, tmp_path):
     with notebook(cells, front, tmp_path) as page:
         for index in range(len(cells) - 1):
             page.finish(index)
-        for index, name in enumerate(VIEWS, FIRST):
-            live(page, index).first.wait_for()
-            assert live(page, index).count() == 1, name
-            assert page.cell(index).locator("div[class$='-picture']:visible").count() == 0, name
+        for index in range(FIRST, FIRST + len(VIEWS)):
+            page.expect(live(page, index).locator("visible=true")).to_have_count(1)
+            page.expect(page.cell(index).locator("div[class$='-picture']:visible")).to_have_count(0)
         page.page.wait_for_timeout(6000)  # until the pictures have caught up
         saved = page.save()
         for index, name in enumerate(VIEWS, FIRST):

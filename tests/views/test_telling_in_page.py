@@ -57,7 +57,7 @@ def test_an_error_and_a_death_are_told_while_the_cell_runs(front, tmp_path):
         assert any(said in text for text in texts(saved))
         stop(page)
         page.ended(1)
-        assert "1 / 0" in page.told(1)
+        page.tells(1, "1 / 0")
         assert not any("wait in" in text for text in texts(page.save().cells[1]))
 
         page.run(2)
@@ -68,5 +68,5 @@ def test_an_error_and_a_death_are_told_while_the_cell_runs(front, tmp_path):
         page.ended(2)
         page.finish(3)
         page.finish(4)
-        assert "3.0" in page.told(4)
+        page.tells(4, "3.0")
         assert not page.complaints

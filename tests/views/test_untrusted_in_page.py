@@ -66,8 +66,9 @@ def test_every_view_has_its_static_form(front, saved, tmp_path):
             text = output.text_content()
             assert SAID[name] in text, (name, text)
             assert "widget" not in text, (name, text)
+            page.expect(output.locator("img")).to_have_count(int(name in DRAWN))
             for picture in output.locator("img").all():
-                assert picture.evaluate("image => image.naturalWidth") > 100, name
-            assert output.locator("img").count() == (name in DRAWN), name
-        assert page.page.locator("span[title*='ExpBackward0']").count() == 2  # what a drawing tells where one points
+                assert picture.evaluate("async (image) => { await image.decode(); return image.naturalWidth; }") > 100
+        told = page.page.locator("span[title*='ExpBackward0']")  # what a drawing tells where one points
+        page.expect(told).to_have_count(2)
         assert not page.strangers
