@@ -74,7 +74,10 @@ class InProcessChannel:
         for address in addresses:
             if address.startswith("inprocess://"):
                 return InProcessLink(self._network, address)
-        raise ChannelError(f"none of the addresses {list(addresses)} is in this process")
+        raise ChannelError(
+            f"an in-process channel cannot connect to {list(addresses)}: its peers are in this process, and their "
+            "addresses begin with inprocess://"
+        )
 
     def deliver(self, frames: list[bytes]) -> None:
         """Put a message, as ``frames``, into the queue. Does nothing after `close`."""

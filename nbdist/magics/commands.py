@@ -327,7 +327,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         try:
             print(f"{counted(save_printed(printed, asked.save), 'line is', 'lines are')} in {asked.save}.")
         except OSError as error:
-            raise UsageError(f"the lines cannot be saved: {error}") from error
+            raise UsageError(f"what the workers printed cannot be saved: {error}") from error
 
     @line_magic
     @_shortly

@@ -51,17 +51,20 @@ def read_groups(given: Any) -> list[Group]:
     Raises:
         UsageError: there is no parameter, an entry is no reference, or the user gave two parameters the same name.
     """
-    if isinstance(given, RRef | torch.Tensor | str | Mapping):
+    if isinstance(given, RRef | Mapping):
         raise UsageError(
             f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: "
             "put it in a list"
         )
     try:
-        entries = list(given)
+        entries = list(given) if not isinstance(given, torch.Tensor | str) else None
     except TypeError:
+        entries = None
+    if entries is None:
         raise UsageError(
-            f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}"
-        ) from None
+            f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: "
+            "rpc.remote(...) and rpc.RRef(parameter) return such references"
+        )
     if entries and all(isinstance(entry, Mapping) for entry in entries):
         groups = [_read_group(index, entry) for index, entry in enumerate(entries)]
     else:

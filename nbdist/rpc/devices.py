@@ -21,9 +21,10 @@ def for_call(me: Record, to: Record) -> Devices:
 
 
 def for_result(me: Record, caller: Record | None) -> Devices:
-    """Return the devices of the caller for the result of its call, which ``me`` ran.
+    """Return the `Devices` that say on which device of the caller each tensor of a result arrives; ``me`` ran the call.
 
-    ``caller`` is None if the caller is gone; then the result is `CPU_ONLY`.
+    The caller's own device map holds, read backwards; without one, the rules of `nbdist.wire.devices`. ``caller`` is
+    None if the caller is gone; then the result is `CPU_ONLY`, with which a tensor on a GPU cannot be sent.
     """
     if caller is None:
         return CPU_ONLY

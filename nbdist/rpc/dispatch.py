@@ -176,7 +176,10 @@ class Pool:
         return self._running - self._blocked < self._size + self._extra
 
     def _provide(self) -> None:
-        """Give queued work a thread: wake an idle one, or start one. The caller holds the lock."""
+        """Give queued work a thread: wake an idle one; start one if there is none and the limit allows it.
+
+        Without both, a thread takes the work when it has finished its own. The caller holds the lock.
+        """
         if self._idle:
             self._condition.notify()
         elif self._queue and self._capacity():

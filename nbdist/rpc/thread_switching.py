@@ -45,9 +45,10 @@ def shorten(seconds: float) -> Callable[[], None]:
 
 
 def _apply() -> None:
-    """Set the process's switch interval to the shortest wanted one, unless the user has set another meanwhile.
+    """Set the process's switch interval to the shortest of those wanted and the one from before the first `shorten`.
 
-    The caller holds the lock.
+    So it is the one from before when nobody wants another any more. If the user has set one meanwhile, that stays. The
+    caller holds the lock.
     """
     global _ours
     if sys.getswitchinterval() == _ours:  # else the user has set another one

@@ -344,8 +344,8 @@ class RecordedCache:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecordedCache:
         raise UsageError(
-            "a cache whose entries are on the workers of a swarm cannot be copied: call the model with the whole text "
-            "and a new cache"
+            "copy.deepcopy cannot copy this cache, because its entries are on the workers of a swarm: call the model "
+            "with the whole text and a new cache"
         )
 
     @contextlib.contextmanager

@@ -202,7 +202,10 @@ def parts(item: StackInput, size: int | None) -> list[StackInput]:
 
 
 def _part(item: StackInput, batch: int, begin: int, end: int) -> StackInput:
-    """Return the input of some blocks, ``item``, for its sequences from ``begin`` to before ``end`` of ``batch``."""
+    """Return the input of some blocks, ``item``, for its sequences from ``begin`` to before ``end`` of ``batch``.
+
+    A gradient in ``item`` is left out.
+    """
     prompts = item.prompts
     if prompts is not None and prompts.shape[1] > 1:
         prompts = prompts[:, begin:end]

@@ -34,7 +34,7 @@ class Unreadable(bytes):
     """Stands, without bytes, for a sender's shared memory that this process cannot map."""
 
     def __new__(cls, why: str) -> Unreadable:
-        """Make a stand-in. The reason ``why`` goes into the error with which the message is answered."""
+        """Make a stand-in. The reason ``why`` goes into the error of the call or backward pass that sent the tensor."""
         unreadable = super().__new__(cls)
         unreadable.why = why
         return unreadable

@@ -27,7 +27,7 @@ def magics(monkeypatch):
         ("distributed", ("0", "x"), r"%%distributed takes no target, because it runs on all workers"),
         ("rank", ("", "x"), r"%%rank needs ranks: write %%rank\[0,1\], or %%distributed for all workers"),
         ("dist_push", ("model rate",), r"the notebook has no variable model, rate; define it here before %dist_push"),
-        ("dist_log", ("--save /nowhere/lines",), r"the lines cannot be saved: .* '/nowhere/lines'"),
+        ("dist_log", ("--save /nowhere/lines",), r"what the workers printed cannot be saved: .* '/nowhere/lines'"),
     ],
 )
 def test_magics_that_are_refused(magics, name, arguments, text):

@@ -216,7 +216,7 @@ def test_one_error_is_itself_and_several_are_all_told(pair):
         ([5], r"entry 0 of params_rref is 5 \(of type int\), not an RRef"),
         (5, r"a list of RRefs to parameters, or of groups, not 5 \(of type int\)"),
         ([torch.ones(2)], r"entry 0 of params_rref is a Tensor of shape \(2,\), not an RRef: .* rpc.RRef\(parameter\)"),
-        (torch.ones(2), "put it in a list"),
+        (torch.ones(2), r"rpc.RRef\(parameter\)"),
         ({"params": []}, "put it in a list"),
         ([{"lr": 0.1}], "group 0 of params_rref has no 'params'; it has lr"),
         ([{"params": 5}], "'params' of group 0 should be a list of RRefs to parameters, not 5"),

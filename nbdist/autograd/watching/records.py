@@ -70,7 +70,7 @@ class Event:
 
     @property
     def told(self) -> str:
-        """The event in a sentence; for a ``nan`` also whether it is from the forward pass, and from where."""
+        """The event in a few words, such as "done" and its node; for a ``nan`` a sentence that says where it began."""
         node = _words_for_node(self.worker, self.name or "", self.node)
         if self.what == "nan":
             return told(self.inherited, node, lambda end: _words_for_node(end.worker, end.name, end.node))

@@ -48,7 +48,7 @@ def is_available() -> bool:
 
 
 def total() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or its control group's limit if lower."""
+    """Return the bytes of memory that this process may use: the machine's, or its container's limit if lower."""
     return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_of_group("memory.max"), sys.maxsize)
 
 
@@ -67,7 +67,10 @@ def available() -> int:
 
 
 def _of_group(name: str) -> list[int]:
-    """Return the number in a file of this process's control group, in a list; [] if it is missing or says "max"."""
+    """Return the number in a file of the control group at the root, in a list; [] if it is missing or says "max".
+
+    In a container that group is the container's own. Only version 2 of control groups is read.
+    """
     with contextlib.suppress(OSError, ValueError):
         return [int(Path("/sys/fs/cgroup", name).read_text())]
     return []

@@ -203,9 +203,15 @@ def _set_and_start_rpc_agent(agent: Any) -> None:
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """End RPC in this process, as `nbdist.rpc.shutdown`.
 
-    If ``graceful``, first wait until no call is open and, in a world of fixed size, all workers have called this. After
-    ``timeout`` seconds (0 for no limit), raise RendezvousError. RPC ends in any case. Raises RuntimeError if other
-    workers still refer to values of this one and ``_ignore_rref_leak`` is False.
+    If ``graceful``, first wait until no call is open and, in a world of fixed size, all workers have called this.
+    ``timeout`` is in seconds, 0 for no limit. RPC has ended in this process also if one of these errors is raised. Only
+    a worker of a notebook's cluster stays in its world, until the notebook ends the cluster.
+
+    Raises:
+        RendezvousError: the time is over.
+        WorkerLost: a worker was lost while this one waited.
+        RuntimeError: there is no RPC here; or other workers still refer to values of this one, and
+            ``_ignore_rref_leak`` is False.
     """
     try:
         agent = rpc.current_agent()

@@ -494,8 +494,11 @@ class Forks:
     def hand_over(self, rref: GlobalId, fork: GlobalId | None, to: int, child: GlobalId | None = None) -> Fork:
         """Make a fork for agent ``to`` from ``fork``, which is held here; if that is None, from a value owned here.
 
-        The message to ``to`` brings the fork. The sender keeps the reference alive until the message has arrived; the
-        new fork keeps it alive afterwards. ``child`` is the id of the new fork; if it is None, a new id is made.
+        The caller puts the fork into a message to ``to``, or calls `take_back` if the message is not sent. The value
+        stays alive meanwhile: the owner counts the fork from now on, a user keeps its own fork until the receiver has
+        taken over (`ChildAccept`). ``child`` is the id of the new fork; if it is None, a new id is made.
+
+        Raises KeyError if the fork or the value is not held here any more.
         """
         child = child or self._ids.next()
         if fork is None:

@@ -131,10 +131,14 @@ class _StandIn(nn.Module):
         self._count = count
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Note the arguments; as the last layer, take the hidden states through all blocks.
+        """Note the arguments that the model gives to this layer; as the last layer, compute all layers on the servers.
 
-        Returns hidden states in the form in which the model's layers return them; a layer before the last returns those
-        that it got. The first layer starts the notes, and a session for a cache that has none.
+        A layer before the last one computes nothing and returns ``hidden``. The last one sends ``hidden`` with all
+        noted arguments through the servers, and returns what the last block made of it, as a tuple if the model's own
+        layers return tuples. The first layer begins new notes, and a session for a cache that has none.
+
+        Raises what the call of the servers raises: `NoRoute` if a block has no server, UsageError for arguments that
+        cannot be sent.
         """
         passage = self._passage
         notes = passage.notes

@@ -182,6 +182,7 @@ class ServerSession:
             self.asked = [each for each in self.asked if each not in late]
         for each in late:
             error = TimeoutError(
-                f"the input of step {each.number} has not arrived, neither from the server before nor from the client"
+                f"the input of step {each.number} has not arrived in time, neither from the server before this one nor "
+                "from the client, which sends it again by itself if it still waits"
             )
             each.settle(None, error)
