@@ -134,13 +134,13 @@ LAYERS: dict[str, int] = {
 """The layer of each module, by the first part of its name."""
 
 THIRD_PARTY: dict[str, tuple[str, ...]] = {
-    "zmq": ("channel",),
+    "zmq": ("channel", "cluster.kernels"),
     "cloudpickle": ("wire",),
     "jupyter_client": ("cluster",),
     "ipykernel": ("cluster",),
     "IPython": ("cluster", "magics", "compat.ipyparallel"),
     "anywidget": ("views.widgets",),
-    "ipywidgets": ("views.widgets",),
+    "ipywidgets": ("views.widgets", "cluster.kernels.versions"),
     "ray": ("cluster.processes.launchers",),
     "transformers": ("swarm.adapter",),
     "safetensors": ("swarm.adapter",),

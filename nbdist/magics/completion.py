@@ -7,13 +7,12 @@ it sent after its last cell: completion never waits for a worker that computes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
-
-from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.kernels import asking
+from nbdist.cluster.kernels.versions import Completions, add_completer
 from nbdist.magics.lines import CELL_OPTIONS, LINE_OPTIONS
 from nbdist.magics.place import FIRST_LINE, RemoteCode, find_remote_code
 
@@ -48,42 +47,27 @@ _WORD = re.compile(r"[^\s,=\[]*$")
 _NAME = re.compile(r"\w*$")
 
 
-class _Nothing(list[SimpleCompletion]):
-    """An empty list of completions that suppresses those of other completers.
-
-    IPython suppresses them only for a completer whose list is not empty, so this one claims to have a length of 1.
-    """
-
-    def __len__(self) -> int:
-        """Return 1, although the list is empty: IPython would else show the completions of its other completers."""
-        return 1
-
-
 class RemoteCompleter:
     """Completes code for workers, names of workers, and options of magics."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell: Any = shell
-        self._completer: Any = shell.Completer
-
-        @context_matcher(identifier="nbdist")  # type: ignore[untyped-decorator, unused-ignore]
-        def match(context: CompletionContext) -> SimpleMatcherResult:
-            return self.match(context.full_text, _offset(context))
-
-        self._match = match
+        self._remove: Callable[[], None] | None = None
 
     def install(self) -> None:
         """Add this completer to those of the shell, until `remove`.
 
         Called once. IPython then asks this completer for each completion.
         """
-        self._completer.custom_matchers.append(self._match)
+        self._remove = add_completer(self._shell, self.complete)
 
     def remove(self) -> None:
         """Remove this completer from the shell. Call this once after `install`."""
-        self._completer.custom_matchers.remove(self._match)
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
 
-    def match(self, text: str, cursor: int) -> SimpleMatcherResult:
+    def complete(self, text: str, cursor: int) -> Completions:
         """Return the completions at a place in a cell's text; ``cursor`` counts characters.
 
         An empty result, where the text is not for this completer, leaves the completion to IPython. No worker is asked
@@ -92,8 +76,7 @@ class RemoteCompleter:
         before = text[:cursor]
         if (called := _CALLED.search(before)) is not None and Cluster.current is not None:
             names = [name for name in [*_workers(), Cluster.current.driver] if name.startswith(called[1])]
-            found = [SimpleCompletion(name, type="worker") for name in names] or _Nothing()
-            return SimpleMatcherResult(completions=found, suppress=True, matched_fragment=called[1])
+            return Completions(names, called[1], "worker", alone=True)
         place = find_remote_code(text, cursor)
         if place is not None:
             return self._remote_code(place)
@@ -104,12 +87,12 @@ class RemoteCompleter:
             )
         line = before.rpartition("\n")[2]
         if (asked := _MAGIC_LINE.match(line)) is None:
-            return SimpleMatcherResult(completions=[])
+            return Completions()
         magic = asked[1]
         options = LINE_OPTIONS.get(magic, ())
         if magic in _MAGICS_WITH_NAMES:
             words = [*self._variables(magic), *_workers(), "all", *options]
-            return self._words(line, words, suppress=line.rpartition(" ")[2].startswith("-"))
+            return self._words(line, words, alone=line.rpartition(" ")[2].startswith("-"))
         return self._words(line, _BACKENDS if _BACKEND.fullmatch(line) else options)
 
     def _variables(self, magic: str) -> list[str]:
@@ -125,26 +108,26 @@ class RemoteCompleter:
         return []
 
     @staticmethod
-    def _words(before: str, words: Iterable[str], *, suppress: bool = True) -> SimpleMatcherResult:
+    def _words(before: str, words: Iterable[str], *, alone: bool = True) -> Completions:
         """Return those of ``words`` that begin as the last word of ``before``, the text up to the cursor.
 
-        With ``suppress``, IPython shows no completions of its own beside them.
+        With ``alone``, IPython shows no completions of its own beside them.
         """
         begun = _WORD.search(before)[0]  # type: ignore[index]
-        found = [SimpleCompletion(word, type="magic") for word in words if word.startswith(begun)]
+        found = [word for word in words if word.startswith(begun)]
         if not found or _MAGIC.fullmatch(before):  # the magic's own name is not complete yet
-            return SimpleMatcherResult(completions=[])
-        return SimpleMatcherResult(completions=found, suppress=suppress, matched_fragment=begun)
+            return Completions()
+        return Completions(found, begun, "magic", alone)
 
     @staticmethod
-    def _remote_code(place: RemoteCode) -> SimpleMatcherResult:
+    def _remote_code(place: RemoteCode) -> Completions:
         """Return the completions of code for workers, from the first target worker.
 
         An idle worker is asked; a busy or silent one is completed from the names that it had after its last cell.
         """
         worker = place.first_target()
         if worker is None or Cluster.current is None:
-            return SimpleMatcherResult(completions=[])
+            return Completions()
         code, cursor = place.code, place.cursor
         found = asking.complete(Cluster.current, worker, code, cursor, ANSWER_TIMEOUT)
         if found is not None:
@@ -154,19 +137,9 @@ class RemoteCompleter:
             fragment = _NAME.search(code[:cursor])[0]  # type: ignore[index]
             attribute = code[: cursor - len(fragment)].endswith(".")
             matches = [] if attribute else [name for name in worker.names if name.startswith(fragment)]
-        return SimpleMatcherResult(
-            completions=[SimpleCompletion(text, type="instance") for text in matches] or _Nothing(),
-            suppress=True,
-            matched_fragment=fragment,
-        )
+        return Completions(matches, fragment, "instance", alone=True)
 
 
 def _workers() -> list[str]:
     """Return the names of the cluster's workers; [] without a cluster."""
     return Cluster.current.names if Cluster.current is not None else []
-
-
-def _offset(context: CompletionContext) -> int:
-    """Return the cursor's place in the whole text, in characters."""
-    lines = context.full_text.split("\n")
-    return sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position

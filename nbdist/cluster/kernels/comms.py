@@ -11,13 +11,12 @@ The worker's output in that time belongs to the front end's message, as it would
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import OrderedDict
-from typing import Any
 
 from nbdist.cluster.kernels.connection import KernelThread, Message
 from nbdist.cluster.kernels.output_widgets import own_request
+from nbdist.cluster.kernels.versions import comm_manager
 from nbdist.cluster.output.sinks import Sink, sink_of
 from nbdist.cluster.workers import Worker
 
@@ -107,7 +106,7 @@ class Comms:
 
         Does nothing in a process without a kernel, such as a script.
         """
-        id, manager = message["content"]["comm_id"], _manager()
+        id, manager = message["content"]["comm_id"], comm_manager()
         if manager is None:
             return
         if message["msg_type"] == "comm_open":
@@ -151,17 +150,8 @@ class Comms:
 
         The front end is not told. A second call does nothing.
         """
-        manager = _manager()
+        manager = comm_manager()
         for id in list(self._open):
             if manager is not None:
                 manager.comms.pop(id, None)
         self._open.clear()
-
-
-def _manager() -> Any:
-    """Return the comm manager of this process's kernel; None without one."""
-    with contextlib.suppress(Exception):
-        from comm import get_comm_manager
-
-        return get_comm_manager()
-    return None

@@ -21,7 +21,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from jupyter_client.client import KernelClient
+import zmq
+from jupyter_client.connect import channel_socket_types
 
 from nbdist.channel.resources import require_files
 from nbdist.cluster.kernels.jupyter_wire import decode, encode, new_header, pack
@@ -39,8 +40,6 @@ _RECONNECT_MS = 10
 """Milliseconds between two attempts of ZeroMQ to connect."""
 _MESSAGES_AT_ONCE = 100
 """Messages that are read before the loop's other work gets its turn."""
-_READABLE = 1
-"""ZeroMQ's flag for a socket that has messages to read, zmq.POLLIN."""
 _FILES_OF_LOOP = 3
 """Files that an event loop opens."""
 _FILES_NEEDED = 24
@@ -143,24 +142,32 @@ class Kernel:
         if self._closed is not None:
             raise WorkerLost(self._closed)
         require_files(_FILES_NEEDED, "the notebook cannot talk to a worker's kernel")
-        client: Any = KernelClient() if self._thread.context is None else KernelClient(context=self._thread.context)
         if self._thread.context is None:
-            self._thread.context = client.context
-            client._created_context = False  # the context outlives this client
-            self._thread.context.reconnect_ivl = _RECONNECT_MS  # a starting kernel has yet to make its sockets
-            self._thread.context.rcvhwm = self._thread.context.sndhwm = 0  # no message is dropped, and no send blocks
-        client.load_connection_info(self._connection)
-        identity = self._session.encode()
+            context: Any = zmq.Context()
+            context.reconnect_ivl = _RECONNECT_MS  # a starting kernel has yet to make its sockets
+            context.rcvhwm = context.sndhwm = 0  # no message is dropped, and no send blocks
+            self._thread.context = context
         for channel in ("shell", "iopub", "stdin", "control"):
-            connect = getattr(client, f"connect_{channel}")
-            socket = self._sockets[channel] = connect() if channel == "iopub" else connect(identity=identity)
-            socket.linger = 0
-            self._thread.loop.add_reader(socket.FD, self._drain, channel)
+            self._connect(channel)
+            self._thread.loop.add_reader(self._sockets[channel].FD, self._drain, channel)
         while True:
             await self.ask("kernel_info_request", {})
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._heard.wait(), _ASK_AGAIN_AFTER)
                 return
+
+    def _connect(self, channel: str) -> None:
+        """Connect to a channel of the kernel, through the socket file that the connection names.
+
+        A client of jupyter_client would do the same, but in version 7 it insists on sockets for asyncio.
+        """
+        socket = self._sockets[channel] = self._thread.context.socket(channel_socket_types[channel])
+        if channel == "iopub":
+            socket.subscribe(b"")
+        else:
+            socket.identity = self._session.encode()
+        socket.linger = 0
+        socket.connect(f"ipc://{self._connection['ip']}-{self._connection[f'{channel}_port']}")
 
     def close(self, why: str) -> None:
         """Disconnect. Requests that wait for a reply fail with WorkerLost(``why``), and so do later requests.
@@ -230,7 +237,7 @@ class Kernel:
         """
         for _ in range(_MESSAGES_AT_ONCE):
             socket = self._sockets.get(channel)  # a message may close the kernel
-            if socket is None or not socket.EVENTS & _READABLE:
+            if socket is None or not socket.EVENTS & zmq.POLLIN:
                 return
             frames = socket.recv_multipart()
             try:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import linecache
 import os
 import re
-from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ipykernel.compiler import get_file_name
 
+from nbdist.cluster.kernels.versions import name_files, show_notes
 from nbdist.code_places import is_nbdists
 from nbdist.errors import NbdistError, UsageError
 from nbdist.wire.pickling import culprit
@@ -31,6 +31,8 @@ _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)
 _shell: Any = None
 _number: int | None = None
 """The number of the cell that runs or ran last."""
+_numbers: dict[str, int] = {}
+"""The numbers of the cells that were compiled in this process, by the names of their files."""
 
 
 def install(shell: InteractiveShell, worker: str | None) -> None:
@@ -44,13 +46,7 @@ def install(shell: InteractiveShell, worker: str | None) -> None:
     culprit.name_file[:] = [_name_file]
     if worker is None:
         return
-    plain: Callable[[str], tuple[str, str] | None] = shell.compile.format_code_name
-
-    def with_worker(name: str) -> tuple[str, str] | None:
-        found = plain(name)
-        return found and (found[0], f"{found[1]} on {worker}")
-
-    shell.compile.format_code_name = with_worker  # type: ignore[method-assign]
+    name_files(shell, lambda file: f"Cell In[{_numbers[file]}] on {worker}" if file in _numbers else None)
 
 
 def cell_number() -> int | None:
@@ -66,21 +62,25 @@ def missing_here(text: str) -> str:
 
 def _name_file(file: str) -> str:
     """Return the name by which a reader knows a cell's file, such as ``cell 3``; "" for other files."""
-    number = _shell.compile._filename_map.get(file) if _shell is not None else None
+    number = _numbers.get(file)
     return "" if number is None else f"cell {number}"
 
 
 def _follow_numbers(shell: InteractiveShell) -> None:
-    """Note the number of every cell that the shell compiles, for `cell_number`.
+    """Note the number of every cell that the shell compiles, for `cell_number` and for the names of files.
 
     The shell's own count is that of this cell or of the next one, depending on IPython's version.
     """
     cache: Any = shell.compile.cache
+    _numbers.clear()
+    _numbers.update(getattr(shell.compile, "_filename_map", {}))  # of cells before this one; IPython 8.0
 
     def noting(transformed: str, number: int = 0, *args: Any, **kwargs: Any) -> Any:
         global _number
         _number = number or _number
-        return cache(transformed, number, *args, **kwargs)
+        name: str = cache(transformed, number, *args, **kwargs)
+        _numbers[name] = number
+        return name
 
     shell.compile.cache = noting  # type: ignore[method-assign, assignment]
 
@@ -93,15 +93,14 @@ def rename_frames(text: str, worker: str) -> str:
     """
     if _shell is None:
         return text
-    numbers: dict[str, int] = _shell.compile._filename_map
 
     def rename(match: re.Match[str]) -> str:
         indent, file, line, function, source = match.groups()
-        if file not in numbers:
+        if file not in _numbers:
             return match[0]
         code = source.strip() or linecache.getline(file, int(line)).strip()
         shown = f"{indent}  {code}\n" if code else ""
-        return f"{indent}Cell In[{numbers[file]}] on {worker}, line {line}{function or ''}\n{shown}"
+        return f"{indent}Cell In[{_numbers[file]}] on {worker}, line {line}{function or ''}\n{shown}"
 
     return _FRAME.sub(rename, text)
 
@@ -126,6 +125,7 @@ def trim_tracebacks(shell: Any) -> None:
 
     A UsageError is shown without its cause as well. Other errors are shown as before. Call it once for a shell.
     """
+    show_notes(shell)
     shown: Any = shell.InteractiveTB.structured_traceback
 
     def structured_traceback(kind: Any, error: Any, tb: Any = None, *args: Any, **kwargs: Any) -> Any:

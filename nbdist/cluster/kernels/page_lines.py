@@ -21,6 +21,8 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from nbdist.cluster.kernels.versions import store_source
+
 __all__ = ["Page", "follow_page", "lines_above", "moved_down"]
 
 
@@ -83,7 +85,7 @@ def follow_page(compiler: Any, page: Callable[[], Page | None]) -> None:
         if lines > 0:
             moves[name] = lines
             size, time, cached, file = linecache.cache[name]  # type: ignore[misc]
-            linecache.cache[name] = size + lines, time, ["\n"] * lines + cached, file
+            store_source(name, (size + lines, time, ["\n"] * lines + cached, file))
         return name
 
     def ast_parse(source: str, filename: str = "<unknown>", symbol: str = "exec") -> ast.AST:

@@ -153,7 +153,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
     from nbdist import autograd, rpc
     from nbdist.cluster.kernels import labels
-    from nbdist.cluster.kernels.shell_channel import answer_through_stream
+    from nbdist.cluster.kernels.versions import answer_through_stream
     from nbdist.cluster.worker import collective_errors, output
 
     answer_through_stream(getattr(shell, "kernel", None))

@@ -17,12 +17,12 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.autocall import IPyAutocall
 
 from nbdist.cluster.kernels.page_lines import Page, follow_page
+from nbdist.cluster.kernels.versions import answer_in_thread, keep_output_apart
 from nbdist.cluster.worker.collective_errors import raise_translated
 from nbdist.errors import RemoteError, UsageError
 from nbdist.rpc.functions import async_execution
@@ -78,6 +78,7 @@ def install(shell: InteractiveShell, given: Mapping[str, Any]) -> None:
     _shell.push(dict.fromkeys(("exit", "quit"), _exit), interactive=False)
     shell.input_transformers_cleanup.append(_number_cell)  # runs before the shell reads its own count
     shell.events.register("post_run_cell", _after_cell)
+    keep_output_apart(shell)
     _keep_parent(shell)
     follow_page(_shell.compile, _page)
 
@@ -266,10 +267,8 @@ def _as_part_of(origin: str) -> Iterator[None]:
     """
     parent = {"header": {"msg_id": origin}}
     undo: Callable[[], object] | None = None
-    if origin and hasattr(_shell, "set_thread_parent"):  # since ipykernel 7.4
-        undo = partial(_shell.reset_thread_parent, _shell.set_thread_parent(parent))
-    elif origin:
-        undo = _set_parent_by_hand(parent)
+    if origin:
+        undo = answer_in_thread(_shell, parent)
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -278,20 +277,3 @@ def _as_part_of(origin: str) -> Iterator[None]:
     finally:
         if undo is not None:
             undo()
-
-
-def _set_parent_by_hand(parent: dict[str, Any]) -> Callable[[], None]:
-    """Make the calling thread's output a reply to ``parent``, as ipykernel 7.4's `set_thread_parent` does.
-
-    ``parent`` is a Jupyter request, of which the header is enough. Returns the function that undoes that.
-    """
-    values: dict[Any, Any] = {_shell: parent}
-    for source in (_shell.displayhook, _shell.display_pub, sys.stdout, sys.stderr):
-        values[source] = parent["header"]
-    resets = [(source._parent_header, source._parent_header.set(value)) for source, value in values.items()]
-
-    def undo() -> None:
-        for variable, token in resets:
-            variable.reset(token)
-
-    return undo

@@ -14,8 +14,8 @@ from typing import Any
 
 import ipywidgets
 import traitlets
-from ipywidgets.widgets.widget_string import HTMLStyle
 
+from nbdist.cluster.kernels.versions import html_style
 from nbdist.rpc.references.rref import RRef
 from nbdist.views import cards, references
 from nbdist.views.drawing.pictures import themed
@@ -146,5 +146,5 @@ def card_of(rref: RRef[Any]) -> RRefCard:
 def looks() -> list[ipywidgets.Widget]:
     """Return the two widgets, layout and style, that all cards and tables of references share; new ones if closed."""
     if not _looks or any(look.comm is None for look in _looks):
-        _looks[:] = ipywidgets.Layout(), HTMLStyle()
+        _looks[:] = ipywidgets.Layout(), html_style()
     return _looks

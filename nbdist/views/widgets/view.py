@@ -29,6 +29,7 @@ from typing import Any
 import anywidget
 import traitlets
 
+from nbdist.cluster.kernels.versions import handle_where_sent
 from nbdist.cluster.output.sinks import Sink
 from nbdist.views.shown import Bundle, Shown
 
@@ -130,9 +131,7 @@ class View(anywidget.AnyWidget):
         ipywidgets calls this when the view is made.
         """
         super().open()
-        # From 7.4 on, ipykernel hands a message to the thread that published last, which may be busy with a cell.
-        if hasattr(self.comm, "_reply_subshell_for"):
-            self.comm._reply_subshell_for = _where_it_was_sent
+        handle_where_sent(self.comm)
 
     # -- the picture --------------------------------------------------------------------------
 
@@ -245,14 +244,6 @@ def _press(view: View, message: dict[str, Any]) -> None:
         view.press(message)
     except Exception as error:
         view.notice = f"{type(error).__name__}: {error}"
-
-
-def _where_it_was_sent(_: Any, default: Any) -> Any:
-    """Return ``default``: the thread, as ipykernel names it, to which the page has sent a message.
-
-    This replaces a method of the comm that may choose another thread by its first argument, the message's data.
-    """
-    return default
 
 
 class _Painter:
