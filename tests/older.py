@@ -1,22 +1,50 @@
-"""The oldest ipykernel that is supported, in a folder of its own."""
+"""Kernels with older packages than those that are installed here, each set of them in a folder of its own.
+
+Notebook and workers run with a folder first on their path; torch, nbdist and what the folder lacks are those of the
+environment that runs the tests.
+"""
 
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 
-OLDEST = "ipykernel==7.3.0"
+LISTS = Path(__file__).parent / "environments"
+SHARED = ("torch", "pip", "setuptools", "ray")
+"""Packages that stay those of the environment that runs the tests; it has no ray, and nothing here needs it."""
+UV = (sys.executable, "-m", "uv", "pip")
+COMM = 'raise ImportError("there is no comm, as on Colab")\n'
 
 
-def install(folder):
-    """Put it there; the test is skipped where it cannot be had."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), OLDEST]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+def pins(name):
+    """The lines of a list in `environments`, such as "numpy==2.1.3"."""
+    lines = (LISTS / f"{name}.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _is_here(pin):
+    package, _, wanted = pin.partition("==")
+    try:
+        return version(package) == wanted
+    except PackageNotFoundError:
+        return False
+
+
+def install(name, folder):
+    """Put the packages of a list there that differ from those here; the test is skipped where they cannot be had."""
+    wanted = [pin for pin in pins(name) if pin.partition("==")[0] not in SHARED and not _is_here(pin)]
+    folder.mkdir(exist_ok=True)
+    command = [*UV, "install", "--quiet", "--no-deps", "--python", sys.executable, "--target", str(folder), *wanted]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     if done.returncode:
-        pytest.skip(f"{OLDEST} cannot be had: {done.stderr.strip()[-200:]}")
+        pytest.skip(f"the packages of {name} cannot be had: {done.stderr.strip()[-200:]}")
+    if not any(pin.startswith("comm==") for pin in pins(name)):
+        (folder / "comm.py").write_text(COMM)
 
 
 def environment(folder):
-    """What has a process run on it."""
+    """What has a process run on them."""
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}

@@ -148,8 +148,8 @@ def test_the_handle_does_what_the_buttons_do(tmp_path):
         assert not page.complaints
 
 
-def test_buttons_act_on_the_oldest_ipykernel_as_well(tmp_path):
-    older.install(tmp_path / "ipykernel")
+def test_buttons_act_on_the_oldest_ipykernel_7_as_well(tmp_path):
+    older.install("ipykernel-7.3", tmp_path / "ipykernel")
     env = older.environment(tmp_path / "ipykernel")
     version = "import ipykernel; print(ipykernel.__version__)"
     with notebook([START, WORKERS, HERE, CELL, version], "lab", tmp_path, env=env) as page:

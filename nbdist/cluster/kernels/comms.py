@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import Any
+
+from IPython import get_ipython
 
 from nbdist.cluster.kernels.connection import KernelThread, Message
 from nbdist.cluster.kernels.output_widgets import own_request
-from nbdist.cluster.kernels.versions import comm_manager
 from nbdist.cluster.output.sinks import Sink, sink_of
 from nbdist.cluster.workers import Worker
 
@@ -106,7 +108,7 @@ class Comms:
 
         Does nothing in a process without a kernel, such as a script.
         """
-        id, manager = message["content"]["comm_id"], comm_manager()
+        id, manager = message["content"]["comm_id"], _manager()
         if manager is None:
             return
         if message["msg_type"] == "comm_open":
@@ -150,8 +152,16 @@ class Comms:
 
         The front end is not told. A second call does nothing.
         """
-        manager = comm_manager()
+        manager = _manager()
         for id in list(self._open):
             if manager is not None:
                 manager.comms.pop(id, None)
         self._open.clear()
+
+
+def _manager() -> Any:
+    """Return the comm manager of this process's kernel; None without a kernel.
+
+    That of the package ``comm`` would be another one with old versions of ipykernel, which do not know the package.
+    """
+    return getattr(getattr(get_ipython(), "kernel", None), "comm_manager", None)

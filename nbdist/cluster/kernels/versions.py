@@ -1,4 +1,4 @@
-"""Bridges the versions of IPython, ipykernel, ipywidgets and comm that the package runs on: all differences are here.
+"""Bridges the versions of IPython, ipykernel and ipywidgets that the package runs on: all differences are here.
 
 ==============================  ====================  ================================================================
 what                            new since             what older versions get
@@ -7,7 +7,6 @@ completers of one's own         IPython 8.6           `add_completer` wraps ``Co
 names for the files of cells    IPython 8.0           `name_files` renames them in the text of a traceback
 one store for cells' texts      IPython 8.0           `store_source` writes to its second store as well
 notes of errors in tracebacks   IPython 8.12          `show_notes` adds them to the text of a traceback
-the package ``comm``            ipykernel 6.18        `comm_manager` takes the kernel's own manager
 output by threads               ipykernel 7.0         `keep_output_apart` gives each thread a request of its own
 ``set_thread_parent``           ipykernel 7.4         `answer_in_thread` sets the variables that it would set
 replies through the stream      ipykernel 7.4         `answer_through_stream`: requests got lost in 7.3
@@ -35,7 +34,6 @@ __all__ = [
     "add_completer",
     "answer_in_thread",
     "answer_through_stream",
-    "comm_manager",
     "handle_where_sent",
     "html_style",
     "keep_output_apart",
@@ -183,22 +181,7 @@ def _without_colours(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-# -- widgets: comm, ipykernel, ipywidgets -------------------------------------------------------
-
-
-def comm_manager() -> Any:
-    """Return the comm manager of this process's kernel; None in a process without a kernel."""
-    try:
-        from comm import get_comm_manager
-    except ImportError:
-        pass
-    else:
-        manager = get_comm_manager()
-        if hasattr(manager, "comms"):
-            return manager
-    from IPython import get_ipython
-
-    return getattr(getattr(get_ipython(), "kernel", None), "comm_manager", None)
+# -- widgets: ipykernel, ipywidgets -------------------------------------------------------------
 
 
 def handle_where_sent(comm: Any) -> None:
