@@ -482,6 +482,7 @@ def test_a_widget_s_handler_may_display_and_fail(pair):
     )
     pair.same(made)
     said = pair.say(opened(made, "ButtonModel"), {"method": "custom", "content": {"event": "click"}})
+    pair.until(said, lambda cell: cell.error, "the error")  # a busy machine may take longer than the notebook waits
     pair.same(said, replies=False)
     assert "on worker0" in said[1].traceback
 
