@@ -20,17 +20,14 @@ def python_of(name):
     return re.findall(r"^# Python (.*)", (older.LISTS / f"{name}.txt").read_text(), re.MULTILINE)[-1]
 
 
-def wheel(folder):
-    """Build nbdist's wheel in a folder; return its path."""
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The path of nbdist's wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
     subprocess.run(command, check=True, timeout=200)
     [made] = folder.glob("nbdist-*.whl")
     return made
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return wheel(tmp_path_factory.mktemp("wheel"))
 
 
 TOO_OLD = pytest.mark.xfail(

@@ -127,9 +127,7 @@ def test_cards_and_pictures(old):
     cell = old.run("rref = rpc.remote('worker1', torch.ones, args=(3,))\nrref.to_here()\nrref")
     assert "application/vnd.jupyter.widget-view+json" in cell.displays[0]
     assert any("RRef on worker1" in data.get("text/plain", "") for data in cell.displays)
-    assert (
-        "busy" in old.run("%dist_status").value["text/plain"] or "idle" in old.run("%dist_status").value["text/plain"]
-    )
+    assert "worker1" in old.run("%dist_status").value["text/plain"]
 
 
 @pytest.mark.soak

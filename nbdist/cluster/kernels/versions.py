@@ -6,15 +6,15 @@ what                            new since             what older versions get
 completers of one's own         IPython 8.6           `add_completer` wraps ``Completer.completions``
 names for the files of cells    IPython 8.0           `name_files` renames them in the text of a traceback
 one store for cells' texts      IPython 8.0           `store_source` writes to its second store as well
-notes of errors in tracebacks   IPython 8.12          `show_notes` adds them to the text of a traceback
+notes of errors in tracebacks   a later IPython 8     `show_notes` adds them to the text of a traceback
 output by threads               ipykernel 7.0         `keep_output_apart` gives each thread a request of its own
 ``set_thread_parent``           ipykernel 7.4         `answer_in_thread` sets the variables that it would set
 replies through the stream      ipykernel 7.4         `answer_through_stream`: requests got lost in 7.3
-presses go where they are sent  ipykernel 7.4, not    `handle_where_sent`: 7.4 and later choose another thread
+the thread that sent last       ipykernel 7.4         newer ones hand it a page's messages: `handle_where_sent`
 styles of an HTML widget        ipywidgets 8          `html_style` returns the only style that there is
 ==============================  ====================  ================================================================
 
-What a difference is recognised by is the feature, not the version's number, wherever the feature can be seen.
+Each difference is recognised by the feature itself, not by the number of the version.
 """
 
 from __future__ import annotations
@@ -161,8 +161,10 @@ def show_notes(shell: Any) -> None:
     """Make the shell's tracebacks show an error's notes (`BaseException.add_note`), as newer versions of IPython do."""
 
     def with_notes(lines: list[str], error: BaseException) -> list[str]:
-        shown = "\n".join(lines)
-        return [*lines, *(note for note in getattr(error, "__notes__", ()) if note not in shown)]
+        shown, notes = "\n".join(lines), getattr(error, "__notes__", ())
+        if not isinstance(notes, list | tuple):  # a program may have put anything there
+            return lines
+        return [*lines, *(note for note in notes if isinstance(note, str) and note not in shown)]
 
     _change_tracebacks(shell, with_notes)
 

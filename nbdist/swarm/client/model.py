@@ -137,8 +137,7 @@ class _StandIn(nn.Module):
         noted arguments through the servers, and returns what the last block made of it, as a tuple if the model's own
         layers return tuples. The first layer begins new notes, and a session for a cache that has none.
 
-        Raises what the call of the servers raises: `NoRoute` if a block has no server, UsageError for arguments that
-        cannot be sent.
+        Raises what the calls of the servers raise, such as `NoRoute` if a block has no server.
         """
         passage = self._passage
         notes = passage.notes
