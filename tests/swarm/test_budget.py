@@ -35,6 +35,14 @@ def test_who_has_something_comes_before_who_has_nothing():
     assert budget.release("a") == [new]
 
 
+def test_who_gets_its_first_memory_comes_before_others_with_its_next_request():
+    budget = Budget(20)
+    budget.ask("a", 15, deadline=9)
+    first, large, second = (budget.ask(name, size, deadline=9) for name, size in [("b", 6), ("c", 16), ("b", 1)])
+    assert budget.release("a") == [first, second]
+    assert budget.waiting == [large]
+
+
 def test_deadlines():
     budget = Budget(10)
     budget.ask("a", 8, deadline=9)

@@ -130,10 +130,12 @@ class Budget:
     def _grant(self) -> list[Ticket]:
         """Grant waiting tickets in order, up to the first that does not fit; return those that were granted.
 
-        No smaller ticket overtakes one that does not fit.
+        No smaller ticket overtakes one that does not fit. Who is granted the first bytes comes before others from then
+        on, so the order is found anew after each ticket.
         """
-        found = []
-        for ticket in self.waiting:
+        found: list[Ticket] = []
+        while waiting := self.waiting:
+            ticket = waiting[0]
             if self.limit is not None and self.used + ticket.nbytes > self.limit:
                 break
             self._waiting.remove(ticket)
