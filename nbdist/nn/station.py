@@ -127,7 +127,7 @@ class Station:
         """The agent of this worker."""
         self._needed = {self.agent.find(name).incarnation for name in {driver, *places}}
         self._inboxes: dict[int, Inbox] = {}
-        self._over: OrderedDict[int, None] = OrderedDict()
+        self._over: OrderedDict[int, str] = OrderedDict()
         self._lock = threading.Lock()
         for stage in reversed(list(stages.values())):  # so a shared parameter ends up with its name in the first stage
             for name, parameter in reversed(list(stage.module.named_parameters())):
@@ -145,7 +145,9 @@ class Station:
         """
         inbox = self.inbox(order.step)
         if inbox is None:
-            raise Abandoned(f"step {order.step} of the pipeline was abandoned before this worker began it")
+            with self._lock:
+                why = self._over.get(order.step, f"step {order.step} of the pipeline is over")
+            raise Abandoned(f"{why} (this worker had not begun the step)")
         if gone := [each for each in self._needed if self.agent.member(each) is None]:
             # `on_lost` may have been called for it before the inbox existed.
             names = ", ".join(map(self.agent.name_of, gone))
@@ -154,7 +156,7 @@ class Station:
             return _Step(self, order, inbox, inputs, targets).run()
         finally:
             with self._lock:
-                self._end(order.step)
+                self._end(order.step, f"step {order.step} of the pipeline is over")
 
     def inbox(self, step: int) -> Inbox | None:
         """Return the `Inbox` that keeps the step's inputs from other workers; None if the step is over.
@@ -187,7 +189,7 @@ class Station:
     def abandon(self, step: int, context_id: int | None, why: str) -> None:
         """Give up a step that failed elsewhere: wake the thread that runs it, or never begin it; drop its gradients.
 
-        ``why`` is the text of the `Abandoned` that the running thread raises. ``context_id`` is the step's autograd
+        ``why`` is the text of the `Abandoned` that the thread of the step raises. ``context_id`` is the step's autograd
         context, None if the step has none. Doing this twice is harmless.
         """
         with self._lock:
@@ -195,7 +197,7 @@ class Station:
             if inbox is not None:
                 inbox.fail(Abandoned(why))
             else:
-                self._end(step)
+                self._end(step, why)
             context = recorder().contexts.find(context_id) if context_id is not None else None
             if context is not None:
                 context.withdraw((self.uid, step))
@@ -212,13 +214,13 @@ class Station:
             for inbox in inboxes:
                 inbox.fail(WorkerLost(f"{record.name} {why}; the step of a pipeline needed it. Make a new pipeline"))
 
-    def _end(self, step: int) -> None:
+    def _end(self, step: int, why: str) -> None:
         """Mark a step as over, so that late deliveries are dropped; the caller holds the station's lock.
 
-        Harmless on a second call.
+        ``why`` is for the error of a `run` that comes later; of several calls the first one's is kept.
         """
         self._inboxes.pop(step, None)
-        self._over[step] = None
+        self._over.setdefault(step, why)
         if len(self._over) > _STEPS_REMEMBERED:
             self._over.popitem(last=False)
 

@@ -10,6 +10,7 @@ from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.errors import WorkerLost
 from nbdist.nn import Pipeline
+from nbdist.nn.inbox import Abandoned
 from nbdist.nn.schedules import SCHEDULES, simulate
 from nbdist.nn.watched import plan_of_step
 from nbdist.testing import World
@@ -174,11 +175,18 @@ def test_a_step_that_is_held_can_be_given_up(world):
     thread = threading.Thread(target=on_driver(world, cell))
     thread.start()
     held.wait(10)
-    context = None
-    wait_until(lambda: any(agent.recorder.contexts.all() for agent in (world[0],)))
+    wait_until(lambda: world[0].recorder.contexts.all())
     context = world[2].recorder.contexts.all()[0]
     wait_until(lambda: context.watch is not None and context.watch.halted)
     pipe._abandon(0, context.id, "the test has had enough")
     thread.join(20)
     assert not thread.is_alive()
     assert "the test has had enough" in str(failed[0])
+
+
+def test_a_step_that_is_given_up_before_a_worker_begins_it_says_why(world):
+    pipe = pipeline()
+    for told in pipe._abandon(0, None, "the test has had enough"):
+        told.wait()
+    with pytest.raises(Abandoned, match=r"the test has had enough \(this worker had not begun the step\)"):
+        step(pipe)
