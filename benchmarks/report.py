@@ -49,7 +49,8 @@ def run(name: str, rounds: int | None) -> tuple[str, dict[str, Any]]:
     command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(path)]
     if rounds is not None:
         command += ["--rounds", str(rounds)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    # In this folder, because a contestant's processes import what they find in theirs: not the package's source.
+    done = subprocess.run(command, cwd=HERE, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.strip(), json.loads(path.read_text()) if path.exists() else {}
 
 
