@@ -14,6 +14,8 @@ import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FRONTS = {"lab": ("jupyterlab", "lab/tree", "LabApp"), "notebook": ("notebook", "notebooks", "JupyterNotebookApp")}
+BOTH = ["lab", pytest.param("notebook", marks=pytest.mark.soak)]
+"""Both front ends, for a test that looks alike in them: only `make soak` runs it in Notebook 7, too."""
 PATIENCE = 60
 
 
@@ -103,11 +105,11 @@ def _is_save(answer):
 
 
 @contextlib.contextmanager
-def notebook(cells, front, folder, *, outputs=None, theme=None, env=None, again=False):
+def notebook(cells, front, folder, *, outputs=None, theme=None, subshells=True, env=None, again=False):
     """Open a notebook of these cells in a front end, connected to its kernel; with outputs, as one that others sent.
 
     That is, it is not trusted, and there is no such kernel. With ``again`` it is the notebook that was saved there
-    before, with a new kernel.
+    before, with a new kernel. Without ``subshells`` the front end does not use those of the kernel.
     """
     from playwright.sync_api import sync_playwright
 
@@ -118,10 +120,13 @@ def notebook(cells, front, folder, *, outputs=None, theme=None, env=None, again=
     book.metadata["kernelspec"] = {"name": name, "display_name": name, "language": "python"}
     if not again:
         nbformat.write(book, folder / "book.ipynb")
+    settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
+    settings.mkdir(parents=True, exist_ok=True)
     if theme is not None:
-        settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
-        settings.mkdir(parents=True)
         (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
+    if not subshells:
+        chosen = {"commsOverSubshells": "disabled"}
+        (settings / "kernels-settings.jupyterlab-settings").write_text(json.dumps(chosen))
     module, path, app = FRONTS[front]
     log = folder / "server.log"
     places = {f"JUPYTER_{what}_DIR": str(folder / what.lower()) for what in ("CONFIG", "DATA", "RUNTIME")}

@@ -35,6 +35,7 @@ OTHERS = {
     "lock._is_owned",
     "op._asdict",
     "os._exit",
+    "kernel.shell.display_pub._hooks",
     "self._dynamic_function_reduce",
     "self._shell._nbdist",
     "shell._nbdist",

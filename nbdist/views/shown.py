@@ -52,12 +52,12 @@ class Shown:
         self._live_id, self._picture_id = uuid.uuid4().hex, uuid.uuid4().hex
         self._saved: Bundle = {}
 
-    def show(self, live: Bundle) -> None:
+    def show(self, live: Bundle, metadata: Bundle) -> None:
         """Publish both outputs: ``live``, the widget by its MIME type without any text, and the picture.
 
-        Call it once.
+        ``metadata``, by MIME type too, tells the page more of the widget. Call this once.
         """
-        self._publish("display_data", self._live_id, live)
+        self._publish("display_data", self._live_id, live, metadata)
         self._saved = self._drawn()
         self._publish("display_data", self._picture_id, self._saved)
 
@@ -86,5 +86,6 @@ class Shown:
         html = f'<style>{rules}</style><div class="{self._mark}-picture">{drawn["text/html"]}</div>'
         return {**drawn, "text/html": html}
 
-    def _publish(self, kind: str, id: str, data: Bundle) -> None:
-        self._sink.publish(kind, {"data": data, "metadata": {}, "transient": {"display_id": id}})
+    def _publish(self, kind: str, id: str, data: Bundle, metadata: Bundle | None = None) -> None:
+        content = {"data": data, "metadata": dict(metadata or {}), "transient": {"display_id": id}}
+        self._sink.publish(kind, content)

@@ -408,6 +408,17 @@ test("a press that is not heard in time is told, and one that is heard takes tha
   assert.deepEqual(sent.map((message) => message.press), ["step", "run"]);
 });
 
+test("whether the kernel hears the page is asked without a press", async () => {
+  const sent = [];
+  const told = [];
+  const wire = presser((message) => sent.push(message), (is) => told.push(is), 20);
+  wire.ask();
+  assert.deepEqual(sent, [{ number: 1 }]);
+  await new Promise((then) => setTimeout(then, 60));
+  wire.received(1); // late: a cell was running
+  assert.deepEqual(told, [true, false]);
+});
+
 test("a line of the last values", () => {
   assert.equal(points([0, 1, 2], 80, 20), "0.0,20.0 40.0,10.0 80.0,0.0");
   assert.equal(points([0.5], 80, 20, 1), "0.0,10.0");

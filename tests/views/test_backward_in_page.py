@@ -167,6 +167,39 @@ def test_buttons_act_on_the_oldest_ipykernel_7_as_well(tmp_path):
         page.tells(4, "7.3.0")
 
 
+OLD_KERNEL = "ipykernel-6.29"
+
+
+@pytest.mark.parametrize(("front", "kernel"), [("lab", None), ("notebook", OLD_KERNEL)])
+def test_without_subshells_a_line_stands_in_the_place_of_the_buttons(front, kernel, tmp_path):
+    """The front end's subshells are switched off, or the kernel has none."""
+    env = None
+    if kernel is not None:
+        older.install(kernel, tmp_path / "older")
+        env = older.environment(tmp_path / "older")
+    held = CELL.replace("--paused", "--paused -a")
+    with notebook([START, WORKERS, HERE, CELL, held], front, tmp_path, subshells=kernel is not None, env=env) as page:
+        for index in range(3):
+            page.finish(index)
+        page.run(3)
+        page.expect(page.cell(3).locator(".nbdist-notice")).to_contain_text("%%watch -a")
+        step = page.cell(3).locator(".nbdist-acts").get_by_text("Step", exact=True)
+        page.expect(step).to_be_hidden()
+        page.expect(page.cell(3).get_by_role("button", name="Fit")).to_be_visible()  # the page does it alone
+        page.page.keyboard.press("Escape")
+        page.page.keyboard.press("i")
+        page.page.keyboard.press("i")  # interrupts the kernel
+        page.ended(3)
+        page.expect(page.cell(3).locator(".nbdist-notice")).to_be_hidden()  # the kernel hears the page again
+        page.finish(4)
+        for count in range(1, 3):
+            press(page, 4, "Step")
+            await_done(page, 4, count)
+        press(page, 4, "Run")
+        page.cell(4).get_by_text("over").first.wait_for()
+        assert not page.complaints
+
+
 TRAIN = """%%remote
 from nbdist import autograd as dist_autograd
 w = torch.full((4,), 2.0 + rank, requires_grad=True)

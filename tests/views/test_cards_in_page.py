@@ -1,7 +1,7 @@
 """Cards of references in a real page."""
 
 import pytest
-from browser import needs_browser, notebook
+from browser import BOTH, needs_browser, notebook
 
 pytestmark = [needs_browser(), pytest.mark.timeout(240)]
 
@@ -57,7 +57,7 @@ def check_theme(page, told):
     assert found == wanted
 
 
-@pytest.mark.parametrize("front", ["lab", "notebook"])
+@pytest.mark.parametrize("front", BOTH)
 def test_a_card_peeks_and_releases_while_a_cell_is_busy(front, tmp_path):
     with notebook([START, SHOW, BUSY, MANY], front, tmp_path, theme=THEMES[front]) as page:
         page.finish(0)

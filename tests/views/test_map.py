@@ -195,6 +195,17 @@ def test_who_has_said_that_somebody_looks_says_so_again(shown, monkeypatch):
     wait_until(lambda: not view.looking)
 
 
+def test_a_page_that_asks_whether_it_is_heard_presses_nothing(shown, monkeypatch):
+    _, view, _ = shown
+    sent = []
+    view.send = sent.append
+    monkeypatch.setattr(view, "press", lambda message: pytest.fail(f"pressed: {message}"))
+    view.notice = "an error before"
+    view.receive({"number": 1})
+    assert sent == [{"received": 1}]
+    assert view.notice == "an error before"
+
+
 def test_killing(shown):
     swarm, view, _ = shown
     sent = []

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from browser import needs_browser, notebook
+from browser import BOTH, needs_browser, notebook
 
 pytestmark = [needs_browser(), pytest.mark.timeout(240)]
 
@@ -29,7 +29,7 @@ CLIPPED = """panel => [...panel.querySelectorAll("th, td, pre, .nbdist-rows, .nb
 ALIVE = "%remote all rank"
 
 
-@pytest.mark.parametrize("front", ["lab", "notebook"])
+@pytest.mark.parametrize("front", BOTH)
 def test_interrupt_and_restart(front, tmp_path, request):
     with notebook([START, "%dist_panel", BUSY, ALIVE, LONG], front, tmp_path) as page:
         page.finish(0)

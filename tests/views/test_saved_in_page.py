@@ -10,7 +10,7 @@ import signal
 import nbformat
 import pytest
 import swarm_double
-from browser import needs_browser, notebook
+from browser import BOTH, needs_browser, notebook
 
 pytestmark = [needs_browser(), pytest.mark.timeout(240)]
 
@@ -55,7 +55,7 @@ def check_pictures(page):
         page.expect(live(page, index)).to_have_count(0)
 
 
-@pytest.mark.parametrize("front", ["lab", "notebook"])
+@pytest.mark.parametrize("front", BOTH)
 def test_saved_live_and_opened_with_a_new_kernel(front, tmp_path):
     cells = [START, PID, *VIEWS.values(), "%dist_shutdown"]
     with notebook(cells, front, tmp_path) as page:

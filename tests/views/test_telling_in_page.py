@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from browser import needs_browser, notebook
+from browser import BOTH, needs_browser, notebook
 
 pytestmark = [needs_browser(), pytest.mark.timeout(240)]
 
@@ -42,7 +42,7 @@ def texts(cell):
     return [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
 
 
-@pytest.mark.parametrize("front", ["lab", pytest.param("notebook", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("front", BOTH)
 def test_an_error_and_a_death_are_told_while_the_cell_runs(front, tmp_path):
     with notebook([START, RAISES, DIES, "%dist_restart", REDUCES], front, tmp_path) as page:
         page.finish(0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from IPython import get_ipython
@@ -22,6 +22,8 @@ _STREAMS = frozenset({"stdout", "stderr"})
 _not_captured: tuple[Any, ...] = ()
 """The streams and the publisher that were found not to capture anything."""
 
+_SHOWN = ("display_data", "update_display_data")
+"""The messages that IPython gives to the hooks of displays (`display_pub.register_hook`)."""
 _DISPLAYS = ("display_data", "update_display_data", "execute_result", "clear_output")
 
 
@@ -80,9 +82,15 @@ class KernelSink:
     cut = _STREAMS
     captured: frozenset[str] = frozenset()
 
-    def __init__(self, kernel: Any, parent: Mapping[str, Any]) -> None:
+    def __init__(self, kernel: Any, parent: Mapping[str, Any], hooks: Sequence[Callable[[Any], Any]] = ()) -> None:
+        """Show output below the cell whose request is ``parent``.
+
+        ``hooks`` are functions that get each message with a display before it is sent, and return what to send instead,
+        None for nothing. Colab's says in a widget's metadata where the page finds the program that draws it.
+        """
         self._kernel = kernel
         self._parent = {"header": parent.get("header", {})}
+        self._hooks = tuple(hooks)
         self.interactive = bool(parent.get("content", {}).get("allow_stdin", True))
 
     @property
@@ -116,15 +124,13 @@ class KernelSink:
         The parent is the cell's request, so a front end shows the message below that cell, even after the cell has
         ended.
         """
-        self._kernel.session.send(
-            self._kernel.iopub_socket,
-            kind,
-            dict(content),
-            parent=self._parent,
-            ident=kind.encode(),
-            metadata=dict(metadata or {}),
-            buffers=list(buffers or ()),
-        )
+        session = self._kernel.session
+        message = session.msg(kind, dict(content), parent=self._parent, metadata=dict(metadata or {}))
+        for hook in self._hooks if kind in _SHOWN else ():
+            message = hook(message)
+            if message is None:
+                return
+        session.send(self._kernel.iopub_socket, message, ident=kind.encode(), buffers=list(buffers or ()))
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
         """Add ``payload``, what a worker's reply asks the front end for, to the reply of the cell that runs now.
@@ -284,4 +290,4 @@ def sink_of(request: Mapping[str, Any]) -> KernelSink | PlainSink:
     kernel = getattr(get_ipython(), "kernel", None)
     if kernel is None or not hasattr(kernel, "iopub_socket"):
         return PlainSink()
-    return KernelSink(kernel, request)
+    return KernelSink(kernel, request, getattr(kernel.shell.display_pub, "_hooks", ()))

@@ -44,7 +44,7 @@ function render({ model, el }) {
   const remarks = element("ul", "nbdist-remarks");
   const told = element("div", "nbdist-details");
   const table = element("table", "nbdist-shares");
-  const wire = connect(model, line, "Use the handle instead: %%watch --paused -a, then _.step(3), _.run(), _.run(until=\"nan\").");
+  const wire = connect(model, el, line, "With %%watch -a the cell returns at once, and the buttons work; so does its handle: _.step(3), _.run().");
   const meanings = legend();
   const expanded = new Set();
   let grouped = null;
@@ -76,22 +76,21 @@ function render({ model, el }) {
     },
   );
 
-  const press = (message) => wire.press(message);
   const buttons = {
-    pause: button("Pause", "Halt before the next node on every worker", () => press({ press: "pause" })),
-    step: button("Step", "Let one node run", () => press({ press: "step" })),
-    worker: button("Step worker", "Let one node of the chosen node's worker run", () => {
+    pause: wire.acting("Pause", "Halt before the next node on every worker", { press: "pause" }),
+    step: wire.acting("Step", "Let one node run", { press: "step" }),
+    worker: wire.acting("Step worker", "Let one node of the chosen node's worker run", () => {
       const node = now.nodes?.[chosen];
-      press({ press: "step", worker: node ? now.workers[node.w] : null });
+      return { press: "step", worker: node ? now.workers[node.w] : null };
     }),
-    message: button("To message", "Run until gradients go to another worker", () => press({ press: "until", until: "message" })),
-    nan: button("To NaN", "Run until the first NaN or Inf comes up", () => press({ press: "until", until: "nan" })),
-    here: button("To node", "Run until before the chosen node", () => {
+    message: wire.acting("To message", "Run until gradients go to another worker", { press: "until", until: "message" }),
+    nan: wire.acting("To NaN", "Run until the first NaN or Inf comes up", { press: "until", until: "nan" }),
+    here: wire.acting("To node", "Run until before the chosen node", () => {
       const node = now.nodes[chosen];
-      press({ press: "until", until: [now.workers[node.w], node.n] });
+      return { press: "until", until: [now.workers[node.w], node.n] };
     }),
-    run: button("Run", "Let it go on to its end", () => press({ press: "run" })),
-    slow: button("Slow", "Let it go on by itself, a few nodes a second", () => press({ press: "slow" })),
+    run: wire.acting("Run", "Let it go on to its end", { press: "run" }),
+    slow: wire.acting("Slow", "Let it go on by itself, a few nodes a second", { press: "slow" }),
     group: button("Modules", "Show nodes by module, or all of them", () => {
       grouped = !(grouped ?? layout(now).boxes.some((box) => box.group));
       expanded.clear();

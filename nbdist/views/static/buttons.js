@@ -1,20 +1,25 @@
-// Buttons whose presses go to the kernel, and what to tell where they do not arrive.
+// Buttons whose presses go to the kernel. Where those do not arrive, a line says so in the place of the buttons.
 
 const PATIENCE = 1500; // ms
 
 export const UNHEARD =
   "The kernel is busy, and this front end cannot reach it meanwhile (it has no subshells, or they are switched off).";
 
-/** Sends presses; `unheard(true)` is called when one is not received in time, `unheard(false)` when one is. */
+/**
+ * Sends messages that the kernel confirms; `unheard(true)` is called when one is not received in time,
+ * `unheard(false)` when one is. `press` sends what a button says, `ask` only asks whether messages arrive.
+ */
 export function presser(send, unheard, patience = PATIENCE) {
   let number = 0;
   const waiting = new Map();
+  const press = (message) => {
+    number += 1;
+    waiting.set(number, setTimeout(() => unheard(true), patience));
+    send({ ...message, number });
+  };
   return {
-    press(message) {
-      number += 1;
-      waiting.set(number, setTimeout(() => unheard(true), patience));
-      send({ ...message, number });
-    },
+    press,
+    ask: () => press({}),
     received(known) {
       clearTimeout(waiting.get(known));
       waiting.delete(known);
@@ -27,13 +32,19 @@ export function presser(send, unheard, patience = PATIENCE) {
   };
 }
 
-/** The presser of a view: its messages, and the line in which it says what is wrong. */
-export function connect(model, line, instead) {
+/**
+ * The presser of a view: its messages, and the line in which it says what is wrong, with what to do `instead`.
+ *
+ * It asks at once whether the kernel hears the page: a cell may be running, and not all front ends reach the kernel
+ * then. While it does not, the view `el` shows the line, and none of the buttons that `acting` has made.
+ */
+export function connect(model, el, line, instead) {
   let lost = false;
   const show = () => {
     const notice = model.get("notice");
     line.textContent = lost ? `${UNHEARD} ${instead}` : notice;
     line.hidden = !line.textContent;
+    el.classList.toggle("nbdist-unheard", lost);
   };
   const made = presser(
     (message) => model.send(message),
@@ -48,8 +59,16 @@ export function connect(model, line, instead) {
   model.on("msg:custom", listen);
   model.on("change:notice", show);
   show();
+  made.ask();
   return {
     press: made.press,
+    /** A button that the kernel acts on; `message` is what it sends, or a function that returns it. */
+    acting(label, title, message) {
+      const pressed = () => made.press(typeof message === "function" ? message() : message);
+      const one = button(label, title, pressed);
+      one.classList.add("nbdist-acts");
+      return one;
+    },
     close() {
       made.close();
       model.off("msg:custom", listen);

@@ -1,6 +1,6 @@
 // The card of a remote reference: what is known of it, and buttons to ask for more.
 
-import { beFound, button, connect, element } from "./buttons.js";
+import { beFound, connect, element } from "./buttons.js";
 
 function render({ model, el }) {
   const body = element("div", "nbdist-known");
@@ -8,9 +8,9 @@ function render({ model, el }) {
   const peeked = element("div", "nbdist-peeked");
   const line = element("div", "nbdist-notice");
   line.setAttribute("role", "status");
-  const wire = connect(model, line, "Use rref.peek() and rref.release() when the cell has ended.");
-  const peek = button("Peek", "Ask the owner what the value looks like", () => wire.press({ press: "peek" }));
-  const release = button("Release", "Let go of the value", () => wire.press({ press: "release" }));
+  const wire = connect(model, el, line, "Use rref.peek() and rref.release() when the cell has ended.");
+  const peek = wire.acting("Peek", "Ask the owner what the value looks like", { press: "peek" });
+  const release = wire.acting("Release", "Let go of the value", { press: "release" });
   row.append(peek, release);
   beFound(model, el);
   el.classList.add("nbdist-card");

@@ -71,7 +71,7 @@ function render({ model, el }) {
     legend.append(element("span", "", text));
   }
   el.append(head, session, line, frame, legend, notes, log);
-  const wire = connect(model, line, "Use swarm.kill(worker) when the cell has ended.");
+  const wire = connect(model, el, line, "Use swarm.kill(worker) when the cell has ended.");
 
   const rows = new Map();
   const nobody = makeRow("nobody");
@@ -91,7 +91,7 @@ function render({ model, el }) {
     const bar = element("div", "nbdist-fill");
     const full = element("div");
     const amount = element("span");
-    const kill = button("Kill", `Kill the process of ${name}, as an accident would`, () => wire.press({ press: "kill", worker: name }));
+    const kill = wire.acting("Kill", `Kill the process of ${name}, as an accident would`, { press: "kill", worker: name });
     kill.setAttribute("aria-label", `Kill ${name}`);
     bar.append(full);
     say(cells[0], name);

@@ -1,7 +1,7 @@
 // The panel of a cluster: a row for each worker, drawn anew with each snapshot; and whether somebody looks.
 
 import { bytes } from "./amounts.js";
-import { button, connect, element, shape } from "./buttons.js";
+import { connect, element, shape } from "./buttons.js";
 import { follow } from "./looking.js";
 import { points, talk } from "./sparkline.js";
 
@@ -41,7 +41,7 @@ function render({ model, el }) {
   const line = element("div", "nbdist-notice");
   line.setAttribute("role", "status");
   el.append(frame, between, line, logs);
-  const wire = connect(model, line, "Use %dist_status, the stop button and %dist_restart when the cell has ended.");
+  const wire = connect(model, el, line, "Use %dist_status, the stop button and %dist_restart when the cell has ended.");
   const rows = new Map();
 
   function rowOf(name) {
@@ -58,8 +58,8 @@ function render({ model, el }) {
         cells[FIRST + index].append(line, amount);
         return { line, amount };
       });
-      const interrupt = button("Interrupt", `Interrupt what runs on ${name}`, () => wire.press({ press: "interrupt", worker: name }));
-      const restart = button("Restart", `Start ${name} anew`, () => wire.press({ press: "restart", worker: name }));
+      const interrupt = wire.acting("Interrupt", `Interrupt what runs on ${name}`, { press: "interrupt", worker: name });
+      const restart = wire.acting("Restart", `Start ${name} anew`, { press: "restart", worker: name });
       cells[1].append(interrupt, restart);
       row.append(...cells);
       table.append(row);

@@ -5,6 +5,7 @@
     any thread ── changed() ──> queue ──> _Painter's thread ── publish(): snapshot ──> the page, which draws it
                                                             └─ save(): pictures, every `_SAVE_EVERY` seconds
     the page ── a button ──> receive() ──> a thread for each press ── press()
+             ── "is anybody there?" ──> receive() ── a confirmation ──> the page: without it, a line instead of buttons
 
 A view is data and a drawing. The data, one JSON value, is made again when something has changed, about ten times a
 second at most. The drawing is a JavaScript module in `static`, which the page runs. As every press has a thread of its
@@ -143,7 +144,9 @@ class View(anywidget.AnyWidget):
         """
         found = self._repr_mimebundle_()
         place = Shown(sink, self.mark, picture)
-        place.show({kind: data for kind, data in found[0].items() if kind == _WIDGET} if found is not None else {})
+        # In Colab the metadata names the program that draws widgets, and the page draws none without it.
+        live, metadata = ({}, {}) if found is None else found
+        place.show({kind: data for kind, data in live.items() if kind == _WIDGET}, metadata)
         self._places.append(place)
 
     def save(self) -> None:
@@ -221,10 +224,13 @@ class View(anywidget.AnyWidget):
     def receive(self, message: dict[str, Any]) -> None:
         """Confirm a message of the page to the page, and let a new thread call `press` with it; do not wait for that.
 
-        A message without a number, such as the page's "looking", is not confirmed.
+        A message without a number, such as the page's "looking", is not confirmed. One that presses nothing only asks
+        whether it arrives: every page of the view sends it first.
         """
         if "number" in message:
             self.send({"received": message["number"]})
+        if "press" not in message:
+            return
         threading.Thread(target=_press, args=(self, message), name="pressed", daemon=True).start()
 
 
