@@ -15,7 +15,8 @@ layer  modules                      contents
        amounts columns              bytes, seconds and counts in words; aligned rows of text
 1      wire                         messages, their encoding, the protocol between two agents: all pure
 2      channel                      moves frames: in-process, unix sockets, ZeroMQ, faulty; wakes readers
-                                    (gate, spinning); memory that agents of one host share
+                                    (gate, spinning); memory that agents of one host share; how much
+                                    of the machine this process may use
 3      rpc                          agents, calls, remote references, membership
 4      autograd optim nn            backward passes over workers; optimizers, modules and pipelines on
        swarm                        workers; language models served by workers that may die

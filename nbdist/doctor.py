@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from nbdist import __version__
+from nbdist.channel import machine
 from nbdist.channel.security import Secret, runtime_directory
 from nbdist.errors import NbdistError
 
@@ -36,6 +37,7 @@ def examine() -> int:
             _line(package, "not installed")
     needed = [_try("runtime directory", _runtime_directory), _try("unix sockets", _unix_sockets)]
     needed += [_try("secret", _secret), _try("CURVE", _curve)]
+    _line("may use", machine.limits() or "all cores and all memory")
     _try("memfd", _memfd)
     _try("pidfd", _pidfd)
     with contextlib.suppress(NbdistError, OSError):

@@ -23,7 +23,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 from nbdist import amounts
-from nbdist.channel.shared_memory import mapping
+from nbdist.channel import machine
 from nbdist.errors import ProtocolError
 
 __all__ = ["Cutter", "Large", "head"]
@@ -139,7 +139,7 @@ class Cutter:
 
         Raises MemoryError if the message has 64 MiB or more and the machine has less memory left.
         """
-        if length >= _COMPARED_WITH_MEMORY and length > (left := mapping.available()):
+        if length >= _COMPARED_WITH_MEMORY and length > (left := machine.available_memory()):
             raise MemoryError(
                 f"a message of {amounts.size(length)} does not fit: the machine has {amounts.size(left)} of memory "
                 "left. Free some, or send less at once"

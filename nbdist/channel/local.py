@@ -35,11 +35,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from nbdist.channel import machine
 from nbdist.channel.contract import ChannelError, Link, TooManyFiles
 from nbdist.channel.framing import Cutter, Large
 from nbdist.channel.gate import Gate
 from nbdist.channel.outbox import LocalLink, Outbox, is_own_user
-from nbdist.channel.shared_memory import mapping
 from nbdist.channel.spinning import POLL_SECONDS, Spinning
 from nbdist.channel.zeromq import ZmqChannel
 from nbdist.errors import ProtocolError
@@ -93,7 +93,7 @@ class LocalChannel:
                 "the ZeroMQ channel has no directory for a unix socket: it was opened without local addresses"
             )
         self._beside = beside
-        self._max_message = min(max_message, mapping.total())
+        self._max_message = min(max_message, machine.memory())
         self._closed = False
         self._lock = threading.Lock()
         self._turn = threading.Lock()
@@ -114,7 +114,7 @@ class LocalChannel:
         self._try_again_at = math.inf
         """The moment at which to accept connections again after a failure, as of `time.monotonic`."""
         # On a single core, a thread that polls would keep the sender from running.
-        self._may_look = (os.cpu_count() or 1) > 1
+        self._may_look = machine.cores() > 1
         self._spinning = Spinning(), Spinning()  # for readers, and for guests
         path = str(beside.directory / "un")
         self._address = _SCHEME + path

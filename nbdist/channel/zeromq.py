@@ -33,10 +33,10 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
+from nbdist.channel import machine
 from nbdist.channel.contract import Buffer, ChannelError, TooManyFiles
 from nbdist.channel.resources import require_files
 from nbdist.channel.security import Secret, runtime_directory
-from nbdist.channel.shared_memory import mapping
 from nbdist.signals import Deferral
 
 __all__ = ["ZmqChannel", "host_identity", "sweep"]
@@ -167,7 +167,7 @@ class ZmqChannel:
         """
         self._secret = secret
         self._local = local
-        self._max_message = min(max_message, mapping.total())
+        self._max_message = min(max_message, machine.memory())
         self._closed = False
         self._lock = threading.Lock()
         self._receiving = threading.Lock()

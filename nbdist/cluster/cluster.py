@@ -37,7 +37,7 @@ from nbdist.cluster.kernels.routing import Router
 from nbdist.cluster.output.outlet import make_arranger
 from nbdist.cluster.output.sinks import Sink, current_sink
 from nbdist.cluster.processes.lifecycle import Lifecycle
-from nbdist.cluster.spec import Spec
+from nbdist.cluster.spec import Spec, default_count
 from nbdist.cluster.standing import Lookout
 from nbdist.cluster.targets import parse_targets
 from nbdist.cluster.worker.output import METADATA, fence, take_last_value
@@ -74,7 +74,7 @@ class Cluster:
     workers. They raise `UnknownWorker` or `UsageError` where targets name no worker.
 
     Args:
-        n: How many workers, 1 to 1000.
+        n: How many workers, 1 to 1000. None for one for each GPU that they may get, or 2 without GPUs.
         gpu_ids: The numbers of the GPUs to hand out, in turn, to the workers. None for all that torch sees; with the
             backend gloo, None for no GPU.
         backend: The process group's backend: ``"gloo"``, ``"nccl"``, or ``"none"`` for no process group. None for nccl
@@ -86,6 +86,7 @@ class Cluster:
         launcher: Which launcher starts the processes: ``"local"``, or one of the entry points ``nbdist.launchers``.
         isolate_gpus: Whether each worker sees only its own GPU.
         preload: Modules to import once, before the workers are forked, so that all share the memory and the time.
+        gpu_memory: The part of its GPU's memory that torch may take in each worker, such as 0.45; None for all of it.
         progress: Called as ``progress(worker, step)``, in the kernel thread, when a worker reaches a step.
 
     Raises:
@@ -104,7 +105,7 @@ class Cluster:
 
     def __init__(
         self,
-        n: int = 2,
+        n: int | None = None,
         *,
         gpu_ids: Sequence[int] | None = None,
         backend: str | None = None,
@@ -114,11 +115,13 @@ class Cluster:
         launcher: str = "local",
         isolate_gpus: bool = False,
         preload: str | Sequence[str] = (),
+        gpu_memory: float | None = None,
         progress: Callable[[str, str], None] | None = None,
     ) -> None:
         gpus = None if gpu_ids is None else tuple(gpu_ids)
         before = (preload,) if isinstance(preload, str) else tuple(preload)
-        self.spec = Spec(n, gpus, backend, driver, seed, timeout, launcher, isolate_gpus, before)
+        count = default_count(gpus, backend) if n is None else n
+        self.spec = Spec(count, gpus, backend, driver, seed, timeout, launcher, isolate_gpus, before, gpu_memory)
         self.spec.check()
         self.progress = progress
         self._state = "new"
@@ -150,6 +153,7 @@ class Cluster:
             launcher=spec.launcher,
             isolate_gpus=spec.isolate_gpus,
             preload=spec.preload,
+            gpu_memory=spec.gpu_memory,
         )
 
     def __repr__(self) -> str:

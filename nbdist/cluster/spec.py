@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +21,22 @@ from nbdist import durations
 from nbdist.errors import UsageError
 from nbdist.rpc.world.members import WorkerInfo
 
-__all__ = ["Spec"]
+__all__ = ["Spec", "default_count"]
+
+
+def default_count(gpu_ids: Sequence[int] | None, backend: str | None) -> int:
+    """Return the number of workers of a cluster that names none: one for each GPU that they may get, 2 without GPUs.
+
+    ``gpu_ids`` and ``backend`` are as `Cluster` describes them.
+    """
+    if gpu_ids:
+        return len(gpu_ids)
+    return (torch.cuda.device_count() if backend != "gloo" else 0) or 2
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The arguments of `Cluster`, which describes them, without ``progress``. ``count`` is its ``n``."""
+    """The arguments of `Cluster`, which describes them, without ``progress``. ``count`` is its ``n``, as a number."""
 
     count: int = 2
     gpu_ids: tuple[int, ...] | None = None
@@ -37,6 +48,7 @@ class Spec:
     isolate_gpus: bool = False
     preload: tuple[str, ...] = ()
     """Modules to import once, before the workers start."""
+    gpu_memory: float | None = None
 
     def check(self) -> None:
         """Raise UsageError if a value is impossible on any machine, TypeError if the timeout is no number."""
@@ -54,6 +66,11 @@ class Spec:
         for name in self.preload:
             if not all(part.isidentifier() for part in name.split(".")):
                 raise UsageError(f"{name!r} is not the name of a module, so it cannot be preloaded")
+        if self.gpu_memory is not None and not 0 < self.gpu_memory <= 1:
+            raise UsageError(
+                f"gpu_memory is the part of a GPU's memory that a worker may take, more than 0 and at most 1, not "
+                f"{self.gpu_memory}"
+            )
         if self.gpu_ids is not None and (len(set(self.gpu_ids)) < len(self.gpu_ids) or not self.gpu_ids):
             raise UsageError("gpu_ids: name each GPU once, and at least one GPU")
 

@@ -51,6 +51,7 @@ from nbdist.views.workers.printed import LineRange
 from nbdist.views.workers.printed import save as save_printed
 from nbdist.views.workers.printed import say as say_printed
 from nbdist.views.workers.progress import StartProgress
+from nbdist.views.workers.remarks import remarks_on_start
 from nbdist.views.workers.status import StatusTable
 
 __all__ = ["DistMagics"]
@@ -116,9 +117,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         """Start workers, and form a process group of them.
 
         %dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS]
-                   [--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE]
+                   [--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE] [--gpu-memory PART]
 
-        -n, --num-processes   the number of workers (2; with -g, one for each GPU)
+        -n, --num-processes   the number of workers (one for each GPU; 2 without GPUs)
         -g, --gpu-ids         the GPUs to use, by number (all; with --backend gloo, none)
         --backend             the backend of the process group; none for no group (nccl if each worker has its own GPU,
                               else gloo)
@@ -127,6 +128,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         -t, --timeout         seconds within which all workers must be ready (120)
         --launcher            the name of the launcher that starts the workers (local)
         --isolate-gpus        let each worker see only its own GPU
+        --gpu-memory          the part of its GPU's memory that torch may take in each worker, such as 0.45 (1)
         --preload             import these modules once, before the workers start. Forked workers then have them at no
                               cost of time or memory. A changed module is imported again by the next %dist_init
 
@@ -153,6 +155,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             "dist": torch.distributed,
         }  # the names that workers have, too
         self._shell.push(given, interactive=False)
+        for remark in remarks_on_start(cluster):
+            print(remark)
 
     @line_magic
     @_shortly

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
-from nbdist.cluster.spec import Spec
+from nbdist.cluster.spec import Spec, default_count
 from nbdist.errors import UsageError
 
 __all__ = [
@@ -220,6 +220,7 @@ INIT_OPTIONS = (
     "--launcher",
     "--isolate-gpus",
     "--preload",
+    "--gpu-memory",
 )
 """The options of ``%dist_init``, for completion."""
 
@@ -239,7 +240,7 @@ LINE_OPTIONS: dict[str, tuple[str, ...]] = {
 
 _INIT_USAGE = (
     "%dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS] "
-    "[--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE]"
+    "[--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE] [--gpu-memory PART]"
 )
 
 
@@ -260,6 +261,7 @@ def parse_init(line: str) -> Spec:
     reader.add_argument("--launcher", default="local")
     reader.add_argument("--isolate-gpus", action="store_true")
     reader.add_argument("--preload", default="")
+    reader.add_argument("--gpu-memory", type=float)
     found: Any = reader.read(line)
     if found.bare:
         bare = " ".join(word.strip() for word in found.bare)
@@ -268,7 +270,7 @@ def parse_init(line: str) -> Spec:
     gpus = _numbers(" ".join(found.gpu_ids)) if found.gpu_ids is not None else None
     count = found.num_processes
     if count is None:
-        count = len(gpus) if gpus else 2
+        count = default_count(gpus, found.backend)
     spec = Spec(
         count,
         gpus,
@@ -279,6 +281,7 @@ def parse_init(line: str) -> Spec:
         found.launcher,
         found.isolate_gpus,
         tuple(name.strip() for name in found.preload.split(",") if name.strip()),
+        found.gpu_memory,
     )
     spec.check()
     return spec

@@ -23,12 +23,11 @@ import workers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.channel import local, outbox
+from nbdist.channel import local, machine, outbox
 from nbdist.channel.contract import ChannelError
 from nbdist.channel.framing import Cutter, Large, head
 from nbdist.channel.local import LocalChannel
 from nbdist.channel.security import Secret
-from nbdist.channel.shared_memory import mapping
 from nbdist.channel.zeromq import ZmqChannel, sweep
 from nbdist.errors import ProtocolError
 
@@ -162,7 +161,7 @@ def test_headers_that_announce_large_messages_take_no_memory_and_hold_nobody_up(
 
 def test_more_than_there_is_memory_for_is_refused(monkeypatch, caplog):
     for announced, told in (
-        (mapping.total() + 1, f"a message of {mapping.total() + 1} bytes is too long: this agent accepts"),
+        (machine.memory() + 1, f"a message of {machine.memory() + 1} bytes is too long: this agent accepts"),
         (70 << 20, "a message of 73.4 MB does not fit: the machine has 1.0 KB of memory left"),
     ):
         with channels("door") as [door]:
@@ -174,7 +173,7 @@ def test_more_than_there_is_memory_for_is_refused(monkeypatch, caplog):
             bad.settimeout(SOON)
             assert bad.recv(1) == b""
             assert told in caplog.text
-        monkeypatch.setattr(mapping, "available", lambda: 1000)
+        monkeypatch.setattr(machine, "available_memory", lambda: 1000)
 
 
 def test_a_large_message_is_cut_while_another_thread_reads(monkeypatch):

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from nbdist.cluster.spec import Spec
+import nbdist
+from nbdist.cluster.spec import Spec, default_count
 from nbdist.errors import UsageError
 
 
@@ -178,3 +179,28 @@ def test_gpus_that_are_not_there_are_an_error_that_says_what_is(gpus, there, opt
 def test_nccl_has_a_gpu_for_each(gpus):
     gpus(2)
     assert Spec(2, backend="nccl").devices() == [("cuda:0", 0), ("cuda:1", 1)]
+
+
+# -- how many workers, where nobody says it -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("there", "gpu_ids", "backend", "workers"),
+    [
+        (0, None, None, 2),
+        (0, None, "gloo", 2),
+        (1, None, None, 1),
+        (2, None, None, 2),
+        (8, None, "nccl", 8),
+        (8, None, "none", 8),
+        (8, None, "gloo", 2),
+        (8, (1, 3, 5), None, 3),
+        (8, (1, 3, 5), "gloo", 3),
+    ],
+)
+def test_a_worker_for_each_gpu_or_two(gpus, there, gpu_ids, backend, workers):
+    gpus(there)
+    assert default_count(gpu_ids, backend) == workers
+    cluster = nbdist.Cluster(gpu_ids=gpu_ids, backend=backend)
+    assert [worker.name for worker in cluster.workers] == [f"worker{rank}" for rank in range(workers)]
+    assert [worker.gpu for worker in nbdist.Cluster(1, backend="gloo").workers] == [None]

@@ -45,7 +45,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -67,6 +66,7 @@ from nbdist.autograd.passes.ledger import Ledger
 from nbdist.autograd.passes.worker_part import Marks, Part, PassRoots
 from nbdist.autograd.state import Context, Outgoing, Run
 from nbdist.autograd.watching.connection import Observing
+from nbdist.channel import machine
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.rpc.calls.failures import Failure, describe, rebuild
 from nbdist.rpc.futures import Future, Latch
@@ -719,5 +719,4 @@ class Passes:
 
 def _most_threads() -> int:
     """Return how many threads may run one pass, so that all of torch's threads together have a core each."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // torch.get_num_threads())
+    return max(1, machine.cores() // torch.get_num_threads())

@@ -24,6 +24,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 
+from nbdist.channel import machine
 from nbdist.channel.shared_memory import mapping
 from nbdist.channel.shared_memory.blocks import Block, Blocks, Close, Empty, Instruction, Open
 from nbdist.channel.shared_memory.mapping import Mapping, MemoryFailure
@@ -50,7 +51,7 @@ def file_name(incarnation: int, segment: int) -> str:
 
 def default_bound() -> int:
     """Return the bound, in bytes, of an arena without a given one: a quarter of this process's memory limit."""
-    return mapping.total() // 4
+    return machine.memory() // 4
 
 
 def open_arena(incarnation: int, bound: int | None, threshold: int) -> Arena | None:

@@ -1,4 +1,4 @@
-"""Makes memory that processes of one host share, and measures how much memory there is.
+"""Makes memory that processes of one host share.
 
 Shared memory is an anonymous file (``memfd_create``). Its maker creates it, and another process opens it through the
 maker's entry in ``/proc``, which the kernel allows to processes of the same user. The other process checks that it has
@@ -15,14 +15,12 @@ import ctypes
 import fcntl
 import mmap
 import os
-import sys
-from pathlib import Path
 
 from nbdist import amounts
 from nbdist.channel.resources import explain
 from nbdist.errors import NbdistError
 
-__all__ = ["Mapping", "MemoryFailure", "available", "create", "is_available", "open_of", "total"]
+__all__ = ["Mapping", "MemoryFailure", "create", "is_available", "open_of"]
 
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 """The names of the seals of each file: its size and its seals cannot change."""
@@ -45,35 +43,6 @@ class MemoryFailure(NbdistError):
 def is_available() -> bool:
     """Return whether this system has anonymous files, seals and ``/proc``."""
     return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS") and os.path.isdir("/proc/self/fd")
-
-
-def total() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or its container's limit if lower."""
-    return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_of_group("memory.max"), sys.maxsize)
-
-
-def available() -> int:
-    """Return the bytes of memory that this process can still take before the kernel must kill a process.
-
-    A number that cannot be read is left out; if none can be read, the result is `total`.
-    """
-    found = [total()]
-    with contextlib.suppress(OSError, ValueError, StopIteration):  # reading fails while the file table is full
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
-    for limit, used in zip(_of_group("memory.max"), _of_group("memory.current"), strict=False):
-        found.append(limit - used)
-    return max(0, min(found))
-
-
-def _of_group(name: str) -> list[int]:
-    """Return the number in a file of the control group at the root, in a list; [] if it is missing or says "max".
-
-    In a container that group is the container's own. Only version 2 of control groups is read.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        return [int(Path("/sys/fs/cgroup", name).read_text())]
-    return []
 
 
 class Mapping:

@@ -117,6 +117,7 @@ class Lifecycle:
             backend=self._backend,
             gpu=worker.gpu,
             device=worker.device,
+            gpu_memory=self._spec.gpu_memory,
             seed=self._spec.seed,
         )
         try:

@@ -31,6 +31,8 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     """The number of its GPU as the user knows it."""
     device: str = "cpu"
     """Its device as torch in its process calls it."""
+    gpu_memory: float | None = None
+    """The part of its GPU's memory that torch may take in this worker; None for all of it."""
     seed: int | None = None
     """The cluster's seed; the worker adds its rank. None for random numbers that differ in every run."""
     master_address: str = "127.0.0.1"

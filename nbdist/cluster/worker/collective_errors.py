@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from nbdist.cluster.standing import say_where
+from nbdist.cluster.worker import gpu
 from nbdist.cluster.worker.collectives import translate
 from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, WorkerLost
@@ -26,8 +27,9 @@ __all__ = ["install", "raise_translated"]
 def raise_translated(error: RuntimeError | ValueError) -> None:
     """Raise the error that says why a collective failed, if nbdist knows; else return.
 
-    After that the caller raises the error as it is.
+    After that the caller raises the error as it is. An error that says that the GPU's memory is full gets a note.
     """
+    gpu.explain(error)
     said = translate(error)
     if said is not None:
         raise said from (None if isinstance(said, GroupError) else error)
@@ -36,8 +38,8 @@ def raise_translated(error: RuntimeError | ValueError) -> None:
 def install(shell: Any) -> None:
     """Make the cells of a shell fail with WorkerLost or GroupError if that is the reason for torch's error.
 
-    Replaces two methods of the shell: ``showtraceback``, which shows the error and sends it to the notebook, and
-    ``run_code``, whose result keeps it.
+    An error that says that the GPU's memory is full gets a note: see `gpu.explain`. Replaces two methods of the shell:
+    ``showtraceback``, which shows the error and sends it to the notebook, and ``run_code``, whose result keeps it.
     """
     plain_run, plain_show = shell.run_code, shell.showtraceback
     translated: tuple[Any, Any] = None, None  # torch's error, and the error in its place
@@ -54,6 +56,7 @@ def install(shell: Any) -> None:
         nonlocal translated
         if options.get("running_compiled_code"):
             error = exc_tuple[1] if exc_tuple is not None else sys.exception()
+            gpu.explain(error)
             if error is not None and type(error) in (KeyboardInterrupt, CancelledError):
                 exc_tuple = _say_where_stopped(error)
             said = translate(error)

@@ -154,16 +154,14 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     from nbdist import autograd, rpc
     from nbdist.cluster.kernels import labels
     from nbdist.cluster.kernels.versions import answer_through_stream
-    from nbdist.cluster.worker import collective_errors, output
+    from nbdist.cluster.worker import collective_errors, gpu, output
 
     answer_through_stream(getattr(shell, "kernel", None))
     told = setup()
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if threads.isdecimal():
         torch.set_num_threads(int(threads))  # the zygote has started torch with another number
-    device = torch.device(told.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    gpu.prepare(told)
     _seed(told)
     labels.install(shell, told.name)
     labels.trim_tracebacks(shell)
@@ -171,7 +169,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     given = {
         "rank": told.rank,
         "world_size": told.world_size,
-        "device": device,
+        "device": torch.device(told.device),
         "gpu_id": told.gpu,
         "torch": torch,
         "dist": torch.distributed,
@@ -212,12 +210,13 @@ def join() -> None:
     """
     from nbdist.cluster.inspection import process_memory
     from nbdist.cluster.kernels import labels
-    from nbdist.cluster.worker import output
+    from nbdist.cluster.worker import gpu, output
     from nbdist.rpc.api import initialize
     from nbdist.rpc.calls import failures
     from nbdist.rpc.options import RpcBackendOptions
 
     told = setup()
+    gpu.check(told)
     agent = initialize(
         told.name,
         told.id,

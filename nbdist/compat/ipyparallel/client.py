@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import nbdist
+from nbdist.channel import machine
 from nbdist.cluster.cluster import Cluster as Workers
 from nbdist.compat.ipyparallel import tasks
 from nbdist.compat.ipyparallel.closed import Closed
@@ -209,5 +209,5 @@ class Cluster(Closed):
 
 
 def _workers(n: int | None) -> Workers:
-    """Return a cluster of ``n`` workers that is not started, with one for each core of this process by default."""
-    return nbdist.Cluster(n or len(os.sched_getaffinity(0)))
+    """Return a cluster of ``n`` workers that is not started, by default one for each core that this process may use."""
+    return nbdist.Cluster(n or machine.cores())

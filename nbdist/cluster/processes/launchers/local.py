@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from nbdist.channel import machine
 from nbdist.channel.resources import require_files
 from nbdist.cluster.processes.run_directory import make_folder
 from nbdist.cluster.processes.setup import WorkerSetup
@@ -75,14 +76,26 @@ def _start_zygote() -> Processes:
     Raises ResourceError if this process has too many files open, and UsageError if the path of the run directory is too
     long.
     """
-    environment = {**_ENVIRONMENT, **os.environ, **_ZYGOTE_ENVIRONMENT}
     require_files(_FILES_NEEDED, "the process that starts workers cannot start")
     folder = make_folder()
+    environment = {**_ENVIRONMENT, **_home(folder), **os.environ, **_ZYGOTE_ENVIRONMENT}
     try:
         return Processes(folder, _do_nothing, preload=_PRELOAD, fork=_may_fork(), environment=environment)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # no zygote lives that could do it
         raise
+
+
+def _home(folder: Path) -> dict[str, str]:
+    """Return a home for processes of a user who has none: the run directory, as a variable of the environment.
+
+    Jupyter's packages cannot be imported without one. Users of containers may have neither a name nor ``HOME``.
+    """
+    try:
+        Path.home()
+    except RuntimeError:
+        return {"HOME": str(folder)}
+    return {}
 
 
 def _may_fork() -> bool:
@@ -97,13 +110,14 @@ def _do_nothing(name: str, code: int) -> None:
 class LocalLauncher:
     """The default launcher: processes of this host. See `Launcher` for its methods.
 
-    Every worker gets an equal share of the host's cores for its threads, unless the user sets ``OMP_NUM_THREADS``.
+    Every worker gets an equal share of the cores that this process may use, unless the user sets ``OMP_NUM_THREADS``.
     """
 
     def __init__(self, count: int, on_end: Callable[[str, int], None]) -> None:
-        threads = str(max(1, (os.cpu_count() or 1) // count))
-        self._defaults = {**_ENVIRONMENT, "OMP_NUM_THREADS": threads}  # else each worker uses all cores
+        threads = str(max(1, machine.cores() // count))
         self._processes = _take_zygote()
+        own = {"OMP_NUM_THREADS": threads}  # else each worker uses all cores
+        self._defaults = {**_ENVIRONMENT, **_home(self._processes.folder), **own}
         self._processes.on_end = on_end
 
     @property
@@ -117,7 +131,8 @@ class LocalLauncher:
         The future fails with UsageError if a module cannot be imported, with WorkerLost if the zygote ends. If workers
         cannot be forked, a warning says that they do not share the imports. Call it before `start`.
         """
-        return self._processes.preload(modules, {**environment, **_ZYGOTE_ENVIRONMENT})
+        home = _home(self._processes.folder)
+        return self._processes.preload(modules, {**home, **environment, **_ZYGOTE_ENVIRONMENT})
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:
         """Start a worker; return the future of its pid. Its ``environment`` overrides this launcher's defaults.

@@ -1,0 +1,131 @@
+"""Tells how many cores and how much memory this process may use: the machine's, or fewer in a container.
+
+Linux limits the processes of a container by *control groups*. They are folders, one inside of the other, and
+``/proc/self/cgroup`` names those of a process. A group's limit holds for all groups inside of it, so the lowest one
+counts. There are two versions of them, and a machine may use both::
+
+                          version 2, in /sys/fs/cgroup       version 1, in /sys/fs/cgroup/<controller>
+    memory: limit         memory.max                         memory.limit_in_bytes
+            used          memory.current                     memory.usage_in_bytes
+            cached files  inactive_file in memory.stat       total_inactive_file in memory.stat
+    cores:  limit         cpu.max: "<quota> <period>"        cpu.cfs_quota_us and cpu.cfs_period_us
+
+A process in a container may find a name there that is the group's outside of the container. Then the folders of that
+name do not exist, and the controller's own folder is the group's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from nbdist import amounts
+
+__all__ = ["available_memory", "cores", "limits", "memory"]
+
+_GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
+
+
+def cores() -> int:
+    """Return how many cores this process may use at once, at least 1.
+
+    That is the number of those that it may run on, or its control groups' limit, rounded down, if this is lower. The
+    limit is read once: every backward pass asks.
+    """
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(mine, _quota_of_cores())))
+
+
+@functools.cache
+def _quota_of_cores() -> float:
+    """Return how many cores the control groups of this process may use at once; infinity if they set no limit."""
+    return min([quota for folder in _groups("cpu") if (quota := _quota(folder)) is not None], default=math.inf)
+
+
+def memory() -> int:
+    """Return the bytes of memory that this process may use: the machine's, or its control groups' limit if lower."""
+    return min([_memory_of_the_machine(), *(limit for limit, _ in _limits_of_memory())])
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that this process can still take before the kernel must kill a process.
+
+    A number that cannot be read is left out; if none can be read, the result is `memory`.
+    """
+    found = [memory()]
+    with contextlib.suppress(OSError, ValueError, StopIteration):  # reading fails while the file table is full
+        lines = (_PROC / "meminfo").read_text().splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    found += [limit - used for limit, used in _limits_of_memory()]
+    return max(0, min(found))
+
+
+def limits() -> str:
+    """Return in words what this process may use less of than the machine has, such as ``"2 of 64 cores"``.
+
+    Empty if it may use everything.
+    """
+    mine, all_of_them = cores(), os.cpu_count() or 1
+    size, whole = memory(), _memory_of_the_machine()
+    found = [f"{mine} of {amounts.counted(all_of_them, 'core')}"] if mine < all_of_them else []
+    if size < whole:
+        found.append(f"{amounts.size(size)} of {amounts.size(whole)} of memory")
+    return " and ".join(found)
+
+
+def _memory_of_the_machine() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _limits_of_memory() -> Iterator[tuple[int, int]]:
+    """Yield, for each control group that limits memory, the limit and the bytes that are used and cannot be dropped.
+
+    The memory that a group uses includes files that were read and are not needed any more; the kernel drops those
+    before it kills a process.
+    """
+    for folder in _groups("memory"):
+        for limit, used, dropped in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            with contextlib.suppress(OSError, ValueError):  # the file is missing, or says "max"
+                most = int((folder / limit).read_text())
+                taken = 0
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    taken = int((folder / used).read_text())
+                    lines = (folder / "memory.stat").read_text().splitlines()
+                    taken -= int(dict(line.split(maxsplit=1) for line in lines)[dropped])
+                yield most, max(0, taken)
+
+
+def _quota(folder: Path) -> float | None:
+    """Return the cores that a control group may use at once; None if it sets no limit."""
+    with contextlib.suppress(OSError, ValueError):  # as in `_limits_of_memory`
+        quota, period = map(int, (folder / "cpu.max").read_text().split())
+        return quota / period
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return quota / period if quota > 0 else None
+    return None
+
+
+def _groups(controller: str) -> list[Path]:
+    """Return the folders of the control groups of this process that may limit ``controller``, "memory" or "cpu".
+
+    [] where they cannot be read.
+    """
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (_PROC / "self/cgroup").read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            tops = [_GROUPS / controllers, _GROUPS / controller] if controllers else [_GROUPS, _GROUPS / "unified"]
+            inner = PurePosixPath(name.lstrip("/"))
+            parts = [inner, *inner.parents] if ".." not in inner.parts else [PurePosixPath()]
+            found += [top / part for top in tops for part in parts]
+    return list(dict.fromkeys(folder for folder in found if folder.is_dir()))

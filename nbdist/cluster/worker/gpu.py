@@ -1,0 +1,77 @@
+"""A worker's GPU: makes it the device of the worker, and says in words why it cannot be used or is full."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from nbdist.amounts import size
+from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.errors import UsageError
+
+__all__ = ["check", "explain", "is_supported", "prepare"]
+
+_ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)")
+"""An entry of torch's list of architectures, such as "sm_90a": its kind, and the two numbers of the capability."""
+
+
+_own: WorkerSetup | None = None
+"""This worker's setup, if it has a GPU."""
+
+
+def prepare(told: WorkerSetup) -> None:
+    """Make the worker's GPU torch's current device, and let torch take only the worker's share of its memory.
+
+    Does nothing for a worker without a GPU.
+    """
+    global _own
+    if told.gpu is None:
+        return
+    _own = told
+    torch.cuda.set_device(told.device)
+    if told.gpu_memory is not None:
+        torch.cuda.set_per_process_memory_fraction(told.gpu_memory, told.device)
+
+
+def check(told: WorkerSetup) -> None:
+    """Raise UsageError if the installed torch has no code for the worker's GPU: its first use would fail."""
+    if told.gpu is None:
+        return
+    capability, built = torch.cuda.get_device_capability(told.device), torch.cuda.get_arch_list()
+    if not is_supported(capability, built):
+        raise UsageError(
+            f"torch {torch.__version__} has no code for GPU {told.gpu}, a {torch.cuda.get_device_name(told.device)} of "
+            f"compute capability {capability[0]}.{capability[1]}; it is built for {', '.join(built)}. Choose other "
+            "GPUs with -g, none with --backend gloo, or install a torch that is built for it"
+        )
+
+
+def is_supported(capability: tuple[int, int], built: Sequence[str]) -> bool:
+    """Return whether a torch that is built for these architectures runs on a GPU of this compute capability.
+
+    Code for "sm_86" runs on 8.6 and on later minor versions. Code for "compute_90" is compiled for any later GPU when
+    it is loaded. With an empty list, the answer is True.
+    """
+    found = [match for each in built if (match := _ARCHITECTURE.match(each))]
+    for kind, major, minor in (match.groups() for match in found):
+        version = int(major), int(minor)
+        if version <= capability and (kind == "compute" or version[0] == capability[0]):
+            return True
+    return not found
+
+
+def explain(error: BaseException | None) -> None:
+    """Add a note to torch's error that a GPU's memory is full: whose GPU it is, and what shows who takes the memory.
+
+    Does nothing for any other error, or if the error has the note already.
+    """
+    if _own is None or not isinstance(error, torch.OutOfMemoryError) or getattr(error, "__notes__", None):
+        return
+    free, whole = torch.cuda.mem_get_info()
+    error.add_note(
+        f"GPU {_own.gpu}, of {_own.name}: torch has taken {size(torch.cuda.memory_reserved())} here, of which tensors "
+        f"need {size(torch.cuda.memory_allocated())}; {size(free)} of {size(whole)} are free. %dist_memory shows what "
+        "takes the memory of each worker, and %dist_init --gpu-memory 0.45 bounds what each may take"
+    )

@@ -1,0 +1,49 @@
+"""Says in a line or two, when a cluster has started, what its user has not asked for and should know."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from nbdist.channel import machine
+from nbdist.cluster.output.arranger import say_names
+
+if TYPE_CHECKING:
+    from nbdist.cluster.cluster import Cluster
+
+__all__ = ["remarks_on_start"]
+
+
+def remarks_on_start(cluster: Cluster) -> list[str]:
+    """Return lines about a container's limits, the process group of workers with GPUs, and GPUs that workers share."""
+    found = []
+    if limited := machine.limits():
+        found.append(f"Limited here: the workers may use {limited}.")
+    if any(worker.gpu is not None for worker in cluster.workers) and cluster.spec.backend is None:
+        found.append(f"The process group uses {_backend_in_words(cluster.backend)}.")
+    if cluster.spec.gpu_memory is None:
+        found += [_sharing(gpu, names) for gpu, names in _sharers(cluster).items()]
+    return found
+
+
+def _backend_in_words(backend: str) -> str:
+    if backend == "gloo":
+        return "gloo, for tensors on GPUs too, because workers share a GPU"
+    return "nccl for tensors on GPUs and gloo for those on the CPU"
+
+
+def _sharers(cluster: Cluster) -> dict[int, list[str]]:
+    """Return the names of the workers of each GPU that has several, by the GPU's number."""
+    found: defaultdict[int, list[str]] = defaultdict(list)
+    for worker in cluster.workers:
+        if worker.gpu is not None:
+            found[worker.gpu].append(worker.name)
+    return {gpu: names for gpu, names in found.items() if len(names) > 1}
+
+
+def _sharing(gpu: int, names: list[str]) -> str:
+    part = f"{0.9 / len(names):.2f}"
+    return (
+        f"{say_names(names)} share GPU {gpu}, and the first to ask gets its memory; "
+        f"`%dist_init --gpu-memory {part}` gives each its part."
+    )
