@@ -6,7 +6,7 @@ because many are read for every node of a graph. `tests/test_torch_private.py` c
 torch, and finds every private name that another module uses without an entry here.
 
 A missing name that its table calls "required" raises UsageError, with the name and both versions, when it is first
-used. nbdist has been tested with torch 2.11 to `NEWEST_TESTED`; a newer torch gives one warning (`warn_of_untested`).
+used. nbdist has been tested with torch 2.10 to `NEWEST_TESTED`; a newer torch gives one warning (`warn_of_untested`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Tiny random models of several families, and what a process alone makes of them."""
 
+import pytest
 import torch
 import transformers
 
@@ -53,7 +54,8 @@ MODES = {
     "beams": (batch, {"num_beams": 3}),
     "beams that sample": (batch, {"num_beams": 2, "do_sample": True}),
     "several": (one, {"num_return_sequences": 3, "do_sample": True}),
-    "prompt lookup": (one, {"prompt_lookup_num_tokens": 3}),
+    # transformers 5.0 needs a token that ends a text here; this one is not among the first that the models write.
+    "prompt lookup": (one, {"prompt_lookup_num_tokens": 3, "eos_token_id": 1}),
 }
 
 
@@ -61,7 +63,13 @@ def generate(model, mode, tokens=12, **more):
     """What a model writes, in one of the ways in which models do."""
     inputs, options = MODES[mode]
     torch.manual_seed(2)
-    return model.generate(**inputs(), **options, **more, max_new_tokens=tokens, pad_token_id=0, eos_token_id=None)
+    given = {"max_new_tokens": tokens, "pad_token_id": 0, "eos_token_id": None, **options, **more}
+    try:
+        return model.generate(**inputs(), **given)
+    except ValueError as error:
+        if "Cannot `crop` a `DynamicSlidingWindowLayer`" not in str(error):
+            raise
+        pytest.skip(f"transformers {transformers.__version__} takes no token back from a window that is full")
 
 
 def begin_a_text(server):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import threading
 import weakref
@@ -53,6 +54,7 @@ __all__ = [
     "new_cache",
     "operate",
     "part",
+    "plain_attributes",
     "strip",
     "windows",
     "write_checkpoint",
@@ -61,6 +63,10 @@ __all__ = [
 _WEIGHTS = "model.safetensors"
 OPERATIONS = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "activate_past_recording")
 """The methods by which generation changes a cache between two steps; the servers' caches have to follow."""
+
+
+_CROPS_TO_A_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+"""True if `crop` takes the length to crop to, as in transformers 5.0: 0 would remove all tokens, instead of none."""
 
 
 class Placeholder(Enum):
@@ -155,6 +161,18 @@ def find_layers(model: Any) -> str:
     if not found:
         raise UsageError(f"a swarm cannot serve {type(model).__name__}: it has no nn.ModuleList of its {count} layers")
     return max(found)[1]
+
+
+def plain_attributes(layer: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a layer that are numbers or texts, such as its kind of attention.
+
+    A model's code may read them: that of transformers 5.0 picks a layer's mask by ``layer.attention_type``.
+    """
+    return {
+        name: value
+        for name, value in vars(layer).items()
+        if not name.startswith("_") and isinstance(value, (str, int, float))
+    }
 
 
 class Checkpoint:
@@ -395,6 +413,8 @@ def operate(cache: Any, name: str, args: Sequence[Any], begin: int, end: int) ->
     The layers are those from ``begin`` to before ``end``. Layers without entries are skipped: they have nothing to
     change. Only `activate_past_recording` has to come before the first entries.
     """
+    if name == "crop" and _CROPS_TO_A_LENGTH and not args[0]:
+        return
     for layer in cache.layers[begin:end]:
         method = getattr(layer, name, None)
         if method is not None and (layer.is_initialized or name == "activate_past_recording"):

@@ -14,7 +14,7 @@ from nbdist.autograd.watching import forward_nans
 from nbdist.autograd.watching.forward_nans import holds_nan
 from nbdist.errors import ForwardNaN, UsageError
 from nbdist.nn import Pipeline
-from nbdist.torch_private import function_modes
+from nbdist.torch_private import function_modes, torch_version
 from nbdist.views.passes import page, report
 from nbdist.views.passes.remarks import remarks
 from nbdist.views.passes.watching import Watcher
@@ -400,6 +400,8 @@ def test_made_by_a_function_that_is_torchs_own(world):
 @pytest.mark.parametrize("where", ["here", "there"])
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_made_in_a_module_and_in_a_checkpoint(world, where, reentrant):
+    if reentrant is False and torch_version() < (2, 11):
+        pytest.skip("an error in a checkpoint comes again in later passes of the thread: a bug of torch 2.10")
     function, args = (run_net, (Net(), leaf())) if reentrant is None else (run_checkpoint, (Net(), leaf(), reentrant))
     error = fails(function, *args) if where == "here" else fails(rpc.rpc_sync, "worker2", function, args)
     assert (error.worker, error.operation) == ("worker0" if where == "here" else "worker2", "log")

@@ -14,6 +14,7 @@ class Noting(torch.nn.Module):
 
     def __init__(self, layer, notes):
         super().__init__()
+        vars(self).update(adapter.plain_attributes(layer))
         self.layer = layer
         self.notes = notes
 

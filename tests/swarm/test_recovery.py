@@ -56,7 +56,7 @@ def test_at_once(world, family, mode):
     assert torch.equal(swarm_models.generate(remote, mode, stopping_criteria=each(steps)), expected)
     told = [line for line in swarm.log if "goes on" in line]
     assert len(told) == 2
-    assert all("tokens at once" in line for line in told)
+    assert all("tokens at once" in line or "1 step again" in line for line in told), told
     swarm.close()
 
 

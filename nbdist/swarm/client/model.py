@@ -124,8 +124,10 @@ class Passage:
 class _StandIn(nn.Module):
     """A layer of a model whose block is on a server; the module's docstring draws what it does."""
 
-    def __init__(self, passage: Passage, number: int, count: int) -> None:
+    def __init__(self, passage: Passage, number: int, count: int, layer: nn.Module) -> None:
+        """Stand in for ``layer``, the one with this number of ``count``, in a model that ``passage`` belongs to."""
         super().__init__()
+        vars(self).update(adapter.plain_attributes(layer))
         self._passage = passage
         self._number = number
         self._count = count
@@ -179,9 +181,9 @@ def remote_model(
     parent, _, name = path.rpartition(".")
     passage = Passage(sessions, model, recover)
     count = len(sessions.crew.sizes)
-    setattr(
-        model.get_submodule(parent), name, nn.ModuleList(_StandIn(passage, number, count) for number in range(count))
-    )
+    layers = model.get_submodule(path)
+    stand_ins = nn.ModuleList(_StandIn(passage, number, count, layers[number]) for number in range(count))
+    setattr(model.get_submodule(parent), name, stand_ins)
     checkpoint.fill(model)
     model.tie_weights()
     adapter.complete(model, kind)

@@ -1,0 +1,92 @@
+"""Every notebook on the packages of other places, run without a browser, as Kaggle's "Save & Run All" does it.
+
+The place's own nbconvert runs it, and papermill where the place has it. What a reader sees afterwards are the saved
+outputs: pictures, since no kernel runs any more.
+"""
+
+import os
+import subprocess
+import sys
+
+import nbformat
+import older
+import pytest
+from notebooks.test_notebooks import NOTEBOOKS, missing, pictures
+
+TOUR = "00_tour"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """By name of a place: the folder with its packages, which are put there when they are first asked for."""
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            older.install(name, made[name])
+        return made[name]
+
+    return folder
+
+
+def python(folder, *arguments, scratch):
+    """Run a module with these packages, in the notebooks' own folder; return what it printed."""
+    environment = {
+        **os.environ,
+        **older.environment(folder),
+        "OMP_NUM_THREADS": "1",
+        "IPYTHONDIR": str(scratch / "ipython"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    environment.pop("PYTHONSAFEPATH", None)  # notebooks import what lies beside them
+    command = [sys.executable, "-m", *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=NOTEBOOKS[0].parent, env=environment, capture_output=True, text=True, timeout=900
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-4000:]
+    return said
+
+
+def nbconvert(folder, *arguments, scratch):
+    return python(folder, "nbconvert", "--log-level=WARN", "--output-dir", scratch, *arguments, scratch=scratch)
+
+
+def check(path, done):
+    """Compare the outputs of a notebook that has run with what its cells are there for."""
+    cells = [cell for cell in nbformat.read(done, as_version=4).cells if cell.cell_type == "code"]
+    for cell in cells:
+        tags = cell.metadata.get("tags", [])
+        raised = [output for output in cell.outputs if output.output_type == "error"]
+        assert bool(raised) == ("raises-exception" in tags), (cell.source, cell.outputs)
+        if "verdict" in tags:
+            assert cell.outputs[-1].data["text/plain"] == "True", (cell.source, cell.outputs)
+    assert pictures(done) == pictures(path)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name", ["kaggle", *(pytest.param(name, marks=pytest.mark.soak) for name in ("colab", "lowest", "ipykernel-6.29"))]
+)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[] if path.stem == TOUR else pytest.mark.soak) for path in NOTEBOOKS],
+)
+def test_nbconvert_runs_it_and_saves_pictures(name, path, folders, tmp_path):
+    if missing(path):
+        pytest.skip(f"there is no {', '.join(missing(path))} here")
+    folder = folders(name)
+    nbconvert(folder, "--to", "notebook", "--execute", "--output", "done.ipynb", path, scratch=tmp_path)
+    check(path, tmp_path / "done.ipynb")
+    nbconvert(folder, "--to", "html", "--output", "page.html", tmp_path / "done.ipynb", scratch=tmp_path)
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("data:image/") >= pictures(path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_papermill_runs_the_tour(folders, tmp_path):
+    [tour] = [path for path in NOTEBOOKS if path.stem == TOUR]
+    python(folders("kaggle"), "papermill", "--kernel", "python3", tour, tmp_path / "done.ipynb", scratch=tmp_path)
+    check(tour, tmp_path / "done.ipynb")
