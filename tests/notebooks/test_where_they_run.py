@@ -36,6 +36,7 @@ def python(folder, *arguments, scratch):
         **os.environ,
         **older.environment(folder),
         "OMP_NUM_THREADS": "1",
+        "JUPYTER_PATH": str(folder / "share" / "jupyter"),  # nbconvert's templates
         "IPYTHONDIR": str(scratch / "ipython"),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
@@ -86,7 +87,18 @@ def test_nbconvert_runs_it_and_saves_pictures(name, path, folders, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_papermill_runs_the_tour(folders, tmp_path):
-    [tour] = [path for path in NOTEBOOKS if path.stem == TOUR]
-    python(folders("kaggle"), "papermill", "--kernel", "python3", tour, tmp_path / "done.ipynb", scratch=tmp_path)
-    check(tour, tmp_path / "done.ipynb")
+@pytest.mark.parametrize("name", [TOUR, "05_batch_parameter_server"])
+def test_papermill_runs_it_to_its_end(name, folders, tmp_path):
+    """It calls a notebook failed that shows an error on purpose, as the tour does, after it has run all of it."""
+    [path] = [path for path in NOTEBOOKS if path.stem == name]
+    arguments = ("papermill", "--kernel", "python3", path, tmp_path / "done.ipynb")
+    if shows_errors(path):
+        with pytest.raises(AssertionError, match="PapermillExecutionError"):
+            python(folders("kaggle"), *arguments, scratch=tmp_path)
+    else:
+        python(folders("kaggle"), *arguments, scratch=tmp_path)
+    check(path, tmp_path / "done.ipynb")
+
+
+def shows_errors(path):
+    return any("raises-exception" in cell.metadata.get("tags", []) for cell in nbformat.read(path, as_version=4).cells)
