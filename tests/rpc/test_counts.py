@@ -28,9 +28,9 @@ EXPECTED = {
     "empty, from a cell": (36, 34, 2),
     "small tensor": (39, 33, 2),
     "remote().to_here()": (113, 114, 4),
-    "step": (282, 320, 7),
-    "ten hops, SMART": (1449, 1378, 43),
-    "ten hops, FAST": (1504, 1437, 43),
+    "step": (283, 321, 7),
+    "ten hops, SMART": (1450, 1381, 43),
+    "ten hops, FAST": (1505, 1440, 43),
 }
 
 

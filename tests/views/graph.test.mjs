@@ -408,15 +408,22 @@ test("a press that is not heard in time is told, and one that is heard takes tha
   assert.deepEqual(sent.map((message) => message.press), ["step", "run"]);
 });
 
-test("whether the kernel hears the page is asked without a press", async () => {
+test("whether the kernel hears the page is asked twice, without a press", async () => {
   const sent = [];
   const told = [];
   const wire = presser((message) => sent.push(message), (is) => told.push(is), 20);
   wire.ask();
   assert.deepEqual(sent, [{ number: 1 }]);
-  await new Promise((then) => setTimeout(then, 60));
+  await new Promise((then) => setTimeout(then, 80));
+  assert.deepEqual(sent, [{ number: 1 }, { number: 2 }]);
   wire.received(1); // late: a cell was running
   assert.deepEqual(told, [true, false]);
+  wire.received(2);
+  wire.ask();
+  await new Promise((then) => setTimeout(then, 30));
+  wire.received(4); // the first was sent past the subshell, and waits
+  await new Promise((then) => setTimeout(then, 60));
+  assert.deepEqual(told, [true, false, false, false]);
 });
 
 test("a line of the last values", () => {

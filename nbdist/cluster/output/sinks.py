@@ -90,7 +90,7 @@ class KernelSink:
         """
         self._kernel = kernel
         self._parent = {"header": parent.get("header", {})}
-        self._hooks = tuple(hooks)
+        self._display_hooks = tuple(hooks)
         self.interactive = bool(parent.get("content", {}).get("allow_stdin", True))
 
     @property
@@ -126,7 +126,7 @@ class KernelSink:
         """
         session = self._kernel.session
         message = session.msg(kind, dict(content), parent=self._parent, metadata=dict(metadata or {}))
-        for hook in self._hooks if kind in _SHOWN else ():
+        for hook in self._display_hooks if kind in _SHOWN else ():
             message = hook(message)
             if message is None:
                 return

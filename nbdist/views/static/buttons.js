@@ -7,19 +7,21 @@ export const UNHEARD =
 
 /**
  * Sends messages that the kernel confirms; `unheard(true)` is called when one is not received in time,
- * `unheard(false)` when one is. `press` sends what a button says, `ask` only asks whether messages arrive.
+ * `unheard(false)` when one is. `press` sends what a button says. `ask` only asks whether messages arrive; it asks a
+ * second time before it calls that unheard, because JupyterLab sends a view's first message past the subshell that it
+ * is only making then.
  */
 export function presser(send, unheard, patience = PATIENCE) {
   let number = 0;
   const waiting = new Map();
-  const press = (message) => {
+  const post = (message, late) => {
     number += 1;
-    waiting.set(number, setTimeout(() => unheard(true), patience));
+    waiting.set(number, setTimeout(late, patience));
     send({ ...message, number });
   };
   return {
-    press,
-    ask: () => press({}),
+    press: (message) => post(message, () => unheard(true)),
+    ask: () => post({}, () => post({}, () => unheard(true))),
     received(known) {
       clearTimeout(waiting.get(known));
       waiting.delete(known);
