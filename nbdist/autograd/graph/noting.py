@@ -51,8 +51,8 @@ class _PerThread(threading.local):
 _thread = _PerThread()
 _lock = threading.Lock()
 _users = 0
-"""The number of `noted` blocks that are open in the process; while there are any, `_hooks` are on all modules."""
-_hooks: list[Any] = []
+"""The number of `noted` blocks that are open in the process; while there are any, all modules have `_module_hooks`."""
+_module_hooks: list[Any] = []
 
 
 @contextlib.contextmanager
@@ -110,12 +110,12 @@ def _use_hooks(more: int) -> None:
     global _users
     with _lock:
         _users += more
-        if _users and not _hooks:
-            _hooks.append(register_module_forward_pre_hook(_enter_module))
-            _hooks.append(register_module_forward_hook(_leave_module, always_call=True))
+        if _users and not _module_hooks:
+            _module_hooks.append(register_module_forward_pre_hook(_enter_module))
+            _module_hooks.append(register_module_forward_hook(_leave_module, always_call=True))
         elif not _users:
-            while _hooks:
-                _hooks.pop().remove()
+            while _module_hooks:
+                _module_hooks.pop().remove()
 
 
 def _enter_module(module: torch.nn.Module, _: Any) -> None:

@@ -164,7 +164,7 @@ class Part:
         self.ready: list[Entry] = []
         """The entries that no step has taken yet."""
         self._running: list[_Step] = []
-        self._hooks: dict[Node, list[Callable[[], Mapping[int, Any] | None]]] = {}
+        self._node_hooks: dict[Node, list[Callable[[], Mapping[int, Any] | None]]] = {}
         """For each leaf's node: functions that return the hooks it has now."""
         self._kept: list[Crossing] = []
         self._regions: dict[object, Region] = {}
@@ -525,11 +525,11 @@ class Part:
         leaf = node.variable
         if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or id(leaf) in owned:
             return False
-        hooks = self._hooks.get(node)
+        hooks = self._node_hooks.get(node)
         if hooks is None:
             if any(node in step.region.nodes for step in self._running):
                 return False  # `_hooks_of` changes the node, which the engine may be reading now
-            hooks = self._hooks[node] = [_hooks_of(node.register_prehook), _hooks_of(node.register_hook)]
+            hooks = self._node_hooks[node] = [_hooks_of(node.register_prehook), _hooks_of(node.register_hook)]
         return not any(known() for known in hooks)
 
     def _join_regions(self, regions: Sequence[Region], kept: Sequence[Crossing]) -> Region:

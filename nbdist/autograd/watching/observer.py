@@ -188,7 +188,7 @@ class Observer:
         handles = []
         try:
             for node in nodes:
-                before, after = self._hooks(part, node, numbers[node])
+                before, after = self._hooks_around(part, node, numbers[node])
                 handles.append(node.register_prehook(before))
                 handles.append(node.register_hook(after))
             yield
@@ -196,7 +196,9 @@ class Observer:
             for handle in handles:
                 handle.remove()
 
-    def _hooks(self, part: RunningPart, node: Node, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _hooks_around(
+        self, part: RunningPart, node: Node, number: int
+    ) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return the hooks for torch to call before and after a node: they halt and note it, by `come_to` and `ran`.
 
         They do nothing if another pass runs the node, which may happen at the same time. The first reads what the node
