@@ -32,7 +32,10 @@ _HEAD = struct.Struct("<QI")
 _SIZE = 8
 """The bytes of each frame's size in the head."""
 _COMPARED_WITH_MEMORY = 64 * 1024 * 1024
-"""Messages of at least this many bytes are refused if the machine has too little memory left. Asking takes 50 µs."""
+"""Messages of at least this many bytes are refused if the machine has too little memory left.
+
+Asking takes 0.1 to 0.3 ms, and 1 ms in a container.
+"""
 _HEADS = [struct.Struct(f"<QI{count}Q") for count in range(8)]
 """The layout of the whole head by the number of frames, for messages of up to 7 frames."""
 

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from nbdist import amounts
@@ -28,6 +28,9 @@ from nbdist import amounts
 __all__ = ["available_memory", "cores", "limits", "memory"]
 
 _GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
+_NAMES_2 = "memory.max", "memory.current", "inactive_file"
+_NAMES_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+"""The files of the limit and of what is used, and the key in memory.stat, in the two versions."""
 
 
 def cores() -> int:
@@ -54,9 +57,9 @@ def memory() -> int:
 def available_memory() -> int:
     """Return the bytes of memory that this process can still take before the kernel must kill a process.
 
-    A number that cannot be read is left out; if none can be read, the result is `memory`.
+    A number that cannot be read is left out; if none can be read, the result is the machine's memory.
     """
-    found = [memory()]
+    found = [_memory_of_the_machine()]
     with contextlib.suppress(OSError, ValueError, StopIteration):  # reading fails while the file table is full
         lines = (_PROC / "meminfo").read_text().splitlines()
         found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
@@ -88,23 +91,24 @@ def _limits_of_memory() -> Iterator[tuple[int, int]]:
     before it kills a process.
     """
     for folder in _groups("memory"):
-        for limit, used, dropped in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            with contextlib.suppress(OSError, ValueError):  # the file is missing, or says "max"
-                most = int((folder / limit).read_text())
-                taken = 0
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    taken = int((folder / used).read_text())
-                    lines = (folder / "memory.stat").read_text().splitlines()
-                    taken -= int(dict(line.split(maxsplit=1) for line in lines)[dropped])
-                yield most, max(0, taken)
+        names = _NAMES_2 if (folder / _NAMES_2[0]).exists() else _NAMES_1
+        with contextlib.suppress(OSError, ValueError):  # the file is missing, or says "max"
+            most = int((folder / names[0]).read_text())
+            if (
+                most >= _memory_of_the_machine()
+            ):  # no limit, as version 1 writes it; reading what is used would take 1 ms
+                continue
+            taken = 0
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                taken = int((folder / names[1]).read_text())
+                lines = (folder / "memory.stat").read_text().splitlines()
+                taken -= int(dict(line.split(maxsplit=1) for line in lines)[names[2]])
+            yield most, max(0, taken)
 
 
 def _quota(folder: Path) -> float | None:
     """Return the cores that a control group may use at once; None if it sets no limit."""
-    with contextlib.suppress(OSError, ValueError):  # as in `_limits_of_memory`
+    with contextlib.suppress(OSError, ValueError):  # the file is missing, or says "max"
         quota, period = map(int, (folder / "cpu.max").read_text().split())
         return quota / period
     with contextlib.suppress(OSError, ValueError):
@@ -113,19 +117,29 @@ def _quota(folder: Path) -> float | None:
     return None
 
 
-def _groups(controller: str) -> list[Path]:
+def _groups(controller: str) -> Sequence[Path]:
     """Return the folders of the control groups of this process that may limit ``controller``, "memory" or "cpu".
 
-    [] where they cannot be read.
+    Empty where they cannot be read, as while the file table is full.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        return _read_groups(controller)
+    return ()
+
+
+@functools.cache
+def _read_groups(controller: str) -> Sequence[Path]:
+    """Return what `_groups` returns, read once, because the channel asks under its lock; raise OSError or ValueError.
+
+    A failure is not kept: the next call reads again. Folders that say nothing of the controller are left out.
     """
     found = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in (_PROC / "self/cgroup").read_text().splitlines():
-            _, controllers, name = line.split(":", 2)
-            if controllers and controller not in controllers.split(","):
-                continue
-            tops = [_GROUPS / controllers, _GROUPS / controller] if controllers else [_GROUPS, _GROUPS / "unified"]
-            inner = PurePosixPath(name.lstrip("/"))
-            parts = [inner, *inner.parents] if ".." not in inner.parts else [PurePosixPath()]
-            found += [top / part for top in tops for part in parts]
-    return list(dict.fromkeys(folder for folder in found if folder.is_dir()))
+    for line in (_PROC / "self/cgroup").read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        tops = [_GROUPS / controllers, _GROUPS / controller] if controllers else [_GROUPS, _GROUPS / "unified"]
+        inner = PurePosixPath(name.lstrip("/"))
+        parts = [inner, *inner.parents] if ".." not in inner.parts else [PurePosixPath()]
+        found += [top / part for top in tops for part in parts]
+    return tuple(dict.fromkeys(folder for folder in found if any(folder.glob(f"{controller}.*"))))

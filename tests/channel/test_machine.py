@@ -18,6 +18,7 @@ def files(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(machine, "_quota_of_cores", machine._quota_of_cores.__wrapped__)  # not kept from another test
     monkeypatch.setattr(machine, "_memory_of_the_machine", lambda: 100 * GB)
+    monkeypatch.setattr(machine, "_read_groups", machine._read_groups.__wrapped__)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
 

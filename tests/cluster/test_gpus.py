@@ -82,12 +82,13 @@ def test_a_worker_gets_its_part_of_the_memory(cuda):
 
 def test_a_full_gpu_is_explained_once(cuda):
     error = torch.OutOfMemoryError("CUDA out of memory.")
+    error.add_note("a note of the user's")
     gpu.explain(error)
-    assert not hasattr(error, "__notes__"), "this is no worker with a GPU"
+    assert len(error.__notes__) == 1, "this is no worker with a GPU"
     gpu.prepare(of_worker())
     for _ in range(2):
         collective_errors.raise_translated(error)
-    [note] = error.__notes__
+    [_, note] = error.__notes__
     assert note.startswith(
         "GPU 3, of worker1: torch has taken 9.0 GB here, of which tensors need 8.5 GB; 2.0 GB of 16.0 GB"
     )

@@ -15,7 +15,8 @@ __all__ = ["check", "explain", "is_supported", "prepare"]
 
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)")
 """An entry of torch's list of architectures, such as "sm_90a": its kind, and the two numbers of the capability."""
-
+_NOTE = "GPU "
+"""The beginning of the note that `explain` adds."""
 
 _own: WorkerSetup | None = None
 """This worker's setup, if it has a GPU."""
@@ -67,11 +68,14 @@ def explain(error: BaseException | None) -> None:
 
     Does nothing for any other error, or if the error has the note already.
     """
-    if _own is None or not isinstance(error, torch.OutOfMemoryError) or getattr(error, "__notes__", None):
+    if _own is None or not isinstance(error, torch.OutOfMemoryError):
+        return
+    if any(str(note).startswith(_NOTE) for note in getattr(error, "__notes__", ())):
         return
     free, whole = torch.cuda.mem_get_info()
     error.add_note(
-        f"GPU {_own.gpu}, of {_own.name}: torch has taken {size(torch.cuda.memory_reserved())} here, of which tensors "
-        f"need {size(torch.cuda.memory_allocated())}; {size(free)} of {size(whole)} are free. %dist_memory shows what "
-        "takes the memory of each worker, and %dist_init --gpu-memory 0.45 bounds what each may take"
+        f"{_NOTE}{_own.gpu}, of {_own.name}: torch has taken {size(torch.cuda.memory_reserved())} here, of which "
+        f"tensors need {size(torch.cuda.memory_allocated())}; {size(free)} of {size(whole)} are free. "
+        "%dist_memory shows what takes the memory of each worker, and %dist_init --gpu-memory 0.45 bounds what each "
+        "may take"
     )
