@@ -16,9 +16,12 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
+import torch
+
 from nbdist import __version__
 from nbdist.channel import machine
 from nbdist.channel.security import Secret, runtime_directory
+from nbdist.channel.shared_memory import gpu_memory
 from nbdist.errors import NbdistError
 
 __all__ = ["examine"]
@@ -40,6 +43,7 @@ def examine() -> int:
     _line("may use", machine.limits() or "all cores and all memory")
     _try("memfd", _memfd)
     _try("pidfd", _pidfd)
+    _try("GPUs", _gpus)
     with contextlib.suppress(NbdistError, OSError):
         _agents()
     return 0 if all(needed) else 1
@@ -111,6 +115,16 @@ def _pidfd() -> str:
     """
     os.close(os.pidfd_open(os.getpid()))
     return "yes"
+
+
+def _gpus() -> str:
+    """Say how many GPUs torch sees, and which of them have memory that processes can share."""
+    count = torch.cuda.device_count()
+    shared = [str(index) for index in range(count) if gpu_memory.is_available(index)]
+    if not count:
+        return "none"
+    told = f"in that of GPU {', '.join(shared)}" if shared else "by way of the host's memory"
+    return f"{count}; tensors between processes that share one go {told}"
 
 
 def _agents() -> None:

@@ -40,6 +40,7 @@ from nbdist import registry, trace
 from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import ProcessWatch
 from nbdist.channel.shared_memory.arena import Arena
+from nbdist.channel.shared_memory.gpu_arena import Gpus
 from nbdist.errors import NbdistError
 from nbdist.finalisers import this_thread
 from nbdist.ids import GlobalId, IdSource
@@ -139,11 +140,19 @@ os.register_at_fork(after_in_child=_after_fork)
 class Agent:
     """A member of an RPC world: one worker's endpoint, made of the parts in this package."""
 
-    def __init__(self, me: Record, channel: Channel, options: RpcBackendOptions, arena: Arena | None = None) -> None:
+    def __init__(
+        self,
+        me: Record,
+        channel: Channel,
+        options: RpcBackendOptions,
+        arena: Arena | None = None,
+        gpus: Gpus | None = None,
+    ) -> None:
         """Make the agent and its parts; it neither reads nor sends before `start`.
 
-        ``me`` describes this agent to the others. The agent owns ``channel`` and ``arena`` from now on and closes them.
-        ``arena`` is the shared memory for large tensors; None where there is none.
+        ``me`` describes this agent to the others. The agent owns ``channel``, ``arena`` and ``gpus`` from now on, and
+        closes them. ``arena`` is the shared memory for large tensors, and ``gpus`` that for tensors on GPUs; None where
+        there is none.
         """
         self.me = me
         """The record that describes this agent to the others."""
@@ -185,7 +194,7 @@ class Agent:
         """The calls that this agent has made and that have no answer yet."""
         self.processes = ProcessWatch(self._on_process_end)
         """Watches the processes of members on this host, and reports each that ends."""
-        self.sharing = Sharing(me, arena, reads=options.arena_bytes != 0)
+        self.sharing = Sharing(me, arena, reads=options.arena_bytes != 0, gpus=gpus)
         """Passes large tensors to agents of this host through shared memory."""
         self.links = Links(
             channel,

@@ -22,6 +22,8 @@ from collections.abc import Sequence
 
 from nbdist.channel.liveness import is_alive
 from nbdist.channel.shared_memory.arena import Arena, ArenaSpace
+from nbdist.channel.shared_memory.gpu_arena import Gpus
+from nbdist.channel.shared_memory.gpu_memory import GpuBytes
 from nbdist.channel.shared_memory.leases import Leases
 from nbdist.wire.messages import Carrier, GiveBack, Message, Place, Record
 from nbdist.wire.tensors import Buffer
@@ -55,12 +57,18 @@ class _Owed:
 class Sharing:
     """One agent's shared memory for large tensors (its arena), and the blocks of other agents' arenas that it reads."""
 
-    def __init__(self, me: Record, arena: Arena | None, *, reads: bool) -> None:
+    def __init__(self, me: Record, arena: Arena | None, *, reads: bool, gpus: Gpus | None = None) -> None:
         self._me = me
         self._arena = arena
+        self._gpus = gpus
+        self._arenas: list[Arena] = [
+            *([arena] if arena is not None else []),
+            *(gpus.arenas if gpus is not None else []),
+        ]
+        """All memory that this agent lends. Each ignores blocks that are another's."""
         self._reads = reads
         """True if this agent may read the memory of others at all."""
-        self._leases = Leases()
+        self._leases = Leases(gpus)
         self.spaces: dict[int, ArenaSpace] = {}
         """The shared memory for large tensors, by receiver; tensors for a receiver without an entry go in frames."""
         self._readable: dict[int, bool] = {}
@@ -89,15 +97,16 @@ class Sharing:
 
     def meet_self(self) -> None:
         """Use shared memory for large tensors that this agent sends to itself. `Agent.start` calls this."""
-        self.on_met(self._me.incarnation, self.can_read(self._me))
+        self.on_met(self._me, self.can_read(self._me))
 
-    def on_met(self, other: int, reads: bool) -> None:
+    def on_met(self, other: Record, reads: bool) -> None:
         """Note whether another agent, which has just said so, can read this one's arena.
 
         If it can, large tensors for it go into shared memory from now on. A second call changes nothing.
         """
-        if reads and self._arena is not None and other not in self.spaces:
-            self.spaces[other] = ArenaSpace(self._arena, other)
+        if reads and self._arena is not None and other.incarnation not in self.spaces:
+            gpus = self._gpus.reachable(other.gpu_uuids) if self._gpus is not None else {}
+            self.spaces[other.incarnation] = ArenaSpace(self._arena, other.incarnation, gpus)
 
     # -- sending ------------------------------------------------------------------------------
 
@@ -106,12 +115,13 @@ class Sharing:
 
         Called once for each such message; a message without shared memory is ignored.
         """
-        if isinstance(message, Carrier) and message.payload.places and self._arena is not None:
-            self._arena.lose(receiver, [(place.segment, place.offset) for place in message.payload.places])
+        if isinstance(message, Carrier) and message.payload.places:
+            for arena in self._arenas:
+                arena.lose(receiver, [(place.segment, place.offset) for place in message.payload.places])
 
     # -- receiving ----------------------------------------------------------------------------
 
-    def begin(self, owner: Record, places: Sequence[Place]) -> list[Buffer] | None:
+    def begin(self, owner: Record, places: Sequence[Place]) -> list[Buffer | GpuBytes] | None:
         """Return the memory of the tensors that a message brought in shared memory, one buffer for each of ``places``.
 
         From now on this agent reads that memory; once no tensor refers to it, it goes back to ``owner``. Returns None
@@ -136,8 +146,8 @@ class Sharing:
         if now >= self.trim_at:
             self.trim_at = now + _TRIM_EVERY_SECONDS
             self._leases.trim(now)
-            if self._arena is not None:
-                self._arena.trim()
+            for arena in self._arenas:
+                arena.trim()
         return due
 
     # -- giving back --------------------------------------------------------------------------
@@ -203,16 +213,16 @@ class Sharing:
         The blocks, pairs of segment and offset, come in the envelope of another message. Blocks that were not lent to
         ``sender`` are ignored.
         """
-        if self._arena is not None:
-            self._arena.give_back(sender, blocks)
+        for arena in self._arenas:
+            arena.give_back(sender, blocks)
 
     def on_give_back(self, message: GiveBack, sender: int, _: list[bytes]) -> None:
         """Retire blocks that another agent gives back although a process that it forked may still read them.
 
         They are never used again. The blocks that can be used again came in the message's envelope (`on_back`).
         """
-        if self._arena is not None:
-            self._arena.lose(sender, message.shared)
+        for arena in self._arenas:
+            arena.lose(sender, message.shared)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -227,8 +237,10 @@ class Sharing:
         with self._lock:
             self.owing.pop(record.incarnation, None)
         self._leases.forget(record.incarnation)
-        if self._arena is not None:
-            self._arena.forget(record.incarnation, is_dead=not is_alive(record.pid, record.started))
+        if self._gpus is not None:
+            self._gpus.descriptors.forget(record.incarnation)
+        for arena in self._arenas:
+            arena.forget(record.incarnation, is_dead=not is_alive(record.pid, record.started))
 
     def close(self) -> None:
         """Release all memory except what tensors still refer to.
@@ -240,8 +252,14 @@ class Sharing:
         self._leases.close()
         if self._arena is not None:
             self._arena.close()
+        if self._gpus is not None:
+            self._gpus.close()
 
     def statistics(self) -> dict[str, int]:
         """Return counters by name: of this agent's arena, and of the blocks of other agents' arenas that it reads."""
         mine = self._arena.statistics() if self._arena is not None else {}
-        return {**mine, **self._leases.statistics()}
+        on_gpus: dict[str, int] = {}
+        for arena in self._gpus.arenas if self._gpus is not None else ():
+            for name, number in arena.statistics().items():
+                on_gpus[f"gpu_{name}"] = on_gpus.get(f"gpu_{name}", 0) + number
+        return {**mine, **on_gpus, **self._leases.statistics()}

@@ -59,7 +59,7 @@ __all__ = [
     "encode_envelope",
 ]
 
-VERSION = 10
+VERSION = 11
 """Raised with every change of the bytes between agents, which include the names of modules and functions of nbdist.
 
 Agents of different versions refuse each other.
@@ -213,6 +213,8 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     """The devices that the agent's options name as its own; empty for all that torch sees."""
     gpus: int = 0
     """The number of GPUs that torch sees there."""
+    gpu_uuids: list[str] = []
+    """The ids of these GPUs; "" for one whose memory cannot be shared, and nothing if no memory of GPUs is shared."""
 
 
 class Mode(IntEnum):

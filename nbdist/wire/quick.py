@@ -24,7 +24,7 @@ from nbdist.wire.encoded import Encoded
 from nbdist.wire.history import Attach, with_history
 from nbdist.wire.messages import Fork, Hole, Payload
 from nbdist.wire.pickling.registered import Forker, reference_types
-from nbdist.wire.tensors import Buffer, Space, TensorPacker, is_packable, pack_alone, unpack_alone, unpack_tensors
+from nbdist.wire.tensors import Buffer, Lent, Space, TensorPacker, is_packable, pack_alone, unpack_alone, unpack_tensors
 
 __all__ = [
     "ATOMS",
@@ -189,7 +189,11 @@ def encode(
 
 
 def decode(
-    payload: Payload, frames: Sequence[bytes], leased: Sequence[Buffer], references: Sequence[Any], attach: Attach
+    payload: Payload,
+    frames: Sequence[bytes],
+    leased: Sequence[Buffer | Lent],
+    references: Sequence[Any],
+    attach: Attach,
 ) -> Any:
     """Return the value in ``frames``, which `encode` made. ``leased`` is the shared memory that came with the message.
 

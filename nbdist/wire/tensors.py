@@ -25,7 +25,7 @@ from nbdist.errors import DecodeError, EncodeError, ProtocolError
 from nbdist.wire.devices import CPU_ONLY, Devices
 from nbdist.wire.messages import Place, TensorMeta
 
-__all__ = ["Buffer", "Slot", "Space", "TensorPacker", "Unreadable", "pack_alone", "unpack_tensors"]
+__all__ = ["Buffer", "Lent", "Slot", "Space", "TensorPacker", "Unreadable", "pack_alone", "unpack_tensors"]
 
 Buffer = bytes | memoryview
 
@@ -114,6 +114,26 @@ class Space(Protocol):
 
         Returns None if there is no room: the sender puts the bytes into the message itself.
         """
+        ...
+
+    def put_from_gpu(self, part: torch.Tensor, there: str | None) -> Slot | None:
+        """Copy a tensor of bytes on a GPU, which shall arrive on the receiver's device ``there`` (None for the CPU).
+
+        Returns the copy, which may be on the GPU if the receiver uses the same one. Returns None if there is no room,
+        or the tensor is too small: the sender puts the bytes into the message itself.
+        """
+        ...
+
+
+class Lent(Protocol):
+    """Memory of a GPU that a sender has lent to this process."""
+
+    def __len__(self) -> int:
+        """Return the number of bytes."""
+        ...
+
+    def tensor(self) -> torch.Tensor:
+        """Return the bytes as a tensor on the GPU, which keeps the memory from being given back."""
         ...
 
 
@@ -221,23 +241,36 @@ def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[T
 class _Storage:
     """The part of one storage that the tensors of a message use: from byte ``start`` to byte ``end``."""
 
-    __slots__ = ("end", "number", "start", "storage")
+    __slots__ = ("device", "end", "number", "start", "storage")
 
-    def __init__(self, number: int, storage: torch.UntypedStorage, start: int, end: int) -> None:
+    def __init__(
+        self, number: int, storage: torch.UntypedStorage, start: int, end: int, device: str | None = None
+    ) -> None:
         self.number = number
         self.storage = storage
+        self.device = device
+        """The receiver's device, None for the CPU."""
         self.start = start
         self.end = end
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """True if the part is in a GPU's memory."""
+        return self.storage.device.type != "cpu"
+
+    def bytes(self) -> torch.Tensor:
+        """Return the part as a tensor of bytes that shares its memory."""
+        whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return whole.set_(self.storage, self.start, (self.end - self.start,), (1,))
 
     def on_host(self) -> tuple[int, Any]:
         """Return the address of the part on the CPU, and what must live as long as the address is used.
 
         A part of a GPU's memory is copied, on the calling thread's stream, after what runs there.
         """
-        if self.storage.device.type == "cpu":
+        if not self.is_on_gpu:
             return self.storage.data_ptr() + self.start, self.storage
-        part = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        copy = part.set_(self.storage, self.start, (self.end - self.start,), (1,)).cpu()
+        copy = self.bytes().cpu()
         return copy.data_ptr(), copy
 
 
@@ -305,7 +338,7 @@ class TensorPacker:
                 start -= start % _ALIGN  # because views of one storage may have different dtypes
             storage = storages.get(key)
             if storage is None:
-                storage = storages[key] = _Storage(len(storages), data.untyped_storage(), start, end)
+                storage = storages[key] = _Storage(len(storages), data.untyped_storage(), start, end, device)
             else:
                 storage.start, storage.end = min(start, storage.start), max(end, storage.end)
             placed.append((data, storage, device))
@@ -314,8 +347,12 @@ class TensorPacker:
             for original, (data, storage, device) in zip(self.tensors, placed, strict=True)
         ]
         # Only now the bytes are copied: the part of a storage may grow with each tensor.
-        parts = [(storage.on_host(), storage.end - storage.start) for storage in storages.values()]
-        return metas, *self._copy_out([(address, length) for (address, _), length in parts])
+        shared = {storage.number: place for storage in storages.values() if (place := self._put_from_gpu(storage))}
+        rest = [storage for storage in storages.values() if storage.number not in shared]
+        parts = [(storage.on_host(), storage.end - storage.start) for storage in rest]
+        where, frames = self._copy_out([(address, length) for (address, _), length in parts])
+        shared |= {storage.number: place for storage, place in zip(rest, where, strict=True)}
+        return metas, [shared[number] for number in range(len(storages))], frames
 
     def _copy_out(self, spans: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
         """Copy memory into frames or shared memory; return the place of each piece as in `pack`, and the frames.
@@ -357,7 +394,18 @@ class TensorPacker:
         """
         if self._space is None or length < max(self._space.threshold, 1):
             return False
-        slot = self._space.put(pointer, length)
+        return self._keep(self._space.put(pointer, length))
+
+    def _put_from_gpu(self, storage: _Storage) -> tuple[int, int, int] | None:
+        """Copy the part of a storage on a GPU into shared memory; return its place, None if it must go otherwise."""
+        if self._space is None or not storage.is_on_gpu or storage.end == storage.start:
+            return None
+        if not self._keep(self._space.put_from_gpu(storage.bytes(), storage.device)):
+            return None
+        return -len(self.slots), 0, storage.end - storage.start
+
+    def _keep(self, slot: Slot | None) -> bool:
+        """Add a copy in shared memory to `slots`; return whether there is one."""
         if slot is None:
             return False
         self.slots.append(slot)
@@ -424,7 +472,7 @@ def unpack_tensors(
     metas: Sequence[TensorMeta],
     where: Sequence[tuple[int, int, int]],
     frames: Sequence[bytes],
-    leased: Sequence[Buffer] = (),
+    leased: Sequence[Buffer | Lent] = (),
 ) -> list[torch.Tensor]:
     """Return the tensors of a message, in memory of their own; ``leased`` is the shared memory that came with it.
 
@@ -460,6 +508,12 @@ def unpack_tensors(
         if frame < 0:
             # In shared memory: the tensor is made where the bytes lie.
             memory = _leased(leased, -1 - frame, length)
+            if not isinstance(memory, bytes | memoryview):
+                storage = shared.get(meta.buffer)
+                if storage is None:
+                    storage = shared[meta.buffer] = _on_device(memory.tensor().untyped_storage(), meta.device)
+                tensors.append(_finished(_view(storage, dtype, meta), meta))
+                continue
             if users[meta.buffer] == 1 and meta.strides is None:
                 if math.prod(meta.shape) * dtype.itemsize != length:
                     raise ProtocolError(
@@ -524,7 +578,7 @@ def unpack_alone(
     return _finished(tensor, meta) if meta.flags else tensor
 
 
-def _leased(leased: Sequence[Buffer], index: int, length: int) -> Buffer:
+def _leased(leased: Sequence[Buffer | Lent], index: int, length: int) -> Buffer | Lent:
     """Return piece ``index``, from 0 on, of a message's shared memory, checked to have at least ``length`` bytes.
 
     A tensor made of it keeps it from being given back to the sender.
@@ -565,10 +619,10 @@ def _on_device(storage: torch.UntypedStorage, device: str | None) -> torch.Untyp
 
     All tensors of a storage have one device. Raises torch's error if there is no such device.
     """
-    if device is None or device == "cpu":
+    if (device or "cpu") == str(storage.device):
         return storage
-    part = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (storage.nbytes(),), (1,))
-    there: torch.UntypedStorage = part.to(device).untyped_storage()
+    part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    there: torch.UntypedStorage = part.to(device or "cpu").untyped_storage()
     return there
 
 

@@ -22,12 +22,15 @@ import os
 import resource
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
 
 from nbdist.channel import machine
 from nbdist.channel.shared_memory import mapping
 from nbdist.channel.shared_memory.blocks import Block, Blocks, Close, Empty, Instruction, Open
-from nbdist.channel.shared_memory.mapping import Mapping, MemoryFailure
+from nbdist.channel.shared_memory.mapping import MemoryFailure
 from nbdist.finalisers import this_thread
 from nbdist.holds import Hold, Holds
 from nbdist.signals import Deferral
@@ -63,7 +66,8 @@ def open_arena(incarnation: int, bound: int | None, threshold: int) -> Arena | N
     if bound == 0 or not mapping.is_available():
         return None
     try:
-        return Arena(incarnation, default_bound() if bound is None else bound, threshold)
+        arena = Arena(incarnation, default_bound() if bound is None else bound, threshold)
+        return arena if arena.probe >= 0 else None
     except MemoryFailure:
         return None
 
@@ -114,11 +118,13 @@ class ArenaSlot:
 class ArenaSpace:
     """The arena as a place for tensors to one receiver."""
 
-    def __init__(self, arena: Arena, receiver: int) -> None:
+    def __init__(self, arena: Arena, receiver: int, gpus: Mapping[str, GpuSpace] | None = None) -> None:
+        """Make the place. ``gpus`` has the memory of GPUs that the receiver can read, by its names for them."""
         self.threshold = arena.threshold
         """The bytes from which on a tensor travels through the arena."""
         self._arena = arena
         self._receiver = receiver
+        self._gpus = gpus or {}
 
     def put(self, pointer: int, length: int) -> ArenaSlot | None:
         """Copy ``length`` bytes at the address ``pointer`` into a block; return None if there is no room.
@@ -127,12 +133,41 @@ class ArenaSpace:
         """
         return self._arena.put(pointer, length, self._receiver)
 
+    def put_from_gpu(self, part: torch.Tensor, there: str | None) -> ArenaSlot | None:
+        """Copy a tensor of bytes on a GPU into a block; return None if there is no room, or it is too small.
+
+        ``there`` is the receiver's device for it. The block is on the GPU if that is the same GPU, else on the host.
+        The copy is made after what the calling thread's stream does, and before this returns.
+        """
+        if part.numel() < max(self.threshold, 1):
+            return None
+        gpu = self._gpus.get(there or "")
+        if gpu is not None and gpu.index == part.device.index:
+            slot = gpu.put_tensor(part, self._receiver)
+            if slot is not None:
+                return slot
+        return self._arena.put_tensor(part, self._receiver)
+
+
+class GpuSpace(Protocol):
+    """Memory of a GPU that one or more receivers can read."""
+
+    index: int
+    """The number of the GPU in this process."""
+
+    def put_tensor(self, part: torch.Tensor, receiver: int) -> ArenaSlot | None:
+        """Copy a tensor of bytes that is on the GPU into a block for ``receiver``; return None if there is no room."""
+        ...
+
 
 class Arena:
     """The shared memory of one agent. Any thread may use it."""
 
-    def __init__(self, incarnation: int, bound: int, threshold: int) -> None:
-        """Make an empty arena that grows to at most ``bound`` bytes. Raises MemoryFailure if the system refuses."""
+    def __init__(self, incarnation: int, bound: int, threshold: int, *, first: int = 1) -> None:
+        """Make an empty arena that grows to at most ``bound`` bytes.
+
+        The segments are numbered from ``first`` on.
+        """
         self.threshold = threshold
         """The bytes from which on a tensor travels through the arena."""
         self._unsent: Holds[Block] = Holds()
@@ -141,16 +176,22 @@ class Arena:
         """The number of times that `put` had no room, so that a tensor travelled in its message's frames instead."""
         self._incarnation = incarnation
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._blocks = Blocks(bound, max(8, files // 8) if files != resource.RLIM_INFINITY else 1 << 16)
+        self._blocks = Blocks(bound, max(8, files // 8) if files != resource.RLIM_INFINITY else 1 << 16, first)
         self._lock = threading.Lock()
         self._is_closed = False
-        self._files: dict[int, int] = {PROBE: mapping.create(file_name(incarnation, PROBE), PROBE_SIZE)}
-        self._mappings: dict[int, Mapping] = {}
+        self._files: dict[int, int] = {}
+        """The descriptor of each segment, by its number."""
+        self._mappings: dict[int, Any] = {}
         _arenas.add(self)
 
     @property
     def probe(self) -> int:
-        """The number of an open file of this process: others that can open it by ``/proc`` can read this arena."""
+        """The number of an open file of this process: others that can open it by ``/proc`` can read this arena.
+
+        Raises MemoryFailure if the system refuses the file, which is made when it is asked for first.
+        """
+        if PROBE not in self._files:
+            self._files[PROBE] = mapping.create(file_name(self._incarnation, PROBE), PROBE_SIZE)
         return self._files[PROBE]
 
     # -- out ----------------------------------------------------------------------------------
@@ -159,6 +200,29 @@ class Arena:
         """Copy ``length`` bytes at the address ``pointer`` into a block for ``receiver``.
 
         Returns None, and counts that in `falls_back`, if the arena has no room for them or is closed.
+        """
+        found = self.take(length, receiver)
+        if found is None:
+            return None
+        slot, mapped = found
+        ctypes.memmove(mapped.address + slot.place.offset, pointer, length)
+        return slot
+
+    def put_tensor(self, part: torch.Tensor, receiver: int) -> ArenaSlot | None:
+        """Copy a tensor of bytes from a GPU into a block for ``receiver``; return None if there is no room."""
+        found = self.take(part.numel(), receiver)
+        if found is None:
+            return None
+        slot, mapped = found
+        memory = (ctypes.c_char * part.numel()).from_address(mapped.address + slot.place.offset)
+        torch.frombuffer(memory, dtype=torch.uint8).copy_(part)
+        return slot
+
+    def take(self, length: int, receiver: int) -> tuple[ArenaSlot, Any] | None:
+        """Take a block of ``length`` bytes for ``receiver``; return it with the mapping of its segment.
+
+        The mapping stays as long as the caller has it, also if another thread closes the arena. Returns None, and
+        counts that in `falls_back`, if the arena has no room or is closed.
         """
         was_closed = this_thread.is_closed
         try:
@@ -169,14 +233,11 @@ class Arena:
                     self.falls_back += 1
                     return None
                 segment = block.segment
-                # This local keeps the segment mapped if another thread closes the arena during the copy below.
                 file, mapped = self._files[segment.number], self._mappings[segment.number]
                 place = Place(segment.number, file, segment.size, block.offset, length)
-                slot = ArenaSlot(self, block, self._unsent.hold(block), receiver, place)
+                return ArenaSlot(self, block, self._unsent.hold(block), receiver, place), mapped
         finally:
             this_thread.is_closed = was_closed
-        ctypes.memmove(mapped.address + block.offset, pointer, length)
-        return slot
 
     def _take_block(self, length: int) -> Block | None:
         """Return a block for ``length`` bytes, no longer free; None if there is no room or memory. The lock is held."""
@@ -244,15 +305,19 @@ class Arena:
             return
         for instruction in instructions:
             if isinstance(instruction, Open):
-                file = mapping.create(file_name(self._incarnation, instruction.segment), instruction.size)
-                self._files[instruction.segment] = file
-                self._mappings[instruction.segment] = Mapping(file, instruction.size)
+                self._make(instruction.segment, instruction.size)
             elif isinstance(instruction, Empty):
                 mapped = self._mappings.get(instruction.segment)
                 if mapped is not None:  # None if the segment could not be made
                     mapped.empty(instruction.offset, instruction.size)
             elif isinstance(instruction, Close):
                 self._close(instruction.segment)
+
+    def _make(self, segment: int, size: int) -> None:
+        """Make a segment of ``size`` bytes: its descriptor and its mapping. Raises MemoryFailure if that is refused."""
+        file = mapping.create(file_name(self._incarnation, segment), size)
+        self._files[segment] = file
+        self._mappings[segment] = mapping.Mapping(file, size)
 
     def _close(self, segment: int) -> None:
         self._mappings.pop(segment, None)

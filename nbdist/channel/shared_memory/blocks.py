@@ -102,8 +102,8 @@ class Blocks:
     more. One thread at a time may use it.
     """
 
-    def __init__(self, bound: int, segments: int) -> None:
-        """Hold at most ``bound`` bytes, in at most ``segments`` segments."""
+    def __init__(self, bound: int, segments: int, first: int = 1) -> None:
+        """Hold at most ``bound`` bytes, in at most ``segments`` segments, which are numbered from ``first`` on."""
         self.held = 0
         """The bytes of all blocks that have pages: warm, taken or lent ones."""
         self.used = 0
@@ -112,7 +112,7 @@ class Blocks:
         self._most = segments
         self._segments: dict[int, Segment] = {}
         """The segments that are not closed, by number."""
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(first)
         self._frees = itertools.count(1)
         self._warm: dict[int, deque[Block]] = {}
         """The warm blocks of each size, the one that was freed last at the end."""

@@ -7,6 +7,9 @@ An agent of the same host sends a large tensor by writing it into a block of its
                                                                                      │
                     the agent gives the block back to its owner <── take_ended <─────┘
 
+A lease of a GPU's memory takes one step more: what the GPU was asked to do with the tensors may still wait in its
+streams when the last tensor is collected. So such a lease ends once the GPU has done all that it was asked before.
+
 A lease begins when a message is accepted, even if the message cannot be decoded afterwards. Python may collect the last
 tensor at any moment, with any lock held, so the end of a lease is only noted, by `nbdist.holds`.
 """
@@ -17,11 +20,14 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from nbdist.channel.shared_memory.arena import PROBE, PROBE_SIZE, file_name
+from nbdist.channel.shared_memory.gpu_arena import FIRST_GPU_SEGMENT, Gpus
+from nbdist.channel.shared_memory.gpu_memory import GpuBytes, GpuMapping
 from nbdist.channel.shared_memory.mapping import Mapping, MemoryFailure, open_of
-from nbdist.holds import Holds
+from nbdist.holds import Hold, Holds
 from nbdist.wire.messages import Place, Record
 from nbdist.wire.tensors import Buffer, Unreadable
 
@@ -61,7 +67,7 @@ class LeaseEnded(NamedTuple):
 class _Segment:
     """A mapped segment of another agent's arena."""
 
-    def __init__(self, mapping: Mapping) -> None:
+    def __init__(self, mapping: Mapping | GpuMapping) -> None:
         self.mapping = mapping
         self.used_at = 0.0
         """The moment at which the last lease in it began, as of `time.monotonic`."""
@@ -70,9 +76,11 @@ class _Segment:
 class Leases:
     """Maps the blocks that other agents have lent to one agent, until no tensor uses them. Any thread may use it."""
 
-    def __init__(self) -> None:
-        self._holds: Holds[tuple[LeaseEnded, int]] = Holds()
-        """A hold for each lease, with the note of its end and the value of `_forks` when it began."""
+    def __init__(self, gpus: Gpus | None = None) -> None:
+        """Hold no lease yet. ``gpus`` is the agent's memory on GPUs, without which it can read no other's."""
+        self._gpus = gpus
+        self._holds: Holds[tuple[LeaseEnded, int, GpuMapping | None]] = Holds()
+        """A hold for each lease: the note of its end, the value of `_forks` when it began, and its memory on a GPU."""
         self.ended = self._holds.ended
         """Not empty while leases have ended that `take_ended` has not returned. Only test whether it is empty."""
         self.begun = 0
@@ -93,7 +101,7 @@ class Leases:
             return False
         return True
 
-    def begin(self, owner: Record, places: Iterable[Place], now: float) -> list[Buffer]:
+    def begin(self, owner: Record, places: Iterable[Place], now: float) -> list[Buffer | GpuBytes]:
         """Map each of the ``places``, blocks that another agent has lent to this one; return their memory, as buffers.
 
         A block is leased until no tensor uses its buffer; `take_ended` then returns it.
@@ -102,9 +110,9 @@ class Leases:
         """
         return [self._begin(owner, place, now) for place in places]
 
-    def _begin(self, owner: Record, place: Place, now: float) -> Buffer:
+    def _begin(self, owner: Record, place: Place, now: float) -> Buffer | GpuBytes:
         what = LeaseEnded(owner.incarnation, place.segment, place.offset, place.length, False)
-        hold = self._holds.hold((what, _forks))  # if this method returns no memory, the lease ends at once
+        hold = self._holds.hold((what, _forks, None))  # if this method returns no memory, the lease ends at once
         self.begun += 1
         if not 0 <= place.offset <= place.offset + place.length <= place.size:
             return Unreadable("the message names a place outside of the sender's shared memory")
@@ -112,11 +120,14 @@ class Leases:
             mapping = self._segment(owner, place, now)
         except MemoryFailure as error:
             return Unreadable(str(error))
+        if isinstance(mapping, GpuMapping):
+            hold.note.held = what, _forks, mapping
+            return GpuBytes(mapping, place.offset, place.length, hold)
         block = (ctypes.c_char * place.length).from_address(mapping.address + place.offset)
         block.lease = hold, mapping  # type: ignore[attr-defined]
         return memoryview(block).cast("B")
 
-    def _segment(self, owner: Record, place: Place, now: float) -> Mapping:
+    def _segment(self, owner: Record, place: Place, now: float) -> Mapping | GpuMapping:
         """Return the mapping of the segment that a place is in, used at ``now``, as of `time.monotonic`.
 
         Raises MemoryFailure if it cannot be mapped.
@@ -124,11 +135,18 @@ class Leases:
         with self._lock:
             segment = self._segments.get((owner.incarnation, place.segment))
             if segment is None or segment.mapping.size != place.size:
-                name = file_name(owner.incarnation, place.segment)
-                segment = _Segment(open_of(owner.pid, place.file, name, place.size))
+                segment = _Segment(self._open(owner, place))
                 self._segments[owner.incarnation, place.segment] = segment
             segment.used_at = now
             return segment.mapping
+
+    def _open(self, owner: Record, place: Place) -> Mapping | GpuMapping:
+        """Map the segment that a place is in. Raises MemoryFailure if it cannot be mapped."""
+        if place.segment < FIRST_GPU_SEGMENT:
+            return open_of(owner.pid, place.file, file_name(owner.incarnation, place.segment), place.size)
+        if self._gpus is None:
+            raise MemoryFailure("this process shares no memory of GPUs")
+        return self._gpus.open(owner.incarnation, place.segment, place.size, owner.gpu_uuids)
 
     def take_ended(self) -> list[LeaseEnded]:
         """Return the leases that have ended since the last call, for the agent to give their blocks back to the owners.
@@ -136,7 +154,15 @@ class Leases:
         ``is_shared`` is set if this process has forked since the lease began: a child may still read the block, so its
         owner does not use it again. A lease that had ended before the fork is treated alike, which is safe.
         """
-        taken = [what if forks == _forks else what._replace(is_shared=True) for what, forks in self._holds.take_ended()]
+        taken = []
+        for what, forks, memory in self._holds.take_ended():
+            if memory is not None and self._gpus is not None:
+                # Held anew until the GPU is done, and then noted again.
+                hold = self._holds.hold((what, _forks, None))
+                self._gpus.quiet.when_done(memory.index, partial(_drop, [hold, memory]))
+                continue
+            is_shared = forks != _forks and what.segment < FIRST_GPU_SEGMENT  # a forked process cannot use CUDA
+            taken.append(what._replace(is_shared=True) if is_shared else what)
         self.over += len(taken)
         return taken
 
@@ -152,11 +178,15 @@ class Leases:
     def trim(self, now: float) -> None:
         """Drop the mappings of segments in which no lease has begun for 30 s (`_UNMAP_AFTER`).
 
-        ``now`` is as of `time.monotonic`. A mapping is made anew when it is needed.
+        ``now`` is as of `time.monotonic`. A mapping is made anew when it is needed. That of a GPU's memory could not
+        be, so it is dropped when its owner has closed the segment.
         """
         with self._lock:
-            for key in [key for key, segment in self._segments.items() if now - segment.used_at > _UNMAP_AFTER]:
-                del self._segments[key]
+            for key, segment in list(self._segments.items()):
+                if now - segment.used_at > _UNMAP_AFTER and key[1] < FIRST_GPU_SEGMENT:
+                    del self._segments[key]
+            for key in self._gpus.take_closed() if self._gpus is not None else ():
+                self._segments.pop(key, None)
 
     def close(self) -> None:
         """Drop all mappings. A segment stays mapped while tensors refer to it."""
@@ -166,3 +196,8 @@ class Leases:
     def statistics(self) -> dict[str, int]:
         """Return the number of leases that `take_ended` has not returned yet, and of mapped segments."""
         return {"arena_blocks_held": self.begun - self.over, "arena_segments_mapped": len(self._segments)}
+
+
+def _drop(held: list[Hold | GpuMapping]) -> None:
+    """Drop a hold, whose end is then noted, and the memory that must not be unmapped before."""
+    held.clear()

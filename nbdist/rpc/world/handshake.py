@@ -190,7 +190,7 @@ class Handshake:
                 self._links.disconnect(record.incarnation)
                 self._refuse(record, str(error))
             else:
-                self._sharing.on_met(record.incarnation, message.reads)
+                self._sharing.on_met(record, message.reads)
                 self._welcome(record.incarnation)
         elif self._complete:
             self._refuse(
@@ -209,7 +209,7 @@ class Handshake:
 
         A greeting that is repeated is answered again.
         """
-        self._sharing.on_met(sender, message.reads)
+        self._meet(sender, message.reads)
         self._welcome(sender)
         if self._complete:
             self._greet(sender, Ready())
@@ -220,11 +220,19 @@ class Handshake:
         if record is not None:  # else the sender was lost in between
             self._greet(sender, Welcome(self._me, self._sharing.can_read(record)))
 
+    def _meet(self, sender: int, reads: bool) -> Record | None:
+        """Note whether a member can read this agent's arena; return the member's record, None if it was lost.
+
+        The record is the one by which this agent reached the sender: a message must not give it another name or id.
+        """
+        record = self._links.connected(sender)
+        if record is not None:
+            self._sharing.on_met(record, reads)
+        return record
+
     def on_welcome(self, message: Welcome, sender: int, _: list[bytes]) -> None:
         """Note that a member has answered this agent's greeting."""
-        self._sharing.on_met(sender, message.reads)
-        # The record is the one by which this agent reached the sender: a message must not give it another name or id.
-        record = self._links.connected(sender)
+        record = self._meet(sender, message.reads)
         if self.is_dynamic and record is not None:
             with contextlib.suppress(NotUnique):
                 self._membership.add(record)

@@ -4,7 +4,7 @@ The steps of `start_agent`::
 
     1  rendezvous.parse, settle       where to meet; refused if other machines could reach it without a secret
     2  ZmqChannel, LocalChannel       the sockets at which others reach this agent
-    3  open_arena                     shared memory for large tensors, if the system has it
+    3  open_arena, open_gpus          shared memory for large tensors, on the host and on GPUs, if the system has it
     4  Agent.start                    the agent's threads receive messages
     5  Roster.form or join            the list of members, in the store; refused if a device map is impossible
     6  Handshake.join_...             every other member is met
@@ -29,6 +29,7 @@ from nbdist.channel.contract import Channel
 from nbdist.channel.liveness import started_at
 from nbdist.channel.security import Secret
 from nbdist.channel.shared_memory.arena import open_arena
+from nbdist.channel.shared_memory.gpu_arena import open_gpus
 from nbdist.channel.zeromq import ZmqChannel, host_identity, sweep
 from nbdist.errors import NbdistError, UsageError
 from nbdist.ids import new_incarnation
@@ -100,6 +101,11 @@ def start_agent(
         arena = open_arena(incarnation, options.arena_bytes, options.arena_threshold)
         if arena is not None:
             undo.callback(arena.close)
+        gpus = None
+        if arena is not None and torch.cuda.device_count() and _uses_gpus(options, device):
+            gpus = open_gpus(incarnation, options.arena_threshold)
+        if gpus is not None:
+            undo.callback(gpus.close)
         me = Record(
             name=name,
             id=rank,
@@ -114,8 +120,9 @@ def start_agent(
             device=device,
             devices=[str(each) for each in options.devices],
             gpus=torch.cuda.device_count(),
+            gpu_uuids=gpus.uuids if gpus is not None else [],
         )
-        agent = Agent(me, channel, options, arena)
+        agent = Agent(me, channel, options, arena, gpus)
         agent.directory = zeromq.directory
         undo.callback(agent.close, "could not join its world")
         agent.start()
@@ -142,6 +149,14 @@ def start_agent(
         agent.on_lost(lambda record, why: _clean_after(agent, record))
         undo.pop_all()
     return agent
+
+
+def _uses_gpus(options: RpcBackendOptions, device: str) -> bool:
+    """Return whether an agent sends or gets tensors on GPUs; CUDA is not started in the process of one that does not.
+
+    ``device`` is where such tensors arrive that no device map names.
+    """
+    return device.startswith("cuda") or bool(options.device_maps_by_name or options.devices)
 
 
 def _open(meeting: rendezvous.Meeting | None, store: Any, timeout: float) -> Store:

@@ -1,0 +1,141 @@
+"""Hands descriptors of open files to other agents of this host.
+
+A descriptor of a GPU's memory cannot be opened by way of ``/proc``, as shared memory of the host is. It goes over a
+socket of its own, in a datagram, before the first message that names it. Neither side waits: the receiver looks for the
+datagram when that message comes. A datagram without a descriptor says that the sender has closed what one of the same
+label was for, and that the receiver may let go of it, too.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+import threading
+
+from nbdist.channel.resources import explain
+from nbdist.channel.shared_memory.mapping import MemoryFailure
+
+__all__ = ["Descriptors"]
+
+_LONGEST = 256
+"""The bytes of the longest label."""
+_CREDENTIALS = struct.Struct("3i")
+"""The kernel's statement of who sent a datagram: the process, the user and the group."""
+_MOST_KEPT = 256
+"""The most descriptors that are kept until somebody asks for them."""
+
+
+class Descriptors:
+    """One agent's socket for descriptors. Any thread may use it."""
+
+    def __init__(self, incarnation: int) -> None:
+        """Open the socket of the agent with this incarnation. Raises MemoryFailure if the system refuses."""
+        self._incarnation = incarnation
+        self._came: dict[tuple[int, str], int] = {}
+        """The descriptors that came, by the sender's incarnation and the label."""
+        self._closed: list[tuple[int, str]] = []
+        """The labels, with the senders, of what was closed since the last `take_closed`."""
+        self._lock = threading.Lock()
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            try:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+                self._socket.bind(_address(incarnation))
+            except OSError:
+                self._socket.close()
+                raise
+        except OSError as error:
+            raise MemoryFailure(f"cannot open a socket for descriptors: {explain(error)}") from error
+
+    def send(self, to: int, label: str, descriptor: int | None) -> None:
+        """Send a descriptor, with a label, to the agent with incarnation ``to``, without waiting.
+
+        None says that what the descriptor of this label was for is closed. Raises MemoryFailure if that agent cannot be
+        reached now, or has not taken others that came before.
+        """
+        files = [] if descriptor is None else [descriptor]
+        passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+        try:
+            self._socket.sendmsg([f"{self._incarnation:x} {label}".encode()], passed, 0, _address(to))
+        except OSError as error:
+            raise MemoryFailure(f"cannot hand over a descriptor: {explain(error)}") from error
+
+    def take(self, sender: int, label: str) -> int:
+        """Return the descriptor that came with this label from the agent ``sender``; the caller closes it.
+
+        Raises MemoryFailure if it has not come.
+        """
+        with self._lock:
+            while (sender, label) not in self._came:
+                if not self._receive():
+                    raise MemoryFailure(f"its descriptor ({label}) has not come")
+            return self._came.pop((sender, label))
+
+    def take_closed(self) -> list[tuple[int, str]]:
+        """Return what senders have closed since the last call: the sender's incarnation and the label of each."""
+        with self._lock:
+            while self._receive():
+                pass
+            closed, self._closed = self._closed, []
+            return closed
+
+    def _receive(self) -> bool:
+        """Take in one datagram, if there is one; return whether there was. The lock is held."""
+        room = socket.CMSG_SPACE(4) + socket.CMSG_SPACE(_CREDENTIALS.size)
+        try:
+            text, passed, _, _ = self._socket.recvmsg(_LONGEST, room, socket.MSG_CMSG_CLOEXEC)
+        except OSError:
+            return False
+        files: list[int] = []
+        user = -1
+        for level, kind, data in passed:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                files += array.array("i", data[: len(data) // 4 * 4])
+            elif level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+                _, user, _ = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
+        sender, _, label = text.decode(errors="replace").partition(" ")
+        try:
+            key = int(sender, 16), label
+        except ValueError:
+            user = -1
+        if user != os.getuid() or len(files) > 1:
+            _close(files)  # a stranger's
+            return True
+        if not files:
+            self._closed.append(key)
+            _close([self._came.pop(key)] if key in self._came else [])
+            return True
+        if len(self._came) >= _MOST_KEPT:
+            _close([self._came.pop(next(iter(self._came)))])
+        _close([self._came.pop(key)] if key in self._came else [])
+        self._came[key] = files[0]
+        return True
+
+    def forget(self, sender: int) -> None:
+        """Close the descriptors of an agent that is gone."""
+        with self._lock:
+            while self._receive():
+                pass
+            _close([self._came.pop(key) for key in list(self._came) if key[0] == sender])
+
+    def close(self) -> None:
+        """Close the socket and all descriptors that nobody has taken. A second call does nothing."""
+        with self._lock:
+            self._socket.close()
+            _close(list(self._came.values()))
+            self._came.clear()
+
+
+def _address(incarnation: int) -> str:
+    """Return the address of an agent's socket: a name that the kernel knows, without a file."""
+    return f"\0nbdist-descriptors-{incarnation:x}"
+
+
+def _close(files: list[int]) -> None:
+    """Close open files, whatever the kernel says."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            os.close(file)

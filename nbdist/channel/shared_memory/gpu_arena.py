@@ -1,0 +1,217 @@
+"""Holds the memory of GPUs in which an agent passes tensors to other processes that use the same GPU.
+
+`GpuArena` is an `Arena` whose segments are memory of one GPU: the same books, and the same life of a block. The sender
+copies a tensor into a block, once, on the GPU; the receiver reads the block in place. The sender waits until the copy
+has been made, and the receiver gives a block back only when its GPU has done all that was asked of it before: so no
+stream of either process needs to wait for one of the other's.
+
+`Gpus` is all that one agent needs for this: an arena for each GPU that it sees, and a socket for descriptors.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from nbdist.channel.shared_memory import gpu_memory
+from nbdist.channel.shared_memory.arena import Arena, ArenaSlot
+from nbdist.channel.shared_memory.descriptors import Descriptors
+from nbdist.channel.shared_memory.gpu_memory import GpuMapping
+from nbdist.channel.shared_memory.mapping import MemoryFailure
+
+__all__ = ["FIRST_GPU_SEGMENT", "GpuArena", "Gpus", "open_gpus"]
+
+FIRST_GPU_SEGMENT = 1 << 40
+"""Segments from this number on are memory of a GPU; those of GPU 1 begin at twice this number, and so on."""
+_GATHER = 0.005
+"""Seconds for which the ends of leases are gathered: waiting for a GPU once is cheaper than once for each."""
+_AGAIN_AFTER = 0.1
+"""Seconds after which a GPU that could not be waited for is tried again."""
+_PART = 4
+"""An arena may take a quarter of the GPU's memory, or of what torch may take of it in this process."""
+
+
+class GpuArena(Arena):
+    """The memory of one GPU in which one agent lends blocks to others. Any thread may use it."""
+
+    def __init__(self, incarnation: int, index: int, bound: int, threshold: int, descriptors: Descriptors) -> None:
+        """Make an empty arena on GPU ``index`` that grows to at most ``bound`` bytes."""
+        super().__init__(incarnation, bound, threshold, first=FIRST_GPU_SEGMENT * (index + 1))
+        self.index = index
+        """The number of the GPU in this process."""
+        self._descriptors = descriptors
+        self._known: dict[int, set[int]] = {}
+        """The segments whose descriptor each receiver has been sent, by its incarnation."""
+        self._untold: list[tuple[int, int]] = []
+        """The receivers, by incarnation, that must be told that a segment is closed."""
+
+    def put_tensor(self, part: torch.Tensor, receiver: int) -> ArenaSlot | None:
+        """Copy a tensor of bytes, which is on this GPU, into a block for ``receiver``, after what its stream does.
+
+        Returns when the copy is made; None if there is no room, or the receiver cannot be handed the memory.
+        """
+        found = self.take(part.numel(), receiver)
+        if found is None:
+            return None
+        slot, mapped = found
+        place = slot.place
+        known = self._known.setdefault(receiver, set())
+        if place.segment not in known:
+            try:
+                self._descriptors.send(receiver, _label(place.segment), place.file)
+            except MemoryFailure:
+                self.falls_back += 1
+                return None  # the slot is collected, and its block is free again
+            known.add(place.segment)
+        mapped.part(place.offset, place.length).copy_(part)
+        torch.cuda.current_stream(self.index).synchronize()
+        return slot
+
+    def forget(self, receiver: int, *, is_dead: bool) -> None:
+        """Take back all blocks of a receiver that is gone; never use them again unless its process is dead."""
+        self._known.pop(receiver, None)
+        self._untold = [each for each in self._untold if each[0] != receiver]
+        super().forget(receiver, is_dead=is_dead)
+
+    def trim(self) -> None:
+        """Free memory that was not needed lately, and tell receivers of closed segments that they may do so, too."""
+        super().trim()
+        untold, self._untold = self._untold, []
+        for receiver, segment in untold:
+            try:
+                self._descriptors.send(receiver, _label(segment), None)
+            except MemoryFailure:
+                self._untold.append((receiver, segment))  # tried again by the next call
+
+    def _close(self, segment: int) -> None:
+        super()._close(segment)
+        for receiver, known in self._known.items():
+            if segment in known:
+                known.discard(segment)
+                self._untold.append((receiver, segment))
+
+    def _make(self, segment: int, size: int) -> None:
+        """Make a segment. Raises MemoryFailure if the GPU has no room for it."""
+        self._files[segment], self._mappings[segment] = gpu_memory.create(self.index, size)
+
+
+class Gpus:
+    """One agent's memory on GPUs, its own and that which others lend it."""
+
+    def __init__(self, incarnation: int, threshold: int, uuids: list[str]) -> None:
+        """Take no memory yet. ``uuids`` are the ids of the GPUs by number, with "" for one that cannot share memory.
+
+        Raises MemoryFailure if the system refuses the socket.
+        """
+        self.uuids = uuids
+        self.descriptors = Descriptors(incarnation)
+        self.arenas = [
+            GpuArena(incarnation, index, _bound(index), threshold, self.descriptors)
+            for index, uuid in enumerate(uuids)
+            if uuid
+        ]
+        self.quiet = Quiet()
+
+    def reachable(self, uuids: list[str]) -> dict[str, GpuArena]:
+        """Return the arenas that an agent whose GPUs have these ids can read, by the agent's name for the GPU."""
+        here = {self.uuids[arena.index]: arena for arena in self.arenas}
+        return {f"cuda:{index}": here[uuid] for index, uuid in enumerate(uuids) if uuid in here}
+
+    def open(self, owner: int, segment: int, size: int, uuids: list[str]) -> GpuMapping:
+        """Map a segment of another agent's arena; ``uuids`` are the ids of that agent's GPUs.
+
+        Raises MemoryFailure if its descriptor has not come, or it cannot be mapped.
+        """
+        number = segment // FIRST_GPU_SEGMENT - 1
+        uuid = uuids[number] if number < len(uuids) else ""
+        if not uuid or uuid not in self.uuids:
+            raise MemoryFailure("it is on a GPU that this process does not see")
+        file = self.descriptors.take(owner, _label(segment))
+        try:
+            return gpu_memory.open_descriptor(file, self.uuids.index(uuid), size)
+        finally:
+            os.close(file)
+
+    def take_closed(self) -> list[tuple[int, int]]:
+        """Return the segments that their owners have closed since the last call, as (owner's incarnation, number)."""
+        prefix = _label(0)[:-1]
+        closed = self.descriptors.take_closed()
+        return [(owner, int(label.removeprefix(prefix), 16)) for owner, label in closed if label.startswith(prefix)]
+
+    def close(self) -> None:
+        """Release all memory but what tensors still refer to."""
+        for arena in self.arenas:
+            arena.close()
+        self.descriptors.close()
+
+
+class Quiet:
+    """Waits until a GPU has done all that was asked of it, in a thread of its own, which runs while it is needed."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._is_running = False
+        self._lock = threading.Lock()
+
+    def when_done(self, index: int, then: Callable[[], None]) -> None:
+        """Call ``then()`` in another thread when GPU ``index`` has done all that this process asked of it so far."""
+        with self._lock:
+            self._waiting.append((index, then))
+            if self._is_running:
+                return
+            self._is_running = True
+        threading.Thread(target=self._run, name="nbdist-gpu", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_GATHER)
+            with self._lock:
+                batch = list(self._waiting)
+                self._waiting.clear()
+                if not batch:
+                    self._is_running = False
+                    return
+            for index in {index for index, _ in batch}:
+                while not self._is_done(index):
+                    time.sleep(_AGAIN_AFTER)
+            for _, then in batch:
+                then()
+
+    @staticmethod
+    def _is_done(index: int) -> bool:
+        """Wait for GPU ``index``; return False if that cannot be done now, such as while a CUDA graph is captured."""
+        try:
+            torch.cuda.synchronize(index)
+        except RuntimeError:
+            return False
+        return True
+
+
+def open_gpus(incarnation: int, threshold: int) -> Gpus | None:
+    """Return an agent's memory on GPUs; None if there are no GPUs, or the driver cannot share their memory.
+
+    It starts CUDA in this process. Tensors of at least ``threshold`` bytes travel through the memory.
+    """
+    uuids = [uuid if gpu_memory.is_available(index) else "" for index, uuid in enumerate(gpu_memory.uuids())]
+    if not any(uuids):
+        return None
+    try:
+        return Gpus(incarnation, threshold, uuids)
+    except MemoryFailure:
+        return None
+
+
+def _label(segment: int) -> str:
+    """Return the label of a segment's descriptor."""
+    return f"segment-{segment:x}"
+
+
+def _bound(index: int) -> int:
+    """Return the bytes that an arena on GPU ``index`` may take."""
+    whole = torch.cuda.get_device_properties(index).total_memory
+    return int(whole * torch.cuda.get_per_process_memory_fraction(index)) // _PART

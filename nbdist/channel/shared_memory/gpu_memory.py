@@ -1,0 +1,215 @@
+"""Makes memory of a GPU that processes of one host share.
+
+CUDA's driver makes such memory (``cuMemCreate``) and gives a descriptor for it, which another process can map. It
+lives until no process has it mapped, so a tensor in it outlives the process that made it. That would not be so for a
+handle of ``cudaIpcGetMemHandle``, which torch.multiprocessing uses: its memory goes with its maker.
+
+The functions of the driver are called with ctypes: torch has none for this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from typing import Any
+
+import torch
+
+from nbdist import amounts
+from nbdist.channel.shared_memory.mapping import MemoryFailure
+
+__all__ = ["GpuBytes", "GpuMapping", "create", "is_available", "open_descriptor", "uuids"]
+
+_PINNED, _DESCRIPTOR, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 1, 3
+"""The driver's numbers: of memory that stays on the GPU, a handle that is a descriptor, a GPU as a place, access."""
+_CAN_MAP, _CAN_EXPORT = 102, 103
+"""The driver's numbers of the attributes that say whether a GPU can map memory, and share it by a descriptor."""
+_GRANULE = 1 << 21
+"""The bytes in whose multiples a GPU's memory is made and mapped."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handles", ctypes.c_int),
+        ("location", _Location),
+        ("security", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+@functools.cache
+def _driver() -> Any:
+    """Return CUDA's driver as a library of C; raise OSError if there is none."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuInit(0)
+    return driver
+
+
+def _ask(name: str, *args: Any) -> None:
+    """Call a function of the driver; raise MemoryFailure, with the driver's name for the error, if it fails."""
+    if number := getattr(_driver(), name)(*args):
+        word = ctypes.c_char_p()
+        _driver().cuGetErrorName(number, ctypes.byref(word))
+        raise MemoryFailure(f"CUDA refuses {name}: {(word.value or str(number).encode()).decode()}")
+
+
+def is_available(index: int) -> bool:
+    """Return whether the driver can share memory of GPU ``index``, one that torch sees, between processes."""
+    try:
+        device, answer = ctypes.c_int(), ctypes.c_int()
+        _ask("cuDeviceGet", ctypes.byref(device), index)
+        for attribute in (_CAN_MAP, _CAN_EXPORT):
+            _ask("cuDeviceGetAttribute", ctypes.byref(answer), attribute, device)
+            if not answer.value:
+                return False
+    except (MemoryFailure, OSError, AttributeError):
+        return False
+    return True
+
+
+def uuids() -> list[str]:
+    """Return the id of each GPU that torch sees, by which other processes of the host know it; it starts CUDA.
+
+    Empty if there are no GPUs, or CUDA cannot be started, such as in a process that was forked after its parent had.
+    """
+    try:
+        return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    except (RuntimeError, AssertionError, AttributeError):
+        return []
+
+
+class GpuMapping:
+    """Memory of a GPU that is mapped into this process's addresses until the object is collected."""
+
+    __slots__ = ("_free", "_process", "_unmap", "address", "index", "size", "whole")
+
+    def __init__(self, handle: ctypes.c_ulonglong, index: int, size: int) -> None:
+        """Map ``size`` bytes behind a handle for GPU ``index``, and give up the handle. Raises MemoryFailure."""
+        self._process = os.getpid()
+        self._unmap, self._free = _driver().cuMemUnmap, _driver().cuMemAddressFree
+        place = _Location(_ON_DEVICE, index)
+        address, length = ctypes.c_ulonglong(), ctypes.c_size_t(_rounded(size))
+        nothing = ctypes.c_ulonglong(0)
+        try:
+            _ask("cuMemAddressReserve", ctypes.byref(address), length, ctypes.c_size_t(0), nothing, nothing)
+            try:
+                _ask("cuMemMap", address, length, ctypes.c_size_t(0), handle, nothing)
+                try:
+                    access = _Access(place, _READ_AND_WRITE)
+                    _ask("cuMemSetAccess", address, length, ctypes.byref(access), ctypes.c_size_t(1))
+                except MemoryFailure:
+                    self._unmap(address, length)
+                    raise
+            except MemoryFailure:
+                self._free(address, length)
+                raise
+        finally:
+            _driver().cuMemRelease(handle)
+        self.address: int = address.value
+        self.index = index
+        self.size = size
+        self.whole: torch.Tensor | None = None
+        """All of it as a tensor of bytes, once `part` was called."""
+
+    def part(self, offset: int, length: int) -> torch.Tensor:
+        """Return a part as a tensor of bytes, for the process that made the memory: it does not keep the mapping."""
+        if self.whole is None:
+            self.whole = torch.as_tensor(_Bytes(self.address, self.size), device=f"cuda:{self.index}")
+        return self.whole[offset : offset + length]
+
+    def empty(self, offset: int, size: int) -> None:
+        """Do nothing: memory of a GPU is freed in whole segments only."""
+
+    def __del__(self) -> None:
+        if hasattr(self, "whole") and os.getpid() == self._process:  # a forked process cannot use CUDA
+            address, length = ctypes.c_ulonglong(self.address), ctypes.c_size_t(_rounded(self.size))
+            self._unmap(address, length)
+            self._free(address, length)
+
+
+class _Bytes:
+    """Bytes at an address of a GPU, as torch takes them over."""
+
+    def __init__(self, address: int, length: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (length,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class GpuBytes(_Bytes):
+    """A leased block of a GPU's memory. It lives as long as a tensor that was made of it, and ``lease`` with it."""
+
+    def __init__(self, mapping: GpuMapping, offset: int, length: int, lease: object) -> None:
+        super().__init__(mapping.address + offset, length)
+        self._length = length
+        self._device = f"cuda:{mapping.index}"
+        self._lease = lease
+
+    def __len__(self) -> int:
+        return self._length
+
+    def tensor(self) -> torch.Tensor:
+        """Return the bytes as a tensor, which keeps this object."""
+        return torch.as_tensor(self, device=self._device)
+
+
+def create(index: int, size: int) -> tuple[int, GpuMapping]:
+    """Make ``size`` bytes of memory on GPU ``index``; return the descriptor by which others map it, and its mapping.
+
+    The caller closes the descriptor. Raises MemoryFailure if the driver refuses, as when the GPU is full.
+    """
+    wanted = _Properties(_PINNED, _DESCRIPTOR, _Location(_ON_DEVICE, index))
+    handle, descriptor = ctypes.c_ulonglong(), ctypes.c_int()
+    with torch.cuda.device(index):
+        torch.cuda.current_stream(index).query()  # starts CUDA in this thread
+        try:
+            _ask(
+                "cuMemCreate",
+                ctypes.byref(handle),
+                ctypes.c_size_t(_rounded(size)),
+                ctypes.byref(wanted),
+                ctypes.c_ulonglong(0),
+            )
+        except MemoryFailure as error:
+            raise MemoryFailure(f"cannot make {amounts.size(size)} of memory on GPU {index}: {error}") from None
+        try:
+            _ask("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, _DESCRIPTOR, ctypes.c_ulonglong(0))
+        except MemoryFailure:
+            _driver().cuMemRelease(handle)
+            raise
+        try:
+            return descriptor.value, GpuMapping(handle, index, size)
+        except BaseException:
+            os.close(descriptor.value)
+            raise
+
+
+def open_descriptor(descriptor: int, index: int, size: int) -> GpuMapping:
+    """Map memory that another process made on the GPU which is number ``index`` here; ``descriptor`` stays open.
+
+    Raises MemoryFailure if the driver refuses.
+    """
+    handle = ctypes.c_ulonglong()
+    with torch.cuda.device(index):
+        torch.cuda.current_stream(index).query()  # starts CUDA in this thread
+        _ask("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), _DESCRIPTOR)
+        return GpuMapping(handle, index, size)
+
+
+def _rounded(size: int) -> int:
+    """Return ``size`` as the driver maps it, a multiple of `_GRANULE`."""
+    return -(-size // _GRANULE) * _GRANULE
