@@ -439,6 +439,16 @@ def nbytes(cache: Any, span: tuple[int, int]) -> int:
     )
 
 
+def move_cache(cache: Any, device: str) -> None:
+    """Move the entries of all layers of a cache to ``device``."""
+    for layer in cache.layers:
+        for name, value in list(vars(layer).items()):
+            if isinstance(value, torch.Tensor):
+                setattr(layer, name, value.to(device))
+            elif isinstance(value, torch.device):
+                setattr(layer, name, torch.device(device))
+
+
 def part(cache: Any, begin: int, end: int) -> Any:
     """Return a copy of a cache that shares the entries of these layers; those of all other layers are empty.
 
@@ -477,6 +487,26 @@ def strip(args: Sequence[Any], kwargs: dict[str, Any], cache: Any) -> LayerCall:
         tuple(CACHE if each is cache else each for each in args),
         {name: CACHE if each is cache else each for name, each in kwargs.items()},
     )
+
+
+def moved(value: Any, device: str, dtype: torch.dtype | None = None) -> Any:
+    """Return a value with its tensors on ``device``: a tensor, or what a layer is called with, as a `LayerCall`.
+
+    Those of floating point get ``dtype``, if it is given. Numbers that are too small for it, as masks have them, become
+    its least one.
+    """
+    if isinstance(value, torch.Tensor):
+        if dtype is not None and value.is_floating_point() and value.dtype != dtype:
+            least = max(torch.finfo(value.dtype).min, torch.finfo(dtype).min)
+            value = value.clamp(min=least).to(dtype)
+        return value.to(device)
+    if isinstance(value, LayerCall):
+        return LayerCall(moved(value.args, device, dtype), moved(value.kwargs, device, dtype))
+    if type(value) in (tuple, list):
+        return type(value)(moved(each, device, dtype) for each in value)
+    if type(value) is dict:
+        return {name: moved(each, device, dtype) for name, each in value.items()}
+    return value
 
 
 def call(layer: nn.Module, hidden: torch.Tensor, told: LayerCall, cache: Any) -> torch.Tensor:

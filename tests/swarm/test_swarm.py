@@ -1,5 +1,6 @@
 """A model in parts on several workers: it is the model, however it is used."""
 
+import contextlib
 import gc
 import time
 
@@ -11,6 +12,7 @@ from nbdist import trace
 from nbdist.amounts import size
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter, serve
+from nbdist.swarm.server import server
 from nbdist.testing import World
 
 
@@ -163,3 +165,44 @@ def test_a_session_writes_also_between_two_steps(world, monkeypatch):
     monkeypatch.setattr("nbdist.swarm.client.journal._IDLE_SECONDS", 0.0)
     assert swarm.snapshot()["session"]["state"] == "idle"
     swarm.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_blocks_compute_in_a_type_of_their_own(world, dtype):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2], dtype=dtype)
+    remote = swarm.causal_lm()
+    with torch.no_grad():
+        for inputs in (swarm_models.batch(), swarm_models.one()):
+            for use_cache in (True, False):
+                found = remote(**inputs, use_cache=use_cache).logits
+                expected = model(**inputs, use_cache=use_cache).logits
+                assert found.dtype == torch.float32
+                error = (found - expected).abs().max() / expected.abs().max()
+                assert (1e-5 if dtype is torch.bfloat16 else 0) < error < (0.05 if dtype is torch.bfloat16 else 1e-5)
+    assert swarm_models.generate(remote, "one").shape == swarm_models.generate(model, "one").shape
+    inputs = model.get_input_embeddings()(swarm_models.batch()["input_ids"]).detach().requires_grad_()
+    remote(inputs_embeds=inputs, use_cache=False).logits.square().mean().backward()
+    assert inputs.grad.dtype == torch.float32
+    assert inputs.grad.abs().sum() > 0
+    swarm.close()
+
+
+def test_a_type_that_is_none(world):
+    for dtype in (torch.int8, "bfloat16"):
+        with pytest.raises(UsageError, match=r"dtype is a type of floating-point numbers"):
+            serve(swarm_models.make("llama"), workers=[1], dtype=dtype)
+
+
+def test_bfloat16_is_not_emulated(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, s=supported: s)
+        if supported:
+            server._check_dtype(torch.bfloat16, "cuda:0")
+        else:
+            with pytest.raises(UsageError, match="Tesla T4 would only emulate bfloat16"):
+                server._check_dtype(torch.bfloat16, "cuda:0")
+    server._check_dtype(torch.bfloat16, "cpu")
+    server._check_dtype(torch.float16, "cuda:0")

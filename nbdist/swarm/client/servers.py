@@ -36,6 +36,7 @@ from nbdist.errors import NbdistError, RpcTimeout, RRefError, UsageError, Worker
 from nbdist.rpc import api
 from nbdist.rpc.futures import Future, blocking_wait
 from nbdist.rpc.references.rref import RRef
+from nbdist.swarm import adapter
 from nbdist.swarm.client import routing
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.routing import NoRoute, Span, named
@@ -505,7 +506,9 @@ class Crew:
             try:
                 found = asked.wait(within)
                 if isinstance(found, StepReply):
-                    found = found._replace(result=fetch(found.result, self.step_timeout))
+                    # A server on a GPU answers a client whose worker has one with tensors there.
+                    result = adapter.moved(fetch(found.result, self.step_timeout), "cpu")
+                    found = found._replace(result=result)
                 return found
             # Errors lose their tracebacks: the call refers to the error, whose frames refer to the call and to a
             # session's cache, which would stay until the garbage collector runs.

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from nbdist.errors import NbdistError, RpcTimeout, RRefError, WorkerLost
+from nbdist.errors import NbdistError, RpcTimeout, RRefError, UsageError, WorkerLost
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.functions import async_execution
 from nbdist.rpc.futures import Future, blocking_wait
@@ -68,6 +68,12 @@ class Options:
     """True if requests without caches of several clients may be computed as one: faster, and equal within rounding."""
     session_timeout: float = 3600.0
     """Seconds without a call after which a server drops a session."""
+    device: str | None = None
+    """Where blocks and caches are: a device of the server's worker, such as "cuda:1" or "cpu". None for the GPU of a
+    worker that has one, else the CPU."""
+    dtype: torch.dtype | None = None
+    """The type of the blocks' weights, and in which they compute and keep caches; None for that of the checkpoint. The
+    hidden states that come and go keep their own type."""
     prioritize: Callable[[str, int, float], float] = prioritize
     """Returns the priority of a request: the queue computes the request with the least number first.
 
@@ -106,6 +112,10 @@ class Server:
 
     def __init__(self, folder: str, options: Options | None = None, key: str = "") -> None:
         self._options = options or Options()
+        self._agent = current_agent()
+        self._device = self._options.device or self._agent.me.device or "cpu"
+        self._dtype = self._options.dtype
+        _check_dtype(self._dtype, self._device)
         self._checkpoint = adapter.Checkpoint(folder)
         self._skeleton: Any = None
         """The path of the model's list of layers, and that list without weights; None before the first `load`."""
@@ -120,7 +130,6 @@ class Server:
         self._steps = 0
         self._runtime = Runtime(Pools(self._options.largest), _compute, partial(_look, weakref.ref(self)))
         neighbours.register(key, self)
-        self._agent = current_agent()
         weakref.finalize(self, self._agent.on_lost(partial(_lost, weakref.ref(self)))).atexit = False
 
     # -- blocks -------------------------------------------------------------------------------
@@ -139,7 +148,7 @@ class Server:
             for number in missing:
                 path, layers = self._skeleton
                 self._checkpoint.fill(layers[number], f"{path}.{number}.")
-                self._blocks[number] = layers[number]
+                self._blocks[number] = layers[number].to(self._device, self._dtype)
             return sorted(self._blocks)
 
     def unload(self, keep: Sequence[int]) -> list[int]:
@@ -259,7 +268,7 @@ class Server:
         """
         session = self._find(id, begin)
         with session.changed:
-            session.give(number, at, hidden)
+            session.give(number, at, hidden.to(self._device))
         self._go_on((id, begin), session)
 
     @async_execution
@@ -305,7 +314,7 @@ class Server:
             if session.ended:
                 raise NoSession(session.ended)
             if step.hidden.numel():
-                session.give(number, 0, step.hidden)
+                session.give(number, 0, step.hidden.to(self._device))
             session.asked.append(asked)
         try:
             self._go_on((id, begin), session)
@@ -422,6 +431,7 @@ class Server:
             # The client finds out by itself whether the other server is dead; this one is not to blame.
             raise NoSession(f"{other.worker} does not hand over session {id}: {error}") from None
         cache, taken, last, expected = found
+        adapter.move_cache(cache, self._device)
         session = ServerSession(cache, client, expected)
         session.taken, session.last = taken, last
         tokens = adapter.length(cache, (begin, end))
@@ -520,9 +530,9 @@ class Server:
             given = item.hidden.detach().requires_grad_()
             prompts = item.prompts.detach().requires_grad_() if item.prompts is not None else None
             wanted = [given] if prompts is None else [given, prompts]
-            found = torch.autograd.grad(
-                self._run_blocks(begin, given, item.calls, None, prompts), wanted, [item.gradient]
-            )
+            result = self._run_blocks(begin, given, item.calls, None, prompts)
+            gradient = item.gradient.to(result.device) if item.gradient is not None else None
+            found = torch.autograd.grad(result, wanted, [gradient])
             return found[0], found[1] if prompts is not None else None
 
     def returns_tuple(self, begin: int, hidden: torch.Tensor, told: adapter.LayerCall) -> bool:
@@ -532,8 +542,9 @@ class Server:
         """
 
         def work() -> bool:
-            args, kwargs = told
-            return isinstance(self._block(begin)(hidden, *args, **kwargs), tuple)
+            args, kwargs = adapter.moved(told, self._device, self._dtype)
+            given = adapter.moved(hidden, self._device, self._dtype)
+            return isinstance(self._block(begin)(given, *args, **kwargs), tuple)
 
         found: bool = self._run("step", 1, 0.0, work)
         return found
@@ -567,16 +578,26 @@ class Server:
     ) -> torch.Tensor:
         """Take hidden states through the blocks from ``begin`` on, one for each of ``calls``; return the hidden states.
 
-        ``prompts`` are added to the hidden states of the first tokens before each block. Runs on the computing thread.
+        ``prompts`` are added to the hidden states of the first tokens before each block. The arguments are moved to the
+        device and type of the blocks. The result stays on that device, and has the type that ``hidden`` had. Runs on
+        the computing thread.
         Raises NotHere if a block is not on this server.
         """
+        came = hidden.dtype
+        if self._device != "cpu" or self._dtype is not None:
+            # Several blocks are often called with the same object.
+            there = {id(told): adapter.moved(told, self._device, self._dtype) for told in calls}
+            calls = [there[id(told)] for told in calls]
+            hidden, prompts = adapter.moved((hidden, prompts), self._device, self._dtype)
         for number, told in enumerate(calls, begin):
             if prompts is not None:
                 prompt = prompts[number - begin]
                 count = prompt.shape[1]
                 hidden = torch.cat([hidden[:, :count] + prompt, hidden[:, count:]], 1)
             hidden = adapter.call(self._block(number), hidden, told, cache)
-        return hidden
+        if hidden.is_cuda:
+            torch.cuda.current_stream(hidden.device).synchronize()  # so that the caller can tell how long it took
+        return hidden.to(came)
 
     def _block(self, number: int) -> nn.Module:
         """Return a block; raise NotHere if this server does not have it."""
@@ -614,6 +635,21 @@ class Server:
             if session.client == client:
                 self._sessions.pop(key, None)
                 self._end(key, session, "its client is gone")
+
+
+def _check_dtype(dtype: torch.dtype | None, device: str) -> None:
+    """Raise UsageError if blocks cannot be computed in ``dtype`` on ``device``, or only by slow emulation."""
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(f"dtype is a type of floating-point numbers, such as torch.bfloat16, not {dtype!r}")
+    if dtype is torch.bfloat16 and device.startswith("cuda"):
+        with torch.cuda.device(device):
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                raise UsageError(
+                    f"{torch.cuda.get_device_name()} would only emulate bfloat16, slowly; use dtype=torch.float16 or "
+                    "torch.float32"
+                )
 
 
 def _look(server: weakref.ref[Server]) -> bool:

@@ -1,0 +1,90 @@
+"""A language model whose blocks are on workers with a GPU; the client is a notebook on the CPU."""
+
+import pytest
+import swarm_models
+import torch
+
+import nbdist
+from nbdist.swarm import serve
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with nbdist.Cluster(3, gpu_ids=(0,)) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2"])
+def both(cluster, request):
+    model = swarm_models.make(request.param)
+    swarm = serve(model, workers=["worker0", "worker1"])
+    yield model, swarm.causal_lm(), swarm
+    swarm.close()
+
+
+def test_blocks_and_caches_are_on_the_gpu(cluster, both):
+    _, remote, _ = both
+    before = cluster.evaluate("torch.cuda.memory_allocated()", [0, 1])
+    assert all(number > 0 for number in before)
+    with torch.no_grad():
+        found = remote(**swarm_models.batch())
+    assert found.logits.device.type == "cpu"
+    assert min(cluster.evaluate("torch.cuda.memory_allocated()", [0, 1])) > 0
+
+
+@torch.no_grad()
+def test_logits_are_those_of_one_process(both):
+    model, remote, _ = both
+    for inputs in (swarm_models.batch(), swarm_models.one()):
+        for options in ({}, {"use_cache": False}):
+            torch.testing.assert_close(
+                remote(**inputs, **options).logits, model(**inputs, **options).logits, rtol=1e-3, atol=1e-4
+            )
+
+
+@pytest.mark.parametrize("mode", ["greedy", "one", "beams"])
+def test_it_writes_what_the_model_writes(both, mode):
+    model, remote, _ = both
+    assert torch.equal(swarm_models.generate(model, mode), swarm_models.generate(remote, mode))
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_gradients_come_back(both, use_cache):
+    model, remote, _ = both
+    inputs = model.get_input_embeddings()(swarm_models.batch()["input_ids"]).detach()
+    found = []
+    for each in (model, remote):
+        given = inputs.clone().requires_grad_()
+        each(inputs_embeds=given, use_cache=use_cache).logits.square().mean().backward()
+        found.append(given.grad)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
+
+
+def test_a_server_is_killed_while_it_writes(cluster):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=["worker0", "worker1", "worker2"], recover="exact")
+    remote = swarm.causal_lm()
+    whole = swarm_models.generate(remote, "one", tokens=24)
+    asked = []
+
+    def kill(*_):
+        asked.append(1)
+        if len(asked) == 12:
+            cluster.signal("worker1", 9)
+
+    handle = remote.get_input_embeddings().register_forward_hook(kill)
+    assert torch.equal(swarm_models.generate(remote, "one", tokens=24), whole)
+    handle.remove()
+    assert len(asked) >= 12
+    swarm.close()
+    cluster.restart(1, process_group=True)
+
+
+def test_a_large_input_goes_in_pieces(cluster):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=["worker0", "worker1"])
+    ids = torch.randint(3, 97, (64, 900), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        found = swarm.causal_lm()(ids, use_cache=False).logits
+        torch.testing.assert_close(found, model(ids, use_cache=False).logits, rtol=1e-3, atol=1e-4)
+    swarm.close()
