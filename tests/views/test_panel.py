@@ -1,6 +1,7 @@
 """The panel of a cluster, of real workers."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,6 +104,29 @@ def test_what_torch_has_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12 + device)
     assert status_report.gpu_memory() == 25
+
+
+def test_how_busy_a_gpu_is(monkeypatch):
+    asked = []
+
+    def utilization(device):
+        asked.append(device)
+        if len(asked) > 1:
+            raise RuntimeError("the GPU does not tell")
+        return 80
+
+    assert status_report.gpu_busy() is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    for device in ("", "cpu"):
+        monkeypatch.setattr(
+            status_report, "active_agent", lambda d=device: SimpleNamespace(me=SimpleNamespace(device=d))
+        )
+        assert status_report.gpu_busy() is None
+    monkeypatch.setattr(status_report, "active_agent", lambda: SimpleNamespace(me=SimpleNamespace(device="cuda:1")))
+    assert status_report.gpu_busy() == 80
+    assert status_report.gpu_busy() is None
+    assert asked == ["cuda:1", "cuda:1"]
 
 
 def test_what_is_kept_is_bounded(cluster):

@@ -65,6 +65,8 @@ class WorkerStatus:
     """Bytes that the worker has sent, by the receiver's name; empty if it did not answer."""
     gpu_memory: int | None = None
     """Bytes that torch has reserved on the worker's GPUs."""
+    gpu_busy: int | None = None
+    """Percent of the last moment in which the worker's GPU computed, for whomever."""
 
 
 def collect(cluster: Cluster) -> list[WorkerStatus]:
@@ -148,4 +150,5 @@ def _status(worker: Worker, report: StatusReport) -> WorkerStatus:
         tuple(worker.log.timed_lines()),
         report.sent,
         report.gpu_memory,
+        report.gpu_busy,
     )

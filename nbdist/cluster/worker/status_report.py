@@ -12,7 +12,7 @@ from typing import NamedTuple
 from nbdist.code_places import is_users, shown_name
 from nbdist.rpc.agent import active_agent
 
-__all__ = ["LINE_SHOWN", "StatusReport", "gpu_memory", "make_report", "say_line"]
+__all__ = ["LINE_SHOWN", "StatusReport", "gpu_busy", "gpu_memory", "make_report", "say_line"]
 
 LINE_SHOWN = 60
 """Characters of a line of code that are shown."""
@@ -29,6 +29,7 @@ class StatusReport(NamedTuple):
     waits: dict[str, int] = {}  # noqa: RUF012 - never changed
     sent: dict[str, int] = {}  # noqa: RUF012
     gpu_memory: int | None = None
+    gpu_busy: int | None = None
 
 
 def make_report() -> StatusReport:
@@ -42,7 +43,7 @@ def make_report() -> StatusReport:
     others = agent.exchange.active - 1
     waits = Counter(call.worker for call in agent.awaited())
     doing = agent.executor.doing() if others > 0 else ""
-    return StatusReport(others, doing, _users_line(), dict(waits), agent.sent(), gpu_memory())
+    return StatusReport(others, doing, _users_line(), dict(waits), agent.sent(), gpu_memory(), gpu_busy())
 
 
 def gpu_memory() -> int | None:
@@ -52,6 +53,20 @@ def gpu_memory() -> int | None:
         return None
     # All devices, because the calling thread's current device need not be the worker's.
     return int(sum(cuda.memory_reserved(device) for device in range(cuda.device_count())))
+
+
+def gpu_busy() -> int | None:
+    """Return for what part of the last moment the worker's GPU computed, for whomever, in percent.
+
+    None without a GPU, before the worker has used it, without the package nvidia-ml-py, and if the GPU does not tell.
+    """
+    cuda, agent = sys.modules.get("torch.cuda"), active_agent()
+    if cuda is None or not cuda.is_initialized() or agent is None or not agent.me.device.startswith("cuda"):
+        return None
+    try:
+        return int(cuda.utilization(agent.me.device))
+    except Exception:  # of torch or of the package, which has errors of its own
+        return None
 
 
 def _users_line() -> str:

@@ -11,7 +11,8 @@ const rate = (value) => `${bytes(value)}/s`;
 const COURSES = [
   { name: "cpu", title: "CPU", most: 1, told: (value) => `${Math.round(value * 100)} %` },
   { name: "memory", title: "memory", told: bytes },
-  { name: "gpu", title: "GPU memory", told: bytes, gpu: true },
+  { name: "gpu_busy", title: "GPU", most: 1, told: (value) => `${Math.round(value * 100)} %` },
+  { name: "gpu", title: "GPU memory", told: bytes },
   { name: "in", title: "in", most: 100_000, told: rate },
   { name: "out", title: "out", most: 100_000, told: rate },
 ];
@@ -70,7 +71,9 @@ function render({ model, el }) {
 
   function draw() {
     const snapshot = model.get("snapshot");
-    el.classList.toggle("without-gpu", !snapshot.rows.some((told) => told.gpu.some(Boolean)));
+    const has = (name) => snapshot.rows.some((told) => told[name].some(Boolean));
+    el.classList.toggle("without-gpu-busy", !has("gpu_busy"));
+    el.classList.toggle("without-gpu", !has("gpu"));
     for (const told of snapshot.rows) {
       const { row, cells, lines, interrupt } = rowOf(told.name);
       row.className = told.lost ? "lost" : "";

@@ -65,6 +65,7 @@ class Panel:
                     course = self._courses.setdefault(row.name, Course())
                     course.add("cpu", course.share(row.pid, now))
                     course.add("memory", row.memory or 0)
+                    course.add("gpu_busy", (row.gpu_busy or 0) / 100)
                     course.add("gpu", row.gpu_memory or 0)
                     course.add("out", round(sum(rate for (one, _), rate in self._rates.items() if one == row.name)))
                     course.add("in", round(sum(rate for (_, other), rate in self._rates.items() if other == row.name)))
