@@ -123,8 +123,8 @@ def _gpus() -> str:
     shared = [str(index) for index in range(count) if gpu_memory.is_available(index)]
     if not count:
         return "none"
-    told = f"in that of GPU {', '.join(shared)}" if shared else "by way of the host's memory"
-    return f"{count}; tensors between processes that share one go {told}"
+    told = f"in the memory of GPU {', '.join(shared)}" if shared else "by way of the host's memory"
+    return f"{count}; processes that share a GPU pass tensors {told}"
 
 
 def _agents() -> None:

@@ -213,9 +213,27 @@ FAULTS = {
     ),
     "a block that a forked process reads goes back to its arena": Fault(
         "channel/shared_memory/leases.py",
-        "what if forks == _forks else what._replace(is_shared=True)",
+        "what._replace(is_shared=True) if is_shared else what",
         "what",
         "channel/test_arena.py::test_a_forked_process_keeps_what_it_reads",
+    ),
+    "a block on a GPU goes back while the GPU may still read it": Fault(
+        "channel/shared_memory/leases.py",
+        "            if memory is not None:\n",
+        "            if memory is not None and False:\n",
+        "channel/test_gpu_arena.py::test_a_block_comes_back_when_the_gpu_is_done",
+    ),
+    "memory of a GPU is unmapped while the GPU may still read it": Fault(
+        "channel/shared_memory/quiet.py",
+        "            if done[index]:\n",
+        "            if True:\n",
+        "channel/test_gpu_arena.py::test_memory_stays_mapped_while_a_gpu_cannot_be_waited_for",
+    ),
+    "a mapping of a GPU's memory that is not used for a while is dropped": Fault(
+        "channel/shared_memory/leases.py",
+        "_UNMAP_AFTER and key[1] < FIRST_GPU_SEGMENT:",
+        "_UNMAP_AFTER:",
+        "channel/test_gpu_arena.py::test_a_segment_that_its_owner_closes_is_unmapped",
     ),
     "a handler that raises leaves the other signals deferred": Fault(
         "signals.py",

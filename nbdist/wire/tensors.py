@@ -397,7 +397,10 @@ class TensorPacker:
         return self._keep(self._space.put(pointer, length))
 
     def _put_from_gpu(self, storage: _Storage) -> tuple[int, int, int] | None:
-        """Copy the part of a storage on a GPU into shared memory; return its place, None if it must go otherwise."""
+        """Copy the part of a storage on a GPU into shared memory; return its place.
+
+        Returns None for a storage on the CPU, and if there is no room: the bytes then go as those of a CPU tensor do.
+        """
         if self._space is None or not storage.is_on_gpu or storage.end == storage.start:
             return None
         if not self._keep(self._space.put_from_gpu(storage.bytes(), storage.device)):

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nbdist.channel.shared_memory import gpu_arena, gpu_memory
+from nbdist.channel.shared_memory import gpu_arena, gpu_memory, quiet
 from nbdist.channel.shared_memory.arena import ArenaSpace, open_arena
 from nbdist.channel.shared_memory.descriptors import Descriptors
 from nbdist.channel.shared_memory.gpu_arena import FIRST_GPU_SEGMENT, Gpus
@@ -75,6 +76,9 @@ def owner(gpu):
     gpus = Gpus(OWNER, 1 << 16, ["GPU-a", "GPU-b"])
     yield gpus
     gpus.close()
+    gpu.is_done.set()
+    gc.collect()
+    settle()
 
 
 @pytest.fixture
@@ -187,6 +191,52 @@ def test_a_space_takes_the_gpu_that_both_share(owner, reader, monkeypatch):
     host.close()
 
 
+def test_a_segment_is_read_although_it_could_not_be_before(owner, reader, monkeypatch):
+    leases, arena = Leases(reader), owner.arenas[1]
+    slots = [arena.put_tensor(values(MB, n), READER) for n in range(2)]
+
+    def refuse(*_):
+        raise MemoryFailure("the GPU has no room")
+
+    with monkeypatch.context() as context:
+        context.setattr(gpu_memory, "open_descriptor", refuse)
+        [found] = leases.begin(record(owner), [slots[0].place], 0.0)
+        assert found.why == "the GPU has no room"
+    [found] = leases.begin(record(owner), [slots[1].place], 0.0)
+    assert torch.equal(found.tensor(), values(MB, 1))
+
+
+def test_several_threads_use_an_arena(gpu):
+    sent = []
+    to = SimpleNamespace(send=lambda receiver, label, file: sent.append((receiver, label)))
+    arena = gpu_arena.GpuArena(OWNER, 0, 64 * MB, 1 << 16, to)
+    errors = []
+
+    def run(work):
+        try:
+            for n in range(300):
+                work(n)
+        except Exception as error:
+            errors.append(error)
+
+    def put(n):
+        slot = arena.put_tensor(values(1000 + 300_000 * (n % 7)), n % 50)
+        slot.send()
+        arena.give_back(n % 50, [(slot.place.segment, slot.place.offset)])
+
+    def end(n):
+        arena.trim()
+        arena.forget(n % 50, is_dead=True)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in (put, put, end)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    arena.close()
+
+
 def test_what_cannot_be_read_says_why(owner, reader):
     slot = owner.arenas[1].put_tensor(values(MB), READER)
     place = slot.place
@@ -281,6 +331,42 @@ def test_nobody_waits_for_an_agent_that_takes_no_descriptors():
     other.close()
 
 
+def test_a_descriptor_for_which_there_is_no_room_is_not_taken_for_another_notice():
+    one, other = Descriptors(OWNER), Descriptors(READER)
+    with open("/dev/null") as file:
+        one.send(READER, "a", file.fileno())
+        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file.fileno(), most))
+        try:
+            with pytest.raises(MemoryFailure, match="has not come"):
+                other.take(OWNER, "a")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    assert other.take_closed() == []
+    one.send(READER, "b", None)
+    assert other.take_closed() == [(OWNER, "b")]
+    one.close()
+    other.close()
+
+
+def test_a_forked_process_keeps_nothing_open():
+    one, other = Descriptors(OWNER), Descriptors(READER)
+    with open("/dev/null") as file:
+        one.send(READER, "a", file.fileno())
+    other.take_closed()  # it takes in what has come
+    read, write = os.pipe()
+    if not (pid := os.fork()):
+        os.write(write, f"{len(other._came)} {other._socket.fileno()}".encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(read, 99) == b"0 -1"
+    os.close(other.take(OWNER, "a"))
+    for file in (read, write):
+        os.close(file)
+    one.close()
+    other.close()
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 def test_a_descriptor_of_another_user_is_dropped():
     reader = Descriptors(READER)
@@ -290,7 +376,7 @@ def test_a_descriptor_of_another_user_is_dropped():
         "os.setuid(65534)\n"
         "s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
         "right = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [os.open('/dev/null', 0)]))]\n"
-        f"s.sendmsg([b'{OWNER:x} a'], right, 0, '\\0nbdist-descriptors-{READER:x}')\n"
+        f"s.sendmsg([b'open {OWNER:x} a'], right, 0, '\\0nbdist-descriptors-{READER:x}')\n"
         f"s.sendmsg([b'nonsense'], [], 0, '\\0nbdist-descriptors-{READER:x}')\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE)
@@ -298,6 +384,18 @@ def test_a_descriptor_of_another_user_is_dropped():
         reader.take(OWNER, "a")
     assert len(os.listdir("/proc/self/fd")) == before
     reader.close()
+
+
+def test_without_another_thread_no_memory_is_shared(monkeypatch):
+    def start():
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(quiet, "start", start)
+    with pytest.raises(MemoryFailure, match="cannot wait for GPUs: can't start new thread"):
+        Gpus(OWNER, 1 << 16, ["GPU-a"])
+    monkeypatch.setattr(gpu_memory, "uuids", lambda: ["GPU-a"])
+    monkeypatch.setattr(gpu_memory, "is_available", lambda index: True)
+    assert gpu_arena.open_gpus(OWNER, 1 << 16) is None
 
 
 def test_two_agents_cannot_have_one_address():
@@ -338,16 +436,31 @@ class Driver:
 
 @pytest.fixture
 def with_driver(monkeypatch):
-    """Have memory made by a driver that refuses these functions."""
+    """Have memory made by a driver that refuses these functions; ``is_done`` is as for `gpu`."""
+    is_done = threading.Event()
+    is_done.set()
+    quiet.start()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: is_done.wait(20))
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(query=lambda: True))
 
     def use(*refused):
         driver = Driver(refused)
+        driver.is_done = is_done
         monkeypatch.setattr(gpu_memory, "_driver", lambda: driver)
         return driver
 
-    return use
+    yield use
+    is_done.set()
+    gc.collect()
+    settle()
+
+
+def settle():
+    """Wait until all that was handed to the thread that waits for GPUs is done."""
+    over = threading.Event()
+    quiet.when_done(0, over.set)
+    assert over.wait(20)
 
 
 @pytest.mark.parametrize(
@@ -374,10 +487,60 @@ def test_memory_is_unmapped_when_nobody_has_it(with_driver):
     os.close(file)
     assert driver.count("cuMemRelease") == driver.count("cuMemMap") == 2
     del mapped
+    settle()
     assert (driver.count("cuMemUnmap"), driver.count("cuMemAddressFree")) == (1, 1)
-    block = GpuBytes(other, 10, 20, None)
+    block = GpuBytes(other, 10, 20, other)
     del other
-    assert (len(block), driver.count("cuMemUnmap")) == (20, 2), "a lease keeps the mapping, not the block"
+    settle()
+    assert (len(block), driver.count("cuMemUnmap")) == (20, 1)
+    driver.is_done.clear()
+    del block
+    time.sleep(0.1)
+    assert driver.count("cuMemUnmap") == 1, "the GPU may still read it"
+    driver.is_done.set()
+    settle()
+    assert driver.count("cuMemUnmap") == 2
+
+
+def test_memory_stays_mapped_while_a_gpu_cannot_be_waited_for(with_driver, monkeypatch):
+    driver = with_driver()
+    file, mapped = gpu_memory.create(0, MB)
+    os.close(file)
+    captured = threading.Event()
+
+    def synchronize(index):
+        if not captured.is_set():
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    del mapped
+    time.sleep(0.3)
+    assert driver.count("cuMemUnmap") == 0
+    captured.set()
+    settle()
+    assert driver.count("cuMemUnmap") == 1
+
+
+def test_an_error_of_torch_is_one_of_memory(with_driver, monkeypatch):
+    def query():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with_driver()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(query=query))
+    for make in (lambda: gpu_memory.create(0, MB), lambda: gpu_memory.open_descriptor(0, 0, MB)):
+        with pytest.raises(MemoryFailure, match="CUDA cannot be used now: CUDA error"):
+            make()
+
+
+def test_a_segment_that_is_made_in_inference_mode_serves_outside(with_driver, monkeypatch):
+    with_driver()
+    file, mapped = gpu_memory.create(0, MB)
+    os.close(file)
+    monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: torch.zeros(100, dtype=torch.uint8))
+    with torch.inference_mode():
+        mapped.part(0, 10).copy_(values(10))
+    mapped.part(5, 10).copy_(values(10))
+    assert torch.equal(mapped.part(5, 10), values(10))
 
 
 def test_a_process_that_was_forked_leaves_the_driver_alone(with_driver):
@@ -386,6 +549,7 @@ def test_a_process_that_was_forked_leaves_the_driver_alone(with_driver):
     os.close(file)
     mapped._process = os.getpid() - 1
     del mapped
+    settle()
     assert driver.count("cuMemUnmap") == 0
 
 

@@ -29,7 +29,7 @@ import torch
 
 from nbdist.channel import machine
 from nbdist.channel.shared_memory import mapping
-from nbdist.channel.shared_memory.blocks import Block, Blocks, Close, Empty, Instruction, Open
+from nbdist.channel.shared_memory.blocks import SEGMENT_SIZE, Block, Blocks, Close, Empty, Instruction, Open
 from nbdist.channel.shared_memory.mapping import MemoryFailure
 from nbdist.finalisers import this_thread
 from nbdist.holds import Hold, Holds
@@ -163,20 +163,23 @@ class GpuSpace(Protocol):
 class Arena:
     """The shared memory of one agent. Any thread may use it."""
 
-    def __init__(self, incarnation: int, bound: int, threshold: int, *, first: int = 1) -> None:
+    def __init__(
+        self, incarnation: int, bound: int, threshold: int, *, first: int = 1, segment_size: int = SEGMENT_SIZE
+    ) -> None:
         """Make an empty arena that grows to at most ``bound`` bytes.
 
-        The segments are numbered from ``first`` on.
+        The segments are numbered from ``first`` on; those of small blocks have ``segment_size`` bytes.
         """
         self.threshold = threshold
         """The bytes from which on a tensor travels through the arena."""
         self._unsent: Holds[Block] = Holds()
         """A hold for the block of each slot that is not sent."""
         self.falls_back = 0
-        """The number of times that `put` had no room, so that a tensor travelled in its message's frames instead."""
+        """The number of times that `put` or `put_tensor` had no room, so that a tensor travelled in another way."""
         self._incarnation = incarnation
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._blocks = Blocks(bound, max(8, files // 8) if files != resource.RLIM_INFINITY else 1 << 16, first)
+        most = max(8, files // 8) if files != resource.RLIM_INFINITY else 1 << 16
+        self._blocks = Blocks(bound, most, first, segment_size)
         self._lock = threading.Lock()
         self._is_closed = False
         self._files: dict[int, int] = {}

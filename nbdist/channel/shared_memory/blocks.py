@@ -23,11 +23,11 @@ import itertools
 from collections import deque
 from typing import NamedTuple
 
-__all__ = ["Block", "Blocks", "Close", "Empty", "Instruction", "Open", "size_class"]
+__all__ = ["SEGMENT_SIZE", "Block", "Blocks", "Close", "Empty", "Instruction", "Open", "size_class"]
 
 _SMALLEST_BLOCK = 1 << 16
 """The bytes of the smallest blocks."""
-_SEGMENT_SIZE = 1 << 24
+SEGMENT_SIZE = 1 << 24
 """The bytes of a segment of small blocks. A file for each block would take too many files."""
 _HELD_PER_USED = 4
 """The arena holds at most this many times the bytes that were lately in use at once."""
@@ -46,8 +46,8 @@ class Segment:
 
     __slots__ = ("blocks", "is_retired", "number", "size", "warm")
 
-    def __init__(self, number: int, block_size: int) -> None:
-        count = max(1, _SEGMENT_SIZE // block_size)
+    def __init__(self, number: int, block_size: int, segment_size: int) -> None:
+        count = max(1, segment_size // block_size)
         self.number = number
         self.size = count * block_size
         self.blocks = {index * block_size: Block(self, index * block_size, block_size) for index in range(count)}
@@ -102,8 +102,12 @@ class Blocks:
     more. One thread at a time may use it.
     """
 
-    def __init__(self, bound: int, segments: int, first: int = 1) -> None:
-        """Hold at most ``bound`` bytes, in at most ``segments`` segments, which are numbered from ``first`` on."""
+    def __init__(self, bound: int, segments: int, first: int = 1, segment_size: int = SEGMENT_SIZE) -> None:
+        """Hold at most ``bound`` bytes, in at most ``segments`` segments, which are numbered from ``first`` on.
+
+        Those of small blocks have ``segment_size`` bytes.
+        """
+        self._segment_size = segment_size
         self.held = 0
         """The bytes of all blocks that have pages: warm, taken or lent ones."""
         self.used = 0
@@ -155,7 +159,7 @@ class Blocks:
             if not cold:
                 if len(self._segments) >= self._most:
                     return None, instructions
-                segment = Segment(next(self._numbers), size)
+                segment = Segment(next(self._numbers), size, self._segment_size)
                 self._segments[segment.number] = segment
                 cold += reversed(segment.blocks.values())
                 instructions.append(Open(segment.number, segment.size))

@@ -2,8 +2,8 @@
 
 A descriptor of a GPU's memory cannot be opened by way of ``/proc``, as shared memory of the host is. It goes over a
 socket of its own, in a datagram, before the first message that names it. Neither side waits: the receiver looks for the
-datagram when that message comes. A datagram without a descriptor says that the sender has closed what one of the same
-label was for, and that the receiver may let go of it, too.
+datagram when that message comes. Another datagram says that the sender has closed the file, so that the receiver may
+unmap it, too. Both name the sender's incarnation, and a label.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 import threading
+import weakref
 
 from nbdist.channel.resources import explain
 from nbdist.channel.shared_memory.mapping import MemoryFailure
@@ -24,8 +25,20 @@ _LONGEST = 256
 """The bytes of the longest label."""
 _CREDENTIALS = struct.Struct("3i")
 """The kernel's statement of who sent a datagram: the process, the user and the group."""
-_MOST_KEPT = 256
+_MOST_KEPT = 1024
 """The most descriptors that are kept until somebody asks for them."""
+_OPEN, _CLOSED = "open", "closed"
+"""The first words of the two kinds of datagrams."""
+
+_all: weakref.WeakSet[Descriptors] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for each in list(_all):
+        each.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Descriptors:
@@ -49,17 +62,19 @@ class Descriptors:
                 raise
         except OSError as error:
             raise MemoryFailure(f"cannot open a socket for descriptors: {explain(error)}") from error
+        _all.add(self)
 
     def send(self, to: int, label: str, descriptor: int | None) -> None:
         """Send a descriptor, with a label, to the agent with incarnation ``to``, without waiting.
 
-        None says that what the descriptor of this label was for is closed. Raises MemoryFailure if that agent cannot be
-        reached now, or has not taken others that came before.
+        None says that the file of this label is closed. Raises MemoryFailure if that agent cannot be reached now, or
+        has not taken others that came before.
         """
         files = [] if descriptor is None else [descriptor]
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+        text = f"{_OPEN if files else _CLOSED} {self._incarnation:x} {label}"
         try:
-            self._socket.sendmsg([f"{self._incarnation:x} {label}".encode()], passed, 0, _address(to))
+            self._socket.sendmsg([text.encode()], passed, 0, _address(to))
         except OSError as error:
             raise MemoryFailure(f"cannot hand over a descriptor: {explain(error)}") from error
 
@@ -74,6 +89,11 @@ class Descriptors:
                     raise MemoryFailure(f"its descriptor ({label}) has not come")
             return self._came.pop((sender, label))
 
+    def put_back(self, sender: int, label: str, descriptor: int) -> None:
+        """Keep a descriptor that `take` has returned, for the next call."""
+        with self._lock:
+            self._came[sender, label] = descriptor
+
     def take_closed(self) -> list[tuple[int, str]]:
         """Return what senders have closed since the last call: the sender's incarnation and the label of each."""
         with self._lock:
@@ -86,7 +106,7 @@ class Descriptors:
         """Take in one datagram, if there is one; return whether there was. The lock is held."""
         room = socket.CMSG_SPACE(4) + socket.CMSG_SPACE(_CREDENTIALS.size)
         try:
-            text, passed, _, _ = self._socket.recvmsg(_LONGEST, room, socket.MSG_CMSG_CLOEXEC)
+            text, passed, flags, _ = self._socket.recvmsg(_LONGEST, room, socket.MSG_CMSG_CLOEXEC)
         except OSError:
             return False
         files: list[int] = []
@@ -96,17 +116,18 @@ class Descriptors:
                 files += array.array("i", data[: len(data) // 4 * 4])
             elif level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
                 _, user, _ = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
-        sender, _, label = text.decode(errors="replace").partition(" ")
-        try:
-            key = int(sender, 16), label
-        except ValueError:
-            user = -1
-        if user != os.getuid() or len(files) > 1:
-            _close(files)  # a stranger's
+        words = text.decode(errors="replace").split(" ")
+        what, key = "", (0, "")
+        with contextlib.suppress(ValueError):
+            what, key = words[0], (int(words[1], 16), words[2]) if len(words) == 3 else key
+        # A descriptor may be lacking because this process has too many files open: then the kernel cuts it off.
+        if user != os.getuid() or flags & socket.MSG_CTRUNC or len(files) != (what == _OPEN):
+            _close(files)
             return True
-        if not files:
+        if what == _CLOSED:
             self._closed.append(key)
             _close([self._came.pop(key)] if key in self._came else [])
+        if what != _OPEN:
             return True
         if len(self._came) >= _MOST_KEPT:
             _close([self._came.pop(next(iter(self._came)))])
@@ -124,9 +145,13 @@ class Descriptors:
     def close(self) -> None:
         """Close the socket and all descriptors that nobody has taken. A second call does nothing."""
         with self._lock:
-            self._socket.close()
-            _close(list(self._came.values()))
-            self._came.clear()
+            self.forked()
+
+    def forked(self) -> None:
+        """Do what `close` does, in a forked process: the thread that had the lock at the fork is not in the child."""
+        self._socket.close()
+        _close(list(self._came.values()))
+        self._came.clear()
 
 
 def _address(incarnation: int) -> str:

@@ -11,27 +11,21 @@ stream of either process needs to wait for one of the other's.
 from __future__ import annotations
 
 import os
-import threading
-import time
-from collections import deque
-from collections.abc import Callable
 
 import torch
 
-from nbdist.channel.shared_memory import gpu_memory
+from nbdist.channel.shared_memory import gpu_memory, quiet
 from nbdist.channel.shared_memory.arena import Arena, ArenaSlot
 from nbdist.channel.shared_memory.descriptors import Descriptors
-from nbdist.channel.shared_memory.gpu_memory import GpuMapping
+from nbdist.channel.shared_memory.gpu_memory import GRANULE, GpuMapping
 from nbdist.channel.shared_memory.mapping import MemoryFailure
+from nbdist.signals import Deferral
+from nbdist.wire.messages import Place
 
 __all__ = ["FIRST_GPU_SEGMENT", "GpuArena", "Gpus", "open_gpus"]
 
 FIRST_GPU_SEGMENT = 1 << 40
 """Segments from this number on are memory of a GPU; those of GPU 1 begin at twice this number, and so on."""
-_GATHER = 0.005
-"""Seconds for which the ends of leases are gathered: waiting for a GPU once is cheaper than once for each."""
-_AGAIN_AFTER = 0.1
-"""Seconds after which a GPU that could not be waited for is tried again."""
 _PART = 4
 """An arena may take a quarter of the GPU's memory, or of what torch may take of it in this process."""
 
@@ -41,7 +35,7 @@ class GpuArena(Arena):
 
     def __init__(self, incarnation: int, index: int, bound: int, threshold: int, descriptors: Descriptors) -> None:
         """Make an empty arena on GPU ``index`` that grows to at most ``bound`` bytes."""
-        super().__init__(incarnation, bound, threshold, first=FIRST_GPU_SEGMENT * (index + 1))
+        super().__init__(incarnation, bound, threshold, first=FIRST_GPU_SEGMENT * (index + 1), segment_size=GRANULE)
         self.index = index
         """The number of the GPU in this process."""
         self._descriptors = descriptors
@@ -59,34 +53,49 @@ class GpuArena(Arena):
         if found is None:
             return None
         slot, mapped = found
-        place = slot.place
-        known = self._known.setdefault(receiver, set())
-        if place.segment not in known:
+        if not self._introduce(slot.place, receiver):
+            return None  # the slot is collected, and its block is free again
+        try:
+            mapped.part(slot.place.offset, slot.place.length).copy_(part)
+        finally:  # after Ctrl-C, too: the block may be used for something else at once
+            torch.cuda.current_stream(self.index).synchronize()
+        return slot
+
+    def _introduce(self, place: Place, receiver: int) -> bool:
+        """Send a receiver the descriptor of a place's segment, unless it has it; return whether it has it now."""
+        with Deferral(), self._lock:
+            known = self._known.get(receiver, set())
+            if place.segment in known:
+                return True
+            if self._is_closed:
+                return False
             try:
                 self._descriptors.send(receiver, _label(place.segment), place.file)
             except MemoryFailure:
                 self.falls_back += 1
-                return None  # the slot is collected, and its block is free again
+                return False
             known.add(place.segment)
-        mapped.part(place.offset, place.length).copy_(part)
-        torch.cuda.current_stream(self.index).synchronize()
-        return slot
+            self._known[receiver] = known
+            return True
 
     def forget(self, receiver: int, *, is_dead: bool) -> None:
         """Take back all blocks of a receiver that is gone; never use them again unless its process is dead."""
-        self._known.pop(receiver, None)
-        self._untold = [each for each in self._untold if each[0] != receiver]
+        with self._lock:
+            self._known.pop(receiver, None)
+            self._untold = [each for each in self._untold if each[0] != receiver]
         super().forget(receiver, is_dead=is_dead)
 
     def trim(self) -> None:
         """Free memory that was not needed lately, and tell receivers of closed segments that they may do so, too."""
         super().trim()
-        untold, self._untold = self._untold, []
-        for receiver, segment in untold:
-            try:
-                self._descriptors.send(receiver, _label(segment), None)
-            except MemoryFailure:
-                self._untold.append((receiver, segment))  # tried again by the next call
+        with Deferral(), self._lock:
+            untold, self._untold = self._untold, []
+            for receiver, segment in untold:
+                try:
+                    self._descriptors.send(receiver, _label(segment), None)
+                except MemoryFailure:
+                    if receiver in self._known:
+                        self._untold.append((receiver, segment))  # tried again by the next call
 
     def _close(self, segment: int) -> None:
         super()._close(segment)
@@ -101,13 +110,17 @@ class GpuArena(Arena):
 
 
 class Gpus:
-    """One agent's memory on GPUs, its own and that which others lend it."""
+    """Lends one agent's memory of GPUs to others, and maps theirs."""
 
     def __init__(self, incarnation: int, threshold: int, uuids: list[str]) -> None:
         """Take no memory yet. ``uuids`` are the ids of the GPUs by number, with "" for one that cannot share memory.
 
-        Raises MemoryFailure if the system refuses the socket.
+        Raises MemoryFailure if the system refuses the socket or the thread that waits for GPUs.
         """
+        try:
+            quiet.start()
+        except RuntimeError as error:
+            raise MemoryFailure(f"cannot wait for GPUs: {error}") from error
         self.uuids = uuids
         self.descriptors = Descriptors(incarnation)
         self.arenas = [
@@ -115,7 +128,6 @@ class Gpus:
             for index, uuid in enumerate(uuids)
             if uuid
         ]
-        self.quiet = Quiet()
 
     def reachable(self, uuids: list[str]) -> dict[str, GpuArena]:
         """Return the arenas that an agent whose GPUs have these ids can read, by the agent's name for the GPU."""
@@ -133,9 +145,12 @@ class Gpus:
             raise MemoryFailure("it is on a GPU that this process does not see")
         file = self.descriptors.take(owner, _label(segment))
         try:
-            return gpu_memory.open_descriptor(file, self.uuids.index(uuid), size)
-        finally:
-            os.close(file)
+            found = gpu_memory.open_descriptor(file, self.uuids.index(uuid), size)
+        except BaseException:
+            self.descriptors.put_back(owner, _label(segment), file)  # for the next message: it comes only once
+            raise
+        os.close(file)
+        return found
 
     def take_closed(self) -> list[tuple[int, int]]:
         """Return the segments that their owners have closed since the last call, as (owner's incarnation, number)."""
@@ -148,48 +163,6 @@ class Gpus:
         for arena in self.arenas:
             arena.close()
         self.descriptors.close()
-
-
-class Quiet:
-    """Waits until a GPU has done all that was asked of it, in a thread of its own, which runs while it is needed."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
-        self._is_running = False
-        self._lock = threading.Lock()
-
-    def when_done(self, index: int, then: Callable[[], None]) -> None:
-        """Call ``then()`` in another thread when GPU ``index`` has done all that this process asked of it so far."""
-        with self._lock:
-            self._waiting.append((index, then))
-            if self._is_running:
-                return
-            self._is_running = True
-        threading.Thread(target=self._run, name="nbdist-gpu", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(_GATHER)
-            with self._lock:
-                batch = list(self._waiting)
-                self._waiting.clear()
-                if not batch:
-                    self._is_running = False
-                    return
-            for index in {index for index, _ in batch}:
-                while not self._is_done(index):
-                    time.sleep(_AGAIN_AFTER)
-            for _, then in batch:
-                then()
-
-    @staticmethod
-    def _is_done(index: int) -> bool:
-        """Wait for GPU ``index``; return False if that cannot be done now, such as while a CUDA graph is captured."""
-        try:
-            torch.cuda.synchronize(index)
-        except RuntimeError:
-            return False
-        return True
 
 
 def open_gpus(incarnation: int, threshold: int) -> Gpus | None:

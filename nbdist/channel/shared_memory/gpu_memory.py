@@ -1,32 +1,43 @@
 """Makes memory of a GPU that processes of one host share.
 
 CUDA's driver makes such memory (``cuMemCreate``) and gives a descriptor for it, which another process can map. It
-lives until no process has it mapped, so a tensor in it outlives the process that made it. That would not be so for a
-handle of ``cudaIpcGetMemHandle``, which torch.multiprocessing uses: its memory goes with its maker.
+lives as long as any process has it mapped, or has a descriptor of it, so a tensor in it outlives the process that made
+it. That would not be so for a handle of ``cudaIpcGetMemHandle``, which torch.multiprocessing uses: its memory goes with
+its maker.
 
 The functions of the driver are called with ctypes: torch has none for this.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from nbdist import amounts
+from nbdist.channel.shared_memory import quiet
 from nbdist.channel.shared_memory.mapping import MemoryFailure
 
-__all__ = ["GpuBytes", "GpuMapping", "create", "is_available", "open_descriptor", "uuids"]
+__all__ = ["GRANULE", "GpuBytes", "GpuMapping", "create", "is_available", "open_descriptor", "uuids"]
 
-_PINNED, _DESCRIPTOR, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 1, 3
-"""The driver's numbers: of memory that stays on the GPU, a handle that is a descriptor, a GPU as a place, access."""
+_PINNED = 1
+"""The driver's number for memory that stays where it is made."""
+_DESCRIPTOR = 1
+"""The driver's number for sharing by the descriptor of an open file."""
+_ON_DEVICE = 1
+"""The driver's number that says that a place is a GPU."""
+_READ_AND_WRITE = 3
+"""The driver's number for access of both kinds."""
 _CAN_MAP, _CAN_EXPORT = 102, 103
 """The driver's numbers of the attributes that say whether a GPU can map memory, and share it by a descriptor."""
-_GRANULE = 1 << 21
-"""The bytes in whose multiples a GPU's memory is made and mapped."""
+GRANULE = 1 << 21
+"""The driver makes and maps multiples of so many bytes: 2 MiB, on all GPUs so far."""
 
 
 class _Location(ctypes.Structure):
@@ -89,14 +100,17 @@ def uuids() -> list[str]:
 
 
 class GpuMapping:
-    """Memory of a GPU that is mapped into this process's addresses until the object is collected."""
+    """Memory of a GPU that is mapped into this process's addresses while the object lives.
 
-    __slots__ = ("_free", "_process", "_unmap", "address", "index", "size", "whole")
+    It stays mapped a little longer: until the GPU has done all that it had been asked to do when the object was
+    collected (`nbdist.channel.shared_memory.quiet`).
+    """
+
+    __slots__ = ("_process", "_unmap", "address", "index", "size", "whole")
 
     def __init__(self, handle: ctypes.c_ulonglong, index: int, size: int) -> None:
-        """Map ``size`` bytes behind a handle for GPU ``index``, and give up the handle. Raises MemoryFailure."""
-        self._process = os.getpid()
-        self._unmap, self._free = _driver().cuMemUnmap, _driver().cuMemAddressFree
+        """Map ``size`` bytes behind a handle for GPU ``index``, and release the handle. Raises MemoryFailure."""
+        driver = _driver()
         place = _Location(_ON_DEVICE, index)
         address, length = ctypes.c_ulonglong(), ctypes.c_size_t(_rounded(size))
         nothing = ctypes.c_ulonglong(0)
@@ -108,33 +122,35 @@ class GpuMapping:
                     access = _Access(place, _READ_AND_WRITE)
                     _ask("cuMemSetAccess", address, length, ctypes.byref(access), ctypes.c_size_t(1))
                 except MemoryFailure:
-                    self._unmap(address, length)
+                    driver.cuMemUnmap(address, length)
                     raise
             except MemoryFailure:
-                self._free(address, length)
+                driver.cuMemAddressFree(address, length)
                 raise
         finally:
-            _driver().cuMemRelease(handle)
+            driver.cuMemRelease(handle)
         self.address: int = address.value
         self.index = index
         self.size = size
         self.whole: torch.Tensor | None = None
-        """All of it as a tensor of bytes, once `part` was called."""
+        """The whole memory as a tensor of bytes; None before the first call of `part`."""
+        self._process = os.getpid()
+        unmap, free = driver.cuMemUnmap, driver.cuMemAddressFree
+        self._unmap = partial(quiet.when_done, index, lambda: (unmap(address, length), free(address, length)))
 
     def part(self, offset: int, length: int) -> torch.Tensor:
-        """Return a part as a tensor of bytes, for the process that made the memory: it does not keep the mapping."""
+        """Return a part as a tensor of bytes. The tensor does not keep the mapping alive: the caller has to."""
         if self.whole is None:
-            self.whole = torch.as_tensor(_Bytes(self.address, self.size), device=f"cuda:{self.index}")
+            with torch.inference_mode(False):  # a tensor that is made in that mode could be written to only there
+                self.whole = torch.as_tensor(_Bytes(self.address, self.size), device=f"cuda:{self.index}")
         return self.whole[offset : offset + length]
 
     def empty(self, offset: int, size: int) -> None:
         """Do nothing: memory of a GPU is freed in whole segments only."""
 
-    def __del__(self) -> None:
-        if hasattr(self, "whole") and os.getpid() == self._process:  # a forked process cannot use CUDA
-            address, length = ctypes.c_ulonglong(self.address), ctypes.c_size_t(_rounded(self.size))
-            self._unmap(address, length)
-            self._free(address, length)
+    def __del__(self, _getpid: Any = os.getpid) -> None:  # the default is there when this module's globals are gone
+        if hasattr(self, "_unmap") and _getpid() == self._process:  # a forked process cannot use CUDA
+            self._unmap()
 
 
 class _Bytes:
@@ -174,8 +190,7 @@ def create(index: int, size: int) -> tuple[int, GpuMapping]:
     """
     wanted = _Properties(_PINNED, _DESCRIPTOR, _Location(_ON_DEVICE, index))
     handle, descriptor = ctypes.c_ulonglong(), ctypes.c_int()
-    with torch.cuda.device(index):
-        torch.cuda.current_stream(index).query()  # starts CUDA in this thread
+    with _started(index):
         try:
             _ask(
                 "cuMemCreate",
@@ -204,12 +219,25 @@ def open_descriptor(descriptor: int, index: int, size: int) -> GpuMapping:
     Raises MemoryFailure if the driver refuses.
     """
     handle = ctypes.c_ulonglong()
-    with torch.cuda.device(index):
-        torch.cuda.current_stream(index).query()  # starts CUDA in this thread
+    with _started(index):
         _ask("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), _DESCRIPTOR)
         return GpuMapping(handle, index, size)
 
 
+@contextlib.contextmanager
+def _started(index: int) -> Iterator[None]:
+    """Return a context manager in which this thread uses GPU ``index``, for calls of the driver.
+
+    Raises MemoryFailure if torch cannot start CUDA here, or has an error to report.
+    """
+    try:
+        with torch.cuda.device(index):
+            torch.cuda.current_stream(index).query()
+            yield
+    except RuntimeError as error:
+        raise MemoryFailure(f"CUDA cannot be used now: {error}") from error
+
+
 def _rounded(size: int) -> int:
-    """Return ``size`` as the driver maps it, a multiple of `_GRANULE`."""
-    return -(-size // _GRANULE) * _GRANULE
+    """Return ``size`` as the driver maps it, a multiple of `GRANULE`."""
+    return -(-size // GRANULE) * GRANULE

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
+from nbdist.channel.shared_memory import quiet
 from nbdist.channel.shared_memory.arena import PROBE, PROBE_SIZE, file_name
 from nbdist.channel.shared_memory.gpu_arena import FIRST_GPU_SEGMENT, Gpus
 from nbdist.channel.shared_memory.gpu_memory import GpuBytes, GpuMapping
@@ -102,9 +103,9 @@ class Leases:
         return True
 
     def begin(self, owner: Record, places: Iterable[Place], now: float) -> list[Buffer | GpuBytes]:
-        """Map each of the ``places``, blocks that another agent has lent to this one; return their memory, as buffers.
+        """Map each of the ``places``, blocks that another agent has lent to this one; return their memory.
 
-        A block is leased until no tensor uses its buffer; `take_ended` then returns it.
+        A block is leased until no tensor uses its memory; `take_ended` then returns it.
         ``now`` is as of `time.monotonic`. For a place that cannot be mapped, the result has an `Unreadable` with the
         reason, which goes into the error with which the message is answered.
         """
@@ -156,10 +157,10 @@ class Leases:
         """
         taken = []
         for what, forks, memory in self._holds.take_ended():
-            if memory is not None and self._gpus is not None:
+            if memory is not None:
                 # Held anew until the GPU is done, and then noted again.
                 hold = self._holds.hold((what, _forks, None))
-                self._gpus.quiet.when_done(memory.index, partial(_drop, [hold, memory]))
+                quiet.when_done(memory.index, partial(_drop, [hold, memory]))
                 continue
             is_shared = forks != _forks and what.segment < FIRST_GPU_SEGMENT  # a forked process cannot use CUDA
             taken.append(what._replace(is_shared=True) if is_shared else what)
@@ -178,8 +179,8 @@ class Leases:
     def trim(self, now: float) -> None:
         """Drop the mappings of segments in which no lease has begun for 30 s (`_UNMAP_AFTER`).
 
-        ``now`` is as of `time.monotonic`. A mapping is made anew when it is needed. That of a GPU's memory could not
-        be, so it is dropped when its owner has closed the segment.
+        ``now`` is as of `time.monotonic`. A mapping is made anew when it is needed. One of a GPU's memory could not be
+        made anew, as its descriptor came only once; it is dropped when its owner has closed the segment.
         """
         with self._lock:
             for key, segment in list(self._segments.items()):

@@ -152,9 +152,9 @@ def start_agent(
 
 
 def _uses_gpus(options: RpcBackendOptions, device: str) -> bool:
-    """Return whether an agent sends or gets tensors on GPUs; CUDA is not started in the process of one that does not.
+    """Return whether an agent shares memory of GPUs, for which CUDA is started in its process.
 
-    ``device`` is where such tensors arrive that no device map names.
+    It does if it has a GPU of its own, ``device``, or if its options name devices.
     """
     return device.startswith("cuda") or bool(options.device_maps_by_name or options.devices)
 

@@ -84,7 +84,10 @@ class Passage:
         Raises:
             UsageError: gradients are wanted, but the cache has tokens already; or its session refuses further steps.
         """
+        if hidden.device.type != "cpu":  # a model whose embedding is on a GPU: here, everything is on the CPU
+            return self.take(hidden.cpu(), adapter.moved(calls, "cpu"), cache).to(hidden.device)
         prompts: torch.Tensor | None = getattr(self.model, "deep_prompts", None)
+        prompts = prompts.cpu() if prompts is not None else None
         wanted = torch.is_grad_enabled() and (hidden.requires_grad or (prompts is not None and prompts.requires_grad))
         if cache is None:
             return stateless.through(self.crew, 0, hidden, calls, prompts)

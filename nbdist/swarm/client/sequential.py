@@ -96,6 +96,11 @@ class RemoteSequential(nn.Module):
             NoRoute: no server can serve a block.
             CacheFull: the caches of the session do not fit into a server's memory.
         """
+        if hidden.device.type != "cpu":
+            mask = attention_mask.cpu() if attention_mask is not None else None
+            prompts = prompts.cpu() if prompts is not None else None
+            there: torch.Tensor = self(hidden.cpu(), mask, prompts=prompts, cache=cache)
+            return there.to(hidden.device)
         if prompts is not None and prompts.shape[0] != len(self):
             raise UsageError(
                 f"prompts for {prompts.shape[0]} blocks do not fit {len(self)}: their first dimension counts blocks"

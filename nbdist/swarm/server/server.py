@@ -69,8 +69,8 @@ class Options:
     session_timeout: float = 3600.0
     """Seconds without a call after which a server drops a session."""
     device: str | None = None
-    """Where blocks and caches are: a device of the server's worker, such as "cuda:1" or "cpu". None for the GPU of a
-    worker that has one, else the CPU."""
+    """Where blocks and caches are: a device of the server's worker, such as "cuda:1" or "cpu". None for the GPU that a
+    cluster has given to the worker, else the CPU."""
     dtype: torch.dtype | None = None
     """The type of the blocks' weights, and in which they compute and keep caches; None for that of the checkpoint. The
     hidden states that come and go keep their own type."""
@@ -115,6 +115,8 @@ class Server:
         self._agent = current_agent()
         self._device = self._options.device or self._agent.me.device or "cpu"
         self._dtype = self._options.dtype
+        self._moves = self._dtype is not None or self._device != "cpu" or self._agent.me.device.startswith("cuda")
+        """True if what comes may be on another device than the blocks, or of another type."""
         _check_dtype(self._dtype, self._device)
         self._checkpoint = adapter.Checkpoint(folder)
         self._skeleton: Any = None
@@ -504,6 +506,8 @@ class Server:
                 f"the input has not arrived from the client: {error}. The client is too slow or gone, and this server "
                 "goes on; send the request again"
             ) from None
+        if self._moves:  # all to one place: what comes from different clients may be stacked
+            hidden, calls, prompts, gradient = adapter.moved((hidden, tuple(calls), prompts, gradient), self._device)
         item = stacking.StackInput(hidden, tuple(calls), prompts, gradient, layout)
 
         def work(item: stacking.StackInput) -> tuple[Any, float]:
@@ -531,8 +535,8 @@ class Server:
             prompts = item.prompts.detach().requires_grad_() if item.prompts is not None else None
             wanted = [given] if prompts is None else [given, prompts]
             result = self._run_blocks(begin, given, item.calls, None, prompts)
-            gradient = item.gradient.to(result.device) if item.gradient is not None else None
-            found = torch.autograd.grad(result, wanted, [gradient])
+            found = torch.autograd.grad(result, wanted, [item.gradient])
+            _wait_for(found[0])
             return found[0], found[1] if prompts is not None else None
 
     def returns_tuple(self, begin: int, hidden: torch.Tensor, told: adapter.LayerCall) -> bool:
@@ -584,7 +588,7 @@ class Server:
         Raises NotHere if a block is not on this server.
         """
         came = hidden.dtype
-        if self._device != "cpu" or self._dtype is not None:
+        if self._moves or hidden.is_cuda:
             # Several blocks are often called with the same object.
             there = {id(told): adapter.moved(told, self._device, self._dtype) for told in calls}
             calls = [there[id(told)] for told in calls]
@@ -595,8 +599,7 @@ class Server:
                 count = prompt.shape[1]
                 hidden = torch.cat([hidden[:, :count] + prompt, hidden[:, count:]], 1)
             hidden = adapter.call(self._block(number), hidden, told, cache)
-        if hidden.is_cuda:
-            torch.cuda.current_stream(hidden.device).synchronize()  # so that the caller can tell how long it took
+        _wait_for(hidden)
         return hidden.to(came)
 
     def _block(self, number: int) -> nn.Module:
@@ -635,6 +638,12 @@ class Server:
             if session.client == client:
                 self._sessions.pop(key, None)
                 self._end(key, session, "its client is gone")
+
+
+def _wait_for(found: torch.Tensor) -> None:
+    """Wait until a GPU has computed a tensor, so that the seconds that it took are counted."""
+    if found.is_cuda:
+        torch.cuda.current_stream(found.device).synchronize()
 
 
 def _check_dtype(dtype: torch.dtype | None, device: str) -> None:
