@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = ("", "swarm", "notebook")
+ALWAYS = {("kaggle", ""), ("colab", "notebook")}
 
 
 def python_of(name):
@@ -31,8 +32,15 @@ def built(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("name", ["colab", "kaggle"])
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        # The others would find the same, as a rule.
+        pytest.param(name, extra, marks=[] if extra == "swarm" or (name, extra) in ALWAYS else pytest.mark.soak)
+        for name in ("colab", "kaggle")
+        for extra in EXTRAS
+    ],
+)
 def test_a_resolver_keeps_all_packages(name, extra, built, tmp_path):
     """For the environment's own Python, which need not be here."""
     listed = [pin for pin in older.pins(name) if pin.partition("==")[0] not in ("pip", "setuptools")]

@@ -76,7 +76,7 @@ def await_done(page, index, count):
     )
 
 
-@pytest.mark.parametrize("front", ["lab", "notebook"])
+@pytest.mark.parametrize("front", ["lab", pytest.param("notebook", marks=pytest.mark.soak)])
 def test_pause_step_and_run(front, tmp_path, request):
     with notebook([START, WORKERS, HERE, CELL, PLAIN, BAD], front, tmp_path) as page:
         for index in range(3):

@@ -43,7 +43,13 @@ def press_by_keys(button):
     button.press("Enter")
 
 
-@pytest.mark.parametrize(("front", "press"), [("lab", press), ("notebook", press_by_keys)], ids=["lab", "notebook"])
+@pytest.mark.parametrize(
+    ("front", "press"),
+    [
+        pytest.param("lab", press, id="lab"),
+        pytest.param("notebook", press_by_keys, id="notebook", marks=pytest.mark.soak),
+    ],
+)
 def test_a_worker_is_killed_while_a_text_is_written(front, press, tmp_path, request):
     with notebook([START, SERVE, WRITE, "%dist_shutdown", "sw"], front, tmp_path) as page:
         page.finish(0)
