@@ -37,7 +37,7 @@ from nbdist.cluster.kernels.routing import Router
 from nbdist.cluster.output.outlet import make_arranger
 from nbdist.cluster.output.sinks import Sink, current_sink
 from nbdist.cluster.processes.lifecycle import Lifecycle
-from nbdist.cluster.spec import Spec, default_count
+from nbdist.cluster.spec import Spec, default_count, rpc_arguments
 from nbdist.cluster.standing import Lookout
 from nbdist.cluster.targets import parse_targets
 from nbdist.cluster.worker.output import METADATA, fence, take_last_value
@@ -87,6 +87,8 @@ class Cluster:
         isolate_gpus: Whether each worker sees only its own GPU.
         preload: Modules to import once, before the workers are forked, so that all share the memory and the time.
         gpu_memory: The part of its GPU's memory that torch may take in each worker, such as 0.45; None for all of it.
+        rpc: Options for the RPC agents of all workers and of this process, such as ``rpc_timeout``. Device maps are for
+            the workers only; the options may not say where to meet. None for the usual ones.
         progress: Called as ``progress(worker, step)``, in the kernel thread, when a worker reaches a step.
 
     Raises:
@@ -116,12 +118,16 @@ class Cluster:
         isolate_gpus: bool = False,
         preload: str | Sequence[str] = (),
         gpu_memory: float | None = None,
+        rpc: RpcBackendOptions | None = None,
         progress: Callable[[str, str], None] | None = None,
     ) -> None:
         gpus = None if gpu_ids is None else tuple(gpu_ids)
         before = (preload,) if isinstance(preload, str) else tuple(preload)
         count = default_count(gpus, backend) if n is None else n
-        self.spec = Spec(count, gpus, backend, driver, seed, timeout, launcher, isolate_gpus, before, gpu_memory)
+        options = rpc_arguments(rpc)
+        self.spec = Spec(
+            count, gpus, backend, driver, seed, timeout, launcher, isolate_gpus, before, gpu_memory, options
+        )
         self.spec.check()
         self.progress = progress
         self._state = "new"
@@ -154,6 +160,7 @@ class Cluster:
             isolate_gpus=spec.isolate_gpus,
             preload=spec.preload,
             gpu_memory=spec.gpu_memory,
+            rpc=RpcBackendOptions(**spec.rpc),
         )
 
     def __repr__(self) -> str:
@@ -276,7 +283,8 @@ class Cluster:
         self._lives.launch(self.workers)
         # While this process does the following, the workers start, so this costs no extra time.
         id = 0 if self.spec.driver is not None else self.spec.count
-        options = RpcBackendOptions(init_method=self._lives.meeting)
+        asked = {name: value for name, value in self.spec.rpc.items() if name != "device_maps"}
+        options = RpcBackendOptions(init_method=self._lives.meeting, **asked)
         self.agent: Agent = api.initialize(self.driver, id, None, options, hosted=self._lives.folder, device="cpu")
         self.agent.explain_end = self._explain_end
         self.agent.know_cells(self._router.origins.current)

@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from nbdist import durations
 from nbdist.errors import UsageError
+from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.world.members import WorkerInfo
 
-__all__ = ["Spec", "default_count"]
+__all__ = ["Spec", "default_count", "rpc_arguments"]
+
+_SET_BY_THE_CLUSTER = ("devices", "host", "init_method", "secret")
+"""Options of RPC that the cluster sets itself."""
 
 
 def default_count(gpu_ids: Sequence[int] | None, backend: str | None) -> int:
@@ -32,6 +37,22 @@ def default_count(gpu_ids: Sequence[int] | None, backend: str | None) -> int:
     if gpu_ids:
         return len(gpu_ids)
     return (torch.cuda.device_count() if backend != "gloo" else 0) or 2
+
+
+def rpc_arguments(options: RpcBackendOptions | None) -> dict[str, Any]:
+    """Return the options that differ from the defaults, as arguments of `RpcBackendOptions` that JSON can hold.
+
+    Raises UsageError for one that a cluster sets itself.
+    """
+    if options is None:
+        return {}
+    plain = vars(RpcBackendOptions())
+    asked = {name: value for name, value in vars(options).items() if value != plain[name]}
+    if refused := sorted(asked.keys() & set(_SET_BY_THE_CLUSTER)):
+        raise UsageError(f"a cluster sets {', '.join(refused)} of its RPC itself; leave that out of the options")
+    if "device_maps" in asked:
+        asked["device_maps"] = options.device_maps_by_name
+    return asked
 
 
 @dataclass(frozen=True)
@@ -49,6 +70,8 @@ class Spec:
     preload: tuple[str, ...] = ()
     """Modules to import once, before the workers start."""
     gpu_memory: float | None = None
+    rpc: Mapping[str, Any] = field(default_factory=dict)
+    """The options of RPC, as `rpc_arguments` returns them."""
 
     def check(self) -> None:
         """Raise UsageError if a value is impossible on any machine, TypeError if the timeout is no number."""

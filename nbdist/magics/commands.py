@@ -118,6 +118,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         %dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS]
                    [--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE] [--gpu-memory PART]
+                   [--device-map WORKER:0=1,1=0]
 
         -n, --num-processes   the number of workers (one for each GPU; 2 without GPUs)
         -g, --gpu-ids         the GPUs to use, by number (all; with --backend gloo, none)
@@ -129,6 +130,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         --launcher            the name of the launcher that starts the workers (local)
         --isolate-gpus        let each worker see only its own GPU
         --gpu-memory          the part of its GPU's memory that torch may take in each worker, such as 0.45 (1)
+        --device-map          on which devices of a worker the tensors of others arrive, by their device there: 0=1 for
+                              those on cuda:0, which arrive on cuda:1. Once for each worker (its own GPU for all GPUs)
         --preload             import these modules once, before the workers start. Forked workers then have them at no
                               cost of time or memory. A changed module is imported again by the next %dist_init
 

@@ -7,12 +7,13 @@ import functools
 import keyword
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
-from nbdist.cluster.spec import Spec, default_count
+from nbdist.cluster.spec import Spec, default_count, rpc_arguments
 from nbdist.errors import UsageError
+from nbdist.rpc.options import Device, RpcBackendOptions
 
 __all__ = [
     "CELL_OPTIONS",
@@ -221,6 +222,7 @@ INIT_OPTIONS = (
     "--isolate-gpus",
     "--preload",
     "--gpu-memory",
+    "--device-map",
 )
 """The options of ``%dist_init``, for completion."""
 
@@ -240,7 +242,7 @@ LINE_OPTIONS: dict[str, tuple[str, ...]] = {
 
 _INIT_USAGE = (
     "%dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS] "
-    "[--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE] [--gpu-memory PART]"
+    "[--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE] [--gpu-memory PART] [--device-map WORKER:0=1,1=0]"
 )
 
 
@@ -262,6 +264,7 @@ def parse_init(line: str) -> Spec:
     reader.add_argument("--isolate-gpus", action="store_true")
     reader.add_argument("--preload", default="")
     reader.add_argument("--gpu-memory", type=float)
+    reader.add_argument("--device-map", action="append", type=_device_map, default=[])
     found: Any = reader.read(line)
     if found.bare:
         bare = " ".join(word.strip() for word in found.bare)
@@ -282,9 +285,42 @@ def parse_init(line: str) -> Spec:
         found.isolate_gpus,
         tuple(name.strip() for name in found.preload.split(",") if name.strip()),
         found.gpu_memory,
+        rpc_arguments(_with_maps(found.device_map)),
     )
     spec.check()
     return spec
+
+
+def _device_map(text: str) -> tuple[str, dict[str, str]]:
+    """Parse ``worker1:0=1,cpu=cuda:0``: a receiver, and its devices for those of the others; a number is a GPU.
+
+    Raises ArgumentTypeError if ``text`` is none.
+    """
+    name, _, pairs = text.partition(":")
+    devices = {}
+    for pair in pairs.split(","):
+        ours, _, theirs = map(_device, pair.partition("="))
+        if not (name and ours and theirs) or "=" in theirs:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a device map such as worker1:0=1,1=0")
+        devices[ours] = theirs
+    return name, devices
+
+
+def _device(text: str) -> str:
+    """Return the name of a device, for which a number is enough if it is a GPU."""
+    text = text.strip()
+    return f"cuda:{text}" if text.isdecimal() else text
+
+
+def _with_maps(maps: Sequence[tuple[str, Mapping[Device, Device]]]) -> RpcBackendOptions:
+    """Return options of RPC with these device maps. Raises UsageError if torch knows no such device."""
+    options = RpcBackendOptions()
+    for name, device_map in maps:
+        try:
+            options.set_device_map(name, device_map)
+        except RuntimeError as error:
+            raise UsageError(f"--device-map {name}: {str(error).splitlines()[0]}") from None
+    return options
 
 
 class WatchLine(NamedTuple):

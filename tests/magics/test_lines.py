@@ -319,6 +319,7 @@ def test_what_cannot_be_started_is_refused(line, says):
 
 def test_all_options_of_dist_init_can_be_completed():
     values = {"--backend": "gloo", "--driver": "master", "--launcher": "ray", "--isolate-gpus": "", "--preload": "json"}
+    values["--device-map"] = "worker1:0=1"
     for option in INIT_OPTIONS:
         assert parse_init(f"{option} {values.get(option, '1')}") != Spec()
 

@@ -57,7 +57,7 @@ def outputs_of(cell):
     return outputs
 
 
-@pytest.mark.parametrize("front", ["lab", "notebook"])
+@pytest.mark.parametrize("front", ["lab", pytest.param("notebook", marks=pytest.mark.soak)])
 def test_every_view_has_its_static_form(front, saved, tmp_path):
     with notebook(list(CELLS.values()), front, tmp_path, outputs=saved) as page:
         for index, name in enumerate(CELLS):

@@ -8,5 +8,6 @@
 `gpu_memory`   makes memory of a GPU that processes share
 `gpu_arena`    an arena in such memory
 `descriptors`  hands over the descriptors by which it is mapped
+`quiet`        waits for GPUs in a thread of its own
 =============  ======================================================
 """

@@ -23,7 +23,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -118,6 +118,7 @@ class Lifecycle:
             gpu=worker.gpu,
             device=worker.device,
             gpu_memory=self._spec.gpu_memory,
+            rpc=_for_worker(self._spec.rpc, worker.name),
             seed=self._spec.seed,
         )
         try:
@@ -384,3 +385,9 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _for_worker(rpc: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the options of RPC for one worker: without a device map for messages to itself, which stay as they are."""
+    maps = {to: device_map for to, device_map in rpc.get("device_maps", {}).items() if to != name}
+    return {**rpc, "device_maps": maps} if maps else {key: rpc[key] for key in rpc if key != "device_maps"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 __all__ = ["WorkerSetup", "group_folder"]
@@ -33,6 +35,8 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     """Its device as torch in its process calls it."""
     gpu_memory: float | None = None
     """The part of its GPU's memory that torch may take in this worker; None for all of it."""
+    rpc: dict[str, Any] = {}
+    """Arguments for the options of its RPC agent."""
     seed: int | None = None
     """The cluster's seed; the worker adds its rank. None for random numbers that differ in every run."""
     master_address: str = "127.0.0.1"

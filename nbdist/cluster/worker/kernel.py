@@ -221,7 +221,7 @@ def join() -> None:
         told.name,
         told.id,
         None,
-        RpcBackendOptions(init_method=told.meeting, rpc_timeout=60.0),
+        RpcBackendOptions(init_method=told.meeting, **{"rpc_timeout": 60.0, **told.rpc}),
         hosted=Path(told.folder),
         device=told.device,
     )
