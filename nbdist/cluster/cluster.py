@@ -87,12 +87,14 @@ class Cluster:
         isolate_gpus: Whether each worker sees only its own GPU.
         preload: Modules to import once, before the workers are forked, so that all share the memory and the time.
         gpu_memory: The part of its GPU's memory that torch may take in each worker, such as 0.45; None for all of it.
-        rpc: Options for the RPC agents of all workers and of this process, such as ``rpc_timeout``. Device maps are for
-            the workers only; the options may not say where to meet. None for the usual ones.
+        rpc: Options for the RPC agents of all workers and of this process, such as ``rpc_timeout``, which limits calls
+            but not the start. Device maps are for the workers only, and a worker's map for itself is left out. The
+            cluster sets ``init_method``, ``host``, ``secret`` and ``devices`` itself. None for the usual options.
         progress: Called as ``progress(worker, step)``, in the kernel thread, when a worker reaches a step.
 
     Raises:
         UsageError: A value is not possible, such as a GPU that does not exist.
+        TypeError: ``rpc`` is no `RpcBackendOptions`, or a time is no number.
 
     Example:
         In a script, as in README.md (in a notebook, ``%dist_init -n 3`` starts one: ``notebooks/00_tour.ipynb``)::
@@ -283,9 +285,10 @@ class Cluster:
         self._lives.launch(self.workers)
         # While this process does the following, the workers start, so this costs no extra time.
         id = 0 if self.spec.driver is not None else self.spec.count
-        asked = {name: value for name, value in self.spec.rpc.items() if name != "device_maps"}
+        asked = {name: value for name, value in self.spec.rpc.items() if name not in ("device_maps", "rpc_timeout")}
         options = RpcBackendOptions(init_method=self._lives.meeting, **asked)
         self.agent: Agent = api.initialize(self.driver, id, None, options, hosted=self._lives.folder, device="cpu")
+        self.agent.rpc_timeout = self.spec.rpc.get("rpc_timeout", self.agent.rpc_timeout)
         self.agent.explain_end = self._explain_end
         self.agent.know_cells(self._router.origins.current)
         failures.on_text(labels.rename_frames)

@@ -27,6 +27,8 @@ __all__ = ["Spec", "default_count", "rpc_arguments"]
 
 _SET_BY_THE_CLUSTER = ("devices", "host", "init_method", "secret")
 """Options of RPC that the cluster sets itself."""
+_LARGEST = (1 << 63) - 1
+"""The largest whole number that is passed to a worker."""
 
 
 def default_count(gpu_ids: Sequence[int] | None, backend: str | None) -> int:
@@ -42,14 +44,22 @@ def default_count(gpu_ids: Sequence[int] | None, backend: str | None) -> int:
 def rpc_arguments(options: RpcBackendOptions | None) -> dict[str, Any]:
     """Return the options that differ from the defaults, as arguments of `RpcBackendOptions` that JSON can hold.
 
-    Raises UsageError for one that a cluster sets itself.
+    Numbers that are too large for it become the largest that it holds. Raises UsageError for an option that a cluster
+    sets itself, TypeError for options of another class.
     """
     if options is None:
         return {}
+    if not isinstance(options, RpcBackendOptions):
+        raise TypeError(f"rpc must be an RpcBackendOptions of nbdist, not {type(options).__name__}")
     plain = vars(RpcBackendOptions())
     asked = {name: value for name, value in vars(options).items() if value != plain[name]}
     if refused := sorted(asked.keys() & set(_SET_BY_THE_CLUSTER)):
         raise UsageError(f"a cluster sets {', '.join(refused)} of its RPC itself; leave that out of the options")
+    for name, value in asked.items():
+        if isinstance(value, float):
+            asked[name] = min(value, durations.LONGEST)
+        elif isinstance(value, int):
+            asked[name] = min(value, _LARGEST)
     if "device_maps" in asked:
         asked["device_maps"] = options.device_maps_by_name
     return asked
@@ -94,6 +104,10 @@ class Spec:
                 f"gpu_memory is the part of a GPU's memory that a worker may take, more than 0 and at most 1, not "
                 f"{self.gpu_memory}"
             )
+        first = 0 if self.driver is None else 1
+        names = {self.driver or "notebook", *(f"worker{rank + first}" for rank in range(self.count))}
+        if unknown := sorted(self.rpc.get("device_maps", {}).keys() - names):
+            raise UsageError(f"the device maps name workers that this cluster does not have: {', '.join(unknown)}")
         if self.gpu_ids is not None and (len(set(self.gpu_ids)) < len(self.gpu_ids) or not self.gpu_ids):
             raise UsageError("gpu_ids: name each GPU once, and at least one GPU")
 

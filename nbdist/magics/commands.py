@@ -130,8 +130,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         --launcher            the name of the launcher that starts the workers (local)
         --isolate-gpus        let each worker see only its own GPU
         --gpu-memory          the part of its GPU's memory that torch may take in each worker, such as 0.45 (1)
-        --device-map          on which devices of a worker the tensors of others arrive, by their device there: 0=1 for
-                              those on cuda:0, which arrive on cuda:1. Once for each worker (its own GPU for all GPUs)
+        --device-map          where a worker gets the arguments that others send it: with worker1:0=1, those on the
+                              sender's cuda:0 arrive on cuda:1 of worker1. Once for each worker (on its own GPU)
         --preload             import these modules once, before the workers start. Forked workers then have them at no
                               cost of time or memory. A changed module is imported again by the next %dist_init
 

@@ -300,7 +300,7 @@ def _device_map(text: str) -> tuple[str, dict[str, str]]:
     devices = {}
     for pair in pairs.split(","):
         ours, _, theirs = map(_device, pair.partition("="))
-        if not (name and ours and theirs) or "=" in theirs:
+        if not (name and ours and theirs) or "=" in theirs or ours in devices:
             raise argparse.ArgumentTypeError(f"{text!r} is not a device map such as worker1:0=1,1=0")
         devices[ours] = theirs
     return name, devices

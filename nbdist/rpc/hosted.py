@@ -43,6 +43,9 @@ def take_on(agent: Agent, name: str, rank: int, world_size: int | None, options:
         return
     plain = vars(type(agent.options)())
     asked = {option: value for option, value in vars(options).items() if value != plain.get(option)}
+    mine = agent.options.device_maps
+    if all(to == name or device_map == mine.get(to) for to, device_map in options.device_maps.items()):
+        asked.pop("device_maps", None)  # the cluster has these maps already, but for that for messages to itself
     refused = [
         option
         for option, value in asked.items()

@@ -117,7 +117,7 @@ class Space(Protocol):
         ...
 
     def put_from_gpu(self, part: torch.Tensor, there: str | None) -> Slot | None:
-        """Copy a tensor of bytes on a GPU, which shall arrive on the receiver's device ``there`` (None for the CPU).
+        """Copy a tensor of bytes from a GPU for the receiver's device ``there``, None for the CPU.
 
         Returns the copy, which may be on the GPU if the receiver uses the same one. Returns None if there is no room,
         or the tensor is too small: the sender puts the bytes into the message itself.

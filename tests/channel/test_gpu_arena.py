@@ -21,10 +21,11 @@ from nbdist.channel.shared_memory.gpu_arena import FIRST_GPU_SEGMENT, Gpus
 from nbdist.channel.shared_memory.gpu_memory import GpuBytes, GpuMapping
 from nbdist.channel.shared_memory.leases import Leases
 from nbdist.channel.shared_memory.mapping import Mapping, MemoryFailure
+from nbdist.ids import new_incarnation
 from nbdist.wire.messages import Place, Record
 from nbdist.wire.tensors import Unreadable
 
-OWNER, READER = 0xAA1, 0xBB1
+OWNER, READER = new_incarnation(), new_incarnation()  # another process may run these tests, too
 MB = 1 << 20
 
 

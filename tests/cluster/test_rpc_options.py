@@ -1,5 +1,8 @@
 """Options of RPC for a cluster: for its workers and for the notebook."""
 
+import math
+import time
+
 import pytest
 import torch
 
@@ -45,6 +48,46 @@ def test_what_the_cluster_sets_itself_is_refused(option):
         nbdist.Cluster(2, rpc=RpcBackendOptions(**option))
 
 
+def test_numbers_that_json_cannot_hold():
+    options = RpcBackendOptions(lost_after=math.inf, arena_bytes=10**20)
+    assert rpc_arguments(options) == {"lost_after": 1e8, "arena_bytes": (1 << 63) - 1}
+
+
+@pytest.mark.parametrize("options", [{"rpc_timeout": 5}, 5, "rpc"])
+def test_what_are_no_options(options):
+    with pytest.raises(TypeError, match="rpc must be an RpcBackendOptions of nbdist, not"):
+        nbdist.Cluster(2, rpc=options)
+
+
+def test_a_map_for_a_worker_that_is_not_there():
+    options = RpcBackendOptions(device_maps={"worker0": {"cpu": "cpu"}, "worker2": {"cpu": "cpu"}})
+    with pytest.raises(UsageError, match=r"does not have: worker2$"):
+        nbdist.Cluster(2, rpc=options)
+    with pytest.raises(UsageError, match=r"does not have: worker0$"):
+        nbdist.Cluster(2, rpc=options, driver="master")
+
+
+def test_a_program_may_ask_for_the_maps_that_the_cluster_has():
+    maps = {"worker0": {"cpu": "cpu"}, "worker1": {"cpu": "cpu"}}
+    program = (
+        "options = rpc.RpcBackendOptions(device_maps={'worker1': {'cpu': 'cpu'}})\n"
+        "rpc.init_rpc(f'worker{rank}', rpc_backend_options=options)\n"
+    )
+    with nbdist.Cluster(2, rpc=RpcBackendOptions(device_maps=maps), backend="none") as cluster:
+        cluster.execute(program)
+        with pytest.raises(nbdist.NbdistError, match="cannot take on device_maps now"):
+            cluster.execute(program.replace("'worker1': {'cpu'", "'worker1': {'cuda:0'"), 0)
+
+
+def test_a_short_time_limit_is_for_calls_only():
+    with nbdist.Cluster(2, rpc=RpcBackendOptions(rpc_timeout=0.01, lost_after=6), backend="none") as cluster:
+        cluster.execute("import time, threading; threading.Thread(target=time.sleep, args=(0.1,)).start()")
+        with pytest.raises(nbdist.RpcTimeout):
+            nbdist.rpc.rpc_sync("worker0", time.sleep, args=(1,))
+        cluster.restart(1)
+        assert cluster.evaluate("rank") == [0, 1]
+
+
 def test_usual_options_are_none():
     assert rpc_arguments(None) == rpc_arguments(RpcBackendOptions()) == {}
     assert nbdist.Cluster(2, rpc=RpcBackendOptions()).spec.same_as(Spec(2))
@@ -76,6 +119,7 @@ def test_device_maps_of_a_line(line, maps):
         ("worker1:0=", "is not a device map"),
         (":0=1", "is not a device map"),
         ("worker1:0=1=2", "is not a device map"),
+        ("worker1:0=1,0=2", "is not a device map"),
         ("worker1:0=1,1=1", "two devices here would share one"),
         ("worker1:gpu0=1", "--device-map worker1: "),
     ],

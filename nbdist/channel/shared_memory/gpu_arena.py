@@ -1,9 +1,9 @@
 """Holds the memory of GPUs in which an agent passes tensors to other processes that use the same GPU.
 
-`GpuArena` is an `Arena` whose segments are memory of one GPU: the same books, and the same life of a block. The sender
-copies a tensor into a block, once, on the GPU; the receiver reads the block in place. The sender waits until the copy
-has been made, and the receiver gives a block back only when its GPU has done all that was asked of it before: so no
-stream of either process needs to wait for one of the other's.
+`GpuArena` is an `Arena` whose segments are memory of one GPU; the bookkeeping is the same. The sender copies a tensor
+into a block, once, on the GPU; the receiver reads the block in place. The sender waits until the copy has been made,
+and the receiver gives a block back only when its GPU has done all that was asked of it before: so no stream of either
+process needs to wait for one of the other's.
 
 `Gpus` is all that one agent needs for this: an arena for each GPU that it sees, and a socket for descriptors.
 """

@@ -234,6 +234,8 @@ def _started(index: int) -> Iterator[None]:
         with torch.cuda.device(index):
             torch.cuda.current_stream(index).query()
             yield
+    except MemoryFailure:
+        raise
     except RuntimeError as error:
         raise MemoryFailure(f"CUDA cannot be used now: {error}") from error
 

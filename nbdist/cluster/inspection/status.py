@@ -66,7 +66,7 @@ class WorkerStatus:
     gpu_memory: int | None = None
     """Bytes that torch has reserved on the worker's GPUs."""
     gpu_busy: int | None = None
-    """Percent of the last moment in which the worker's GPU computed, for whomever."""
+    """Percent of the last moment in which the worker's GPU computed, for any process."""
 
 
 def collect(cluster: Cluster) -> list[WorkerStatus]:

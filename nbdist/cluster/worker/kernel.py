@@ -39,6 +39,8 @@ __all__ = ["WHERE_SIGNAL", "group", "join", "main", "setup", "where_file"]
 WHERE_SIGNAL = signal.SIGRTMAX - 3
 """The signal at which a worker writes the frames of its main thread to `where_file`, even while the GIL is held."""
 
+_JOINS_WITHIN = 60.0
+"""Seconds within which a worker has to join the RPC world; also the time limit of its calls, unless options set one."""
 _CALLS_STOP_WITHIN = 1.2
 """Seconds to wait until the calls that this worker made have stopped after an interrupt; the notebook waits longer."""
 
@@ -221,10 +223,11 @@ def join() -> None:
         told.name,
         told.id,
         None,
-        RpcBackendOptions(init_method=told.meeting, **{"rpc_timeout": 60.0, **told.rpc}),
+        RpcBackendOptions(init_method=told.meeting, **{**told.rpc, "rpc_timeout": _JOINS_WITHIN}),
         hosted=Path(told.folder),
         device=told.device,
     )
+    agent.rpc_timeout = told.rpc.get("rpc_timeout", _JOINS_WITHIN)
     agent.stopping.patience = _CALLS_STOP_WITHIN
     output.follow(agent)
     collectives.follow(agent, told.backend)

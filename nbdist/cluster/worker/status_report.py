@@ -56,7 +56,7 @@ def gpu_memory() -> int | None:
 
 
 def gpu_busy() -> int | None:
-    """Return for what part of the last moment the worker's GPU computed, for whomever, in percent.
+    """Return for what part of the last moment the worker's GPU computed, for any process, in percent.
 
     None without a GPU, before the worker has used it, without the package nvidia-ml-py, and if the GPU does not tell.
     """

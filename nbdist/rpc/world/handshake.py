@@ -33,6 +33,8 @@ from nbdist.wire.messages import VERSION, Hello, Ready, Record, Refused, Welcome
 
 __all__ = ["Handshake"]
 
+_LEAST_PATIENCE = 12.0
+"""Seconds for which a member that joins waits at least for the others: a busy one must not be taken for dead."""
 _GREET_EVERY = 0.1
 """Seconds after which an unanswered greeting is sent again."""
 _log = logging.getLogger("nbdist.rpc")
@@ -98,8 +100,9 @@ class Handshake:
     def join_dynamic(self, present: Sequence[Record], deadline: float) -> list[Record]:
         """Meet the members that are present in a dynamic world; return the records of those that turn out to be dead.
 
-        A member that has not answered by the deadline (a time of `time.monotonic`), or within ``lost_after`` seconds,
-        counts as dead. Raises RendezvousError or VersionMismatch if a member refuses this one.
+        A member that has not answered by the deadline (a time of `time.monotonic`) counts as dead, and so does one that
+        has not within ``lost_after`` seconds, or 12 if that is less. Raises RendezvousError or VersionMismatch if a
+        member refuses this one.
         """
         dead: list[Record] = []
         for record in present:
@@ -110,7 +113,7 @@ class Handshake:
             except ChannelError:
                 dead.append(record)
         waiting = [record for record in present if record not in dead]
-        patience = min(deadline, time.monotonic() + self._lost_after)
+        patience = min(deadline, time.monotonic() + max(self._lost_after, _LEAST_PATIENCE))
 
         def all_answered() -> bool:
             gone = {record.incarnation for record in waiting if not self._links.connected(record.incarnation)}

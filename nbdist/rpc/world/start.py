@@ -154,9 +154,10 @@ def start_agent(
 def _uses_gpus(options: RpcBackendOptions, device: str) -> bool:
     """Return whether an agent shares memory of GPUs, for which CUDA is started in its process.
 
-    It does if it has a GPU of its own, ``device``, or if its options name devices.
+    It does if it has a GPU of its own, ``device``, or if its options name a GPU.
     """
-    return device.startswith("cuda") or bool(options.device_maps_by_name or options.devices)
+    named = {*options.devices, *(ours for device_map in options.device_maps.values() for ours in device_map)}
+    return device.startswith("cuda") or any(each.type == "cuda" for each in named)
 
 
 def _open(meeting: rendezvous.Meeting | None, store: Any, timeout: float) -> Store:

@@ -70,7 +70,7 @@ class Options:
     """Seconds without a call after which a server drops a session."""
     device: str | None = None
     """Where blocks and caches are: a device of the server's worker, such as "cuda:1" or "cpu". None for the GPU that a
-    cluster has given to the worker, else the CPU."""
+    cluster has given to the worker, else the CPU. Outside of a cluster, GPUs need device maps between all members."""
     dtype: torch.dtype | None = None
     """The type of the blocks' weights, and in which they compute and keep caches; None for that of the checkpoint. The
     hidden states that come and go keep their own type."""

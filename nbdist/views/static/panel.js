@@ -72,7 +72,7 @@ function render({ model, el }) {
   function draw() {
     const snapshot = model.get("snapshot");
     const has = (name) => snapshot.rows.some((told) => told[name].some(Boolean));
-    el.classList.toggle("without-gpu-busy", !has("gpu_busy"));
+    el.classList.toggle("without-gpu-busy", !snapshot.tells_busy);
     el.classList.toggle("without-gpu", !has("gpu"));
     for (const told of snapshot.rows) {
       const { row, cells, lines, interrupt } = rowOf(told.name);

@@ -113,6 +113,7 @@ class Panel:
         with self._lock:
             return {
                 "running": self.cluster.running,
+                "tells_busy": any(row.gpu_busy is not None for row in self.rows),
                 "rows": [
                     {
                         "name": row.name,
