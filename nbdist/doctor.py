@@ -16,12 +16,9 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 from nbdist import __version__
 from nbdist.channel import machine
 from nbdist.channel.security import Secret, runtime_directory
-from nbdist.channel.shared_memory import gpu_memory
 from nbdist.errors import NbdistError
 
 __all__ = ["examine"]
@@ -58,7 +55,7 @@ def _try(what: str, find: Callable[[], str]) -> bool:
     """Print the result of ``find()``, or "no" and the error that it raised; return whether it succeeded."""
     try:
         _line(what, find())
-    except (NbdistError, OSError, AttributeError, RuntimeError) as error:
+    except (NbdistError, OSError, AttributeError, ImportError, RuntimeError) as error:
         _line(what, f"no: {error}")
         return False
     return True
@@ -118,7 +115,11 @@ def _pidfd() -> str:
 
 
 def _gpus() -> str:
-    """Say how many GPUs torch sees, and which of them have memory that processes can share."""
+    """Return how many GPUs torch sees, and which of them have memory that processes can share."""
+    import torch  # here, so that everything else is shown if torch cannot be imported
+
+    from nbdist.channel.shared_memory import gpu_memory
+
     count = torch.cuda.device_count()
     shared = [str(index) for index in range(count) if gpu_memory.is_available(index)]
     if not count:

@@ -51,7 +51,7 @@ def rpc_arguments(options: RpcBackendOptions | None) -> dict[str, Any]:
         return {}
     if not isinstance(options, RpcBackendOptions):
         raise TypeError(f"rpc must be an RpcBackendOptions of nbdist, not {type(options).__name__}")
-    plain = vars(RpcBackendOptions())
+    plain = vars(type(options)())
     asked = {name: value for name, value in vars(options).items() if value != plain[name]}
     if refused := sorted(asked.keys() & set(_SET_BY_THE_CLUSTER)):
         raise UsageError(f"a cluster sets {', '.join(refused)} of its RPC itself; leave that out of the options")

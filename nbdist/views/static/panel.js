@@ -71,9 +71,8 @@ function render({ model, el }) {
 
   function draw() {
     const snapshot = model.get("snapshot");
-    const has = (name) => snapshot.rows.some((told) => told[name].some(Boolean));
     el.classList.toggle("without-gpu-busy", !snapshot.tells_busy);
-    el.classList.toggle("without-gpu", !has("gpu"));
+    el.classList.toggle("without-gpu", !snapshot.rows.some((told) => told.gpu.some(Boolean)));
     for (const told of snapshot.rows) {
       const { row, cells, lines, interrupt } = rowOf(told.name);
       row.className = told.lost ? "lost" : "";
