@@ -16,15 +16,16 @@ import atexit
 import contextlib
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from nbdist import durations, registry
-from nbdist.channel.liveness import is_alive, started_at
 from nbdist.channel.resources import refusals_in_words
 from nbdist.cluster.executor import Lanes, WorkerExecutor
 from nbdist.cluster.inspection import process_memory
@@ -37,6 +38,7 @@ from nbdist.cluster.kernels.routing import Router
 from nbdist.cluster.output.outlet import make_arranger
 from nbdist.cluster.output.sinks import Sink, current_sink
 from nbdist.cluster.processes.lifecycle import Lifecycle
+from nbdist.cluster.processes.probe import Probe
 from nbdist.cluster.spec import Spec, default_count, rpc_arguments
 from nbdist.cluster.standing import Lookout
 from nbdist.cluster.targets import parse_targets
@@ -50,6 +52,7 @@ from nbdist.rpc.calls import failures
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.references.rref import RRef
 from nbdist.torch_private import warn_of_untested
+from nbdist.wire.messages import Record
 from nbdist.wire.pickling import culprit
 
 if TYPE_CHECKING:
@@ -210,6 +213,14 @@ class Cluster:
         """Send the signal ``number`` to the process of the worker ``name``; do nothing if that process has ended."""
         self._lives.launcher.signal(name, number)
 
+    def probe(self, name: str) -> Future[Probe]:
+        """Ask the host of the worker ``name`` about the worker's process; return the future of the answer.
+
+        The worker itself need not answer, so this works while it holds the GIL. Where the host cannot be reached, the
+        future fails, or is never done.
+        """
+        return self._lives.launcher.probe(name)
+
     @property
     def names(self) -> list[str]:
         """The names of the workers, in the order of their ranks."""
@@ -281,15 +292,17 @@ class Cluster:
             self._thread,
             self._router.on_message,
             lambda worker, step: self.progress(worker, step) if self.progress is not None else None,
+            self._on_worker_end,
         )
         self._lives.launch(self.workers)
         # While this process does the following, the workers start, so this costs no extra time.
         id = 0 if self.spec.driver is not None else self.spec.count
         asked = {name: value for name, value in self.spec.rpc.items() if name not in ("device_maps", "rpc_timeout")}
-        options = RpcBackendOptions(init_method=self._lives.meeting, **asked)
+        options = RpcBackendOptions(**self._lives.launcher.rpc, **asked)
         self.agent: Agent = api.initialize(self.driver, id, None, options, hosted=self._lives.folder, device="cpu")
         self.agent.rpc_timeout = self.spec.rpc.get("rpc_timeout", self.agent.rpc_timeout)
         self.agent.explain_end = self._explain_end
+        self.agent.on_lost(self._on_member_lost)
         self.agent.know_cells(self._router.origins.current)
         failures.on_text(labels.rename_frames)
         self._lives.bring_up(self.workers, deadline)
@@ -313,21 +326,21 @@ class Cluster:
         if self._state in ("new", "ended") or os.getpid() != self._pid:
             return 0
         agent, lives, thread = (getattr(self, name, None) for name in ("agent", "_lives", "_thread"))
-        processes = [(worker.pid, started_at(worker.pid)) for worker in self.workers if worker.pid and not worker.lost]
+        left: list[int] = []
         with contextlib.ExitStack() as steps:  # runs the last step first, and all of them even if one fails
             steps.callback(self._forget)
             if thread is not None:
                 steps.callback(thread.close)
                 steps.callback(self._router.comms.close)
             if lives is not None:
-                steps.callback(lives.close)
+                steps.callback(lambda: left.append(lives.close()))
             if agent is not None:
                 steps.callback(api.finish, agent)
             if ask and lives is not None and all(worker.step == "ready" for worker in self.workers):
                 steps.callback(lives.say_goodbye)
             while self.farewells:
                 steps.callback(self.farewells.pop())
-        return sum(is_alive(pid, started) for pid, started in processes)
+        return sum(left)
 
     def _forget(self) -> None:
         """Mark this cluster as ended, so that another may start: the last step of `shutdown`."""
@@ -390,6 +403,37 @@ class Cluster:
         """Return whether the RPC world still counts a worker as a member."""
         return any(record.name == name for record in self.agent.members())
 
+    def _on_worker_end(self, worker: Worker, why: str) -> None:
+        """Tell this process's agent that a worker has ended, and how. In the kernel thread.
+
+        The agent notices the end of a process of this host by itself; of another host it would learn by silence only.
+        """
+        member = self._member(worker)
+        if member is not None and member.host != self.agent.me.host:
+            self.agent.lose(member.incarnation, why)
+
+    def _on_member_lost(self, record: Record, why: str) -> None:
+        """Give up a worker on another host that the agent has lost, although its process may live. In any thread.
+
+        It may have been frozen, or cut off. Its process is killed as soon as its host can be reached.
+        """
+        worker = next((worker for worker in self.workers if worker.name == record.name), None)
+        if worker is None or record.host == self.agent.me.host or worker.pid != record.pid:
+            return
+
+        def give_up() -> None:
+            if worker.alive and worker.pid == record.pid:
+                worker.lose(why)
+                self.signal(worker.name, signal.SIGKILL)
+
+        self._thread.soon(give_up)
+
+    def _member(self, worker: Worker) -> Record | None:
+        """Return the record of a worker's agent, as long as it is a member of the RPC world; else None."""
+        agent: Agent | None = getattr(self, "agent", None)  # a worker may end before this process's agent has started
+        records = agent.members() if agent is not None else []
+        return next((each for each in records if each.name == worker.name and each.pid == worker.pid), None)
+
     def _explain_end(self, pid: int) -> str:
         """Return in words how the worker with this process id died; "" for other processes, and while the worker lives.
 
@@ -397,7 +441,7 @@ class Cluster:
         of the process, and as long again for the last text that the worker wrote to standard error.
         """
         for worker in self.workers:
-            if worker.pid == pid:
+            if worker.pid == pid and not worker.host:
                 worker.exited.wait(_OUTPUT_ARRIVES_WITHIN)
                 if worker.lost is None:  # else SIGKILL has ended it, which leaves no last words to wait for
                     worker.ended.wait(_OUTPUT_ARRIVES_WITHIN)

@@ -23,6 +23,7 @@ worker that is formatting the traceback of its interrupt has stopped, and gets u
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import signal
 import time
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nbdist.cluster.inspection import where
 from nbdist.cluster.kernels.labels import is_cell
+from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
 from nbdist.cluster.worker import collectives
 from nbdist.cluster.worker.output import call_off
 from nbdist.errors import NbdistError
@@ -78,17 +80,16 @@ class InterruptedCluster(Protocol):
         """The thread that talks to the workers' kernels."""
         ...
 
-    @property
-    def folder(self) -> str:
-        """The path of the run directory, which has the sockets, connection files and logs of the workers."""
-        ...
-
     def find(self, name: str) -> Worker:
         """Return the worker called ``name``, dead or alive. Raises UnknownWorker if there is none."""
         ...
 
     def signal(self, name: str, number: int) -> None:
         """Send the signal ``number`` to the process of the worker ``name``; do nothing if that process has ended."""
+        ...
+
+    def probe(self, name: str) -> concurrent.futures.Future[Probe]:
+        """Ask the host of the worker ``name`` about its process; return the future of the answer."""
         ...
 
 
@@ -253,7 +254,7 @@ async def _describe(cluster: InterruptedCluster, cell: Cell, part: CellPart, dea
     while _formats_traceback(frames) and not part.done:
         if time.monotonic() > deadline:
             return f"{name} has stopped, but still formats its traceback; `%dist_restart {name}` starts it again"
-        await _wait_until(lambda: part.done, time.monotonic() + where.ANSWER_WITHIN)
+        await _wait_until(lambda: part.done, time.monotonic() + ANSWER_WITHIN)
         frames = await _main_frames(cluster, name)
         if not _formats_traceback(frames):  # the traceback is done, and the reply arrives in a moment
             await _wait_until(lambda: part.done, time.monotonic() + NAME_AFTER)
@@ -267,13 +268,10 @@ async def _describe(cluster: InterruptedCluster, cell: Cell, part: CellPart, dea
 
 
 async def _main_frames(cluster: InterruptedCluster, worker: str) -> list[where.Frame]:
-    """Return the frames of a worker's main thread, innermost first; [] if it writes none or its file is unreadable."""
-    with contextlib.suppress(OSError):
-        asked = where.Question(cluster.folder, worker, cluster.signal)
-        deadline = time.monotonic() + where.ANSWER_WITHIN
-        while time.monotonic() < deadline and not asked.answered:
-            await asyncio.sleep(where.POLL)
-        return asked.frames()
+    """Return the frames of a worker's main thread, innermost first; [] if its host has none within a second."""
+    with contextlib.suppress(Exception):  # the worker ends, or its host cannot be reached
+        seen = await asyncio.wait_for(asyncio.wrap_future(cluster.probe(worker)), 1.0)
+        return where.read_frames(seen.frames)
     return []
 
 

@@ -29,6 +29,7 @@ from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.connection import Kernel, KernelThread, Message
 from nbdist.cluster.output.print_log import PrintLog
 from nbdist.cluster.output.tail import Tail
+from nbdist.cluster.processes.launchers.contract import StartedWorker
 from nbdist.cluster.processes.worker_processes import describe_exit
 from nbdist.errors import NbdistError, WorkerLost
 
@@ -64,6 +65,9 @@ class Worker:
         self.device = device
         self.gpu = gpu
         self.pid: int | None = None
+        """The process id on the worker's host; None before it is known."""
+        self.host = ""
+        """The name of the worker's host; empty for this one."""
         self.kernel: Kernel | None = None
         self.step = "starting"
         """The last step that the worker has reached."""
@@ -175,15 +179,15 @@ class Worker:
             text = f"{self.name}: {content.get('ename', 'aborted')}: {content.get('evalue', '')}"
             raise StartError("\n".join([text, *content.get("traceback", ())]))
 
-    def end(self, code: int, last_words: str) -> str:
+    def end(self, how: int | str, last_words: str) -> str:
         """Fail the worker's cells with the reason of its process's end, and return that reason.
 
-        ``code`` is the process's exit code, or minus the signal that killed it. The reason has the last lines of
-        ``last_words``, the process's standard error; where that is empty, those of the present cell's standard error.
-        In the kernel thread.
+        ``how`` is the process's exit code, or minus the signal that killed it, or words. The reason has the last lines
+        of ``last_words``, the process's standard error; where that is empty, those of the present cell's standard
+        error. In the kernel thread.
         """
         lines = _lines_that_say_why([line for line in last_words.splitlines() if line.strip()] or self.stderr.lines())
-        why = describe_exit(code)
+        why = describe_exit(how)
         for cell in self.cells:
             lines = [labels.rename_cell_frames(line, cell.source, cell.number, self.name) for line in lines]
         if lines:
@@ -194,14 +198,14 @@ class Worker:
             self.ended.set()
         return why
 
-    def exit(self, code: int) -> None:
-        """Note that the process has ended; ``code`` is as for `end`. Called in the launcher's thread.
+    def exit(self, how: int | str) -> None:
+        """Note that the process has ended; ``how`` is as for `end`. Called in the launcher's thread.
 
         After SIGKILL the worker is lost from now on, otherwise from `end` on. Its cells fail by `end`, because their
         last output may still be on its way.
         """
-        if code == -signal.SIGKILL:  # a process that is killed in this way leaves no last words to wait for
-            self.lost = describe_exit(code)
+        if how == -signal.SIGKILL:  # a process that is killed in this way leaves no last words to wait for
+            self.lost = describe_exit(how)
         self.exited.set()
 
     def lose(self, why: str, advice: str | None = None) -> None:
@@ -222,6 +226,11 @@ class Worker:
                 cell.on_lost(self.name, f"{why}\n{advice or f'`%dist_restart {self.name}` starts it again'}")
             except Exception:  # must not keep the other cells from ending
                 _log.exception("a cell on %s could not be ended", self.name)
+
+    def note_started(self, started: StartedWorker) -> None:
+        """Note where the worker's process runs, which the launcher reports. In the kernel thread."""
+        self.pid, self.host = started.pid, started.host
+        self.device = started.device or self.device
 
     def remember(self, stream: str, text: str, cell: int) -> None:
         """Keep text that the worker printed in cell number ``cell``: all of it in the log, on disk.

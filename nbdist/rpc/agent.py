@@ -669,12 +669,9 @@ class Agent:
         """Return the name to show for an agent, dead or alive; for an unknown incarnation, a text that says so."""
         return self.membership.name_of(incarnation)
 
-    def why_gone(self, name: str) -> str | None:
-        """Return why the last member of that name is gone; None if it lives, or never was there.
-
-        The words complete "worker1 ...".
-        """
-        return self.membership.why_gone(name)
+    def fate(self, incarnation: int) -> str | None:
+        """Return what happened to a former member, as in "worker1 ..."; None if it lives or never was a member."""
+        return self.membership.fate(incarnation)
 
     def freeze(self, who: int) -> None:
         """Stop the clock of all calls that this agent awaits, because the agent ``who`` has paused a backward pass.

@@ -328,9 +328,10 @@ class Links:
                 "init_rpc, or %dist_init in a notebook"
             )
         membership = self._membership
-        name = membership.name_of(to)
-        otherwise = "is gone; a new worker has taken its name" if membership.is_gone(to) else "is not connected"
-        return WorkerLost(f"{name} {membership.why_gone(name) or otherwise}")
+        name, fate = membership.name_of(to), membership.fate(to)
+        if fate is None:
+            return WorkerLost(f"{name} is not connected")
+        return WorkerLost(f"{name} {fate}{'; a new worker has taken its name' if name in membership.names else ''}")
 
     def _transmit(self, connection: Connection, outgoing: Outgoing) -> None:
         """Send an encoded message that no caller waits for, such as a ping or a repetition. Raises no ChannelError.

@@ -58,7 +58,7 @@ def test_a_pass_that_needs_the_dead_one_fails_although_its_name_is_taken_again()
         world.kill(1)
         world.add("worker1", 1)
         y = rpc.rpc_sync("worker1", torch.mul, args=(x, 3.0))  # its message has the same number as the dead one's
-        with pytest.raises(nbdist.WorkerLost, match="worker1 is gone; a new worker has taken its name"):
+        with pytest.raises(nbdist.WorkerLost, match=r"worker1 .+; a new worker has taken its name"):
             dist_autograd.backward(context_id, [lost + y])
 
 

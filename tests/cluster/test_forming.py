@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 import nbdist
-from nbdist.cluster.processes import group_store
-from nbdist.cluster.processes.group_store import GroupStore
+from nbdist.cluster.processes.group_store import Folders, GroupStore
+from nbdist.cluster.processes.setup import group_folder
 
 HERE = Path(__file__).parent
 
@@ -74,8 +74,11 @@ def test_a_wait_ends_with_the_value_or_with_the_time(store):
         store.wait(["late", "never"], timedelta(seconds=0.1))
 
 
-def test_a_wait_in_a_forming_that_has_failed_ends_at_once_with_the_reason(store, tmp_path):
-    later = threading.Timer(0.2, group_store.end, (tmp_path, "worker1 was killed"))
+def test_a_wait_in_a_forming_that_has_failed_ends_at_once_with_the_reason(tmp_path):
+    folders = Folders(tmp_path)
+    folders.make(3)
+    store = GroupStore(tmp_path / group_folder(3))
+    later = threading.Timer(0.2, folders.end, (3, "worker1 was killed"))
     later.start()
     with pytest.raises(nbdist.RendezvousError, match="worker1 was killed"):
         dist.PrefixStore("p", store).get("never")

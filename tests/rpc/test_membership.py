@@ -106,6 +106,8 @@ def test_a_name_can_be_taken_again_after_its_bearer_has_gone():
     assert membership.find("worker1") is again
     assert membership.why_gone("worker1") is None
     assert membership.why_gone(1) is None
+    assert membership.fate(101) == "died"
+    assert membership.fate(201) is None
     assert membership.remove(101, "died again") is None
     assert membership.find("worker1") is again
 

@@ -272,5 +272,5 @@ def test_the_owner_is_gone():
         world.kill(1)
         with pytest.raises(WorkerLost, match=r"the value of this RRef is lost: its owner worker1 died"):
             rref.to_here()
-        with pytest.raises(WorkerLost, match=r"the owner of this RRef, worker1, is gone, and the value with it"):
+        with pytest.raises(WorkerLost, match=r"the value of this RRef is lost: its owner worker1 died"):
             world[0].caller._owner(rref)

@@ -3,8 +3,7 @@
 ::
 
     a worker that answers RPCs            `make_report` on the worker ─────────┐
-    one that holds the GIL, and runs a    a signal has the main thread's ──────┼──> WorkerStatus
-    cell                                  frames written to a file             │
+    one that holds the GIL                its launcher asks the worker's host ─┼──> WorkerStatus
     one that is dead, or starting         what the notebook knows ─────────────┘
 """
 
@@ -20,8 +19,8 @@ from typing import TYPE_CHECKING
 from nbdist.amounts import duration
 from nbdist.autograd.api import recorder
 from nbdist.cluster.inspection import where
-from nbdist.cluster.inspection.process_memory import own_bytes
 from nbdist.cluster.kernels.labels import is_cell
+from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
 from nbdist.cluster.worker.status_report import LINE_SHOWN, StatusReport, make_report, say_line
 from nbdist.code_places import is_users, shown_name
 from nbdist.errors import NbdistError
@@ -44,7 +43,7 @@ class WorkerStatus:
     name: str
     rank: int
     pid: int | None
-    """The process id; None if the worker has died or not started."""
+    """The process id on the worker's host; None if the worker has died or not started."""
     device: str
     """The worker's device as torch names it, with the GPU's number on the host in brackets."""
     state: str
@@ -67,45 +66,40 @@ class WorkerStatus:
     """Bytes that torch has reserved on the worker's GPUs."""
     gpu_busy: int | None = None
     """Percent of the last moment in which the worker's GPU computed, for any process."""
+    cpu_seconds: float | None = None
+    """CPU time that the worker's process has used, in seconds; None if it is not known."""
 
 
 def collect(cluster: Cluster) -> list[WorkerStatus]:
     """Return the status of all workers, in at most about a second.
 
-    A worker that does not answer in time gets a status from what the notebook knows; if it runs a cell, a signal has it
-    write the line that it is in. The calls are not recorded in any context.
+    A worker that does not answer in time gets a status from what the notebook and the worker's host know, with the line
+    of its cell that it is in. The calls are not recorded in any context.
     """
     with recorder().contexts.outside():
         living = [worker.name for worker in cluster.workers if worker.alive]
         asked = ask_each(cluster.agent, make_report, dict.fromkeys(living, ()), timeout=_REPORT_WITHIN)
     reports = asked.or_raise(but=NbdistError)
-    busy = [worker for worker in cluster.workers if worker.alive and worker.step == "ready" and worker.cells]
-    silent = [worker for worker in busy if worker.name not in reports]
-    places = _ask_silent(cluster, silent)
-    return [
-        _status(worker, reports.get(worker.name) or StatusReport(None, where=places.get(worker.name, "")))
-        for worker in cluster.workers
+    silent = [
+        worker for worker in cluster.workers if worker.alive and worker.step == "ready" and worker.name not in reports
     ]
+    reports |= _ask_hosts(cluster, silent)
+    return [_status(worker, reports.get(worker.name) or StatusReport(None)) for worker in cluster.workers]
 
 
-def _ask_silent(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, str]:
-    """Return the line of code that each of these workers runs, by the worker's name.
+def _ask_hosts(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, StatusReport]:
+    """Return a report of each of these workers, by name, from what its host knows: they have not answered a call.
 
-    They have not answered a call in time, so a signal makes them write it. Waits `where.ANSWER_WITHIN` seconds at most;
-    a worker that writes nothing has an empty text, and one whose file cannot be read is missing.
+    Waits for less than a second. A worker whose host does not answer is missing.
     """
-    asked = {}
-    for worker in workers:
-        with contextlib.suppress(OSError):
-            asked[worker] = where.Question(cluster.folder, worker.name, cluster.signal)
-    deadline = time.monotonic() + where.ANSWER_WITHIN
-    with contextlib.suppress(OSError):  # the workers may end meanwhile
-        while time.monotonic() < deadline and not all(question.answered for question in asked.values()):
-            time.sleep(where.POLL)
+    asked = {worker: cluster.probe(worker.name) for worker in workers}
+    deadline = time.monotonic() + 2 * ANSWER_WITHIN
     found = {}
-    for worker, question in asked.items():
-        with contextlib.suppress(OSError):
-            found[worker.name] = _place(worker, question.frames())
+    for worker, answer in asked.items():
+        with contextlib.suppress(Exception):  # the worker ends, or its host cannot be reached
+            seen: Probe = answer.result(max(0.0, deadline - time.monotonic()))
+            place = _place(worker, where.read_frames(seen.frames)) if worker.cells else ""
+            found[worker.name] = StatusReport(None, where=place, memory=seen.memory, cpu_seconds=seen.cpu_seconds)
     return found
 
 
@@ -143,7 +137,7 @@ def _status(worker: Worker, report: StatusReport) -> WorkerStatus:
         device,
         "busy" if report.calls and worker.state == "idle" else worker.state,
         runs,
-        own_bytes(pid),
+        report.memory,
         report.calls,
         report.where if runs else "",
         report.waits,
@@ -151,4 +145,5 @@ def _status(worker: Worker, report: StatusReport) -> WorkerStatus:
         report.sent,
         report.gpu_memory,
         report.gpu_busy,
+        report.cpu_seconds,
     )

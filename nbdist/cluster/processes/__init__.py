@@ -8,6 +8,7 @@
 `setup`             what a worker is told when it starts
 `run_directory`     the folder of sockets and logs
 `group_store`       the store at which the process group forms
+`probe`             asks the host about a worker that does not answer
 `last_words`        what a worker writes as it crashes
 ==================  ==================================================
 """

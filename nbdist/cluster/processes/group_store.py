@@ -19,18 +19,20 @@ import contextlib
 import fcntl
 import hashlib
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed
 
+from nbdist.cluster.processes.setup import group_folder
 from nbdist.errors import RendezvousError, WorkerLost
 
-__all__ = ["GroupStore", "end"]
+__all__ = ["Folders", "GroupStore", "GroupStores"]
 
 dist: Any = torch.distributed  # Any: torch does not declare what this module exports
 
@@ -289,14 +291,45 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
             raise RendezvousError(why)
 
 
-def end(folder: Path, why: str) -> None:
-    """Make every present and future wait in the store of this folder raise a RendezvousError with the text ``why``.
+class GroupStores(Protocol):
+    """The notebook's side of the stores of process groups, one for each generation of the group."""
 
-    The notebook calls this. A second call replaces the text.
-    """
-    draft = folder / "ending"
-    draft.write_text(why)
-    draft.rename(folder / "ended")
+    def make(self, generation: int) -> None:
+        """Make the store of a new generation."""
+        ...
+
+    def end(self, generation: int, why: str) -> None:
+        """Make every present and future wait in a store raise RendezvousError with the text ``why``."""
+        ...
+
+    def remove(self, generation: int) -> None:
+        """Remove a store. Does nothing if there is none of that generation."""
+        ...
+
+
+class Folders:
+    """The folders of the stores of a cluster whose workers are all on this host, in the run directory ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def make(self, generation: int) -> None:
+        """Make the folder of a new generation, which only this user can enter."""
+        (self._folder / group_folder(generation)).mkdir(mode=0o700)
+
+    def end(self, generation: int, why: str) -> None:
+        """Make every present and future wait in a store raise RendezvousError with the text ``why``.
+
+        A second call replaces the text.
+        """
+        folder = self._folder / group_folder(generation)
+        draft = folder / "ending"
+        draft.write_text(why)
+        draft.rename(folder / "ended")
+
+    def remove(self, generation: int) -> None:
+        """Remove a folder, if there is one."""
+        shutil.rmtree(self._folder / group_folder(generation), ignore_errors=True)
 
 
 def _bytes(value: bytes | str) -> bytes:

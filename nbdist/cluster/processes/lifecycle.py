@@ -6,8 +6,8 @@ The words are those of `Worker.step`; ``progress`` is called with each of them, 
                   ┌───────────────────────────────────┐    ┌──────────────────┐
     launch        bring_up                                 _begin_group
     "starting" ─> "process" ─> "kernel" ──> "rpc" ───────> "process group" ──> "ready" ──> "ended"
-                  its pid      it answers   it has run     it has run                      close
-                  is known     requests     `join()`       `group(generation)`
+                  started      it answers   it has run     it has run                      close
+                               requests     `join()`       `group(generation)`
 
 A worker that is restarted alone goes from "rpc" to "ready". The process group then forms again, as the next generation
 in a folder of its own: at once if all workers are idle, else in `after_cell` of the last cell (`_group_is_due`).
@@ -18,8 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import shutil
 import signal
 import socket
 import time
@@ -29,9 +27,9 @@ from typing import Any
 
 from nbdist.channel.resources import full_disk_in_words
 from nbdist.cluster.kernels.connection import KernelThread, Message
-from nbdist.cluster.processes import group_store
-from nbdist.cluster.processes.launchers import Launcher, find_launcher
-from nbdist.cluster.processes.setup import WorkerSetup, group_folder
+from nbdist.cluster.processes.launchers import find_launcher
+from nbdist.cluster.processes.launchers.contract import Launcher, StartedWorker
+from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.workers import StartError, Worker, first_error, lost_error
 
@@ -54,7 +52,8 @@ class Lifecycle:
     """Starts, restarts and ends the workers of one cluster.
 
     Methods wait in the calling thread for coroutines, which run in the kernel thread. ``listener(worker, channel,
-    message)`` gets what kernels send unasked, and ``reached(worker, step)`` each step of a worker, in that thread.
+    message)`` gets what kernels send unasked, ``reached(worker, step)`` each step of a worker, and ``ended(worker,
+    why)`` each end of a worker's process, in that thread.
     """
 
     def __init__(
@@ -65,6 +64,7 @@ class Lifecycle:
         thread: KernelThread,
         listener: Callable[[Worker, str, Message], None],
         reached: Callable[[str, str], None],
+        ended: Callable[[Worker, str], None],
     ) -> None:
         self._spec = spec
         self._backend = backend
@@ -72,22 +72,18 @@ class Lifecycle:
         self._thread = thread
         self._listener = listener
         self._reached_step = reached
+        self._ended = ended
         self._generation = 0
         """The number of the process group that has formed last, or forms now; 0 for none."""
         self._group_is_due = False
         """True if the process group must form anew once all workers are idle. Only the kernel thread uses this."""
-        self._begun: dict[str, Future[int]] = {}
-        """By name: the futures of the pids of workers that `launch` has started, until `bring_up` waits for them."""
-        self.launcher: Launcher = find_launcher(spec.launcher)(spec.count, self._on_end)
+        self._begun: dict[str, Future[StartedWorker]] = {}
+        """By name: the futures of the starts that `launch` has asked for, until `bring_up` waits for them."""
+        self.launcher: Launcher = find_launcher(spec.launcher)(spec, self._on_end)
         self.folder = self.launcher.folder
-        self._preloading = self.launcher.preload(spec.preload, self._surroundings()) if spec.preload else None
+        self._preloading = self.launcher.preload(spec.preload) if spec.preload else None
         """The imports that the first workers wait for; None once they are done, or if there are none."""
         self._master_port = _free_port()
-
-    @property
-    def meeting(self) -> str:
-        """The ``init_method`` by which agents join the RPC world: the URL of a file in the run directory."""
-        return f"file://{self.folder}/members"
 
     # -- up -----------------------------------------------------------------------------------
 
@@ -99,8 +95,8 @@ class Lifecycle:
         """
         self._begun = {worker.name: self._launch(worker) for worker in workers}
 
-    def _launch(self, worker: Worker) -> Future[int]:
-        """Start a worker's next process; return the future of its pid, which fails if no process can be made.
+    def _launch(self, worker: Worker) -> Future[StartedWorker]:
+        """Start a worker's next process; return the future of its start, which fails if no process can be made.
 
         If the launcher raises an error at once, the worker is marked as lost, and the error is raised.
         """
@@ -112,7 +108,7 @@ class Lifecycle:
             world_size=self._spec.count,
             connection_file=str(worker.connection_file(self.folder)),
             folder=str(self.folder),
-            meeting=self.meeting,
+            meeting=self.launcher.rpc["init_method"],
             master_port=self._master_port,
             backend=self._backend,
             gpu=worker.gpu,
@@ -128,20 +124,9 @@ class Lifecycle:
             worker.ended.set()  # no process will end, and `kill` waits for this
             raise
 
-    @staticmethod
-    def _surroundings() -> dict[str, str]:
-        """Return the environment variables of all workers: this process's, and matplotlib drawing below cells."""
-        environment = dict(os.environ)
-        environment.pop("JPY_PARENT_PID", None)  # this kernel's parent, which a worker would take for its own and watch
-        environment.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
-        return environment
-
     def _environment(self, worker: Worker) -> dict[str, str]:
-        """Return the environment variables of a worker, which tell it its GPUs."""
-        environment = self._surroundings()
-        if worker.gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = self._spec.visible_gpus(worker.gpu)
-        return environment
+        """Return the environment variables that tell a worker its GPUs."""
+        return {} if worker.gpu is None else {"CUDA_VISIBLE_DEVICES": self._spec.visible_gpus(worker.gpu)}
 
     def bring_up(self, workers: Sequence[Worker], deadline: float) -> None:
         """Wait until launched workers are ready; if these are all workers, they form the process group, too.
@@ -152,7 +137,7 @@ class Lifecycle:
 
         # Each await raises if the worker dies: `Worker.lose` closes the kernel, which fails its requests.
         async def reach(worker: Worker) -> None:
-            worker.pid = await asyncio.wrap_future(self._begun.pop(worker.name))
+            worker.note_started(await asyncio.wrap_future(self._begun.pop(worker.name)))
             self._note_reached(worker, "process")
             assert worker.kernel is not None
             await worker.kernel.open()
@@ -234,14 +219,14 @@ class Lifecycle:
         """Tell all workers to form the next process group; return a coroutine that waits until it has formed.
 
         Raises WorkerLost at once if a worker is dead. If one fails, the others are released, and the coroutine raises
-        its error. The folder of the previous generation is removed in the end. In the kernel thread.
+        its error. The store of the previous generation is removed in the end. In the kernel thread.
         """
         for worker in self._workers:
             if not worker.alive:
                 raise lost_error(worker)
-        before, folder = (self.folder / group_folder(self._generation + more) for more in (0, 1))
-        folder.mkdir(mode=0o700)
-        self._generation += 1
+        stores, before, generation = self.launcher.group_stores, self._generation, self._generation + 1
+        stores.make(generation)
+        self._generation = generation
         self._group_is_due = False  # last: what fails before is tried again after the next cell
 
         async def formed(worker: Worker, call: Coroutine[Any, Any, None]) -> None:
@@ -249,17 +234,17 @@ class Lifecycle:
             if worker.step != "ready":
                 self._note_reached(worker, "process group")
 
-        forming = [formed(worker, worker.call(f"group({self._generation})")) for worker in self._workers]
+        forming = [formed(worker, worker.call(f"group({generation})")) for worker in self._workers]
 
         async def all_formed() -> None:
             try:
                 await first_error([asyncio.create_task(waiting) for waiting in forming])
             except BaseException as error:
                 # The other workers wait in the store for the one that failed; only the store can end that wait.
-                group_store.end(folder, f"the process group did not form: {error or type(error).__name__}")
+                stores.end(generation, f"the process group did not form: {error or type(error).__name__}")
                 raise
             finally:
-                shutil.rmtree(before, ignore_errors=True)
+                stores.remove(before)
 
         return all_formed()
 
@@ -343,15 +328,17 @@ class Lifecycle:
         with contextlib.suppress(Exception):
             self._thread.run(ask()).result(2 * _KERNELS_END_WITHIN)
 
-    def close(self) -> None:
+    def close(self) -> int:
         """Kill all workers, remove the run directory, and fail the cells that still run.
 
-        Returns when the processes have ended. The cells fail a moment later, in the kernel thread.
+        Returns how many workers may still live, once the others have ended. The cells fail a moment later, in the
+        kernel thread.
         """
-        self.launcher.close()
+        left = self.launcher.close()
         for worker in self._workers:
             worker.step = "ended"
         self._thread.soon(self._lose_all)
+        return left
 
     def _lose_all(self) -> None:
         """Fail the cells that still run, as the cluster has been shut down. In the kernel thread."""
@@ -360,24 +347,25 @@ class Lifecycle:
             if worker.print_log is not None:
                 worker.print_log.close()
 
-    def _on_end(self, name: str, code: int) -> None:
+    def _on_end(self, name: str, how: int | str) -> None:
         """Note that a worker's process has ended; its cells fail a moment later. In a thread of the launcher's.
 
-        The delay lets the last output arrive first.
+        The delay lets the last output arrive first. ``how`` is as `Launcher` has it.
         """
         worker = next(worker for worker in self._workers if worker.name == name)
-        worker.exit(code)
+        worker.exit(how)
         self._thread.soon(
-            self._thread.loop.call_later, _LAST_OUTPUT_WITHIN, self._fail_cells_of, worker, worker.lives, code
+            self._thread.loop.call_later, _LAST_OUTPUT_WITHIN, self._fail_cells_of, worker, worker.lives, how
         )
 
-    def _fail_cells_of(self, worker: Worker, life: int, code: int) -> None:
+    def _fail_cells_of(self, worker: Worker, life: int, how: int | str) -> None:
         """Fail the cells of a worker whose process has ended in this life. In the kernel thread.
 
         ``life`` is the number of the process: does nothing if the worker has been restarted meanwhile.
         """
         if worker.lives == life:  # else the worker has been restarted meanwhile
-            worker.end(code, self.launcher.last_words(worker.name))
+            why = worker.end(how, self.launcher.last_words(worker.name))
+            self._ended(worker, why)
 
 
 def _free_port() -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import msgspec
 
-__all__ = ["WorkerSetup", "group_folder"]
+__all__ = ["WHERE_SIGNAL", "WorkerSetup", "group_folder", "where_file"]
+
+WHERE_SIGNAL = signal.SIGRTMAX - 3
+"""The signal at which a worker writes the frames of its main thread to `where_file`, even while the GIL is held."""
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
@@ -49,6 +54,14 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     def decode(cls, text: str) -> WorkerSetup:
         """Return the setup that `encode` has written."""
         return msgspec.json.decode(text, type=cls)
+
+
+def where_file(folder: str, name: str) -> str:
+    """Return the path of the file to which the worker ``name`` writes the frames of its main thread.
+
+    ``folder`` is the run directory on the worker's host.
+    """
+    return os.path.join(folder, f"{name}.where")
 
 
 def group_folder(generation: int) -> str:

@@ -301,13 +301,15 @@ def _import_path() -> list[str]:
     return [entry and os.path.abspath(entry) for entry in sys.path]
 
 
-def describe_exit(code: int) -> str:
-    """Return in words how a process ended; ``code`` is its exit code, or minus the signal that killed it."""
-    if code >= 0:
-        return f"exited with code {code}"
+def describe_exit(how: int | str) -> str:
+    """Return in words how a process ended: ``how`` is its exit code, minus the signal that killed it, or words."""
+    if isinstance(how, str):
+        return how
+    if how >= 0:
+        return f"exited with code {how}"
     try:
-        name = signal.Signals(-code).name
+        name = signal.Signals(-how).name
     except ValueError:
-        name = f"signal {-code}"
+        name = f"signal {-how}"
     hint = {"SIGKILL": " (out of memory, or killed by hand)", "SIGSEGV": " (a crash in native code)"}.get(name, "")
     return f"was killed by {name}{hint}"

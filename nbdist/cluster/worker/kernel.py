@@ -21,23 +21,19 @@ import faulthandler
 import logging
 import os
 import random
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist.cluster.processes.last_words import guard_streams, hand_over
-from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.cluster.processes.setup import WHERE_SIGNAL, WorkerSetup, where_file
 from nbdist.cluster.worker import collectives
 from nbdist.errors import UsageError
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["WHERE_SIGNAL", "group", "join", "main", "setup", "where_file"]
-
-WHERE_SIGNAL = signal.SIGRTMAX - 3
-"""The signal at which a worker writes the frames of its main thread to `where_file`, even while the GIL is held."""
+__all__ = ["group", "join", "main", "setup"]
 
 _JOINS_WITHIN = 60.0
 """Seconds within which a worker has to join the RPC world; also the time limit of its calls, unless options set one."""
@@ -133,14 +129,6 @@ def _write_where_asked(told: WorkerSetup) -> None:
     """
     file = open(where_file(told.folder, told.name), "a")  # noqa: SIM115 (it stays open: a handler writes to it)
     faulthandler.register(WHERE_SIGNAL, file=file, all_threads=False)
-
-
-def where_file(folder: str, name: str) -> str:
-    """Return the path of the file to which the worker ``name`` writes where its main thread is; `Question` reads it.
-
-    ``folder`` is the cluster's run directory.
-    """
-    return os.path.join(folder, f"{name}.where")
 
 
 # -- the extension ------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ from __future__ import annotations
 import linecache
 import sys
 import threading
+import time
 from collections import Counter
 from types import FrameType
 from typing import NamedTuple
 
+from nbdist.cluster.inspection.process_memory import own_bytes
 from nbdist.code_places import is_users, shown_name
 from nbdist.rpc.agent import active_agent
 
@@ -30,6 +32,8 @@ class StatusReport(NamedTuple):
     sent: dict[str, int] = {}  # noqa: RUF012
     gpu_memory: int | None = None
     gpu_busy: int | None = None
+    memory: int | None = None
+    cpu_seconds: float | None = None
 
 
 def make_report() -> StatusReport:
@@ -39,11 +43,21 @@ def make_report() -> StatusReport:
     """
     agent = active_agent()
     if agent is None:
-        return StatusReport(0)
+        return StatusReport(0, memory=own_bytes(), cpu_seconds=time.process_time())
     others = agent.exchange.active - 1
     waits = Counter(call.worker for call in agent.awaited())
     doing = agent.executor.doing() if others > 0 else ""
-    return StatusReport(others, doing, _users_line(), dict(waits), agent.sent(), gpu_memory(), gpu_busy())
+    return StatusReport(
+        others,
+        doing,
+        _users_line(),
+        dict(waits),
+        agent.sent(),
+        gpu_memory(),
+        gpu_busy(),
+        own_bytes(),
+        time.process_time(),
+    )
 
 
 def gpu_memory() -> int | None:

@@ -229,9 +229,7 @@ class Caller:
         """Return the record of a reference's owner; raise WorkerLost if the owner is gone."""
         record = self._membership.get(rref.owner_incarnation)
         if record is None:
-            raise WorkerLost(
-                f"the owner of this RRef, {rref.owner_name()}, is gone, and the value with it: create the value again"
-            )
+            raise rref.lost()
         return record
 
     def _create(

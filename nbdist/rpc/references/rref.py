@@ -174,10 +174,14 @@ class RRef(Generic[T]):
             why = self.creation_failure()
             raise creation_error("timed out" if why is None else why)
         if standing is ForkStanding.DEAD:
-            lost = references.membership.why_gone(self.owner_name()) or "no longer has the value"
-            raise WorkerLost(
-                f"the value of this RRef is lost: its owner {self.owner_name()} {lost}. Create the value again"
-            )
+            raise self.lost()
+
+    def lost(self) -> WorkerLost:
+        """Return the error that says that the value is lost, and what happened to its owner."""
+        why = self._home.references.membership.fate(self.owner_incarnation) or "no longer has the value"
+        return WorkerLost(
+            f"the value of this RRef is lost: its owner {self.owner_name()} {why}. Create the value again"
+        )
 
     def keep(self) -> object:
         """Return an object that keeps the value alive for as long as the caller keeps the object.

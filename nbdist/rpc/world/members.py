@@ -65,6 +65,7 @@ class Membership:
         """The living members by name."""
         self._ids: dict[int, Record] = {me.id: me}
         self._gone: dict[str | int, str] = {}
+        self._fates: dict[int, str] = {}
 
     def add(self, record: Record) -> None:
         """Add a member. Raises NotUnique if another living member has its name or id.
@@ -91,7 +92,7 @@ class Membership:
         record = self._living.pop(incarnation, None)
         if record is not None:
             del self.names[record.name], self._ids[record.id]
-            self._gone[record.name] = self._gone[record.id] = why
+            self._gone[record.name] = self._gone[record.id] = self._fates[incarnation] = why
         return record
 
     def find(self, to: str | int | WorkerInfo) -> Record:
@@ -117,6 +118,13 @@ class Membership:
         None, too, once a new member has taken that name or id.
         """
         return self._gone.get(to.name if isinstance(to, WorkerInfo) else to)
+
+    def fate(self, incarnation: int) -> str | None:
+        """Return what happened to a former member, as in "worker1 ..."; None if it lives or never was a member.
+
+        Unlike `why_gone`, it answers too after a new member has taken the former one's name.
+        """
+        return self._fates.get(incarnation)
 
     def get(self, incarnation: int) -> Record | None:
         """Return the record of the living member with this incarnation; None if there is none."""

@@ -162,8 +162,7 @@ class Crew:
             if member is None or member.state in ("gone", "offline"):
                 return
             # The agent's reason is the same, whoever notices the death first.
-            if self._agent.member(incarnation) is None:
-                why = self._agent.why_gone(member.name) or why
+            why = self._agent.fate(incarnation) or why
             blocks = member.blocks
             member.rest("gone", str(why).splitlines()[0] if str(why) else "")
         self._journal.tell(f"{member.name}, which had {named(blocks)}, is gone: {member.note}")

@@ -6,7 +6,6 @@ A sample asks the workers as `%dist_status` does, without waiting for a busy wor
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -63,7 +62,7 @@ class Panel:
                     self._note_rates(name, counts, now)
                 for row in rows:
                     course = self._courses.setdefault(row.name, Course())
-                    course.add("cpu", course.share(row.pid, now))
+                    course.add("cpu", course.share(row.pid, row.cpu_seconds, now))
                     course.add("memory", row.memory or 0)
                     course.add("gpu_busy", (row.gpu_busy or 0) / 100)
                     course.add("gpu", row.gpu_memory or 0)
@@ -196,27 +195,16 @@ class Course:
         """The values of each quantity, by its name, the oldest first."""
         return {name: list(kept) for name, kept in self._kept.items()}
 
-    def share(self, pid: int | None, now: float) -> float:
+    def share(self, pid: int | None, spent: float | None, now: float) -> float:
         """Return how many CPU cores a process has used on average since the last call.
 
-        0 in the first call, after a restart, and for a process that cannot be read.
+        ``spent`` is the CPU time that it has used, in seconds. 0 in the first call, after a restart, and for a process
+        that is not known.
         """
-        spent, known = _seconds_of(pid), self._spent
+        known = self._spent
         if spent is None or pid is None:
             return 0.0
         self._spent = pid, spent, now
         if known is None or known[0] != pid or now <= known[2]:
             return 0.0
         return round(max(0.0, spent - known[1]) / (now - known[2]), 3)
-
-
-def _seconds_of(pid: int | None) -> float | None:
-    """Return the seconds of CPU time that a process of this host has used; None if it cannot be read."""
-    if pid is None:
-        return None
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nbdist.channel import machine
+from nbdist.channel.liveness import is_alive, started_at
 from nbdist.channel.resources import require_files
+from nbdist.cluster.processes.launchers.contract import OnEnd, StartedWorker
+from nbdist.cluster.processes.probe import Probe, probe
 from nbdist.cluster.processes.run_directory import make_folder
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.processes.worker_processes import Processes
+
+if TYPE_CHECKING:
+    from nbdist.cluster.processes.group_store import GroupStores
+    from nbdist.cluster.spec import Spec
 
 __all__ = ["LocalLauncher", "discard", "prepare"]
 
@@ -98,6 +106,14 @@ def _home(folder: Path) -> dict[str, str]:
     return {}
 
 
+def _surroundings() -> dict[str, str]:
+    """Return the environment variables of all workers: this process's, and matplotlib drawing below cells."""
+    environment = dict(os.environ)
+    environment.pop("JPY_PARENT_PID", None)  # this kernel's parent, which a worker would take for its own and watch
+    environment.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    return environment
+
+
 def _may_fork() -> bool:
     """Return whether the user allows forking: ``NBDIST_FORK=0`` forbids it."""
     return os.environ.get("NBDIST_FORK", "1") != "0"
@@ -113,8 +129,8 @@ class LocalLauncher:
     Every worker gets an equal share of the cores that this process may use, unless the user sets ``OMP_NUM_THREADS``.
     """
 
-    def __init__(self, count: int, on_end: Callable[[str, int], None]) -> None:
-        threads = str(max(1, machine.cores() // count))
+    def __init__(self, spec: Spec, on_end: OnEnd) -> None:
+        threads = str(max(1, machine.cores() // spec.count))
         self._processes = _take_zygote()
         own = {"OMP_NUM_THREADS": threads}  # else each worker uses all cores
         self._defaults = {**_ENVIRONMENT, **_home(self._processes.folder), **own}
@@ -125,26 +141,54 @@ class LocalLauncher:
         """The path of the cluster's run directory, with its sockets, connection files and logs; `close` removes it."""
         return self._processes.folder
 
-    def preload(self, modules: Sequence[str], environment: Mapping[str, str]) -> Future[None]:
+    @property
+    def rpc(self) -> Mapping[str, Any]:
+        """The options by which agents join the RPC world: they meet at a file in the run directory."""
+        return {"init_method": f"file://{self.folder}/members"}
+
+    @property
+    def group_stores(self) -> GroupStores:
+        """The stores at which the workers form their process groups: folders in the run directory."""
+        from nbdist.cluster.processes.group_store import Folders
+
+        return Folders(self.folder)
+
+    def preload(self, modules: Sequence[str]) -> Future[None]:
         """Import modules in the zygote, once for all workers, which share their memory.
 
         The future fails with UsageError if a module cannot be imported, with WorkerLost if the zygote ends. If workers
         cannot be forked, a warning says that they do not share the imports. Call it before `start`.
         """
         home = _home(self._processes.folder)
-        return self._processes.preload(modules, {**home, **environment, **_ZYGOTE_ENVIRONMENT})
+        return self._processes.preload(modules, {**home, **_surroundings(), **_ZYGOTE_ENVIRONMENT})
 
-    def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[int]:
-        """Start a worker; return the future of its pid. Its ``environment`` overrides this launcher's defaults.
+    def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
+        """Start a worker; return the future of its start. It has the environment variables of this process.
 
-        The future fails with WorkerLost if the process cannot be made. Raises WorkerLost at once if the zygote has
-        ended, and UsageError if a worker of that name lives.
+        ``environment`` overrides them. The future fails with WorkerLost if the process cannot be made. Raises
+        WorkerLost at once if the zygote has ended, and UsageError if a worker of that name lives.
         """
-        return self._processes.start(setup.name, _ENTRY, [setup.encode()], {**self._defaults, **environment})
+        variables = {**self._defaults, **_surroundings(), **environment}
+        pid = self._processes.start(setup.name, _ENTRY, [setup.encode()], variables)
+        started: Future[StartedWorker] = Future()
+
+        def settle(pid: Future[int]) -> None:
+            error = pid.exception()
+            if error is not None:
+                started.set_exception(error)
+            else:
+                started.set_result(StartedWorker(pid.result()))
+
+        pid.add_done_callback(settle)
+        return started
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a worker; do nothing if it has ended."""
         self._processes.signal(name, number)
+
+    def probe(self, name: str) -> Future[Probe]:
+        """Ask the system about a worker's process; return the future of the answer, which is done within 0.3 s."""
+        return probe(self.folder, name, self._processes.living.get(name), self.signal)
 
     def last_words(self, name: str) -> str:
         """Return the last `_LAST_WORDS_LETTERS` characters of the worker's log; empty if there is none.
@@ -157,6 +201,8 @@ class LocalLauncher:
         except OSError:
             return ""
 
-    def close(self) -> None:
-        """Kill all workers and the zygote, and remove the run directory."""
+    def close(self) -> int:
+        """Kill all workers and the zygote, and remove the run directory; return how many workers still live."""
+        workers = [(pid, started_at(pid)) for pid in self._processes.living.values()]
         self._processes.close()
+        return sum(is_alive(pid, started) for pid, started in workers)

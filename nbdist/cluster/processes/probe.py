@@ -1,0 +1,90 @@
+"""Asks the host, not the worker, about a worker's process: so it works while the worker holds the GIL.
+
+The frames of the main thread come by a signal, at which the worker writes them to a file in its run directory; the
+handler needs no GIL. Memory and CPU time come from ``/proc``. Only launchers call this: it works on the worker's host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+
+from nbdist.cluster.inspection.process_memory import own_bytes
+from nbdist.cluster.processes.setup import WHERE_SIGNAL, where_file
+
+__all__ = ["ANSWER_WITHIN", "Probe", "probe"]
+
+ANSWER_WITHIN = 0.3
+"""Seconds to wait for the frames."""
+_POLL = 0.005
+"""Seconds between two looks at the file."""
+_LARGE = 1 << 18
+"""Bytes of the file above which it is emptied first: each question appends to it."""
+_ENDS = ("in <module>\n", "  ...\n")
+"""The last line of an answer: the outermost frame, or faulthandler's mark that there are more frames."""
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """The facts about a worker's process that its host can tell, at one moment."""
+
+    frames: str = ""
+    """The frames of the main thread as Python's faulthandler writes them; empty if the worker has written none."""
+    memory: int | None = None
+    """Bytes in pages that no other process has; None if the system has no count."""
+    cpu_seconds: float | None = None
+    """CPU time that the process has used, in seconds; None if the system does not tell."""
+
+
+def probe(folder: Path, name: str, pid: int | None, send: Callable[[str, int], None]) -> Future[Probe]:
+    """Ask about the worker ``name``, whose process is ``pid``; return the future of the `Probe`.
+
+    ``folder`` is the run directory, and ``send(name, number)`` sends a signal to the worker. The future is done after
+    `ANSWER_WITHIN` seconds at most: a worker that is stopped, or has died, writes no frames. It never fails.
+    """
+    found: Future[Probe] = Future()
+
+    def ask() -> None:
+        frames = ""
+        with contextlib.suppress(OSError):
+            frames = _ask_for_frames(where_file(str(folder), name), lambda: send(name, WHERE_SIGNAL))
+        found.set_result(Probe(frames, own_bytes(pid), _cpu_seconds(pid)))
+
+    threading.Thread(target=ask, name="nbdist-probe", daemon=True).start()
+    return found
+
+
+def _ask_for_frames(path: str, signal_it: Callable[[], None]) -> str:
+    """Signal a worker and return the frames that it writes to the file at ``path``. OSError if that cannot be read."""
+    if os.path.getsize(path) > _LARGE:
+        os.truncate(path, 0)
+    before = os.path.getsize(path)
+    signal_it()
+    deadline = time.monotonic() + ANSWER_WITHIN
+    while not (answer := _read_from(path, before)).endswith(_ENDS) and time.monotonic() < deadline:
+        time.sleep(_POLL)
+    return answer
+
+
+def _read_from(path: str, start: int) -> str:
+    """Return the text of a file from the byte ``start`` on."""
+    with open(path, errors="replace") as file:
+        file.seek(start)
+        return file.read()
+
+
+def _cpu_seconds(pid: int | None) -> float | None:
+    """Return the seconds of CPU time that a process of this host has used; None if it cannot be read."""
+    if pid is None:
+        return None
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
