@@ -1,4 +1,4 @@
-"""The command line: ``python -m nbdist run`` and ``python -m nbdist doctor``."""
+"""The command line: ``python -m nbdist run``, ``worker`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("-m", action="store_true", dest="is_module", help="program is the name of a module")
     run.add_argument("program", help="a script, or a module with -m; what follows belongs to the program")
+    worker = commands.add_parser(
+        "worker",
+        help="run workers on this host for a notebook on another one",
+        description="Joins the cluster of a notebook that has started it with `%%dist_init --launcher join`, and runs "
+        "workers for it until the cluster ends, or the notebook is lost.",
+    )
+    worker.add_argument("--connect", required=True, metavar="FILE", help="the invitation; - to read it from here")
+    worker.add_argument("-n", "--workers", type=int, default=1, metavar="N", help="how many workers to run (1)")
+    worker.add_argument("--host", metavar="ADDRESS", help="the address at which others reach this host")
+    worker.add_argument("--with-parent", action="store_true", help="end when the process that started this one ends")
     commands.add_parser(
         "doctor",
         help="show what this installation can use",
@@ -64,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from nbdist.compat.run import run
 
             run([*(["-m"] if given.is_module else []), given.program, *programs])
+        if given.command == "worker":
+            from nbdist.cluster.hosts.joining import join
+
+            return join(given.connect, given.workers, given.host, given.with_parent)
         from nbdist.doctor import examine
 
         return examine()

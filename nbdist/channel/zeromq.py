@@ -195,7 +195,7 @@ class ZmqChannel:
                 # protected by its directory.
                 self._secured(self._inbox)
                 self._inbox.set(zmq.IPV6, int(":" in host))
-                self._bind(f"tcp://{_in_brackets(host)}:*")
+                self._bind(f"tcp://{in_brackets(host)}:*")
             self._poller = zmq.Poller()
             self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             undo.callback(os.close, self._wake_out)
@@ -472,6 +472,6 @@ def _split(parts: list[bytes]) -> list[bytes] | None:
     return frames if frames and start == len(joined) else None
 
 
-def _in_brackets(host: str) -> str:
+def in_brackets(host: str) -> str:
     """Return a host as it is written in an address: IPv6 addresses are put in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host

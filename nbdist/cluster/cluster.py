@@ -20,14 +20,16 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 
 from nbdist import durations, registry
 from nbdist.channel.resources import refusals_in_words
 from nbdist.cluster.executor import Lanes, WorkerExecutor
+from nbdist.cluster.hosts.losses import Losses
 from nbdist.cluster.inspection import process_memory
 from nbdist.cluster.interrupting import interrupt_cell, interrupt_workers
 from nbdist.cluster.kernels import labels
@@ -56,6 +58,7 @@ from nbdist.wire.messages import Record
 from nbdist.wire.pickling import culprit
 
 if TYPE_CHECKING:
+    from nbdist.cluster.processes.launchers.join import JoinLauncher
     from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
     from nbdist.views.timeline.timeline import Timeline
 
@@ -86,13 +89,24 @@ class Cluster:
             ``worker2`` and so on. None for ``"notebook"``, whose id is ``n``.
         seed: The worker of rank r seeds its random numbers with ``seed + r``. None for other numbers in every run.
         timeout: Seconds within which all workers must be ready, at the start and after a restart.
-        launcher: Which launcher starts the processes: ``"local"``, or one of the entry points ``nbdist.launchers``.
+        launcher: Which launcher starts the processes: ``"local"`` on this host; ``"join"`` waits for workers of any
+            host, each started by ``python -m nbdist worker``; ``"ray"`` asks Ray for actors, on which the workers run;
+            or one of the entry points ``nbdist.launchers``.
         isolate_gpus: Whether each worker sees only its own GPU.
         preload: Modules to import once, before the workers are forked, so that all share the memory and the time.
         gpu_memory: The part of its GPU's memory that torch may take in each worker, such as 0.45; None for all of it.
         rpc: Options for the RPC agents of all workers and of this process, such as ``rpc_timeout``, which limits calls
             but not the start. Device maps are for the workers only, and a worker's map for itself is left out. The
             cluster sets ``init_method``, ``host``, ``secret`` and ``devices`` itself. None for the usual options.
+        host: For workers on other hosts: the address at which they reach this one. None for ``NBDIST_HOST``.
+        ports: For workers on other hosts: the first and the last port that may be used here; None for any.
+        invitation: For ``"join"``: the file for the invitation, which `start` writes. None for
+            ``nbdist-invitation.json``.
+        address: For ``"ray"``: the address of the Ray cluster. None for the Ray that this process has, else for
+            ``RAY_ADDRESS``, else for a new Ray on this machine, which ends with the cluster.
+        gpus_per_worker: For ``"ray"``: how many GPUs each worker gets; a part, such as 0.5, for a shared one. None for
+            one each where Ray has so many, else for none.
+        placement: For ``"ray"``: ``"pack"`` for few hosts, ``"spread"`` for many.
         progress: Called as ``progress(worker, step)``, in the kernel thread, when a worker reaches a step.
 
     Raises:
@@ -124,6 +138,12 @@ class Cluster:
         preload: str | Sequence[str] = (),
         gpu_memory: float | None = None,
         rpc: RpcBackendOptions | None = None,
+        host: str | None = None,
+        ports: tuple[int, int] | None = None,
+        invitation: str | None = None,
+        address: str | None = None,
+        gpus_per_worker: float | None = None,
+        placement: str = "pack",
         progress: Callable[[str, str], None] | None = None,
     ) -> None:
         gpus = None if gpu_ids is None else tuple(gpu_ids)
@@ -131,7 +151,23 @@ class Cluster:
         count = default_count(gpus, backend) if n is None else n
         options = rpc_arguments(rpc)
         self.spec = Spec(
-            count, gpus, backend, driver, seed, timeout, launcher, isolate_gpus, before, gpu_memory, options
+            count,
+            gpus,
+            backend,
+            driver,
+            seed,
+            timeout,
+            launcher,
+            isolate_gpus,
+            before,
+            gpu_memory,
+            options,
+            host,
+            ports,
+            invitation,
+            address,
+            gpus_per_worker,
+            placement,
         )
         self.spec.check()
         self.progress = progress
@@ -166,6 +202,12 @@ class Cluster:
             preload=spec.preload,
             gpu_memory=spec.gpu_memory,
             rpc=RpcBackendOptions(**spec.rpc),
+            host=spec.host,
+            ports=spec.ports,
+            invitation=spec.invitation,
+            address=spec.address,
+            gpus_per_worker=spec.gpus_per_worker,
+            placement=spec.placement,
         )
 
     def __repr__(self) -> str:
@@ -291,7 +333,7 @@ class Cluster:
             self.workers,
             self._thread,
             self._router.on_message,
-            lambda worker, step: self.progress(worker, step) if self.progress is not None else None,
+            self._on_step,
             self._on_worker_end,
         )
         self._lives.launch(self.workers)
@@ -303,6 +345,7 @@ class Cluster:
         self.agent.rpc_timeout = self.spec.rpc.get("rpc_timeout", self.agent.rpc_timeout)
         self.agent.explain_end = self._explain_end
         self.agent.on_lost(self._on_member_lost)
+        self._losses = Losses(self.agent) if self.spec.is_remote else None
         self.agent.know_cells(self._router.origins.current)
         failures.on_text(labels.rename_frames)
         self._lives.bring_up(self.workers, deadline)
@@ -375,6 +418,8 @@ class Cluster:
         if chosen:
             with refusals_in_words("the workers cannot be restarted"):
                 self._lives.kill(chosen, self._is_member, deadline)
+                if self._losses is not None:
+                    self._losses.wait()
                 self._lives.launch(chosen)
                 self._lives.bring_up(chosen, deadline)
         if process_group and len(chosen) < len(self.workers):
@@ -382,6 +427,39 @@ class Cluster:
         elif chosen and len(chosen) < len(self.workers):
             self.awaited = self._lives.form_group_once_idle(deadline)
         return [worker.name for worker in chosen]
+
+    def invite(self, file: str, *, uses: int = 1, expires: float = 3600.0) -> None:
+        """Write another invitation, by which workers of other hosts join: see ``python -m nbdist worker --help``.
+
+        `start` has written the first one, for as many workers as the cluster has. Another one is for workers that take
+        the places of lost ones.
+
+        Args:
+            file: The file to write, which only this user may read. An earlier one is replaced.
+            uses: How many workers may join with it.
+            expires: For how many seconds it is valid.
+
+        Raises:
+            UsageError: The launcher is not ``"join"``, a number is not more than 0, or the file cannot be written.
+        """
+        self._join_launcher().invite(Path(file), expires, uses)
+
+    def revoke_invitations(self) -> int:
+        """Make all invitations invalid; return how many were valid. Workers that have joined stay.
+
+        Raises UsageError if the launcher is not ``"join"``.
+        """
+        return self._join_launcher().revoke()
+
+    def _join_launcher(self) -> JoinLauncher:
+        """Return this cluster's launcher. Raises UsageError if it is not ``"join"``."""
+        self.start()
+        launcher = self._lives.launcher
+        if self.spec.launcher != "join":
+            raise UsageError(
+                "no worker can join this cluster: only one with `%dist_init --launcher join` has invitations"
+            )
+        return cast("JoinLauncher", launcher)
 
     def rebuild_process_group(self) -> None:
         """Form the process group of all workers anew, as is needed after an interrupt has broken off a collective.
@@ -403,50 +481,58 @@ class Cluster:
         """Return whether the RPC world still counts a worker as a member."""
         return any(record.name == name for record in self.agent.members())
 
+    def _on_step(self, worker: Worker, step: str) -> None:
+        """Note a worker's agent once the worker is a member of the RPC world, and tell the user's ``progress``.
+
+        In the kernel thread.
+        """
+        if step == "rpc":
+            worker.incarnation = self.agent.find(worker.name).incarnation
+        if self.progress is not None:
+            self.progress(worker.name, step)
+
     def _on_worker_end(self, worker: Worker, why: str) -> None:
         """Tell this process's agent that a worker has ended, and how. In the kernel thread.
 
         The agent notices the end of a process of this host by itself; of another host it would learn by silence only.
         """
-        member = self._member(worker)
-        if member is not None and member.host != self.agent.me.host:
-            self.agent.lose(member.incarnation, why)
+        if worker.incarnation is not None and worker.host:
+            self.agent.lose(worker.incarnation, why)
 
     def _on_member_lost(self, record: Record, why: str) -> None:
         """Give up a worker on another host that the agent has lost, although its process may live. In any thread.
 
         It may have been frozen, or cut off. Its process is killed as soon as its host can be reached.
         """
-        worker = next((worker for worker in self.workers if worker.name == record.name), None)
-        if worker is None or record.host == self.agent.me.host or worker.pid != record.pid:
+        worker = self._worker_of(record)
+        if worker is None or not worker.host:
             return
 
         def give_up() -> None:
-            if worker.alive and worker.pid == record.pid:
+            if worker.alive and worker.incarnation == record.incarnation:
                 worker.lose(why)
                 self.signal(worker.name, signal.SIGKILL)
 
         self._thread.soon(give_up)
 
-    def _member(self, worker: Worker) -> Record | None:
-        """Return the record of a worker's agent, as long as it is a member of the RPC world; else None."""
-        agent: Agent | None = getattr(self, "agent", None)  # a worker may end before this process's agent has started
-        records = agent.members() if agent is not None else []
-        return next((each for each in records if each.name == worker.name and each.pid == worker.pid), None)
+    def _worker_of(self, record: Record) -> Worker | None:
+        """Return the worker whose present agent has this record; None if there is none, as after a restart."""
+        found = (worker for worker in self.workers if worker.name == record.name)
+        return next((worker for worker in found if worker.incarnation in (None, record.incarnation)), None)
 
-    def _explain_end(self, pid: int) -> str:
-        """Return in words how the worker with this process id died; "" for other processes, and while the worker lives.
+    def _explain_end(self, record: Record) -> str:
+        """Return in words how the worker with this record died; "" for other members, and while the worker lives.
 
         The RPC agent calls this for the text of its errors. Waits at most `_OUTPUT_ARRIVES_WITHIN` seconds for the end
         of the process, and as long again for the last text that the worker wrote to standard error.
         """
-        for worker in self.workers:
-            if worker.pid == pid and not worker.host:
-                worker.exited.wait(_OUTPUT_ARRIVES_WITHIN)
-                if worker.lost is None:  # else SIGKILL has ended it, which leaves no last words to wait for
-                    worker.ended.wait(_OUTPUT_ARRIVES_WITHIN)
-                return worker.lost or ""
-        return ""
+        worker = self._worker_of(record)
+        if worker is None:
+            return ""
+        worker.exited.wait(_OUTPUT_ARRIVES_WITHIN)
+        if worker.lost is None:  # else SIGKILL has ended it, which leaves no last words to wait for
+            worker.ended.wait(_OUTPUT_ARRIVES_WITHIN)
+        return worker.lost or ""
 
     # -- cells ----------------------------------------------------------------------------------
 

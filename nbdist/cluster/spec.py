@@ -82,6 +82,17 @@ class Spec:
     gpu_memory: float | None = None
     rpc: Mapping[str, Any] = field(default_factory=dict)
     """The options of RPC, as `rpc_arguments` returns them."""
+    host: str | None = None
+    ports: tuple[int, int] | None = None
+    invitation: str | None = None
+    address: str | None = None
+    gpus_per_worker: float | None = None
+    placement: str = "pack"
+
+    @property
+    def is_remote(self) -> bool:
+        """Return whether the launcher is one of nbdist's for other hosts, which find the devices there."""
+        return self.launcher in ("join", "ray")
 
     def check(self) -> None:
         """Raise UsageError if a value is impossible on any machine, TypeError if the timeout is no number."""
@@ -104,12 +115,41 @@ class Spec:
                 f"gpu_memory is the part of a GPU's memory that a worker may take, more than 0 and at most 1, not "
                 f"{self.gpu_memory}"
             )
+        self._check_hosts()
         first = 0 if self.driver is None else 1
         names = {self.driver or "notebook", *(f"worker{rank + first}" for rank in range(self.count))}
         if unknown := sorted(self.rpc.get("device_maps", {}).keys() - names):
             raise UsageError(f"the device maps name workers that this cluster does not have: {', '.join(unknown)}")
         if self.gpu_ids is not None and (len(set(self.gpu_ids)) < len(self.gpu_ids) or not self.gpu_ids):
             raise UsageError("gpu_ids: name each GPU once, and at least one GPU")
+
+    def _check_hosts(self) -> None:
+        """Raise UsageError if an option for other hosts is impossible, or does not belong to the launcher."""
+        plain = Spec()
+        belongs = {
+            "host": ("join", "ray"),
+            "ports": ("join", "ray"),
+            "invitation": ("join",),
+            "address": ("ray",),
+            "gpus_per_worker": ("ray",),
+            "placement": ("ray",),
+        }
+        for name, launchers in belongs.items():
+            if getattr(self, name) != getattr(plain, name) and self.launcher not in launchers:
+                raise UsageError(
+                    f"{name} is for the launcher {' or '.join(launchers)}, not for {self.launcher}: leave it out, or "
+                    f"name the launcher, as in `--launcher {launchers[0]}`"
+                )
+        if self.is_remote and (self.gpu_ids is not None or self.isolate_gpus):
+            raise UsageError(
+                f"the launcher {self.launcher} gives each worker GPUs of its host: leave gpu_ids and isolate_gpus out"
+            )
+        if self.ports is not None and not 1 <= self.ports[0] <= self.ports[1] <= 65535:
+            raise UsageError(f"ports are two numbers from 1 to 65535, the smaller first, not {self.ports}")
+        if self.gpus_per_worker is not None and not self.gpus_per_worker >= 0:
+            raise UsageError(f"gpus_per_worker must be 0 or more, not {self.gpus_per_worker:g}")
+        if self.placement not in ("pack", "spread"):
+            raise UsageError(f"placement is pack or spread, not {self.placement!r}")
 
     def same_as(self, other: Spec) -> bool:
         """Return whether two descriptions mean equal clusters. Their timeouts may differ.
@@ -122,8 +162,10 @@ class Spec:
         """Return, for each rank, the device as the worker's torch calls it, and the GPU's number as the user knows it.
 
         GPUs are handed out in turn; without any, every rank has ``("cpu", None)``. Raises UsageError if a GPU does not
-        exist here, or if there are too few for nccl.
+        exist here, or if there are too few for nccl. Where launchers find the devices, all are ``("cpu", None)``.
         """
+        if self.is_remote:
+            return [("cpu", None)] * self.count
         there = torch.cuda.device_count() if self.backend != "gloo" or self.gpu_ids is not None else 0
         if self.gpu_ids is not None:
             unknown = [gpu for gpu in self.gpu_ids if not 0 <= gpu < there]

@@ -68,6 +68,8 @@ class Worker:
         """The process id on the worker's host; None before it is known."""
         self.host = ""
         """The name of the worker's host; empty for this one."""
+        self.incarnation: int | None = None
+        """The incarnation of the worker's agent; None before the agent is a member of the RPC world."""
         self.kernel: Kernel | None = None
         self.step = "starting"
         """The last step that the worker has reached."""
@@ -148,7 +150,7 @@ class Worker:
         self.kernel = Kernel(thread, connection, lambda channel, message: listener(self, channel, message))
         self.ended = threading.Event()
         self.exited = threading.Event()
-        self.lost, self.pid, self.step = None, None, "starting"
+        self.lost, self.pid, self.incarnation, self.step = None, None, None, "starting"
         self._let_go = False
         self.stderr.clear()
         self.log.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.page_lines import Page, lines_above, moved_down
 from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.output.sinks import current_sink
+from nbdist.cluster.processes.launchers.join import DEFAULT_INVITATION, VALID_FOR, how_to_join
 from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.checking import check
 from nbdist.magics.lines import (
@@ -118,7 +120,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         %dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS]
                    [--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE] [--gpu-memory PART]
-                   [--device-map WORKER:0=1,1=0]
+                   [--device-map WORKER:0=1,1=0] [--host ADDRESS] [--ports A-B] [--invitation FILE]
+                   [--address ADDRESS] [--gpus-per-worker G] [--placement pack|spread]
 
         -n, --num-processes   the number of workers (one for each GPU; 2 without GPUs)
         -g, --gpu-ids         the GPUs to use, by number (all; with --backend gloo, none)
@@ -127,7 +130,17 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         --driver              the notebook's name; the notebook then has id 0, and the first worker is worker1
         --seed                seed random numbers: worker r with S + r
         -t, --timeout         seconds within which all workers must be ready (120)
-        --launcher            the name of the launcher that starts the workers (local)
+        --launcher            the launcher that starts the workers: local; join for workers of any host, which
+                              `python -m nbdist worker` starts there; ray for workers that Ray places; or the name
+                              of an installed one (local)
+        --host                for workers on other hosts: the address at which they reach this one
+        --ports               for workers on other hosts: the ports that may be used here, as 40000-40100 (any)
+        --invitation          for --launcher join: the file to write the invitation to (nbdist-invitation.json)
+        --address             for --launcher ray: the Ray cluster to use (the one that this process has, else
+                              RAY_ADDRESS, else a new one on this machine)
+        --gpus-per-worker     for --launcher ray: how many GPUs each worker gets, or which part of one (1 if there are
+                              enough, else 0)
+        --placement           for --launcher ray: pack for few hosts, spread for many (pack)
         --isolate-gpus        let each worker see only its own GPU
         --gpu-memory          the part of its GPU's memory that torch may take in each worker, such as 0.45 (1)
         --device-map          where a worker gets the arguments that others send it: with worker1:0=1, those on the
@@ -150,6 +163,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             return
         cluster = Cluster.of(spec)
         cluster.progress = StartProgress(cluster.names, current_sink())
+        if spec.launcher == "join":
+            invitation = Path(spec.invitation or DEFAULT_INVITATION)
+            print(f"Waiting for {counted(spec.count, 'worker')}: {how_to_join(invitation)}.", flush=True)
         cluster.start()
         given = {
             "rpc": rpc,
@@ -222,6 +238,36 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             print(f"The process group is formed anew once {say_names(cluster.awaited)} can take part.")
         elif found.process_group or len(names) == len(cluster.names):
             print("The process group is formed anew.")
+
+    @line_magic
+    @_shortly
+    def dist_invite(self, line: str) -> None:
+        """Invite workers of other hosts into a cluster of `%dist_init --launcher join`, or revoke all invitations.
+
+        %dist_invite [FILE] [--uses N] [--expires SECONDS] | --revoke
+
+        The file (nbdist-invitation.json) is an invitation, which only you may read. On another host, with a copy of it,
+        `python -m nbdist worker --connect FILE` starts a worker that takes the place of one that is lost, or not there
+        yet. Whoever has the file can do so.
+        --uses                how many workers may join with it (1)
+        --expires             for how many seconds it is valid (3600)
+        --revoke              make all invitations invalid; workers that have joined stay
+
+        Example:
+            %dist_invite invitation.json --uses 2
+        """
+        options = reader("%dist_invite [FILE] [--uses N] [--expires SECONDS] | --revoke")
+        options.add_argument("file", nargs="?", default=DEFAULT_INVITATION)
+        options.add_argument("--uses", type=int, default=1)
+        options.add_argument("--expires", type=float, default=VALID_FOR)
+        options.add_argument("--revoke", action="store_true")
+        found = options.read(line)
+        cluster = self._session.cluster()
+        if found.revoke:
+            print(f"Revoked {counted(cluster.revoke_invitations(), 'invitation')}.")
+            return
+        cluster.invite(found.file, uses=found.uses, expires=found.expires)
+        print(f"Invited {counted(found.uses, 'worker')}: {how_to_join(Path(found.file))}.")
 
     @line_magic
     @_shortly

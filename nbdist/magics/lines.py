@@ -223,6 +223,12 @@ INIT_OPTIONS = (
     "--preload",
     "--gpu-memory",
     "--device-map",
+    "--host",
+    "--ports",
+    "--invitation",
+    "--address",
+    "--gpus-per-worker",
+    "--placement",
 )
 """The options of ``%dist_init``, for completion."""
 
@@ -231,6 +237,7 @@ LINE_OPTIONS: dict[str, tuple[str, ...]] = {
     "%%watch": ("--paused", "-a", "--noblock", "-o", "--out", "--no-norms"),
     "%dist_memory": ("-v", "--all"),
     "%dist_log": ("--cell", "--lines", "--save"),
+    "%dist_invite": ("--uses", "--expires", "--revoke"),
     "%dist_restart": ("-p", "--process-group"),
     "%dist_reset": ("-n", "--nuclear"),
     "%dist_mode": ("-e", "--enable", "-d", "--disable"),
@@ -242,7 +249,9 @@ LINE_OPTIONS: dict[str, tuple[str, ...]] = {
 
 _INIT_USAGE = (
     "%dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS] "
-    "[--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE] [--gpu-memory PART] [--device-map WORKER:0=1,1=0]"
+    "[--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE] [--gpu-memory PART] [--device-map WORKER:0=1,1=0] "
+    "[--host ADDRESS] [--ports A-B] [--invitation FILE] [--address ADDRESS] [--gpus-per-worker G] "
+    "[--placement pack|spread]"
 )
 
 
@@ -265,6 +274,12 @@ def parse_init(line: str) -> Spec:
     reader.add_argument("--preload", default="")
     reader.add_argument("--gpu-memory", type=float)
     reader.add_argument("--device-map", action="append", type=_device_map, default=[])
+    reader.add_argument("--host")
+    reader.add_argument("--ports", type=_ports)
+    reader.add_argument("--invitation")
+    reader.add_argument("--address")
+    reader.add_argument("--gpus-per-worker", type=float)
+    reader.add_argument("--placement", default="pack")
     found: Any = reader.read(line)
     if found.bare:
         bare = " ".join(word.strip() for word in found.bare)
@@ -286,9 +301,23 @@ def parse_init(line: str) -> Spec:
         tuple(name.strip() for name in found.preload.split(",") if name.strip()),
         found.gpu_memory,
         rpc_arguments(_with_maps(found.device_map)),
+        found.host,
+        found.ports,
+        found.invitation,
+        found.address,
+        found.gpus_per_worker,
+        found.placement,
     )
     spec.check()
     return spec
+
+
+def _ports(text: str) -> tuple[int, int]:
+    """Parse ``40000-40100``, the first and the last port. Raises ArgumentTypeError if ``text`` is none."""
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of ports such as 40000-40100")
+    return int(first), int(last)
 
 
 def _device_map(text: str) -> tuple[str, dict[str, str]]:

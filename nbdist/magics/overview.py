@@ -9,7 +9,10 @@ from nbdist.columns import aligned
 __all__ = ["overview"]
 
 _BY_QUESTION: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("How do I start and end workers?", ("%dist_init", "%dist_restart", "%dist_shutdown", "%dist_reset")),
+    (
+        "How do I start and end workers?",
+        ("%dist_init", "%dist_invite", "%dist_restart", "%dist_shutdown", "%dist_reset"),
+    ),
     ("How do I run code on workers?", ("%%remote", "%remote", "%%distributed", "%%rank", "%dist_mode", "%sync")),
     ("How do values get there and back?", ("%dist_push", "%dist_pull", "%remote")),
     ("It hangs: where does each worker stand?", ("%dist_panel", "%dist_status", "%dist_debug", "%dist_restart")),

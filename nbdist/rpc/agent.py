@@ -167,8 +167,8 @@ class Agent:
         """The number of dropped frames that are no message, plus the number of refused messages (`Agent._refuse`)."""
         self.hosted = False
         """True if a cluster owns this agent: then the user's `shutdown` does not end it."""
-        self.explain_end: Callable[[int], str] | None = None
-        """Returns how a process ended, given its pid; an empty text if that is not known.
+        self.explain_end: Callable[[Record], str] | None = None
+        """Returns how a member's process ended, given its record; an empty text if that is not known.
 
         The text completes "worker1 ...". A cluster sets this function. It may take a moment.
         """
@@ -555,7 +555,7 @@ class Agent:
         """
         for incarnation, connection in list(self.links.connections.items()):
             if connection.record.pid == pid and connection.record.host == self.me.host:
-                how = self.explain_end(pid) if self.explain_end is not None else ""
+                how = self.explain_end(connection.record) if self.explain_end is not None else ""
                 self.lose(incarnation, how or f"died (process {pid} has ended)")
 
     def _on_ping(self, message: Ping, sender: int, _: list[bytes]) -> None:

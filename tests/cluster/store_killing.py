@@ -1,4 +1,4 @@
-"""Run processes that write to one GroupStore without a pause, and kill one after another in the middle of it.
+"""Run processes that write to one FolderStore without a pause, and kill one after another in the middle of it.
 
 A program of its own, because it forks: ``store_killing.py FOLDER KILLS SEED``.
 """
@@ -11,14 +11,14 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from nbdist.cluster.processes.group_store import GroupStore
+from nbdist.cluster.processes.group_store import FolderStore
 
 BLOCK = 1 << 16
 """Bytes of a value: many pages, so that a kill falls into the middle of a write now and then."""
 
 
 def write_for_ever(folder: Path, number: int) -> None:
-    store = GroupStore(folder)
+    store = FolderStore(folder)
     turn = 0
     while True:
         turn += 1
@@ -28,7 +28,7 @@ def write_for_ever(folder: Path, number: int) -> None:
         store.compare_set("word", store.get("word"), b"word" * (turn % 1000 + 1))
 
 
-def check(store: GroupStore) -> None:
+def check(store: FolderStore) -> None:
     """See that every value is whole, and that the store can still be written to."""
     value = store.get("one byte throughout")
     assert len(value) == BLOCK, f"{len(value)} bytes"
@@ -42,7 +42,7 @@ def check(store: GroupStore) -> None:
 
 def main(folder: Path, kills: int, seed: int) -> None:
     moments = random.Random(seed)
-    store = GroupStore(folder)
+    store = FolderStore(folder)
     store.set_timeout(timedelta(seconds=30))
     store.set("one byte throughout", bytes(BLOCK))
     store.set("word", b"word")

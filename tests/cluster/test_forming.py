@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import nbdist
-from nbdist.cluster.processes.group_store import Folders, GroupStore
+from nbdist.cluster.processes.group_store import Folders, FolderStore
 from nbdist.cluster.processes.setup import group_folder
 
 HERE = Path(__file__).parent
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def store(tmp_path):
-    store = GroupStore(tmp_path)
+    store = FolderStore(tmp_path)
     store.set_timeout(timedelta(seconds=20))
     return store
 
@@ -77,7 +77,7 @@ def test_a_wait_ends_with_the_value_or_with_the_time(store):
 def test_a_wait_in_a_forming_that_has_failed_ends_at_once_with_the_reason(tmp_path):
     folders = Folders(tmp_path)
     folders.make(3)
-    store = GroupStore(tmp_path / group_folder(3))
+    store = FolderStore(tmp_path / group_folder(3))
     later = threading.Timer(0.2, folders.end, (3, "worker1 was killed"))
     later.start()
     with pytest.raises(nbdist.RendezvousError, match="worker1 was killed"):

@@ -16,7 +16,7 @@ from nbdist.cluster.executor import Lanes, WorkerExecutor
 from nbdist.cluster.kernels import jupyter_wire
 from nbdist.cluster.kernels.connection import Kernel
 from nbdist.cluster.processes import run_directory
-from nbdist.cluster.processes.group_store import GroupStore
+from nbdist.cluster.processes.group_store import FolderStore
 from nbdist.cluster.processes.launchers import find_launcher
 from nbdist.cluster.processes.worker_processes import Processes
 from nbdist.cluster.worker import collectives, kernel
@@ -149,7 +149,7 @@ def test_a_worker_that_is_lost():
 def test_a_store_of_an_earlier_group(tmp_path):
     gone = SimpleNamespace(_folder=tmp_path / "gone", _raise_if_ended=lambda: None)  # it goes right after the look
     with pytest.raises(RendezvousError, match=r"the store of this process group has been removed"):
-        GroupStore._open_lock(gone)
+        FolderStore._open_lock(gone)
 
 
 def test_a_variable_that_cannot_be_pushed(monkeypatch):

@@ -1,4 +1,4 @@
-"""`GroupStore`: the store by which the workers of one host form their process group, kept in files.
+"""`GroupStore`: the store by which workers form their process group; `FolderStore` keeps it in files of one host.
 
 torch's own two stores for several processes are not used. `TCPStore` listens on every interface and trusts everybody
 who connects. `FileStore` appends records to one file: a process that is killed within a record leaves half of it, and
@@ -32,14 +32,11 @@ import torch.distributed
 from nbdist.cluster.processes.setup import group_folder
 from nbdist.errors import RendezvousError, WorkerLost
 
-__all__ = ["Folders", "GroupStore", "GroupStores"]
+__all__ = ["REPLACED", "FolderStore", "Folders", "GroupStore", "GroupStores"]
 
 dist: Any = torch.distributed  # Any: torch does not declare what this module exports
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.005
-"""Seconds between two looks for a key: the pauses grow, so that a long wait costs little."""
-
-_REPLACED = "the store of this process group has been removed: the cluster has formed a new process group, or has ended"
+REPLACED = "the store of this process group has been removed: the cluster has formed a new process group, or has ended"
 
 _OF_GLOO = re.compile(r"(?:^|//)([^/]+)//cpu//\d+/\d+$")
 """The keys under which gloo stores the address at which this process listens for a group, with that group's name."""
@@ -52,31 +49,37 @@ _changing = threading.Lock()
 
 
 class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
-    """A `torch.distributed.Store` in a folder that only this user can enter.
+    """A `torch.distributed.Store` of the workers of one cluster, for one process group.
 
+    A subclass says where it is kept.
     torch calls the methods from C++ too, in any thread. Keep a reference to the store for as long as a process group
     uses it: C++ keeps only its own half of the object alive. Queues and `list_keys` are missing, because torch cannot
     call these in a store written in Python.
 
-    Waiting for a missing key and writing raise RendezvousError if the group failed to form or the folder is gone, and
-    WorkerLost if a member has died. Writing raises DistStoreError if the lock is not free within the store's timeout.
+    Waiting for a missing key and writing raise RendezvousError if the group failed to form or the store is gone, and
+    WorkerLost if a member has died.
     """
 
-    def __init__(self, folder: Path) -> None:
+    _first_pause, _longest_pause = 0.0005, 0.005
+    """Seconds between two looks for a key: the pauses grow, so that a long wait costs little."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._folder = folder
         self._places: dict[str, bytes] = {}
         """The addresses that gloo has stored of this process's listeners, by the name of the group."""
         self.lost = ""
         """The text of the WorkerLost that waits and writes raise once a member has died; empty before."""
 
+    # -- a subclass has these -----------------------------------------------------------------
+
     @property
     def ended(self) -> str:
-        """Return why the group failed to form, or that the folder is gone; empty if all is well."""
-        try:
-            return (self._folder / "ended").read_text()
-        except FileNotFoundError:
-            return "" if self._folder.exists() else _REPLACED
+        """Return why the group failed to form, or that the store is gone; empty if all is well."""
+        raise NotImplementedError
+
+    def _read(self, key: str) -> bytes | None:
+        """Return the value of a key; None if it has none."""
+        raise NotImplementedError
 
     # -- members and groups -------------------------------------------------------------------
 
@@ -99,6 +102,11 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         """
         named = (name for name, place in self._places.items() if address and address in place)
         return next(named, None)
+
+    def _note_place(self, key: str, value: bytes) -> None:
+        """Note an address that gloo stores, for `group_at`; do nothing for other keys."""
+        if of_gloo := _OF_GLOO.search(key):
+            self._places[of_gloo[1]] = value
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -123,7 +131,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys have a value, without waiting."""
-        return all(self._file(key).exists() for key in keys)
+        return all(self._read(key) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have a value; DistStoreError after the timeout, by default the store's.
@@ -131,6 +139,74 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         RendezvousError or WorkerLost as soon as the group cannot form or a member has died.
         """
         self._await(keys, time.monotonic() + (timeout or self.timeout).total_seconds())
+
+    def _await(self, keys: Sequence[str], deadline: float) -> None:
+        """Wait until all keys have a value.
+
+        DistStoreError after ``deadline``, by `time.monotonic`. RendezvousError or WorkerLost as soon as the group
+        cannot form or a member has died.
+        """
+        missing, pause = list(keys), self._first_pause
+        while missing:
+            if self.check(missing[-1:]):
+                missing.pop()
+                continue
+            self._raise_if_ended()
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(
+                    f"no worker has set {', '.join(map(repr, missing))} in the process group's store "
+                    "within its timeout: one is busy or has failed, see %dist_status"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.2, self._longest_pause)
+
+    def _raise_if_ended(self) -> None:
+        """Raise WorkerLost if a member has died, RendezvousError if the group cannot form; else do nothing."""
+        if self.lost:
+            raise WorkerLost(self.lost)
+        if why := self.ended:
+            raise RendezvousError(why)
+
+    # -- what torch asks about the store itself -----------------------------------------------
+
+    def deleteKey(self, key: str) -> bool:
+        """Remove a key, as `delete_key` does."""
+        return bool(self.delete_key(key))
+
+    def getNumKeys(self) -> int:
+        """Return how many keys have a value, as `num_keys` does."""
+        return int(self.num_keys())
+
+    def has_extended_api(self) -> bool:
+        """Return True: this store has `append`, `multi_get` and `multi_set`."""
+        return True
+
+    def clone(self) -> GroupStore:
+        """Return this store itself, because several threads may use it at once."""
+        return self
+
+
+class FolderStore(GroupStore):
+    """The store of workers that are all on one host, in a folder that only this user can enter.
+
+    Writing raises DistStoreError if the lock is not free within the store's timeout.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @property
+    def ended(self) -> str:
+        """Return why the group failed to form, or that the folder is gone; empty if all is well."""
+        try:
+            return (self._folder / "ended").read_text()
+        except FileNotFoundError:
+            return "" if self._folder.exists() else REPLACED
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys have a value, without waiting."""
+        return all(self._file(key).exists() for key in keys)
 
     def num_keys(self) -> int:
         """Return how many keys have a value."""
@@ -197,19 +273,6 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
                 return False
         return True
 
-    # -- what torch asks about the store itself -----------------------------------------------
-
-    deleteKey = delete_key  # C++ calls these two by their names in C++
-    getNumKeys = num_keys
-
-    def has_extended_api(self) -> bool:
-        """Return True: this store has `append`, `multi_get` and `multi_set`."""
-        return True
-
-    def clone(self) -> GroupStore:
-        """Return this store itself, because several threads may use it at once."""
-        return self
-
     # -- files --------------------------------------------------------------------------------
 
     def _file(self, key: str) -> Path:
@@ -228,31 +291,10 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         Readers take no lock: a rename is atomic, so they read the old value or the new one. The addresses that gloo
         stores are noted for `group_at`.
         """
-        if of_gloo := _OF_GLOO.search(key):
-            self._places[of_gloo[1]] = value
+        self._note_place(key, value)
         draft = self._folder / "draft"
         draft.write_bytes(value)
         draft.rename(self._file(key))
-
-    def _await(self, keys: Sequence[str], deadline: float) -> None:
-        """Wait until all keys have a value.
-
-        DistStoreError after ``deadline``, by `time.monotonic`. RendezvousError or WorkerLost as soon as the group
-        cannot form or a member has died.
-        """
-        missing, pause = list(keys), _FIRST_PAUSE
-        while missing:
-            if self._file(missing[-1]).exists():
-                missing.pop()
-                continue
-            self._raise_if_ended()
-            if time.monotonic() > deadline:
-                raise dist.DistStoreError(
-                    f"no worker has set {', '.join(map(repr, missing))} in the process group's store "
-                    "within its timeout: one is busy or has failed, see %dist_status"
-                )
-            time.sleep(pause)
-            pause = min(pause * 1.2, _LONGEST_PAUSE)
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
@@ -272,7 +314,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
                             "another worker has held the lock of the process group's store for the whole timeout; "
                             "it may have been stopped: see %dist_status"
                         ) from None
-                    time.sleep(_FIRST_PAUSE)
+                    time.sleep(self._first_pause)
             yield
 
     def _open_lock(self) -> Any:
@@ -281,14 +323,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         try:
             return open(self._folder / "lock", "wb")
         except FileNotFoundError:
-            raise RendezvousError(_REPLACED) from None
-
-    def _raise_if_ended(self) -> None:
-        """Raise WorkerLost if a member has died, RendezvousError if the group cannot form; else do nothing."""
-        if self.lost:
-            raise WorkerLost(self.lost)
-        if why := self.ended:
-            raise RendezvousError(why)
+            raise RendezvousError(REPLACED) from None
 
 
 class GroupStores(Protocol):

@@ -63,7 +63,7 @@ class Lifecycle:
         workers: Sequence[Worker],
         thread: KernelThread,
         listener: Callable[[Worker, str, Message], None],
-        reached: Callable[[str, str], None],
+        reached: Callable[[Worker, str], None],
         ended: Callable[[Worker, str], None],
     ) -> None:
         self._spec = spec
@@ -109,6 +109,7 @@ class Lifecycle:
             connection_file=str(worker.connection_file(self.folder)),
             folder=str(self.folder),
             meeting=self.launcher.rpc["init_method"],
+            driver=self._spec.driver or "notebook",
             master_port=self._master_port,
             backend=self._backend,
             gpu=worker.gpu,
@@ -252,7 +253,7 @@ class Lifecycle:
         """Note that a worker has reached a step, and tell the user's ``progress``. In the kernel thread."""
         worker.step = step
         with contextlib.suppress(Exception):  # an error of a view must not keep the cluster from starting
-            self._reached_step(worker.name, step)
+            self._reached_step(worker, step)
 
     def _in_time(
         self, work: Coroutine[Any, Any, None], deadline: float, otherwise: str = "the process group did not form"
@@ -283,9 +284,10 @@ class Lifecycle:
                 ) from None
             late = [f"{w.name} ({w.lost or f'last step: {w.step}'})" for w in self._workers if w.step != "ready"]
             who = ", ".join(late) or otherwise
+            advice = self.launcher.advice() if late else ""
             raise StartError(
-                f"not all workers were ready within {self._spec.timeout:g} s: {who}; a longer timeout is "
-                "`%dist_init -t SECONDS`, or Cluster(timeout=SECONDS)"
+                f"not all workers were ready within {self._spec.timeout:g} s: {who}; {advice}{advice and '; '}a longer "
+                "timeout is `%dist_init -t SECONDS`, or Cluster(timeout=SECONDS)"
             ) from None
 
     # -- down ---------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     """The run directory."""
     meeting: str
     """The ``init_method`` of the RPC world."""
+    driver: str
+    """The name of the notebook's agent."""
     master_port: int
     """A free port, at which nbdist does not listen, for a process group that user code forms by ``env://``."""
     backend: str
@@ -45,6 +47,13 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     seed: int | None = None
     """The cluster's seed; the worker adds its rank. None for random numbers that differ in every run."""
     master_address: str = "127.0.0.1"
+    """The address of the host of rank 0, for a process group that user code forms by ``env://``."""
+    interface: str = "lo"
+    """The network interface for the connections of process groups; empty for what gloo and NCCL choose."""
+    host: str | None = None
+    """The address at which agents on other hosts reach this worker's; None if all are on one host."""
+    secret: str | None = None
+    """The secret that the members of the RPC world share; None for the user's own, if all are on one host."""
 
     def encode(self) -> str:
         """Return this setup as JSON."""

@@ -23,12 +23,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
 
+from nbdist.cluster.processes import zygote
 from nbdist.cluster.processes.zygote import (
     MessageSocket,
     Preload,
@@ -48,6 +50,8 @@ __all__ = ["Processes", "describe_exit"]
 _log = logging.getLogger("nbdist.cluster")
 _BOOT = "from nbdist.cluster.processes.zygote import main; main()"
 """The code that the zygote's interpreter runs, after it has taken over this process's ``sys.path``."""
+_POLL = 0.005
+"""Seconds between two looks whether a forked zygote has ended."""
 
 
 class Processes:
@@ -62,6 +66,8 @@ class Processes:
         preload: Modules that the zygote imports at once. One that cannot be imported costs only a warning.
         fork: Whether to fork workers where that is safe.
         environment: The zygote's environment variables; None for those of this process.
+        fork_zygote: Whether to fork the zygote itself from this process, which then must have no other thread: it has
+            this process's imports at no cost.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class Processes:
         preload: Sequence[str] = (),
         fork: bool = True,
         environment: Mapping[str, str] | None = None,
+        fork_zygote: bool = False,
     ) -> None:
         self.folder = folder
         self.on_end = on_end
@@ -89,15 +96,20 @@ class Processes:
         setup = Setup(theirs.fileno(), str(folder), os.getpid(), list(preload), fork)
         with contextlib.ExitStack() as undo, theirs, (folder / "zygote.log").open("wb") as log:
             undo.callback(ours.close)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {_BOOT}", msgspec.json.encode(setup)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env=None if environment is None else dict(environment),
-            )
+            self._process: subprocess.Popen[bytes] | _Forked
+            if fork_zygote:
+                self._process = _Forked(zygote.fork_zygote(setup, log.fileno(), _environment(environment)))
+            else:
+                code = f"import sys; sys.path[:] = {sys.path!r}; {_BOOT}"
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", code, msgspec.json.encode(setup)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    env=None if environment is None else dict(environment),
+                )
             undo.pop_all()
         self._line = MessageSocket(ours)
         self._thread = threading.Thread(target=self._read, name="nbdist-processes", daemon=True)
@@ -289,6 +301,36 @@ class Processes:
                 future.set_exception(error)
         for name in living:
             self.on_end(name, -signal.SIGKILL)
+
+
+class _Forked:
+    """A process that was forked from this one, with the methods of `subprocess.Popen` that are needed here."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code; None if the process still runs."""
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, and return the exit code. Raises `subprocess.TimeoutExpired` after ``timeout`` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("zygote", timeout or 0.0)
+            time.sleep(_POLL)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has been waited for."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
 
 def _environment(given: Mapping[str, str] | None) -> dict[str, str]:

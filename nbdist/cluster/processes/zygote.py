@@ -41,7 +41,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -57,6 +57,7 @@ __all__ = [
     "Signal",
     "Start",
     "Started",
+    "fork_zygote",
     "leave_last_words",
     "main",
     "spawned",
@@ -188,6 +189,34 @@ def main() -> None:
         _become(start)
 
 
+def fork_zygote(setup: Setup, log: int, environment: Mapping[str, str]) -> int:
+    """Fork the zygote from this process, which has imported what workers need; return its pid.
+
+    Only a process without other threads may call this. ``log`` is the file that gets the zygote's standard output and
+    error, ``environment`` has its environment variables.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.clear()
+        os.environ.update(environment)
+        start = _Zygote(setup).serve()
+        if start is not None:
+            _become(start)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 def spawned() -> None:
     """Run a worker in a fresh interpreter; its `Start` request comes on standard input, which then becomes empty.
 
@@ -205,6 +234,7 @@ def _become(start: Start) -> None:
     Returns when the entry returns.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the zygote ignores SIGINT, and its children inherit that
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # children of Ray's processes have SIGINT blocked
     os.chdir(start.directory)
     sys.path[:] = start.path
     sys.argv = [start.entry, *start.arguments]

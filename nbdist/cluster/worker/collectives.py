@@ -33,12 +33,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
-from nbdist.cluster.processes.group_store import GroupStore
+from nbdist.cluster.hosts.group_board import BoardStore
+from nbdist.cluster.processes.group_store import FolderStore, GroupStore
 from nbdist.cluster.processes.setup import WorkerSetup, group_folder
 from nbdist.cluster.worker import gloo
 from nbdist.cluster.worker.gloo_waits import CutTransfers
 from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, NbdistError, RendezvousError, WorkerLost
+from nbdist.rpc.asking import ask_each
 from nbdist.torch_private import is_process_group_known, process_groups, restart_group_numbers
 
 if TYPE_CHECKING:
@@ -98,6 +100,8 @@ _lost: dict[int, str] = {}
 """By rank: how each member of the present group that has died was lost, in words."""
 _loops_before: set[bytes] = set()
 """The addresses of loops that are older than the present group: an object that holds an old group keeps its loop."""
+_spans_hosts = False
+"""True if members of the present group may be on other hosts."""
 _broken = False
 """True once an interrupt has broken off a collective of the present group, on this worker."""
 _breaking = threading.Lock()
@@ -122,7 +126,8 @@ def initialise(told: WorkerSetup, generation: int) -> None:
     ``told`` is this worker's setup. Waits for the others. Raises RendezvousError if another worker fails, WorkerLost if
     a member has died.
     """
-    global _broken, _formed, _loops_before, _store
+    global _broken, _formed, _loops_before, _spans_hosts, _store
+    _spans_hosts = told.secret is not None
     with _breaking:
         if dist.is_initialized():
             # No wait in an old group can end well any more, and code that still holds one must get an error.
@@ -132,7 +137,7 @@ def initialise(told: WorkerSetup, generation: int) -> None:
         _loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
         _broken = _formed = False
         _lost.clear()
-        _store = GroupStore(Path(told.folder, group_folder(generation)))
+        _store = _open_store(told, generation)
     with contextlib.ExitStack() as stack:
         if told.device.startswith("cuda"):
             stack.enter_context(torch.cuda.device(told.device))
@@ -147,6 +152,18 @@ def initialise(told: WorkerSetup, generation: int) -> None:
         _formed = True
         for rank in list(_lost):  # members that died while the group formed
             _leave_groups_of(rank)
+
+
+def _open_store(told: WorkerSetup, generation: int) -> GroupStore:
+    """Return the store of a generation of the process group: files, or the notebook's memory for several hosts."""
+    agent = _agent
+    if told.secret is None or agent is None:
+        return FolderStore(Path(told.folder, group_folder(generation)))
+
+    def call(function: Any, *arguments: Any) -> Any:
+        return agent.call(told.driver, function, *arguments).wait()
+
+    return BoardStore(generation, call)
 
 
 @contextlib.contextmanager
@@ -195,7 +212,9 @@ def _lose(record: Record, why: str) -> None:
     """
     with _breaking:
         # By incarnation, not by name: a worker that was restarted under the same name is another member.
-        rank = _store.rank_of(record.incarnation) if _store is not None else None
+        rank = None
+        with contextlib.suppress(NbdistError):  # the notebook, which may have the store, is lost as well
+            rank = _store.rank_of(record.incarnation) if _store is not None else None
         if rank is None:
             return  # it is no member of the present group
         _lost[rank] = f"{record.name} {_PROCESS.sub('', why)}"
@@ -291,8 +310,9 @@ def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
 
     Returns a GroupError at once if the process group has not formed yet, or was destroyed or is from before a restart.
     If a connection of the group has ended, waits up to `_DEATH_KNOWN_WITHIN` seconds for news of a death: WorkerLost
-    names the dead; without news, a GroupError says that an interrupt, or another worker, has ended the group. Returns
-    None for all other errors, also nbdist's own, and for None.
+    names the dead; without news, a GroupError says that an interrupt, or another worker, has ended the group. For a
+    member on another host that does not answer, waits until it is lost. Returns None for all other errors, also
+    nbdist's own, and for None.
     """
     if _agent is None or isinstance(error, NbdistError) or not isinstance(error, RuntimeError | ValueError):
         return None
@@ -306,11 +326,32 @@ def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
     deadline = time.monotonic() + _DEATH_KNOWN_WITHIN
     while not (_lost or _broken) and time.monotonic() < deadline:
         time.sleep(_POLL)
+    if not (_lost or _broken) and _spans_hosts:
+        _wait_for_loss_elsewhere(_agent)
     if not _lost:
         return GroupError(_BROKEN_OFF)
     lost = WorkerLost(_say_lost())
     lost.__cause__ = error
     return lost
+
+
+def _wait_for_loss_elsewhere(agent: Agent) -> None:
+    """Wait until a member on another host that does not answer is lost; return at once if all answer.
+
+    The end of a connection of gloo may be the first sign that a host has died. RPC reports the loss after the silence
+    of `RpcBackendOptions.lost_after` seconds.
+    """
+    asked = ask_each(agent, _answer, {each.name: () for each in agent.membership.others()}, timeout=_DEATH_KNOWN_WITHIN)
+    answers = asked.or_raise(but=NbdistError)
+    silent = {each.name for each in agent.membership.others()} - answers.keys()
+    deadline = time.monotonic() + agent.options.lost_after + _DEATH_KNOWN_WITHIN
+    while silent and not _lost and time.monotonic() < deadline:
+        time.sleep(_POLL)
+        silent &= {each.name for each in agent.membership.others()}
+
+
+def _answer() -> None:
+    """Answer that this process lives, to `_wait_for_loss_elsewhere` of another member."""
 
 
 def _is_of_old_group(error: BaseException) -> bool:

@@ -116,10 +116,11 @@ def _set_environment(told: WorkerSetup) -> None:
         MASTER_ADDR=told.master_address,
         MASTER_PORT=str(told.master_port),
     )
-    if told.master_address == "127.0.0.1":
-        # All workers are on this host. Connections of gloo and NCCL are not authenticated, so no other host may reach
-        # them, whatever interface the environment names for programs that span hosts.
-        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    if told.interface:
+        # Connections of gloo and NCCL are not authenticated. If all workers are on this host, no other host may reach
+        # them, whatever interface the environment names for programs that span hosts; else they keep to the interface
+        # by which the workers reach each other.
+        os.environ.update(GLOO_SOCKET_IFNAME=told.interface, NCCL_SOCKET_IFNAME=told.interface)
 
 
 def _write_where_asked(told: WorkerSetup) -> None:
@@ -211,7 +212,9 @@ def join() -> None:
         told.name,
         told.id,
         None,
-        RpcBackendOptions(init_method=told.meeting, **{**told.rpc, "rpc_timeout": _JOINS_WITHIN}),
+        RpcBackendOptions(
+            init_method=told.meeting, secret=told.secret, host=told.host, **{**told.rpc, "rpc_timeout": _JOINS_WITHIN}
+        ),
         hosted=Path(told.folder),
         device=told.device,
     )

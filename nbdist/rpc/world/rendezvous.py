@@ -5,6 +5,7 @@ URL                         the store
 ==========================  ==================================================================================
 ``env://``, ``tcp://``      torch's TCPStore, served by rank 0 or by torchrun
 ``file://``                 a file of nbdist's own (`nbdist.rpc.world.meeting_file`)
+``nbdist://``               the memory of a cluster's notebook (`nbdist.rpc.world.shared_store`)
 another scheme              as torch, or a package that registered the scheme, opens it
 ==========================  ==================================================================================
 
@@ -20,10 +21,13 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed
 
+from nbdist.channel.security import Secret
+from nbdist.channel.zeromq import in_brackets
 from nbdist.errors import SecurityError
 from nbdist.rpc.world import tcp_store
 from nbdist.rpc.world.meeting_file import MeetingFile
 from nbdist.rpc.world.roster import Store
+from nbdist.rpc.world.shared_store import SharedStore, is_here
 
 __all__ = ["Meeting", "parse", "prefixed", "settle"]
 
@@ -36,14 +40,16 @@ _EVERY_INTERFACE = ("0.0.0.0", "::")
 class Meeting:
     """The place where members meet, and the rank with which this member comes.
 
-    ``scheme`` is ``"tcp"``, ``"file"`` or ``"other"``; ``place`` is a host, a path or a whole URL.
+    ``scheme`` is ``"tcp"``, ``"file"``, ``"nbdist"`` or ``"other"``; ``place`` is a host, a path or a whole URL, and
+    ``name`` the last part of an ``nbdist://`` URL.
     """
 
-    def __init__(self, scheme: str, place: str, port: int, rank: int) -> None:
+    def __init__(self, scheme: str, place: str, port: int, rank: int, name: str = "") -> None:
         self.scheme = scheme
         self.place = place
         self.port = port
         self.rank = rank
+        self.name = name
 
     @property
     def is_torchruns(self) -> bool:
@@ -58,9 +64,18 @@ class Meeting:
         """
         return self.scheme == "tcp" and self.rank == 0 and not self.is_torchruns
 
+    @property
+    def keeps_list(self) -> bool:
+        """True if the list of members is in the memory of this process, which then removes members that are lost."""
+        return self.scheme == "nbdist" and is_here(self._address)
+
+    @property
+    def _address(self) -> str:
+        return f"{in_brackets(self.place)}:{self.port}"
+
     def is_off_host(self) -> bool:
         """Return whether the store is on another machine."""
-        return self.scheme == "tcp" and not tcp_store.is_own(self.place)
+        return self.scheme in ("tcp", "nbdist") and not tcp_store.is_own(self.place)
 
     def is_open(self) -> bool:
         """Return whether the store still exists. A member that leaves asks this before it writes to the store.
@@ -69,15 +84,18 @@ class Meeting:
         """
         return self.scheme != "tcp" or self.serves or tcp_store.is_served(self.place, self.port)
 
-    def open(self, timeout: float) -> Store:
+    def open(self, timeout: float, secret: Secret) -> Store:
         """Open the store at which the members meet. Each operation of the store takes at most ``timeout`` seconds.
 
-        Raises RendezvousError if it cannot be opened; torch's own errors pass through.
+        ``secret`` is the one that the members share. Raises RendezvousError if it cannot be opened; torch's own errors
+        pass through.
         """
         if self.scheme != "tcp":
             tcp_store.end_server()
         if self.scheme == "file":
             return MeetingFile(self.place)
+        if self.scheme == "nbdist":
+            return SharedStore(self._address, self.name, secret, timeout)
         if self.scheme == "tcp":
             store = tcp_store.open_store(self.place, self.port, timeout, serve=self.serves)
         else:
@@ -113,10 +131,10 @@ def parse(init_method: str, rank: int, world_size: int | None) -> Meeting:
         return Meeting("tcp", host, port, rank)
     if rank < 0:
         raise missing("rank parameter missing")
-    if url.scheme == "tcp":
+    if url.scheme in ("tcp", "nbdist"):
         if not url.hostname or not url.port:
             raise missing("port number missing")
-        return Meeting("tcp", url.hostname, url.port, rank)
+        return Meeting(url.scheme, url.hostname, url.port, rank, url.path.strip("/"))
     if url.scheme == "file":
         path = url.netloc + url.path
         if not path:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from nbdist.channel.security import Secret
 from nbdist.channel.shared_memory.arena import open_arena
 from nbdist.channel.shared_memory.gpu_arena import open_gpus
 from nbdist.channel.zeromq import ZmqChannel, host_identity, sweep
-from nbdist.errors import NbdistError, UsageError
+from nbdist.errors import NbdistError, RendezvousError, UsageError
 from nbdist.ids import new_incarnation
 from nbdist.rpc import devices, thread_switching
 from nbdist.rpc.agent import Agent
@@ -60,6 +60,7 @@ def start_agent(
     options: RpcBackendOptions,
     *,
     store: Any = None,
+    present: Sequence[Record] | None = None,
     wrap: Callable[[Channel], Channel] | None = None,
     directory: Path | None = None,
     device: str = "",
@@ -68,14 +69,16 @@ def start_agent(
 
     ``options.rpc_timeout`` limits how long this takes. The name, the rank and the size are those of `init_rpc`, whose
     errors this raises. ``store`` is a store of torch's to meet at; None opens the one that ``options.init_method``
-    names. ``wrap`` returns the agent's channel with something around it, such as faults. ``directory`` is where the
-    agent's sockets lie; None for a new directory of this user. ``device`` is where GPU tensors arrive that no device
-    map names (`Record.device`).
+    names. ``present`` has the records of the members to meet, if the caller knows them: then there is no store, and
+    members that are not named stay unknown. ``wrap`` returns the agent's channel with something around it, such as
+    faults. ``directory`` is where the agent's sockets lie; None for a new directory of this user. ``device`` is where
+    GPU tensors arrive that no device map names (`Record.device`).
     """
     timeout = time_limit(options.rpc_timeout) or _LONGEST_FORMING
     deadline = time.monotonic() + timeout
     WorkerInfo(name, 0)  # raises UsageError for a bad name
-    meeting = rendezvous.parse(options.init_method, rank, world_size) if store is None else None
+    has_meeting = store is None and present is None
+    meeting = rendezvous.parse(options.init_method, rank, world_size) if has_meeting else None
     rank = meeting.rank if meeting is not None else rank
     for what, number in (("world_size", world_size or 0), ("rank", rank)):
         if number > _LARGEST_NUMBER:
@@ -126,7 +129,12 @@ def start_agent(
         agent.directory = zeromq.directory
         undo.callback(agent.close, "could not join its world")
         agent.start()
-        roster = Roster(lambda: _open(meeting, store, timeout), secret, me.host)
+        if present is not None:
+            if dead := agent.handshake.join_dynamic(present, deadline):
+                raise RendezvousError(f"no answer from {', '.join(record.name for record in dead)}")
+            undo.pop_all()
+            return agent
+        roster = Roster(lambda: _open(meeting, store, timeout, secret), secret, me.host)
         undo.callback(tcp_store.end_server)  # the contents of the store may be the reason of the failure
         undo.callback(roster.close)
         undo.callback(roster.leave, me)
@@ -147,6 +155,8 @@ def start_agent(
         agent.at_close(lambda: _leave(agent, roster, meeting))
         agent.at_close(thread_switching.shorten(options.switch_interval))
         agent.on_lost(lambda record, why: _clean_after(agent, record))
+        if meeting is not None and meeting.keeps_list:  # else a successor would not get the lost member's name
+            agent.on_lost(lambda record, why: roster.leave(record))
         undo.pop_all()
     return agent
 
@@ -160,9 +170,9 @@ def _uses_gpus(options: RpcBackendOptions, device: str) -> bool:
     return device.startswith("cuda") or any(each.type == "cuda" for each in named)
 
 
-def _open(meeting: rendezvous.Meeting | None, store: Any, timeout: float) -> Store:
+def _open(meeting: rendezvous.Meeting | None, store: Any, timeout: float, secret: Secret) -> Store:
     """Open the store of a meeting; without a meeting, return the given store, with a prefix before nbdist's key."""
-    return meeting.open(timeout) if meeting is not None else rendezvous.prefixed(store)
+    return meeting.open(timeout, secret) if meeting is not None else rendezvous.prefixed(store)
 
 
 def _leave(agent: Agent, roster: Roster, meeting: rendezvous.Meeting | None) -> None:

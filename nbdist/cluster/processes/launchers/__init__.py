@@ -3,6 +3,9 @@
 ===========  =========================================================================
 `contract`   `Launcher`: the contract
 `local`      processes of this host, forked from a zygote
+`remote`     the common part of launchers whose workers run on other hosts
+`join`       workers that a person or a batch system starts, and that join
+`ray`        workers that Ray places
 ===========  =========================================================================
 
 A package offers a launcher of its own as an entry point in the group ``nbdist.launchers``.
@@ -19,6 +22,8 @@ __all__ = ["find_launcher"]
 
 GROUP = "nbdist.launchers"
 """The group of the entry points."""
+_OURS = ("join", "local", "ray")
+"""The launchers that are built in."""
 
 
 def find_launcher(name: str) -> type[Launcher]:
@@ -27,10 +32,16 @@ def find_launcher(name: str) -> type[Launcher]:
         from nbdist.cluster.processes.launchers.local import LocalLauncher
 
         return LocalLauncher
+    if name == "join":
+        from nbdist.cluster.processes.launchers.join import JoinLauncher
+
+        return JoinLauncher
+    if name == "ray":
+        from nbdist.cluster.processes.launchers.ray import RayLauncher
+
+        return RayLauncher
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in found:
-        raise UsageError(
-            f"there is no launcher {name!r}; the installed ones are {', '.join(sorted({'local', *found}))}"
-        )
+        raise UsageError(f"there is no launcher {name!r}; the installed ones are {', '.join(sorted({*_OURS, *found}))}")
     launcher: type[Launcher] = found[name].load()
     return launcher

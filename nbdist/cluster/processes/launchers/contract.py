@@ -94,6 +94,10 @@ class Launcher(Protocol):
         """
         ...
 
+    def advice(self) -> str:
+        """Return what a person can do so that workers start which have not yet; empty if there is nothing to do."""
+        ...
+
     def last_words(self, name: str) -> str:
         """Return the end of what a worker wrote to standard error outside of cells; empty if nothing.
 

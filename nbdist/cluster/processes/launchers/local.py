@@ -6,6 +6,7 @@ starts a zygote that imports torch while the notebook imports it, too. The next 
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -46,14 +47,20 @@ _prepared: Processes | None = None
 """The zygote that waits for the next cluster."""
 
 
-def prepare() -> None:
+def prepare(*, by_fork: bool = False) -> None:
     """Start a zygote for the next cluster, if forking is allowed: a process that imports torch and forks the workers.
 
-    It saves the next cluster the time of the imports; `discard` ends it. Does nothing while one waits.
+    It saves the next cluster the time of the imports; `discard` ends it. Does nothing while one waits. With
+    ``by_fork``, the zygote is forked from this process, which must have no other thread: so torch is imported only once
+    for both.
     """
     global _prepared
     if _prepared is None and _may_fork():
-        _prepared = _start_zygote()
+        if by_fork:
+            os.environ.update(_ENVIRONMENT)
+            for module in _PRELOAD:
+                importlib.import_module(module)
+        _prepared = _start_zygote(by_fork=by_fork)
 
 
 def discard() -> None:
@@ -78,17 +85,19 @@ def _take_zygote() -> Processes:
     return _start_zygote()
 
 
-def _start_zygote() -> Processes:
+def _start_zygote(*, by_fork: bool = False) -> Processes:
     """Start a zygote, the process that forks workers, in a new run directory. Returns before it has imported torch.
 
     Raises ResourceError if this process has too many files open, and UsageError if the path of the run directory is too
-    long.
+    long. ``by_fork`` is as for `prepare`.
     """
     require_files(_FILES_NEEDED, "the process that starts workers cannot start")
     folder = make_folder()
     environment = {**_ENVIRONMENT, **_home(folder), **os.environ, **_ZYGOTE_ENVIRONMENT}
     try:
-        return Processes(folder, _do_nothing, preload=_PRELOAD, fork=_may_fork(), environment=environment)
+        return Processes(
+            folder, _do_nothing, preload=_PRELOAD, fork=_may_fork(), environment=environment, fork_zygote=by_fork
+        )
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # no zygote lives that could do it
         raise
@@ -189,6 +198,10 @@ class LocalLauncher:
     def probe(self, name: str) -> Future[Probe]:
         """Ask the system about a worker's process; return the future of the answer, which is done within 0.3 s."""
         return probe(self.folder, name, self._processes.living.get(name), self.signal)
+
+    def advice(self) -> str:
+        """Return an empty text: a worker of this host starts by itself."""
+        return ""
 
     def last_words(self, name: str) -> str:
         """Return the last `_LAST_WORDS_LETTERS` characters of the worker's log; empty if there is none.

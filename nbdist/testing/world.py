@@ -1,15 +1,4 @@
-"""Tools for tests: agents in one process, channels that fail on purpose, a clock that the test moves.
-
->>> with World(2, faults=Faults(drop={"*": 0.1}, duplicate={"*": 0.1})) as world:
-...     with world[0].activate():
-...         rpc.rpc_sync("worker1", max, args=(1, 2))
-2
-
-`Faults` names messages by the words of `nbdist.wire.messages.Message.kind`: ``call``, ``remote``, ``fetch``,
-``method``, ``reply``, ``ack``, ``ping``, ``fork_request``, ``user_delete`` and so on. A released reference is a
-``user_delete`` only where this message goes alone: most go along with another message, and are dropped or delayed with
-it.
-"""
+"""Agents in one process, with faults, and a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -24,7 +13,7 @@ from typing import Literal
 
 from nbdist.channel.contract import Channel
 from nbdist.channel.faulty import Faults, FaultyChannel
-from nbdist.channel.inprocess import InProcessChannel, Network
+from nbdist.channel.inprocess import Network
 from nbdist.channel.liveness import started_at
 from nbdist.channel.local import LocalChannel
 from nbdist.channel.security import Secret
@@ -36,7 +25,7 @@ from nbdist.rpc.agent import Agent
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.wire.messages import Record
 
-__all__ = ["Faults", "FaultyChannel", "InProcessChannel", "ManualClock", "Network", "World"]
+__all__ = ["ManualClock", "World"]
 
 
 class ManualClock:

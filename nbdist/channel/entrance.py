@@ -1,0 +1,160 @@
+"""The entrance of a cluster: a socket at which processes on other hosts ask to be let in, before they are members.
+
+::
+
+    a newcomer on another host          tcp://host:port, CURVE            the notebook's host
+    knock(address, key, request) ── DEALER ───────────────> ROUTER ──> answer(request), in the entrance's thread
+              <──────────────────────────────────────────────────────── the answer
+
+Whoever knows the public key of the entrance can knock, and nobody can listen in on what is said. Who may come in, and
+by what proof, is up to ``answer``: it gets bytes that anybody may have sent, and must not unpickle them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from nbdist.channel.contract import ChannelError
+from nbdist.channel.resources import require_files
+from nbdist.channel.security import CurveKeys
+from nbdist.channel.zeromq import in_brackets
+
+__all__ = ["Entrance", "knock"]
+
+_LARGEST_REQUEST = 16 << 20
+"""Bytes of a request or an answer; ZeroMQ ends the connection of a process that sends more."""
+_HANDSHAKE_MS = 5000
+"""Milliseconds after which a connection is closed whose other end has not shown that it knows the public key."""
+_WAITING = 1000
+"""Requests, and answers for each newcomer, that may wait: more are not read, or are dropped."""
+_FILES_NEEDED = 16
+"""Files that must be free before ZeroMQ starts its threads; it takes about ten."""
+
+_log = logging.getLogger("nbdist.channel")
+
+
+class Entrance:
+    """Answers the requests of processes on other hosts, in a thread of its own, until `close`."""
+
+    def __init__(
+        self, host: str, keys: CurveKeys, answer: Callable[[bytes], bytes], ports: tuple[int, int] | None = None
+    ) -> None:
+        """Listen at a free port of ``host``, one of this machine's addresses.
+
+        Args:
+            host: The address at which others reach this machine.
+            keys: The key pair of the entrance; newcomers know the public one.
+            answer: Returns the answer to a request. It must be quick. A request for which it raises has no answer:
+                strangers can send what they like, so such an error is only counted, in `refused`.
+            ports: The first and the last port that may be used; None for any.
+
+        Raises ChannelError if no port is free or the address is not this machine's, ResourceError if too few files can
+        be opened.
+        """
+        require_files(_FILES_NEEDED, "the entrance for workers on other hosts cannot open")
+        self._answer = answer
+        self.refused = 0
+        """The number of requests that had no answer."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
+        self._socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self._socket.set(zmq.SNDHWM, _WAITING)
+        self._socket.set(zmq.RCVHWM, _WAITING)
+        self._socket.set(zmq.IPV6, int(":" in host))
+        self._socket.set(zmq.CURVE_SERVER, 1)
+        self._socket.set(zmq.CURVE_PUBLICKEY, keys.public)
+        self._socket.set(zmq.CURVE_SECRETKEY, keys.private)
+        try:
+            bind(self._socket, host, ports)
+        except BaseException:
+            self._context.destroy(0)
+            raise
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        """The address at which newcomers knock, such as ``tcp://10.0.0.5:40123``."""
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="nbdist-entrance", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        """Answer requests until `close`."""
+        while not self._closing:
+            with contextlib.suppress(zmq.ZMQError):  # a newcomer that has gone meanwhile
+                if not self._socket.poll(100):
+                    continue
+                who, *request = self._socket.recv_multipart()
+                try:
+                    said = self._answer(b"".join(request))
+                except Exception as error:
+                    self.refused += 1
+                    _log.debug("a request at the entrance is not answered: %s", error)
+                    continue
+                self._socket.send_multipart([who, said], zmq.NOBLOCK)
+        self._socket.close(0)
+        self._context.destroy(0)
+
+    def close(self) -> None:
+        """Stop listening. A second call does nothing."""
+        self._closing = True
+        self._thread.join(5.0)
+
+
+def bind(sock: zmq.Socket[bytes], host: str, ports: tuple[int, int] | None) -> None:
+    """Bind a socket to a free port of ``host``; ``ports`` has the first and the last that may be used, None for any.
+
+    Raises ChannelError if none is free, or the address is not this machine's.
+    """
+    place = in_brackets(host)
+    for port in ["*"] if ports is None else range(ports[0], ports[1] + 1):
+        try:
+            sock.bind(f"tcp://{place}:{port}")
+            return
+        except zmq.ZMQError as found:
+            error = found
+            if found.errno != zmq.EADDRINUSE:
+                break
+    among = "" if ports is None else f", at any port from {ports[0]} to {ports[1]}"
+    raise ChannelError(
+        f"cannot listen at {host}{among}: {error}. Name an address of this machine: --host, or NBDIST_HOST"
+    ) from error
+
+
+def knock(address: str, key: bytes, request: bytes, timeout: float) -> bytes:
+    """Send a request to an entrance, and return its answer.
+
+    ``key`` is the public key of the entrance. Raises ChannelError if there is no answer after ``timeout`` seconds:
+    nobody listens there, or the entrance has another key.
+    """
+    require_files(_FILES_NEEDED, "this process cannot reach the entrance of a cluster")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        sock = context.socket(zmq.DEALER)
+        sock.set(zmq.LINGER, 0)
+        sock.set(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
+        sock.set(zmq.IPV6, int("[" in address))
+        public, private = zmq.curve_keypair()
+        sock.set(zmq.CURVE_PUBLICKEY, public)
+        sock.set(zmq.CURVE_SECRETKEY, private)
+        sock.set(zmq.CURVE_SERVERKEY, key)
+        try:
+            sock.connect(address)
+        except zmq.ZMQError as error:
+            raise ChannelError(f"the address {address} of the cluster cannot be used: {error}") from error
+        sock.send(request)
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            if sock.poll(round(min(left, 0.1) * 1000)):  # short waits: Ctrl-C ends them
+                return b"".join(sock.recv_multipart())
+        raise ChannelError(
+            f"no answer from {address} within {timeout:g} s: the notebook's cluster has ended, its host cannot be "
+            "reached from here, or a firewall closes the port"
+        )
+    finally:
+        context.destroy(0)

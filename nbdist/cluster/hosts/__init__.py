@@ -1,0 +1,26 @@
+"""Workers on other hosts: how a host is invited, what runs there beside its workers, what passes between.
+
+==================  ==================================================================================
+`invitations`       the connection file that invites a host, and the tokens that the notebook accepts
+`admission`         what a newcomer says of itself, and whether it may come in
+`keeper`            the process that starts the workers of one host, and ends them
+`hub`               the notebook's side: lets keepers in, hands workers to them
+`group_board`       the store at which workers of several hosts form their process group
+`losses`            tells all members at once that one is lost
+`joining`           ``python -m nbdist worker``
+`interfaces`        the name of the network interface that has an address
+==================  ==================================================================================
+
+::
+
+    the notebook's host                                     another host
+    notebook ── hub ── entrance <─── knock, with a token ─── keeper
+                 │ <───────── RPC, a world of its own ──────> │ starts, signals, ends
+                 │            start, signal, probe, ended     v
+    kernel sockets ── relay <────── frames of Jupyter ─────> relay ── kernel of a worker
+    agent <───────────────── RPC, the cluster's world ──────────────> agent of the worker
+
+A keeper does for the workers of its host what `LocalLauncher` does for those of the notebook's host, and uses it. All
+connections are ZeroMQ over TCP with CURVE, and are made by the agents of RPC: so they have their heartbeats, their
+repetitions and their time limits.
+"""

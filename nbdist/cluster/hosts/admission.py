@@ -1,0 +1,96 @@
+"""What a newcomer says of itself at the entrance, and the answer. Pure: nothing here is unpickled."""
+
+from __future__ import annotations
+
+import platform
+import sys
+
+import msgspec
+import torch
+
+import nbdist
+from nbdist.errors import NbdistError, SecurityError, VersionMismatch
+from nbdist.wire.messages import VERSION, Record
+
+__all__ = ["NEWCOMER", "Admitted", "Denied", "Newcomer", "check_versions", "decode_answer", "describe_myself"]
+
+NEWCOMER = b"n"
+"""The first byte of a newcomer's request, by which the entrance tells it from others."""
+_OLDEST_TORCH = (2, 10)
+
+
+class Newcomer(msgspec.Struct, tag="newcomer"):
+    """The request of a keeper that wants to come in."""
+
+    token: str
+    """From the invitation."""
+    workers: int
+    """How many workers it has room for."""
+    host: str
+    """The name of its host."""
+    python: str
+    torch: str
+    nbdist: str
+    protocol: int
+    """The version of the protocol of nbdist's messages."""
+
+
+class Admitted(msgspec.Struct, tag="admitted"):
+    """The answer to a newcomer that may come in: how it reaches the hub, and the secret that all members share."""
+
+    id: int
+    secret: str
+    hub: Record
+
+
+class Denied(msgspec.Struct, tag="denied"):
+    """The answer to a newcomer that may not come in."""
+
+    why: str
+    version: bool
+    """True if its versions are the reason."""
+
+    def error(self) -> NbdistError:
+        """Return the error to raise for this answer."""
+        return VersionMismatch(self.why) if self.version else SecurityError(self.why)
+
+
+def describe_myself(token: str, workers: int) -> Newcomer:
+    """Return the request of this process, with its versions."""
+    return Newcomer(
+        token, workers, platform.node(), platform.python_version(), str(torch.__version__), nbdist.__version__, VERSION
+    )
+
+
+def decode_answer(answer: bytes) -> Admitted | Denied:
+    """Return an answer of the entrance. Raises `msgspec.MsgspecError` if it cannot be read."""
+    return msgspec.msgpack.decode(answer, type=Admitted | Denied)
+
+
+def check_versions(newcomer: Newcomer) -> None:
+    """Raise VersionMismatch, with both versions, if a newcomer's do not fit to this process's.
+
+    Functions of cells travel as bytecode, so the minor version of Python must be the same; nbdist must be the same, and
+    torch one that nbdist knows.
+    """
+
+    def refuse(what: str, theirs: object, ours: object, remedy: str) -> VersionMismatch:
+        return VersionMismatch(f"{newcomer.host} has {what} {theirs}, and the notebook has {ours}: {remedy}")
+
+    mine = ".".join(map(str, sys.version_info[:2]))
+    if newcomer.python.split(".")[:2] != mine.split("."):
+        raise refuse("Python", newcomer.python, platform.python_version(), f"use Python {mine} on all hosts")
+    if (newcomer.nbdist, newcomer.protocol) != (nbdist.__version__, VERSION):
+        theirs = f"{newcomer.nbdist} (protocol {newcomer.protocol})"
+        raise refuse("nbdist", theirs, f"{nbdist.__version__} (protocol {VERSION})", "install the same on all hosts")
+    if _minor(newcomer.torch) < _OLDEST_TORCH:
+        raise refuse("torch", newcomer.torch, torch.__version__, "nbdist needs torch 2.10 or newer")
+
+
+def _minor(version: str) -> tuple[int, int]:
+    """Return the major and the minor number of a version such as ``2.13.0+cpu``; (0, 0) for a text that has none."""
+    try:
+        major, minor = version.split(".")[:2]
+        return int(major), int(minor)
+    except ValueError:
+        return 0, 0

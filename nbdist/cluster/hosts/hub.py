@@ -1,0 +1,223 @@
+"""The hub: the notebook's side of the workers on other hosts.
+
+It lets keepers in at its entrance, knows which of them have room, and passes to each what concerns its workers. Its
+agent is in a world of its own, which has the keepers; they do not know each other::
+
+    keeper1 ─┐
+    keeper2 ─┼─ RPC ── the hub's agent          and beside it, in the same process:
+    keeper3 ─┘                                  the notebook's agent, in the world of the workers
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nbdist.channel.entrance import Entrance
+from nbdist.channel.security import Secret
+from nbdist.cluster.hosts.admission import NEWCOMER, Admitted, Denied, Newcomer, check_versions
+from nbdist.cluster.hosts.invitations import Invitation, Invitations
+from nbdist.cluster.kernels.relay import Parcel
+from nbdist.errors import NbdistError, ProtocolError, SecurityError, VersionMismatch
+from nbdist.rpc.agent import Agent, active_agent
+from nbdist.rpc.futures import Future
+from nbdist.rpc.options import RpcBackendOptions
+from nbdist.rpc.world.shared_store import ENTRANCE, STORE, Texts
+from nbdist.rpc.world.start import start_agent
+from nbdist.wire.messages import Record
+
+__all__ = ["Hub", "KeeperMember", "arrived", "deliver", "ended"]
+
+_ANSWERS_WITHIN = 30.0
+"""Seconds for a keeper's answer, if the call names no other limit."""
+_NAME = "hub"
+
+_log = logging.getLogger("nbdist.cluster")
+
+
+class KeeperMember:
+    """A keeper that has come in: its agent, its host, and the workers that it has."""
+
+    def __init__(self, record: Record, room: int, address: str, host: str) -> None:
+        self.record = record
+        self.room = room
+        """The number of workers that it may have."""
+        self.address = address
+        """The address of its host."""
+        self.host = host
+        """The name of its host."""
+        self.workers: set[str] = set()
+        """The names of its workers, also of those that have ended."""
+
+    @property
+    def name(self) -> str:
+        """The name of its agent."""
+        return self.record.name
+
+
+class Hub:
+    """The hub of one cluster.
+
+    Args:
+        host: The address at which other hosts reach this one.
+        folder: The run directory.
+        ports: The first and the last port that the entrance may use; None for any.
+        on_arrival: Called when a keeper has come in.
+        on_gone: Called as ``on_gone(member, why)`` when a keeper is lost; ``why`` follows its name.
+        on_end: Called as ``on_end(worker, how, last_words)`` when a worker's process has ended.
+        on_parcels: Called as ``on_parcels(worker, batch)`` with messages of a worker's kernel.
+
+    All are called in threads of the hub's agent, and the first two must be quick.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        folder: Path,
+        ports: tuple[int, int] | None,
+        *,
+        on_arrival: Callable[[], object],
+        on_gone: Callable[[KeeperMember, str], object],
+        on_end: Callable[[str, int | str, str], object],
+        on_parcels: Callable[[str, list[Parcel]], object],
+    ) -> None:
+        self.host = host
+        self.secret = secrets.token_hex(32)
+        """The secret of the cluster, for this life of it: all members have it."""
+        self._shared = Secret(self.secret.encode(), shared_off_host=True)
+        self.members: list[KeeperMember] = []
+        """The keepers that have come in and are not lost. Changed under `lock`."""
+        self.lock = threading.RLock()
+        self._on_arrival, self._on_gone, self.on_end, self.on_parcels = on_arrival, on_gone, on_end, on_parcels
+        self._texts = Texts(self._shared)
+        self._invitations = Invitations()
+        self._ids = itertools.count(1)
+        self._agent: Agent = start_agent(
+            _NAME,
+            0,
+            None,
+            RpcBackendOptions(
+                secret=self.secret, host=host, channel="zeromq", rpc_timeout=_ANSWERS_WITHIN, arena_bytes=0
+            ),
+            present=[],
+            directory=folder,
+        )
+        _hubs[self._agent] = self
+        self._agent.on_lost(self._lost)
+        try:
+            self._entrance = Entrance(host, self._shared.curve(ENTRANCE), self._answer, ports)
+        except BaseException:
+            self._agent.close("the entrance could not open")
+            raise
+        self._texts.serve_at(self._entrance.address.removeprefix("tcp://"))
+
+    @property
+    def meeting(self) -> str:
+        """The ``init_method`` of the RPC world of the workers."""
+        return f"nbdist://{self._entrance.address.removeprefix('tcp://')}/members"
+
+    def invite(self, seconds: float, uses: int) -> Invitation:
+        """Return a new invitation, valid for so many seconds and workers; UsageError unless both are positive."""
+        with self.lock:
+            token = self._invitations.invite(time.time(), seconds, uses)
+        until = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(time.time() + seconds, 1 << 37)))
+        return Invitation(self._entrance.address, self._shared.curve(ENTRANCE).public.decode(), token, uses, until)
+
+    def revoke(self) -> int:
+        """Make all invitations invalid; return how many were valid."""
+        with self.lock:
+            return self._invitations.revoke()
+
+    def call(
+        self, member: KeeperMember, function: Callable[..., Any], *arguments: Any, timeout: float = -1.0
+    ) -> Future[Any]:
+        """Call a function in a keeper; return the future of its result."""
+        return self._agent.call(member.name, function, *arguments, timeout=timeout)
+
+    def close(self) -> None:
+        """Close the entrance and leave the keepers, which end if they have not yet."""
+        self._entrance.close()
+        self._agent.close("has ended its cluster")
+
+    # -- the entrance -------------------------------------------------------------------------
+
+    def _answer(self, request: bytes) -> bytes:
+        """Answer a request at the entrance. It may be anybody's, so nothing is unpickled. In the entrance's thread.
+
+        Raises an error, which ends in the log, for bytes that no program of nbdist's sends.
+        """
+        kind, content = request[:1], request[1:]
+        if kind == STORE:
+            return self._texts.answer(content)
+        if kind != NEWCOMER:
+            raise ProtocolError("a request at the entrance is none of nbdist's")
+        newcomer = msgspec.msgpack.decode(content, type=Newcomer)
+        try:
+            with self.lock:
+                self._invitations.use(newcomer.token, time.time(), 0)  # a stranger does not learn the versions
+                check_versions(newcomer)
+                self._invitations.use(newcomer.token, time.time(), max(1, newcomer.workers))
+        except (SecurityError, VersionMismatch) as error:
+            _log.warning("a worker of %s was refused: %s", newcomer.host, error)
+            return msgspec.msgpack.encode(Denied(str(error), isinstance(error, VersionMismatch)))
+        return msgspec.msgpack.encode(Admitted(next(self._ids), self.secret, self._agent.me))
+
+    # -- keepers ------------------------------------------------------------------------------
+
+    def arrive(self, incarnation: int, room: int, address: str, host: str) -> None:
+        """Note a keeper that has come in."""
+        record = self._agent.member(incarnation)
+        if record is None:
+            return  # it is lost already
+        with self.lock:
+            self.members.append(KeeperMember(record, room, address, host))
+        self._on_arrival()
+
+    def _lost(self, record: Record, why: str) -> None:
+        """Forget a keeper that is lost. Called by the agent, so it must be quick."""
+        with self.lock:
+            member = next((each for each in self.members if each.record.incarnation == record.incarnation), None)
+            if member is None:
+                return
+            self.members.remove(member)
+        self._on_gone(member, why)
+
+
+_hubs: weakref.WeakKeyDictionary[Agent, Hub] = weakref.WeakKeyDictionary()
+"""The hubs of this process, by their agents."""
+
+
+# -- what keepers call here -------------------------------------------------------------------------
+
+
+def _here() -> Hub:
+    """Return the hub whose agent runs the present call."""
+    agent = active_agent()
+    found = _hubs.get(agent) if agent is not None else None
+    if found is None:
+        raise NbdistError("this process has no hub: its cluster has ended")
+    return found
+
+
+def arrived(incarnation: int, room: int, address: str, host: str) -> None:
+    """Note that a keeper has come in, which has room for so many workers."""
+    _here().arrive(incarnation, room, address, host)
+
+
+def ended(worker: str, how: int | str, last_words: str) -> None:
+    """Note that a worker's process has ended."""
+    _here().on_end(worker, how, last_words)
+
+
+def deliver(worker: str, batch: Sequence[Parcel]) -> None:
+    """Take messages of a worker's kernel."""
+    _here().on_parcels(worker, list(batch))

@@ -1,0 +1,128 @@
+"""The connection file that invites processes of other hosts, and the tokens that the notebook accepts.
+
+An invitation has a token, which the notebook checks against its own list: until when it is valid, how many uses are
+left, and whether it was revoked. What the file says about this is for the reader only, so altering it changes nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import stat
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from nbdist.amounts import counted, duration
+from nbdist.errors import SecurityError, UsageError
+
+__all__ = ["Invitation", "Invitations", "read_invitation"]
+
+
+class Invitation(msgspec.Struct):
+    """The connection file, as JSON, which only its owner may read: whoever has it can run a worker of the cluster."""
+
+    address: str
+    """The address of the cluster's entrance, such as ``tcp://10.0.0.5:40123``."""
+    key: str
+    """The public key of the entrance."""
+    token: str
+    """The proof that the notebook has invited whoever comes with it."""
+    uses: int
+    """The number of workers that may join with the token."""
+    expires: str
+    """Until when the token is valid, for the reader: a date and a time in UTC."""
+
+    def write(self, path: Path) -> None:
+        """Write the file, which only this user may read; replace an earlier one. Raises UsageError if it cannot."""
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(file, "wb") as text:
+                text.write(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
+            os.replace(draft, path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise UsageError(f"the invitation cannot be written to {path}: {error.strerror}") from error
+
+
+def read_invitation(path: str) -> Invitation:
+    """Return the invitation in the file at ``path``, or on standard input if that is ``-``.
+
+    Raises SecurityError if another user may read the file, UsageError if it cannot be read or is no invitation.
+    """
+    if path == "-":
+        text = sys.stdin.buffer.read()
+    else:
+        try:
+            found = os.stat(path)
+            if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+                raise SecurityError(
+                    f"others may read or write {path}, or own it, and whoever reads it can run code in the cluster: "
+                    "revoke it in the notebook with %dist_invite --revoke, invite again, and keep the file your own "
+                    f"(chmod 600 {path})"
+                )
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise UsageError(f"the invitation {path} cannot be read: {error.strerror}") from error
+    try:
+        return msgspec.json.decode(text, type=Invitation)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{path} is no invitation of %dist_invite: {error}") from error
+
+
+@dataclass
+class _Grant:
+    """What a token allows."""
+
+    token: str
+    until: float
+    left: int
+    revoked: bool = False
+
+
+class Invitations:
+    """The tokens of one cluster. Times are those of one clock, in seconds, which the caller reads."""
+
+    def __init__(self) -> None:
+        self._grants: list[_Grant] = []
+
+    def invite(self, now: float, seconds: float, uses: int) -> str:
+        """Return a new token, valid for ``seconds`` from ``now`` on, for so many workers.
+
+        Raises UsageError unless both are more than 0.
+        """
+        if not seconds > 0:
+            raise UsageError(f"an invitation must be valid for more than 0 s, not {seconds:g} s")
+        if uses < 1:
+            raise UsageError(f"an invitation is for 1 worker or more, not {uses}")
+        grant = _Grant(secrets.token_urlsafe(32), now + seconds, uses)
+        self._grants.append(grant)
+        return grant.token
+
+    def revoke(self) -> int:
+        """Make all tokens invalid; return how many were valid. Workers that have joined stay."""
+        valid = [grant for grant in self._grants if not grant.revoked and grant.left]
+        for grant in self._grants:
+            grant.revoked = True
+        return len(valid)
+
+    def use(self, token: str, now: float, workers: int = 1) -> None:
+        """Take one use of a token for each of so many workers; raise SecurityError, with the reason, if it may not."""
+        grants = [grant for grant in self._grants if hmac.compare_digest(grant.token.encode(), token.encode())]
+        if not grants:
+            raise SecurityError("this cluster has not made this invitation: ask for a new one, %dist_invite")
+        grant = grants[0]
+        if grant.revoked:
+            raise SecurityError("this invitation has been revoked: ask for a new one, %dist_invite")
+        if now > grant.until:
+            raise SecurityError(
+                f"this invitation expired {duration(now - grant.until)} ago: ask for a new one, %dist_invite"
+            )
+        if grant.left < workers:
+            left = f"has {counted(grant.left, 'use')} left" if grant.left else "has been used up"
+            raise SecurityError(f"this invitation {left}, and {counted(workers, 'worker')} came: %dist_invite --uses N")
+        grant.left -= workers

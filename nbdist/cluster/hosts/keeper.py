@@ -1,0 +1,267 @@
+"""The keeper: the process that starts the workers of one host for a notebook on another one, and ends them.
+
+``python -m nbdist worker`` runs it, and so does an actor of Ray's. Its life::
+
+    knock at the entrance ── Denied ──> an error
+            │ Admitted
+            v
+    an agent, with the hub as the only other member of its world <── calls of the hub: start, signal, probe, deliver
+            │
+            v the hub ends the cluster, or is lost (12 s of silence)
+    all workers and their files are gone, the process ends
+
+The workers are started by a `LocalLauncher`, whose zygote ends them even if the keeper is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from nbdist.channel.contract import ChannelError
+from nbdist.channel.entrance import knock
+from nbdist.cluster.hosts import hub
+from nbdist.cluster.hosts.admission import NEWCOMER, Denied, decode_answer, describe_myself
+from nbdist.cluster.hosts.interfaces import interface_of, own_address_towards
+from nbdist.cluster.hosts.invitations import Invitation
+from nbdist.cluster.kernels.relay import Parcel, Relay
+from nbdist.cluster.processes.launchers.contract import StartedWorker
+from nbdist.cluster.processes.launchers.local import LocalLauncher
+from nbdist.cluster.processes.probe import Probe
+from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.cluster.spec import Spec
+from nbdist.errors import NbdistError, RendezvousError
+from nbdist.rpc.options import RpcBackendOptions
+from nbdist.rpc.world.start import start_agent
+from nbdist.wire.messages import Record
+
+__all__ = ["Keeper", "deliver", "end", "free_port", "preload", "probe_worker", "signal_worker", "start_worker"]
+
+_ANSWERS_WITHIN = 20.0
+"""Seconds for the notebook's answers while the keeper comes in."""
+
+_LONGEST_NAME = 100
+"""Characters of a keeper's name, at most."""
+_LAST_OUTPUT_WITHIN, _OUTPUT_PASSES_WITHIN = 0.03, 5.0
+"""Seconds after the end of a process in which its last output may arrive here, and for it to reach the notebook."""
+
+_keeper: Keeper | None = None
+"""The keeper of this process."""
+
+
+class Keeper:
+    """The keeper of this process. The constructor brings it into the cluster, `run` serves it until its end.
+
+    Args:
+        invitation: Where the cluster is, and the proof that this process may come in.
+        workers: How many workers there is room for.
+        host: The address at which the other hosts reach this one; None for the one on the way to the notebook.
+        gpus: The GPUs for the workers, in turn, as torch counts them here; None for all.
+
+    Raises:
+        SecurityError: The notebook does not accept the invitation.
+        VersionMismatch: The versions of Python, torch or nbdist do not fit.
+        RendezvousError: The notebook does not answer.
+    """
+
+    def __init__(
+        self, invitation: Invitation, workers: int = 1, host: str | None = None, gpus: Sequence[int] | None = None
+    ) -> None:
+        global _keeper
+        self._room = workers
+        self._gpus = list(range(torch.cuda.device_count())) if gpus is None else list(gpus)
+        self._given: dict[str, int] = {}
+        """The number of each worker's place here, from 0 to ``workers - 1``, by its name."""
+        self._relays: dict[str, Relay] = {}
+        self._ended = threading.Event()
+        self.why = ""
+        """The reason for which `run` has returned; empty if the cluster has ended in order."""
+        try:
+            request = NEWCOMER + msgspec.msgpack.encode(describe_myself(invitation.token, workers))
+            answer = decode_answer(knock(invitation.address, invitation.key.encode(), request, _ANSWERS_WITHIN))
+        except ChannelError as error:
+            raise RendezvousError(str(error)) from error
+        if isinstance(answer, Denied):
+            raise answer.error()
+        address, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
+        self.host = host or own_address_towards(address.strip("[]"), int(port))
+        self._secret = answer.secret
+        self._launcher = LocalLauncher(Spec(count=workers), self._on_end)
+        try:
+            self._agent = start_agent(
+                f"keeper{answer.id}",
+                answer.id,
+                None,
+                RpcBackendOptions(
+                    secret=answer.secret, host=self.host, channel="zeromq", rpc_timeout=_ANSWERS_WITHIN, arena_bytes=0
+                ),
+                present=[answer.hub],
+                directory=self._launcher.folder,
+            )
+        except BaseException:
+            self._launcher.close()
+            raise
+        _keeper = self
+        self._hub = answer.hub.name
+        self._agent.on_lost(self._on_lost)
+        self._agent.call(self._hub, hub.arrived, self._agent.me.incarnation, workers, self.host, platform.node()).wait()
+
+    def run(self) -> None:
+        """Serve the notebook until the cluster ends, or the notebook is lost: `why`. Then end all workers."""
+        try:
+            self._ended.wait()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End all workers, remove their files, and leave the cluster. A second call does nothing."""
+        self._ended.set()
+        for relay in self._relays.values():
+            relay.close()
+        self._relays.clear()
+        self._launcher.close()
+        self._agent.close("the keeper has ended")
+
+    def finish(self, why: str) -> None:
+        """Make `run` return; ``why`` is the reason, empty if the cluster has ended in order."""
+        self.why = self.why or why
+        self._ended.set()
+
+    def _on_lost(self, record: Record, why: str) -> None:
+        """End this keeper if the hub, which is the notebook, is lost."""
+        self.finish(f"the notebook {why}")
+
+    # -- the workers --------------------------------------------------------------------------
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Import modules ahead of all workers. Raises UsageError if one cannot be imported."""
+        self._launcher.preload(modules).result()
+
+    def start(self, setup: WorkerSetup, connection: Mapping[str, Any], environment: Mapping[str, str]) -> StartedWorker:
+        """Start a worker here, and the relay to its kernel.
+
+        ``connection`` is the content of the kernel's connection file in the notebook; the file that is written here has
+        other sockets and the same key.
+        """
+        folder = self._launcher.folder
+        place = self._given.get(setup.name)
+        if place is None:
+            place = self._given[setup.name] = min(set(range(self._room)) - set(self._given.values()))
+        ip = str(folder / Path(connection["ip"]).name)
+        file = folder / f"{Path(connection['ip']).name}.json"
+        file.touch(mode=0o600)
+        file.write_bytes(msgspec.json.encode({**connection, "ip": ip}))
+        gpu = self._gpus[place % len(self._gpus)] if self._gpus else None
+        told = msgspec.structs.replace(
+            setup,
+            connection_file=str(file),
+            folder=str(folder),
+            host=self.host,
+            secret=self._secret,
+            interface=interface_of(self.host) or "",
+            device="cpu" if gpu is None else f"cuda:{gpu}",
+            gpu=gpu,
+        )
+        started = self._launcher.start(told, environment).result()
+        ports = {name.removesuffix("_port"): port for name, port in connection.items() if name.endswith("_port")}
+        name = setup.name
+
+        def carry(batch: list[Parcel]) -> None:
+            self._agent.call(self._hub, hub.deliver, name, batch, timeout=0).wait()
+
+        earlier = self._relays.pop(name, None)
+        if earlier is not None:
+            earlier.close()
+        self._relays[name] = Relay.before_kernel(ip, ports, carry)
+        return StartedWorker(started.pid, platform.node(), told.device)
+
+    def _on_end(self, name: str, how: int | str) -> None:
+        """Tell the notebook that a worker has ended, and its last words, after its last output. In a launcher's thread.
+
+        Returns at once: another thread waits for the last output to pass.
+        """
+        relay = self._relays.pop(name, None)
+
+        def tell() -> None:
+            if relay is not None and not self._ended.is_set():
+                relay.drain(_LAST_OUTPUT_WITHIN, _OUTPUT_PASSES_WITHIN)
+            with contextlib.suppress(NbdistError):  # the notebook has gone, too
+                self._agent.call(self._hub, hub.ended, name, how, self._launcher.last_words(name))
+            if relay is not None:
+                relay.close()
+
+        threading.Thread(target=tell, name="nbdist-ending", daemon=True).start()
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to a worker."""
+        self._launcher.signal(name, number)
+
+    def probe(self, name: str) -> Future[Probe]:
+        """Ask this host about a worker's process."""
+        return self._launcher.probe(name)
+
+    def deliver(self, name: str, batch: Sequence[Parcel]) -> None:
+        """Pass messages of the notebook on to a worker's kernel; drop them if the worker has ended."""
+        relay = self._relays.get(name)
+        if relay is not None:
+            relay.deliver(batch)
+
+
+# -- what the hub calls here ------------------------------------------------------------------------
+
+
+def _here() -> Keeper:
+    """Return the keeper of this process."""
+    assert _keeper is not None  # the hub calls these functions in keepers only
+    return _keeper
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Import modules ahead of the workers of this host."""
+    _here().preload(modules)
+
+
+def start_worker(setup: str, connection: dict[str, Any], environment: dict[str, str]) -> StartedWorker:
+    """Start a worker on this host: `Keeper.start`."""
+    return _here().start(WorkerSetup.decode(setup), connection, environment)
+
+
+def signal_worker(name: str, number: int) -> None:
+    """Send a signal to a worker of this host."""
+    _here().signal(name, number)
+
+
+def probe_worker(name: str) -> Probe:
+    """Return what this host knows of a worker's process."""
+    return _here().probe(name).result()
+
+
+def deliver(name: str, batch: list[Parcel]) -> None:
+    """Pass messages on to the kernel of a worker of this host."""
+    _here().deliver(name, batch)
+
+
+def free_port() -> int:
+    """Return a port of this host on which nothing listens now."""
+    family = socket.AF_INET6 if ":" in _here().host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((_here().host, 0))
+        return int(probe.getsockname()[1])
+
+
+def end() -> int:
+    """End the workers of this host and this keeper; return this process's id. The workers are gone when it returns."""
+    keeper = _here()
+    keeper._launcher.close()
+    keeper.finish("")
+    return os.getpid()

@@ -1,0 +1,242 @@
+"""Passes the messages of a kernel's channels on, where the kernel and the notebook are on different hosts.
+
+::
+
+    the notebook's host                                              the kernel's host
+    Kernel ── ipc ──> Relay.before_notebook ── carry, deliver ──> Relay.before_kernel ── ipc ──> ipykernel
+
+A relay has two threads: one reads and writes its sockets, the other, the courier, carries what was read to the other
+relay, one batch at a time, in order. While a batch is on its way, more is read, up to a limit; then the relay stops
+reading, so that a kernel that prints without end waits, and memory does not grow. The frames are not looked at: the
+kernel has signed them with its key, and the notebook checks that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import zmq
+
+__all__ = ["Parcel", "Relay"]
+
+Parcel = tuple[str, list[bytes]]
+"""A message: its channel, such as "shell", and its frames, without the identity of a client."""
+
+_CHANNELS = ("shell", "iopub", "stdin", "control")
+_CLIENT = b"notebook"
+"""The name by which the kernel knows its only client: requests for input go where the cells came from."""
+_BATCH = 1 << 20
+"""Bytes after which a batch is full."""
+_MOST_READ = 8 << 20
+"""Bytes that may wait for the courier; then nothing more is read."""
+_MESSAGES_AT_ONCE = 100
+"""Messages of a channel that are read before the others have their turn."""
+
+_log = logging.getLogger("nbdist.cluster")
+
+
+class Relay:
+    """One end of the way between a notebook and a kernel of another host.
+
+    `before_notebook` and `before_kernel` make it.
+    ``carry(batch)`` brings a list of parcels to the other end, returns when they are there, and raises an error if they
+    cannot be brought; then the relay carries nothing more.
+    """
+
+    def __init__(self, sockets: Mapping[str, Any], context: Any, carry: Callable[[list[Parcel]], object]) -> None:
+        self._sockets = dict(sockets)
+        self._context = context
+        self._carry = carry
+        self._client = _CLIENT
+        """The identity of the client on this side, for ROUTER sockets."""
+        self._to_send: deque[Parcel] = deque()
+        """The parcels that have been delivered here and not been sent to a socket yet."""
+        self._read: deque[Parcel] = deque()
+        """The parcels that have been read and not been carried away."""
+        self._bytes = 0
+        self._carrying = False
+        """True while a batch is on its way."""
+        self._changed = threading.Condition()
+        """Guards the four above; notified when there is something to carry."""
+        self._closed = False
+        self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in ((self._work, "nbdist-relay"), (self._carry_all, "nbdist-courier"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @classmethod
+    def before_notebook(cls, ip: str, ports: Mapping[str, int], carry: Callable[[list[Parcel]], object]) -> Relay:
+        """Return a relay that answers the notebook in the place of the kernel, at the ``ipc`` sockets of a connection.
+
+        ``ip`` and ``ports`` are those of the connection file.
+        """
+        context = _context()
+        sockets = {}
+        for channel in _CHANNELS:
+            sockets[channel] = _socket(context, zmq.PUB if channel == "iopub" else zmq.ROUTER)
+            sockets[channel].bind(f"ipc://{ip}-{ports[channel]}")
+        return cls(sockets, context, carry)
+
+    @classmethod
+    def before_kernel(cls, ip: str, ports: Mapping[str, int], carry: Callable[[list[Parcel]], object]) -> Relay:
+        """Return a relay that is the client of a kernel of this host.
+
+        ``ip`` and ``ports`` are those of the kernel's connection file.
+        """
+        context = _context()
+        sockets = {}
+        for channel in _CHANNELS:
+            sock = sockets[channel] = _socket(context, zmq.SUB if channel == "iopub" else zmq.DEALER)
+            if channel == "iopub":
+                sock.subscribe(b"")
+            else:
+                sock.identity = _CLIENT
+            sock.connect(f"ipc://{ip}-{ports[channel]}")
+        return cls(sockets, context, carry)
+
+    def deliver(self, batch: Sequence[Parcel]) -> None:
+        """Take a batch from the other end, to send it on. Does not wait. Any thread may call this."""
+        self._to_send.extend(batch)
+        self._wake()
+
+    def drain(self, quiet: float, timeout: float) -> None:
+        """Wait until everything that was read here has been carried away, and nothing has come for ``quiet`` seconds.
+
+        Returns after ``timeout`` seconds at the latest.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while not self._closed and (left := deadline - time.monotonic()) > 0:
+                if self._read or self._carrying:
+                    self._changed.wait(left)
+                elif not self._changed.wait(min(quiet, left)):
+                    return
+
+    def close(self) -> None:
+        """Stop, and close the sockets. A second call does nothing."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._wake()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2.0)
+        os.close(self._wake_in)
+        self._wake_in = -1
+
+    def _wake(self) -> None:
+        """Make the thread of the sockets look at once."""
+        with contextlib.suppress(OSError):
+            os.write(self._wake_in, b"w")
+
+    # -- the thread of the sockets ------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Read and write the sockets until `close`; then close them."""
+        poller = select.poll()
+        poller.register(self._wake_out, select.POLLIN)
+        for sock in self._sockets.values():
+            poller.register(sock.FD, select.POLLIN)
+        while not self._closed:
+            # ZeroMQ's files report a change once: so all sockets are looked at until nothing moves any more.
+            while self._send_all() | self._read_all():
+                pass
+            poller.poll()
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_out, 4096)
+        os.close(self._wake_out)
+        self._context.destroy(linger=0)
+
+    def _send_all(self) -> bool:
+        """Send what has been delivered; return whether there was something."""
+        moved = False
+        while self._to_send:
+            channel, frames = self._to_send.popleft()
+            sock = self._sockets[channel]
+            moved = True
+            with contextlib.suppress(zmq.ZMQError):
+                sock.send_multipart([self._client, *frames] if sock.type == zmq.ROUTER else frames)
+        return moved
+
+    def _read_all(self) -> bool:
+        """Read what the sockets have, if there is room; return whether there was something."""
+        found: list[Parcel] = []
+        if self._bytes < _MOST_READ:
+            for channel, sock in self._sockets.items():
+                for _ in range(_MESSAGES_AT_ONCE):
+                    if sock.type == zmq.PUB or not sock.EVENTS & zmq.POLLIN:
+                        break
+                    frames = sock.recv_multipart()
+                    if sock.type == zmq.ROUTER:
+                        self._client, *frames = frames
+                    found.append((channel, frames))
+        if found:
+            with self._changed:
+                self._read.extend(found)
+                self._bytes += sum(map(_size, found))
+                self._changed.notify_all()
+        return bool(found)
+
+    # -- the courier --------------------------------------------------------------------------
+
+    def _carry_all(self) -> None:
+        """Carry what has been read to the other end, batch by batch, until `close` or an error."""
+        while batch := self._next_batch():
+            try:
+                self._carry(batch)
+            except Exception as error:
+                if not self._closed:
+                    _log.debug("a relay stops: %s", error)
+                return
+            finally:
+                with self._changed:
+                    self._carrying = False
+                    self._changed.notify_all()
+            self._wake()  # there is room again
+
+    def _next_batch(self) -> list[Parcel]:
+        """Wait for parcels; return the next batch of them, or [] after `close`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._read or self._closed)
+            batch: list[Parcel] = []
+            size = 0
+            while self._read and size < _BATCH and not self._closed:
+                batch.append(self._read.popleft())
+                size += _size(batch[-1])
+            self._bytes -= size
+            self._carrying = bool(batch)
+            return batch
+
+
+def _size(parcel: Parcel) -> int:
+    """Return the bytes of a parcel's frames."""
+    return sum(map(len, parcel[1]))
+
+
+def _context() -> Any:
+    """Return a ZeroMQ context whose sockets drop no message."""
+    context: Any = zmq.Context()
+    context.rcvhwm = context.sndhwm = 0
+    return context
+
+
+def _socket(context: Any, kind: int) -> Any:
+    """Return a new socket, which forgets unsent messages as it closes."""
+    sock = context.socket(kind)
+    sock.linger = 0
+    if kind in (zmq.DEALER, zmq.SUB):
+        sock.reconnect_ivl = 10  # a starting kernel has yet to make its sockets
+    return sock

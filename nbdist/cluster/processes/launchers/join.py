@@ -1,0 +1,61 @@
+"""`JoinLauncher`: workers that a person, or a batch system, starts by ``python -m nbdist worker --connect FILE``."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nbdist.amounts import counted
+from nbdist.cluster.processes.launchers.contract import OnEnd
+from nbdist.cluster.processes.launchers.remote import RemoteLauncher
+
+if TYPE_CHECKING:
+    from nbdist.cluster.spec import Spec
+
+__all__ = ["DEFAULT_INVITATION", "VALID_FOR", "JoinLauncher"]
+
+DEFAULT_INVITATION = "nbdist-invitation.json"
+"""The file of the first invitation, in the working directory, if the spec names none."""
+VALID_FOR = 3600.0
+"""Seconds for which an invitation is valid, unless the user says otherwise."""
+
+
+class JoinLauncher(RemoteLauncher):
+    """Waits for workers that join. It writes an invitation for as many workers as the cluster has."""
+
+    def __init__(self, spec: Spec, on_end: OnEnd) -> None:
+        super().__init__(spec, on_end)
+        self._file = Path(spec.invitation or DEFAULT_INVITATION).absolute()
+        try:
+            self.invite(self._file, VALID_FOR, spec.count)
+        except BaseException:
+            self.close()
+            raise
+
+    def invite(self, file: Path, seconds: float, uses: int) -> None:
+        """Write an invitation, valid for so many seconds and workers. Raises UsageError if it cannot."""
+        self.hub.invite(seconds, uses).write(file)
+
+    def revoke(self) -> int:
+        """Make all invitations invalid; return how many were valid."""
+        return self.hub.revoke()
+
+    def advice(self) -> str:
+        """Return how to start the workers that are missing."""
+        with self._lock:
+            count = len(self._wanted)
+        if not count:
+            return ""
+        return f"{counted(count, 'worker')} must be started: {how_to_join(self._file)}"
+
+    def close(self) -> int:
+        """End all workers, and remove the run directory and the invitation."""
+        left = super().close()
+        self._file.unlink(missing_ok=True)
+        return left
+
+
+def how_to_join(file: Path) -> str:
+    """Return the command with which a worker joins by an invitation."""
+    return f"`python -m nbdist worker --connect {shlex.quote(str(file))}`, with a copy of that file, on its host"

@@ -1,0 +1,213 @@
+"""`RayLauncher`: workers that a Ray cluster places. Ray chooses the hosts, and gives each worker its GPUs.
+
+::
+
+    this process                   a host of Ray's
+    RayLauncher ── ray.remote ──> actor ── starts ──> keeper (`python -m nbdist worker`) ── starts ──> worker
+         │ <────────────────── RPC ───────────────────> │
+
+There is one actor for each worker, and one placement group for all. The actor only starts the keeper and waits for its
+end; the keeper ends with the actor, even if Ray kills that with SIGKILL. When a keeper is lost, its actor is killed,
+and the next start of the worker asks Ray for another one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from nbdist.amounts import counted
+from nbdist.cluster.hosts.hub import KeeperMember
+from nbdist.cluster.processes.launchers.contract import OnEnd, StartedWorker
+from nbdist.cluster.processes.launchers.remote import RemoteLauncher
+from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.errors import ResourceError, UsageError
+
+if TYPE_CHECKING:
+    from nbdist.cluster.spec import Spec
+
+__all__ = ["RayLauncher"]
+
+_ROOM_WITHIN = 30.0
+"""Seconds for Ray to make room for all workers, unless the cluster's timeout is shorter, or the user has set it."""
+_INVITED_FOR = 600.0
+"""Seconds for which the invitation of an actor is valid."""
+_USUAL_TIMEOUT = 120.0
+"""The timeout of a cluster for which the user has set none."""
+
+
+class RayLauncher(RemoteLauncher):
+    """The launcher for Ray. See `Launcher` for its methods."""
+
+    def __init__(self, spec: Spec, on_end: OnEnd) -> None:
+        """Find Ray, or start it, and get room for all workers.
+
+        Raises UsageError if Ray is not installed or its address cannot be used, ResourceError if it has no room.
+        """
+        try:
+            import ray
+        except ImportError as error:
+            raise UsageError(
+                "the launcher ray needs Ray, which is not installed: pip install 'nbdist[ray]', on all hosts"
+            ) from error
+        self._ray: Any = ray
+        self._actors: dict[str, tuple[Any, Any]] = {}
+        """By the worker's name: its actor, and the reference to the end of the actor's work."""
+        self._group: Any = None
+        self._disconnects = _connect(ray, spec)
+        """True if this launcher has connected this process to Ray, and disconnects it."""
+        try:
+            super().__init__(replace(spec, host=spec.host or _address_of_this_node(ray)), on_end)
+        except BaseException:
+            self._leave_ray()
+            raise
+        try:
+            self._reserve(spec)
+        except BaseException:
+            self.close()
+            raise
+
+    def _reserve(self, spec: Spec) -> None:
+        """Get room for all workers, all or none. Raises ResourceError if Ray has none in time."""
+        from ray.util.placement_group import placement_group
+
+        ray = self._ray
+        gpus = spec.gpus_per_worker
+        if gpus is None:
+            gpus = 1 if ray.cluster_resources().get("GPU", 0) >= spec.count else 0
+        self._needs = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
+        self._group = placement_group([self._needs] * spec.count, strategy=spec.placement.upper())
+        within = spec.timeout if spec.timeout != _USUAL_TIMEOUT else _ROOM_WITHIN
+        if not self._group.wait(within):
+            said = _say_room(_free_of_nodes(ray), self._needs, spec.count)
+            raise ResourceError(f"{said}. It waited for {within:g} s; -t SECONDS waits longer, -n N asks for fewer")
+
+    def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
+        """Start a worker on an actor of its own; return a future."""
+        with self.hub.lock:
+            has_keeper = any(setup.name in member.workers for member in self.hub.members)
+        if not has_keeper:
+            self._make_actor(setup)
+        return super().start(setup, environment)
+
+    def _make_actor(self, setup: WorkerSetup) -> None:
+        """Let Ray start an actor for a worker, whose keeper will come to the hub. Kills the actor that it had."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._kill_actor(setup.name)
+        ray = self._ray
+        invitation = msgspec.json.encode(self.hub.invite(_INVITED_FOR, 1))
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=setup.rank)
+        options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0), "max_restarts": 0}
+        actor = ray.remote(_Actor).options(scheduling_strategy=strategy, **options).remote()
+        self._actors[setup.name] = actor, actor.run.remote(invitation)
+
+    def _kill_actor(self, name: str) -> None:
+        """Let Ray end the actor of a worker, if it has one."""
+        actor, _ = self._actors.pop(name, (None, None))
+        if actor is not None:
+            self._ray.kill(actor, no_restart=True)
+
+    def _on_gone(self, member: KeeperMember, why: str) -> None:
+        """Note that a keeper is lost; kill its actors, which may still hold its place."""
+        super()._on_gone(member, why)
+        for name in member.workers:
+            threading.Thread(target=self._kill_actor, args=(name,), name="nbdist-ray", daemon=True).start()
+
+    def advice(self) -> str:
+        """Return which resources Ray has left, if workers wait for an actor."""
+        with self._lock:
+            missing = len(self._wanted)
+        return _say_room(_free_of_nodes(self._ray), self._needs, missing) if missing else ""
+
+    def close(self) -> int:
+        """End all workers, give back what Ray had reserved, and end Ray if this launcher has started it."""
+        left = super().close()
+        for name in list(self._actors):
+            self._kill_actor(name)
+        self._leave_ray()
+        return left
+
+    def _leave_ray(self) -> None:
+        """Give back the placement group; disconnect from Ray, which ends it if this launcher has started it."""
+        from ray.util.placement_group import remove_placement_group
+
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+        if self._disconnects:
+            self._ray.shutdown()
+
+
+class _Actor:
+    """The actor of one worker: it starts the keeper, and waits for its end."""
+
+    def run(self, invitation: bytes) -> int:
+        """Run a keeper with this invitation; return its exit code. It has this actor's GPUs and environment."""
+        import ray
+
+        command = [sys.executable, "-m", "nbdist", "worker", "--connect", "-", "--with-parent"]
+        host = _address_of_this_node(ray)
+        keeper = subprocess.Popen([*command, "--host", host], stdin=subprocess.PIPE, start_new_session=True)
+        keeper.communicate(invitation)
+        return keeper.returncode
+
+
+def _connect(ray: Any, spec: Spec) -> bool:
+    """Connect this process to Ray, unless it is; return whether it was connected here.
+
+    Starts a new Ray on this machine if there is no other, with room for all workers. Raises UsageError for an address
+    by which workers could not reach this process.
+    """
+    if ray.is_initialized():
+        return False
+    address = spec.address or os.environ.get("RAY_ADDRESS")
+    if address is not None and address.startswith("ray://"):
+        raise UsageError(
+            f"{address} is for clients of Ray outside of its cluster, which workers could not reach: run the notebook "
+            "on a host of the Ray cluster, and use --address auto"
+        )
+    own = {} if address else {"num_cpus": max(spec.count, os.cpu_count() or 1), "include_dashboard": False}
+    try:
+        ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **own)
+    except ConnectionError as error:
+        raise UsageError(f"Ray cannot be reached at {address}: {error}") from error
+    return True
+
+
+def _address_of_this_node(ray: Any) -> str:
+    """Return the address by which the other nodes of Ray's reach this one."""
+    return str(ray.util.get_node_ip_address())
+
+
+def _free_of_nodes(ray: Any) -> list[dict[str, float]]:
+    """Return the resources that are free on each living node of Ray's."""
+    from ray._private import state
+
+    find: Any = state.available_resources_per_node
+    free: Mapping[str, dict[str, float]] = find()
+    return [free.get(node["NodeID"], {}) for node in ray.nodes() if node["Alive"]]
+
+
+def _say_room(free: list[dict[str, float]], needs: Mapping[str, float], count: int) -> str:
+    """Return how many of ``count`` workers Ray has room for, and what its nodes have free. Pure.
+
+    ``needs`` has what each worker needs; ``free`` what each node has free.
+    """
+    room = sum(min(int(node.get(name, 0.0) / needed) for name, needed in needs.items()) for node in free)
+    shown = "GPU" if "GPU" in needs else "CPU"
+    groups = Counter(node.get(shown, 0.0) for node in free)
+    nodes = ", ".join(
+        f"{counted(many, 'node')} with {each:g} free {shown}{'' if each == 1 else 's'}"
+        for each, many in sorted(groups.items(), reverse=True)
+    )
+    return f"Ray has room for {min(room, count)} of {counted(count, 'worker')}: {nodes or 'no node'}"

@@ -1,0 +1,98 @@
+"""Keeps the list of a world's members in the memory of one process, for members on any host.
+
+Members reach it at the process's `nbdist.channel.entrance.Entrance`. The URL is ``nbdist://host:port/NAME``; one
+process may keep the lists of several worlds, by their names. A request is signed with the secret that the members
+share, so nobody else can read or change a list::
+
+    SharedStore ── knock ──> Entrance ──> Texts.answer
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import msgspec
+
+from nbdist.channel.entrance import knock
+from nbdist.channel.security import Secret
+
+__all__ = ["ENTRANCE", "STORE", "SharedStore", "Texts", "is_here"]
+
+ENTRANCE = "entrance"
+"""The role whose CURVE key pair (`Secret.curve`) an entrance has."""
+STORE = b"s"
+"""The first byte of a request to the store, by which an entrance tells it from others."""
+_ANSWER_WITHIN = 10.0
+"""Seconds for an answer, at most."""
+
+
+class _CompareSet(msgspec.Struct):
+    """A request: write ``desired`` if the text of that name is ``expected``. The answer is the text afterwards."""
+
+    name: str
+    expected: str
+    desired: str
+
+
+class Texts:
+    """Texts by name, which processes with the same secret change by compare-and-set. Any thread may use it."""
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+        self._texts: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def serve_at(self, address: str) -> None:
+        """Note the address of the entrance, such as ``10.0.0.5:40123``, for each `SharedStore` of this process."""
+        _here[address] = self
+
+    def answer(self, signed: bytes) -> bytes:
+        """Return the answer to a request of a `SharedStore`. Raises SecurityError if it has another signature.
+
+        A request that cannot be read raises `msgspec.MsgspecError`.
+        """
+        request = msgspec.msgpack.decode(self._secret.verify(signed), type=_CompareSet)
+        return self.compare_set(request.name, request.expected, request.desired)
+
+    def compare_set(self, name: str, expected: str, desired: str) -> bytes:
+        """Set the text of that name to ``desired`` if it is ``expected``; return the text that it has then."""
+        with self._lock:
+            text = self._texts.get(name, "")
+            if text == expected:
+                text = self._texts[name] = desired
+            return text.encode()
+
+
+_here: weakref.WeakValueDictionary[str, Texts] = weakref.WeakValueDictionary()
+"""The texts of this process, by the addresses of their entrances."""
+
+
+def is_here(address: str) -> bool:
+    """Return whether this process has the texts behind the entrance at ``address``, such as ``10.0.0.5:40123``."""
+    return address in _here
+
+
+class SharedStore:
+    """The store of `nbdist.rpc.world.roster.Roster` whose texts another process, or this one, has in its memory."""
+
+    def __init__(self, address: str, name: str, secret: Secret, timeout: float) -> None:
+        """Use the store at the entrance with ``address``, such as ``10.0.0.5:40123``, and there the text ``name``.
+
+        An operation takes ``timeout`` seconds at most, and never more than `_ANSWER_WITHIN`.
+        """
+        self._address = address
+        self._name = name
+        self._secret = secret
+        self._timeout = min(timeout, _ANSWER_WITHIN)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write ``desired`` if the text is ``expected``; return the text that the store has then.
+
+        ``key`` is ignored: a list has one text. Raises ChannelError if the entrance does not answer.
+        """
+        texts = _here.get(self._address)
+        if texts is not None:
+            return texts.compare_set(self._name, expected, desired)
+        request = self._secret.sign(msgspec.msgpack.encode(_CompareSet(self._name, expected, desired)))
+        return knock(f"tcp://{self._address}", self._secret.curve(ENTRANCE).public, STORE + request, self._timeout)

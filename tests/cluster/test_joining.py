@@ -1,0 +1,146 @@
+"""Workers that join from other hosts: what happens as hosts are cut off, freeze and die."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from other_hosts import can_make_hosts, hosts, wait_for_file
+
+import nbdist
+from nbdist import rpc
+from nbdist.channel.contract import ChannelError
+from nbdist.cluster.workers import StartError
+from nbdist.errors import UsageError, WorkerLost
+
+on_hosts = pytest.mark.skipif(
+    not can_make_hosts(), reason="only root can make hosts, and only where the kernel allows it"
+)
+
+
+@contextlib.contextmanager
+def cluster_on(others, address: str, folder: Path, **options):
+    """A cluster with a worker on each of these hosts."""
+    file = folder / "invitation.json"
+
+    def start() -> None:
+        text = wait_for_file(file)
+        for other in others:
+            other.start("-m", "nbdist", "worker", "--connect", "-", stdin=text)
+
+    threading.Thread(target=start, daemon=True).start()
+    with nbdist.Cluster(len(others), launcher="join", host=address, invitation=str(file), **options) as cluster:
+        yield cluster
+
+
+def until(happened, within: float = 20.0) -> None:
+    deadline = time.monotonic() + within
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_clusters_that_nobody_can_join_say_so():
+    said = r"only one with `%dist_init --launcher join` has invitations"
+    with nbdist.Cluster(1) as cluster, pytest.raises(UsageError, match=said):
+        cluster.invite("file")
+    with pytest.raises(UsageError, match=r"name it with --host ADDRESS"):
+        nbdist.Cluster(1, launcher="join").start()
+    with pytest.raises(ChannelError, match=r"cannot listen at tcp://203\.0\.113\.77"):
+        nbdist.Cluster(1, launcher="join", host="203.0.113.77").start()
+
+
+def test_the_error_of_a_start_says_how_to_start_the_missing_workers(tmp_path):
+    file = tmp_path / "my invitation.json"
+    cluster = nbdist.Cluster(2, launcher="join", host="127.0.0.1", invitation=str(file), timeout=0.5)
+    with pytest.raises(StartError, match=r"2 workers must be started: `python -m nbdist worker --connect '.*my inv"):
+        cluster.start()
+    assert not file.exists()
+    assert not list(tmp_path.iterdir())
+
+
+@on_hosts
+def test_all_ends_when_the_notebook_is_killed(tmp_path):
+    """The workers and their keepers end after the 12 seconds of silence, and the run directory is gone at once."""
+    with hosts(1) as (address, (other,)):
+        file = tmp_path / "invitation.json"
+        program = (
+            "import nbdist, os, sys\n"
+            f"with nbdist.Cluster(1, launcher='join', host={address!r}, invitation={str(file)!r}) as cluster:\n"
+            "    print(cluster.folder, flush=True)\n"
+            "    cluster.execute('import time; time.sleep(1000)')\n"
+        )
+        notebook = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        keeper = other.start("-m", "nbdist", "worker", "--connect", "-", stdin=wait_for_file(file))
+        folder = Path(notebook.stdout.readline().strip())
+        assert folder.is_dir()
+        notebook.kill()
+        notebook.wait()
+        until(lambda: not folder.exists(), 5)
+        assert keeper.wait(25) == 1
+        until(lambda: not other.pids())
+
+
+@on_hosts
+def test_a_cut_of_three_seconds_loses_and_repeats_nothing(tmp_path):
+    with hosts(2) as (address, others), cluster_on(others, address, tmp_path) as cluster:
+        cluster.execute("count = 0\ndef add():\n    global count\n    count += 1\n    return count")
+        cell = cluster.execute(
+            "import time\nfor i in range(50):\n    print(i, flush=True); time.sleep(0.1)", block=False
+        )
+        calls = [rpc.rpc_async("worker0", eval, args=("1 + 1",)) for _ in range(10)]
+        time.sleep(1)
+        others[0].cut()
+        calls += [rpc.rpc_async("worker0", eval, args=("__import__('__main__').add()",)) for _ in range(20)]
+        time.sleep(3)
+        others[0].mend()
+        assert sorted(call.wait() for call in calls) == sorted([2] * 10 + list(range(1, 21)))
+        cell.wait()
+        for outputs in cell.outputs.values():
+            assert "".join(output["text"] for output in outputs).split() == [str(i) for i in range(50)]
+
+
+@on_hosts
+def test_a_host_that_dies_is_named_and_another_one_takes_its_place(tmp_path):
+    with hosts(3) as (address, others), cluster_on(others[:2], address, tmp_path, timeout=60) as cluster:
+        cell = cluster.execute(
+            "import torch\nif rank == 0: dist.barrier()\nelse:\n    import time; time.sleep(1000)", block=False
+        )
+        waiting = rpc.rpc_async("worker1", eval, args=("__import__('time').sleep(1000)",))
+        time.sleep(0.5)
+        addresses = {record.name: record.addresses for record in cluster.agent.members()}
+        victim = next(other for other in others[:2] if any(other.address in each for each in addresses["worker1"]))
+        began = time.monotonic()
+        victim.kill()
+        with pytest.raises(WorkerLost, match=r"worker1"):
+            waiting.wait()
+        with pytest.raises(WorkerLost):
+            cell.wait()
+        assert time.monotonic() - began < 25
+        assert [worker.name for worker in cluster.workers if worker.lost] == ["worker1"]
+        file = tmp_path / "another.json"
+        cluster.invite(str(file))
+        others[2].start("-m", "nbdist", "worker", "--connect", "-", stdin=file.read_bytes())
+        assert cluster.restart() == ["worker1"]
+        cluster.execute("total = torch.tensor(float(rank + 1)); dist.all_reduce(total)")
+        assert [float(total) for total in cluster.pull("total")] == [3.0, 3.0]
+
+
+@on_hosts
+def test_a_worker_that_freezes_is_lost_after_twelve_seconds_and_can_be_restarted(tmp_path):
+    with hosts(2) as (address, others), cluster_on(others, address, tmp_path) as cluster:
+        began = time.monotonic()
+        cluster.signal("worker1", signal.SIGSTOP)
+        time.sleep(0.5)  # the signal is on its way
+        with pytest.raises(WorkerLost, match=r"worker1 has been silent for 12"):
+            rpc.rpc_sync("worker1", eval, args=("1",), timeout=0)
+        assert 10 < time.monotonic() - began < 20
+        until(lambda: cluster.find("worker1").lost)
+        assert cluster.restart() == ["worker1"]
+        assert cluster.evaluate("rank", "worker1") == 1

@@ -1,0 +1,107 @@
+"""All launchers pass the contract of `nbdist.testing.LauncherContract`: workers of this host, joined ones, Ray's."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from other_hosts import can_make_hosts, hosts, wait_for_file
+
+import nbdist
+from nbdist.testing import LauncherContract
+
+
+@contextlib.contextmanager
+def joined(count: int, file: Path, start, **options):
+    """A cluster whose workers join: ``start(invitation)`` starts them once the invitation is written."""
+
+    def wait() -> None:
+        start(wait_for_file(file))
+
+    threading.Thread(target=wait, daemon=True).start()
+    with nbdist.Cluster(count, launcher="join", invitation=str(file), **options) as cluster:
+        yield cluster
+    assert not file.exists()
+
+
+class TestLocal(LauncherContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def cluster(cls):
+        with nbdist.Cluster(2) as cluster:
+            yield cluster
+
+
+class TestJoinedOnThisHost(LauncherContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def cluster(cls, tmp_path_factory):
+        file = tmp_path_factory.mktemp("join") / "invitation.json"
+        started: list[subprocess.Popen] = []
+
+        def start(invitation: bytes) -> None:
+            command = [sys.executable, "-m", "nbdist", "worker", "--connect", str(file), "-n", "2"]
+            started.append(subprocess.Popen(command))
+
+        with joined(2, file, start, host="127.0.0.1") as cluster:
+            yield cluster
+        assert started[0].wait(20) == 0
+
+
+@pytest.mark.skipif(not can_make_hosts(), reason="only root can make hosts, and only where the kernel allows it")
+class TestJoinedOnTwoOtherHosts(LauncherContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def cluster(cls, tmp_path_factory):
+        file = tmp_path_factory.mktemp("join") / "invitation.json"
+        with hosts(2) as (address, others):
+
+            def start(invitation: bytes) -> None:
+                for other in others:
+                    other.start("-m", "nbdist", "worker", "--connect", "-", stdin=invitation)
+
+            with joined(2, file, start, host=address) as cluster:
+                yield cluster
+            for other in others:
+                for process in other.processes:
+                    assert process.wait(20) == 0
+                assert other.pids() == []
+
+
+class TestRay(LauncherContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def cluster(cls):
+        pytest.importorskip("ray")
+        before = {process.pid for process in psutil.process_iter()}
+        with nbdist.Cluster(2, launcher="ray") as cluster:
+            yield cluster
+        _, left = psutil.wait_procs([each for each in psutil.process_iter() if each.pid not in before], 20)
+        assert [each for each in left if "nbdist" in " ".join(each.cmdline())] == []
+
+
+ROOMS = ("processes", "hosts", "worker")
+"""The parts of `nbdist.cluster` that know processes: those below the launchers, and the worker's own side."""
+
+
+def test_no_module_above_the_launchers_touches_a_process_of_a_worker():
+    """No file of ``/proc``, no signal to a pid, no path of another process: the launcher does that, on its host."""
+    package = Path(nbdist.__file__).parent
+    found = []
+    for folder in ("cluster", "views", "magics"):
+        for path in sorted((package / folder).rglob("*.py")):
+            if path.relative_to(package / folder).parts[0] in ROOMS or path.name == "process_memory.py":
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                match node:
+                    case ast.Constant(value=str(text)) if text.startswith("/proc/"):
+                        found.append(f"{path}:{node.lineno}: {text}")
+                    case ast.Attribute(value=ast.Name(id="os"), attr=("kill" | "killpg" | "pidfd_open") as name):
+                        found.append(f"{path}:{node.lineno}: os.{name}")
+    assert found == []

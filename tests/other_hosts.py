@@ -1,0 +1,129 @@
+"""Hosts for tests: network, mount and process namespaces of this machine, joined by a bridge to the machine itself.
+
+A process on such a host has an address of its own, sees none of the machine's folders below ``/tmp`` (nor the run
+directory of a notebook), and none of its processes: its process ids mean nothing outside. Only root can make them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["Host", "can_make_hosts", "hosts"]
+
+_numbers = itertools.count()
+
+
+def can_make_hosts() -> bool:
+    """Return whether this process may make namespaces and bridges."""
+    if os.geteuid() or not all(map(shutil.which, ("ip", "unshare"))):
+        return False
+    name = f"nbt{os.getpid():x}"
+    made = subprocess.run(["ip", "link", "add", name, "type", "bridge"], capture_output=True).returncode == 0
+    if made:
+        _ip("link", "del", name)
+    return made and subprocess.run(["unshare", "-n", "-m", "-p", "--fork", "true"]).returncode == 0
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class Host:
+    """One host: what runs there is started by `start` and ends with `kill`."""
+
+    def __init__(self, name: str, address: str, link: str) -> None:
+        self.name = name
+        self.address = address
+        self._link = link
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *arguments: str, stdin: bytes = b"", environment: dict[str, str] | None = None) -> subprocess.Popen:
+        """Start Python with these arguments on the host; return the process that stands for it here.
+
+        What it writes goes to the test's output. Its working directory is ``/``, and ``/tmp`` is empty at first.
+        """
+        inside = 'mount -t tmpfs none /tmp && cd / && "$@"'
+        process = subprocess.Popen(
+            [
+                *("ip", "netns", "exec", self.name, "unshare", "--mount", "--pid", "--fork", "--kill-child"),
+                *("--mount-proc", "sh", "-c", inside, "sh", sys.executable, *arguments),
+            ],
+            stdin=subprocess.PIPE,
+            env={key: value for key, value in os.environ.items() if key != "NBDIST_RUNTIME_DIR"} | (environment or {}),
+        )
+        assert process.stdin is not None
+        with process.stdin:
+            process.stdin.write(stdin)
+        self.processes.append(process)
+        return process
+
+    def pids(self) -> list[int]:
+        """Return the ids, on the machine, of the processes that run on this host."""
+        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True).stdout
+        return [int(pid) for pid in found.split()]
+
+    def kill(self) -> None:
+        """End the host's processes, all at once, as if it had lost its power."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        for process in self.processes:
+            process.wait(10)
+        self.processes.clear()
+
+    def cut(self) -> None:
+        """Cut the host off: its packets, and those to it, are lost."""
+        _ip("link", "set", self._link, "down")
+
+    def mend(self) -> None:
+        """Connect the host again."""
+        _ip("link", "set", self._link, "up")
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[tuple[str, list[Host]]]:
+    """Make hosts; return the address at which they reach this machine, and the hosts. They end with the block."""
+    label = f"{os.getpid():x}{next(_numbers)}"
+    net = f"10.{200 + os.getpid() % 50}.{(os.getpid() // 50 + next(_numbers)) % 250}"
+    bridge = f"nb{label}"
+    found: list[Host] = []
+    with contextlib.ExitStack() as undo:
+        _ip("link", "add", bridge, "type", "bridge")
+        undo.callback(_ip, "link", "del", bridge)
+        _ip("addr", "add", f"{net}.1/24", "dev", bridge)
+        _ip("link", "set", bridge, "up")
+        for index in range(count):
+            name, outer, inner = f"nb{label}h{index}", f"v{label}o{index}", f"v{label}i{index}"
+            _ip("netns", "add", name)
+            undo.callback(_ip, "netns", "del", name)
+            _ip("link", "add", outer, "type", "veth", "peer", "name", inner)
+            _ip("link", "set", outer, "master", bridge, "up")
+            _ip("link", "set", inner, "netns", name)
+            address = f"{net}.{index + 2}"
+            for words in (
+                ("addr", "add", f"{address}/24", "dev", inner),
+                ("link", "set", inner, "up"),
+                ("link", "set", "lo", "up"),
+            ):
+                _ip("-n", name, *words)
+            host = Host(name, address, outer)
+            found.append(host)
+            undo.callback(host.kill)
+        yield f"{net}.1", found
+
+
+def wait_for_file(path: Path, within: float = 20.0) -> bytes:
+    """Wait until a file is there; return its contents."""
+    deadline = time.monotonic() + within
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} is not written"
+        time.sleep(0.01)
+    return path.read_bytes()
