@@ -36,11 +36,12 @@ def _parser() -> argparse.ArgumentParser:
     worker.add_argument("-n", "--workers", type=int, default=1, metavar="N", help="how many workers to run (1)")
     worker.add_argument("--host", metavar="ADDRESS", help="the address at which others reach this host")
     worker.add_argument("--with-parent", action="store_true", help="end when the process that started this one ends")
-    commands.add_parser(
+    doctor = commands.add_parser(
         "doctor",
         help="show what this installation can use",
         description="Shows versions, what this machine offers, and which agents of yours run on it.",
     )
+    doctor.add_argument("--connect", metavar="FILE", help="an invitation: say whether a worker of this host could join")
     return parser
 
 
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return join(given.connect, given.workers, given.host, given.with_parent)
         from nbdist.doctor import examine
 
-        return examine()
+        return examine(given.connect)
     except NbdistError as error:
         print(f"nbdist: {error}", file=sys.stderr)
         return 2

@@ -12,6 +12,7 @@ import os
 import platform
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -19,15 +20,21 @@ from pathlib import Path
 from nbdist import __version__
 from nbdist.channel import machine
 from nbdist.channel.security import Secret, runtime_directory
-from nbdist.errors import NbdistError
+from nbdist.errors import NbdistError, VersionMismatch
 
 __all__ = ["examine"]
 
 _PACKAGES = ("torch", "pyzmq", "msgspec", "cloudpickle")
+_NOTEBOOK_ANSWERS_WITHIN = 10.0
+"""Seconds for the answer of a notebook on another host."""
 
 
-def examine() -> int:
-    """Print versions, the features of this machine and this user's agents; return 1 if agents cannot work, else 0."""
+def examine(invitation: str | None = None) -> int:
+    """Print versions, the features of this machine and this user's agents; return 1 if agents cannot work, else 0.
+
+    With the path of an ``invitation`` of a notebook, also what a worker of this host would find there; 1 if it would be
+    refused. Raises UsageError or SecurityError if the file cannot be used.
+    """
     _line("nbdist", f"{__version__}, {Path(__file__).parent}")
     _line("Python", f"{platform.python_version()}, {sys.executable}")
     for package in _PACKAGES:
@@ -43,7 +50,40 @@ def examine() -> int:
     _try("GPUs", _gpus)
     with contextlib.suppress(NbdistError, OSError):
         _agents()
+    if invitation is not None:
+        needed += [_try("the notebook", lambda: _notebook(invitation))]
     return 0 if all(needed) else 1
+
+
+def _notebook(path: str) -> str:
+    """Ask the notebook of an invitation, and print what there is to know before a worker of this host joins it.
+
+    Returns its versions. Raises UsageError or SecurityError for the invitation, ChannelError if nobody answers, and
+    VersionMismatch if a worker of this process's versions would be refused.
+    """
+    import msgspec
+
+    from nbdist.channel.entrance import knock
+    from nbdist.cluster.hosts.admission import QUESTION, Denied, NotebookFacts, decode_answer, describe_myself
+    from nbdist.cluster.hosts.interfaces import interface_of, own_address_towards
+    from nbdist.cluster.hosts.invitations import read_invitation
+
+    invitation = read_invitation(path)
+    address, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
+    own = own_address_towards(address.strip("[]"), int(port))
+    _line("this host there", f"{own}, interface {interface_of(own) or 'unknown'}")
+    request = QUESTION + msgspec.msgpack.encode(describe_myself(invitation.token, 1))
+    began, spent = time.time(), time.monotonic()
+    answer = decode_answer(knock(invitation.address, invitation.key.encode(), request, _NOTEBOOK_ANSWERS_WITHIN))
+    spent = time.monotonic() - spent
+    if isinstance(answer, Denied):
+        raise answer.error()
+    assert isinstance(answer, NotebookFacts)
+    _line("its answer took", f"{spent * 1000:.0f} ms, with the handshake of a new connection")
+    _line("its clock", f"{answer.now - began - spent / 2:+.2f} s beside this one's")
+    if answer.misfit:
+        raise VersionMismatch(answer.misfit)
+    return f"nbdist {answer.nbdist}, Python {answer.python}, torch {answer.torch} on {answer.host}: a worker may join"
 
 
 def _line(what: str, found: str) -> None:

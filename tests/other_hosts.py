@@ -39,16 +39,25 @@ def _ip(*words: str) -> None:
 class Host:
     """One host: what runs there is started by `start` and ends with `kill`."""
 
-    def __init__(self, name: str, address: str, link: str) -> None:
+    def __init__(self, name: str, address: str, link: str, interface: str) -> None:
         self.name = name
         self.address = address
+        self.interface = interface
+        """The name of the network interface that has the address, on the host."""
         self._link = link
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, *arguments: str, stdin: bytes = b"", environment: dict[str, str] | None = None) -> subprocess.Popen:
+    def start(
+        self,
+        *arguments: str,
+        stdin: bytes = b"",
+        stdout: int | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> subprocess.Popen[bytes]:
         """Start Python with these arguments on the host; return the process that stands for it here.
 
-        What it writes goes to the test's output. Its working directory is ``/``, and ``/tmp`` is empty at first.
+        What it writes goes to the test's output, or to ``stdout``. Its working directory is ``/``, and ``/tmp`` is
+        empty at first.
         """
         inside = 'mount -t tmpfs none /tmp && cd / && "$@"'
         process = subprocess.Popen(
@@ -57,6 +66,7 @@ class Host:
                 *("--mount-proc", "sh", "-c", inside, "sh", sys.executable, *arguments),
             ],
             stdin=subprocess.PIPE,
+            stdout=stdout,
             env={key: value for key, value in os.environ.items() if key != "NBDIST_RUNTIME_DIR"} | (environment or {}),
         )
         assert process.stdin is not None
@@ -114,7 +124,7 @@ def hosts(count: int) -> Iterator[tuple[str, list[Host]]]:
                 ("link", "set", "lo", "up"),
             ):
                 _ip("-n", name, *words)
-            host = Host(name, address, outer)
+            host = Host(name, address, outer, inner)
             found.append(host)
             undo.callback(host.kill)
         yield f"{net}.1", found

@@ -7,6 +7,7 @@ the same, and its call does not stay pending.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from nbdist.autograd.graph import inspection
 from nbdist.cluster import cluster as cluster_module
 from nbdist.cluster import interrupting
 from nbdist.cluster.inspection import comparing, holdings, status
+from nbdist.cluster.processes.probe import Probe
 from nbdist.rpc.agent import active_agent
 from nbdist.testing import World
 from nbdist.views.passes import scouts
@@ -48,7 +50,16 @@ def paused(world):
 def cluster(paused):
     """What a module needs of a cluster: an agent, and two workers."""
     workers = [SimpleNamespace(name=name, alive=True, step="ready", cells=[]) for name in ("worker1", "worker2")]
-    return SimpleNamespace(agent=paused[0], workers=workers, kernel_thread=SimpleNamespace(soon=lambda *_: True))
+    return SimpleNamespace(
+        agent=paused[0], workers=workers, kernel_thread=SimpleNamespace(soon=lambda *_: True), probe=probed
+    )
+
+
+def probed(name):
+    """Return the future of an answer of a worker's host, which knows nothing."""
+    answer = Future()
+    answer.set_result(Probe())
+    return answer
 
 
 def hang(*_):

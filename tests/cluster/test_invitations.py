@@ -18,6 +18,7 @@ from other_hosts import wait_for_file
 
 import nbdist
 from nbdist import rpc
+from nbdist.__main__ import main
 from nbdist.channel.contract import ChannelError
 from nbdist.channel.entrance import Entrance, knock
 from nbdist.channel.security import Secret
@@ -150,6 +151,20 @@ def test_a_newcomer_of_another_version_is_refused_by_a_running_cluster(running, 
     assert isinstance(answer.error(), VersionMismatch)
     assert "Python 3.99.0" in answer.why
     cluster._lives.launcher.hub._invitations.use(invitation.token, time.time())  # the refusal has taken no use
+
+
+def test_the_doctor_says_whether_a_worker_could_join(running, tmp_path, capsys):
+    cluster, _ = running
+    file = tmp_path / "another.json"
+    cluster.invite(str(file))
+    assert main(["doctor", "--connect", str(file)]) == 0
+    said = capsys.readouterr().out
+    for what in ("this host there    127.0.0.1, interface lo", "its answer took", "its clock", ": a worker may join"):
+        assert what in said
+    cluster.invite(str(file), expires=0.001)
+    time.sleep(0.01)
+    assert main(["doctor", "--connect", str(file)]) == 1
+    assert "the notebook       no: this invitation expired" in capsys.readouterr().out
 
 
 # -- strangers --------------------------------------------------------------------------------------

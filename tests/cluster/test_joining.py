@@ -132,6 +132,7 @@ def test_a_host_that_dies_is_named_and_another_one_takes_its_place(tmp_path):
         assert [float(total) for total in cluster.pull("total")] == [3.0, 3.0]
 
 
+@pytest.mark.soak
 @on_hosts
 def test_a_worker_that_freezes_is_lost_after_twelve_seconds_and_can_be_restarted(tmp_path):
     with hosts(2) as (address, others), cluster_on(others, address, tmp_path) as cluster:

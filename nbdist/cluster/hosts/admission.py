@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+import time
 
 import msgspec
 import torch
@@ -12,10 +13,23 @@ import nbdist
 from nbdist.errors import NbdistError, SecurityError, VersionMismatch
 from nbdist.wire.messages import VERSION, Record
 
-__all__ = ["NEWCOMER", "Admitted", "Denied", "Newcomer", "check_versions", "decode_answer", "describe_myself"]
+__all__ = [
+    "NEWCOMER",
+    "QUESTION",
+    "Admitted",
+    "Denied",
+    "NotebookFacts",
+    "Newcomer",
+    "check_versions",
+    "decode_answer",
+    "describe_myself",
+    "describe_the_notebook",
+]
 
 NEWCOMER = b"n"
 """The first byte of a newcomer's request, by which the entrance tells it from others."""
+QUESTION = b"q"
+"""The first byte of a `Newcomer`'s request that only asks: it uses up nothing; the answer is `NotebookFacts`."""
 _OLDEST_TORCH = (2, 10)
 
 
@@ -55,6 +69,30 @@ class Denied(msgspec.Struct, tag="denied"):
         return VersionMismatch(self.why) if self.version else SecurityError(self.why)
 
 
+class NotebookFacts(msgspec.Struct, tag="facts"):
+    """The answer to a question: the notebook's versions, and what it makes of those of the process that asks."""
+
+    host: str
+    python: str
+    torch: str
+    nbdist: str
+    now: float
+    """The notebook's clock, in seconds since 1970."""
+    misfit: str
+    """Why a worker of those versions would be refused; empty if it would not."""
+
+
+def describe_the_notebook(newcomer: Newcomer) -> NotebookFacts:
+    """Return the answer to a question of a newcomer with these versions, which this process, the notebook, gives."""
+    try:
+        check_versions(newcomer)
+        misfit = ""
+    except VersionMismatch as error:
+        misfit = str(error)
+    mine = describe_myself("", 0)
+    return NotebookFacts(mine.host, mine.python, mine.torch, mine.nbdist, time.time(), misfit)
+
+
 def describe_myself(token: str, workers: int) -> Newcomer:
     """Return the request of this process, with its versions."""
     return Newcomer(
@@ -62,9 +100,9 @@ def describe_myself(token: str, workers: int) -> Newcomer:
     )
 
 
-def decode_answer(answer: bytes) -> Admitted | Denied:
+def decode_answer(answer: bytes) -> Admitted | Denied | NotebookFacts:
     """Return an answer of the entrance. Raises `msgspec.MsgspecError` if it cannot be read."""
-    return msgspec.msgpack.decode(answer, type=Admitted | Denied)
+    return msgspec.msgpack.decode(answer, type=Admitted | Denied | NotebookFacts)
 
 
 def check_versions(newcomer: Newcomer) -> None:

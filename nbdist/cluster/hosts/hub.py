@@ -24,10 +24,18 @@ import msgspec
 
 from nbdist.channel.entrance import Entrance
 from nbdist.channel.security import Secret
-from nbdist.cluster.hosts.admission import NEWCOMER, Admitted, Denied, Newcomer, check_versions
+from nbdist.cluster.hosts.admission import (
+    NEWCOMER,
+    QUESTION,
+    Admitted,
+    Denied,
+    Newcomer,
+    check_versions,
+    describe_the_notebook,
+)
 from nbdist.cluster.hosts.invitations import Invitation, Invitations
 from nbdist.cluster.kernels.relay import Parcel
-from nbdist.errors import NbdistError, ProtocolError, SecurityError, VersionMismatch
+from nbdist.errors import ProtocolError, SecurityError, UsageError, VersionMismatch
 from nbdist.rpc.agent import Agent, active_agent
 from nbdist.rpc.futures import Future
 from nbdist.rpc.options import RpcBackendOptions
@@ -158,12 +166,14 @@ class Hub:
         kind, content = request[:1], request[1:]
         if kind == STORE:
             return self._texts.answer(content)
-        if kind != NEWCOMER:
+        if kind not in (NEWCOMER, QUESTION):
             raise ProtocolError("a request at the entrance is none of nbdist's")
         newcomer = msgspec.msgpack.decode(content, type=Newcomer)
         try:
             with self.lock:
                 self._invitations.use(newcomer.token, time.time(), 0)  # a stranger does not learn the versions
+                if kind == QUESTION:
+                    return msgspec.msgpack.encode(describe_the_notebook(newcomer))
                 check_versions(newcomer)
                 self._invitations.use(newcomer.token, time.time(), max(1, newcomer.workers))
         except (SecurityError, VersionMismatch) as error:
@@ -204,7 +214,7 @@ def _here() -> Hub:
     agent = active_agent()
     found = _hubs.get(agent) if agent is not None else None
     if found is None:
-        raise NbdistError("this process has no hub: its cluster has ended")
+        raise UsageError("this process has no hub for workers of other hosts: its cluster has ended")
     return found
 
 

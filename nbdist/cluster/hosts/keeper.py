@@ -31,7 +31,7 @@ import torch
 from nbdist.channel.contract import ChannelError
 from nbdist.channel.entrance import knock
 from nbdist.cluster.hosts import hub
-from nbdist.cluster.hosts.admission import NEWCOMER, Denied, decode_answer, describe_myself
+from nbdist.cluster.hosts.admission import NEWCOMER, Admitted, Denied, decode_answer, describe_myself
 from nbdist.cluster.hosts.interfaces import interface_of, own_address_towards
 from nbdist.cluster.hosts.invitations import Invitation
 from nbdist.cluster.kernels.relay import Parcel, Relay
@@ -93,6 +93,7 @@ class Keeper:
             raise RendezvousError(str(error)) from error
         if isinstance(answer, Denied):
             raise answer.error()
+        assert isinstance(answer, Admitted)  # `NotebookFacts` answer questions only
         address, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
         self.host = host or own_address_towards(address.strip("[]"), int(port))
         self._secret = answer.secret

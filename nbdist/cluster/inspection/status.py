@@ -92,10 +92,10 @@ def _ask_hosts(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, StatusR
 
     Waits for less than a second. A worker whose host does not answer is missing.
     """
-    asked = {worker: cluster.probe(worker.name) for worker in workers}
+    asked = [(worker, cluster.probe(worker.name)) for worker in workers]
     deadline = time.monotonic() + 2 * ANSWER_WITHIN
     found = {}
-    for worker, answer in asked.items():
+    for worker, answer in asked:
         with contextlib.suppress(Exception):  # the worker ends, or its host cannot be reached
             seen: Probe = answer.result(max(0.0, deadline - time.monotonic()))
             place = _place(worker, where.read_frames(seen.frames)) if worker.cells else ""

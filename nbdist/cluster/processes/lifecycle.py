@@ -284,10 +284,11 @@ class Lifecycle:
                 ) from None
             late = [f"{w.name} ({w.lost or f'last step: {w.step}'})" for w in self._workers if w.step != "ready"]
             who = ", ".join(late) or otherwise
-            advice = self.launcher.advice() if late else ""
+            if late and (advice := self.launcher.advice()):
+                who = f"{who}; {advice}"
             raise StartError(
-                f"not all workers were ready within {self._spec.timeout:g} s: {who}; {advice}{advice and '; '}a longer "
-                "timeout is `%dist_init -t SECONDS`, or Cluster(timeout=SECONDS)"
+                f"not all workers were ready within {self._spec.timeout:g} s: {who}; a longer timeout is "
+                "`%dist_init -t SECONDS`, or Cluster(timeout=SECONDS)"
             ) from None
 
     # -- down ---------------------------------------------------------------------------------

@@ -30,8 +30,6 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     """The run directory."""
     meeting: str
     """The ``init_method`` of the RPC world."""
-    driver: str
-    """The name of the notebook's agent."""
     master_port: int
     """A free port, at which nbdist does not listen, for a process group that user code forms by ``env://``."""
     backend: str
@@ -46,6 +44,8 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     """Arguments for the options of its RPC agent."""
     seed: int | None = None
     """The cluster's seed; the worker adds its rank. None for random numbers that differ in every run."""
+    driver: str = "notebook"
+    """The name of the notebook's agent."""
     master_address: str = "127.0.0.1"
     """The address of the host of rank 0, for a process group that user code forms by ``env://``."""
     interface: str = "lo"

@@ -131,7 +131,8 @@ def start_agent(
         agent.start()
         if present is not None:
             if dead := agent.handshake.join_dynamic(present, deadline):
-                raise RendezvousError(f"no answer from {', '.join(record.name for record in dead)}")
+                names = ", ".join(record.name for record in dead)
+                raise RendezvousError(f"no answer from {names}: see whether its host can be reached from here")
             undo.pop_all()
             return agent
         roster = Roster(lambda: _open(meeting, store, timeout, secret), secret, me.host)

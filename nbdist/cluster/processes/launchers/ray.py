@@ -19,7 +19,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ import msgspec
 
 from nbdist.amounts import counted
 from nbdist.cluster.hosts.hub import KeeperMember
-from nbdist.cluster.processes.launchers.contract import OnEnd, StartedWorker
+from nbdist.cluster.processes.launchers.contract import OnEnd
 from nbdist.cluster.processes.launchers.remote import RemoteLauncher
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.errors import ResourceError, UsageError
@@ -39,6 +38,8 @@ __all__ = ["RayLauncher"]
 
 _ROOM_WITHIN = 30.0
 """Seconds for Ray to make room for all workers, unless the cluster's timeout is shorter, or the user has set it."""
+_STARTS_WITHIN = 120.0
+"""Seconds for a new Ray of this machine to start, at least."""
 _INVITED_FOR = 600.0
 """Seconds for which the invitation of an actor is valid."""
 _USUAL_TIMEOUT = 120.0
@@ -91,19 +92,18 @@ class RayLauncher(RemoteLauncher):
             said = _say_room(_free_of_nodes(ray), self._needs, spec.count)
             raise ResourceError(f"{said}. It waited for {within:g} s; -t SECONDS waits longer, -n N asks for fewer")
 
-    def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
-        """Start a worker on an actor of its own; return a future."""
-        with self.hub.lock:
-            has_keeper = any(setup.name in member.workers for member in self.hub.members)
-        if not has_keeper:
-            self._make_actor(setup)
-        return super().start(setup, environment)
+    def _provide(self) -> None:
+        """Ask Ray for an actor for each worker that waits for a keeper and has neither."""
+        with self._lock, self.hub.lock:
+            kept = {name for member in self.hub.members for name in member.workers}
+            for name, wanted in self._wanted.items():
+                if name not in kept and name not in self._actors:
+                    self._make_actor(wanted.setup)
 
     def _make_actor(self, setup: WorkerSetup) -> None:
-        """Let Ray start an actor for a worker, whose keeper will come to the hub. Kills the actor that it had."""
+        """Let Ray start an actor for a worker, whose keeper will come to the hub. The caller holds the lock."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._kill_actor(setup.name)
         ray = self._ray
         invitation = msgspec.json.encode(self.hub.invite(_INVITED_FOR, 1))
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=setup.rank)
@@ -118,10 +118,17 @@ class RayLauncher(RemoteLauncher):
             self._ray.kill(actor, no_restart=True)
 
     def _on_gone(self, member: KeeperMember, why: str) -> None:
-        """Note that a keeper is lost; kill its actors, which may still hold its place."""
+        """Note that a keeper is lost, and let Ray end its actor, which may still hold its place. Does not wait."""
+        with self._lock:
+            lost = [self._actors.pop(name, None) for name in member.workers]
+
+        def kill() -> None:
+            for found in lost:
+                if found is not None:
+                    self._ray.kill(found[0], no_restart=True)
+
+        threading.Thread(target=kill, name="nbdist-ray", daemon=True).start()
         super()._on_gone(member, why)
-        for name in member.workers:
-            threading.Thread(target=self._kill_actor, args=(name,), name="nbdist-ray", daemon=True).start()
 
     def advice(self) -> str:
         """Return which resources Ray has left, if workers wait for an actor."""
@@ -176,11 +183,16 @@ def _connect(ray: Any, spec: Spec) -> bool:
             f"{address} is for clients of Ray outside of its cluster, which workers could not reach: run the notebook "
             "on a host of the Ray cluster, and use --address auto"
         )
-    own = {} if address else {"num_cpus": max(spec.count, os.cpu_count() or 1), "include_dashboard": False}
+    own: dict[str, Any] = {}
+    if not address:
+        own = {"num_cpus": max(spec.count, os.cpu_count() or 1), "include_dashboard": False}
+        # Ray gives up after 30 s by itself, which are not enough for a busy machine.
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", f"{max(_STARTS_WITHIN, spec.timeout):.0f}")
     try:
         ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **own)
-    except ConnectionError as error:
-        raise UsageError(f"Ray cannot be reached at {address}: {error}") from error
+    except Exception as error:  # Ray raises errors of many classes
+        told = f"cannot be reached at {address}" if address else "cannot start on this machine"
+        raise UsageError(f"Ray {told}: {error}") from error
     return True
 
 
@@ -207,7 +219,7 @@ def _say_room(free: list[dict[str, float]], needs: Mapping[str, float], count: i
     shown = "GPU" if "GPU" in needs else "CPU"
     groups = Counter(node.get(shown, 0.0) for node in free)
     nodes = ", ".join(
-        f"{counted(many, 'node')} with {each:g} free {shown}{'' if each == 1 else 's'}"
+        f"{counted(many, 'node')} with {each:g} free {shown}{'' if each == 1 else 's'}{' each' if many > 1 else ''}"
         for each, many in sorted(groups.items(), reverse=True)
     )
     return f"Ray has room for {min(room, count)} of {counted(count, 'worker')}: {nodes or 'no node'}"

@@ -120,10 +120,18 @@ class RemoteLauncher:
         """Start a worker as soon as a keeper has room for it; return a future."""
         connection = json.loads(Path(setup.connection_file).read_text())
         started: Future[StartedWorker] = Future()
-        with self._lock:
-            self._wanted[setup.name] = _Wanted(setup, connection, dict(environment), started)
-        self._place()
+        self._want(_Wanted(setup, connection, dict(environment), started))
         return started
+
+    def _want(self, wanted: _Wanted) -> None:
+        """Give a worker to a keeper as soon as one has room for it."""
+        with self._lock:
+            self._wanted[wanted.setup.name] = wanted
+        self._provide()
+        self._place()
+
+    def _provide(self) -> None:
+        """Make keepers come for the workers in `_wanted` that have none. A person does that, or a subclass."""
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a worker; do nothing if it has ended or its host cannot be reached. Does not wait."""
@@ -238,7 +246,9 @@ class RemoteLauncher:
         except BaseException as error:
             with self._lock:
                 self._placed.pop(name, None)
-            if wanted.started.set_running_or_notify_cancel():
+            if isinstance(error, WorkerLost) and member not in self.hub.members:
+                self._want(wanted)  # the keeper was lost just now: another one may have room
+            elif wanted.started.set_running_or_notify_cancel():
                 wanted.started.set_exception(error)
         else:
             if wanted.started.set_running_or_notify_cancel():
@@ -286,6 +296,7 @@ class RemoteLauncher:
                     self._words[name] = ""
             for name in names:
                 self._on_end(name, f"is lost: its keeper on {member.host} {why}")
+            self._provide()
 
         threading.Thread(target=lose, name="nbdist-keeper-lost", daemon=True).start()
 

@@ -1,0 +1,167 @@
+"""Measures calls between two hosts, beside torch's RPC over TCP: small ones, large tensors, both at a time, a long way.
+
+The hosts are two network and mount namespaces of this machine, so only root can run it: ``make bench BENCH=hosts``. It
+prints its tables and writes nothing. "plain" is nbdist without encryption, which no option of nbdist's allows: the two
+processes of this benchmark replace the functions that set the keys.
+
+Each round runs torch, plain and encrypted calls one after the other, each with two processes of its own. The process
+that is called runs on one core and the caller on another, if there are two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+SIDES = ("torch", "plain", "curve")
+LIMITS = {
+    ("small call", "plain"): 0.9,
+    ("small call", "curve"): 1.2,
+    ("64 MB", "plain"): 1.2,
+    ("64 MB", "curve"): 5.0,
+}
+LARGE = 1 << 24
+"""Elements of a tensor of 64 MB."""
+
+_over = threading.Event()
+
+
+def echo(x: torch.Tensor) -> torch.Tensor:
+    """Return what came."""
+    return x
+
+
+def take(x: torch.Tensor) -> int:
+    """Return only the size of what came."""
+    return x.numel()
+
+
+def end() -> None:
+    """The callee is no longer needed."""
+    _over.set()
+
+
+def spent(run: Any, times: int) -> float:
+    """Return the median of the seconds of a call, after a few to warm up."""
+    found = []
+    for _ in range(times + times // 5 + 2):
+        began = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[-times:])
+
+
+def join(side: str, rank: int, master: str, host: str, interface: str) -> Any:
+    """Become agent ``rank`` of two; return the library's rpc module."""
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
+    if side == "torch":
+        import torch.distributed.rpc as rpc
+
+        os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = interface
+        options: Any = rpc.TensorPipeRpcBackendOptions(
+            init_method=f"tcp://{master}:29500", rpc_timeout=300, _transports=["uv"], _channels=["basic"]
+        )
+    else:
+        from nbdist import rpc  # type: ignore[no-redef]
+        from nbdist.channel import zeromq
+
+        if side == "plain":
+            link = zeromq.ZmqChannel._link
+            zeromq.ZmqChannel._secured = lambda self, sock: None  # type: ignore[method-assign]
+            zeromq.ZmqChannel._link = lambda self, address, curve: link(self, address, curve=False)  # type: ignore
+        options = rpc.RpcBackendOptions(
+            init_method=f"tcp://{master}:29500", rpc_timeout=300, host=host, secret="a secret of this benchmark"
+        )
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    return rpc
+
+
+def call(side: str, master: str, host: str, interface: str, streams: bool) -> dict[str, float]:
+    """Be the caller: measure, and return seconds by case."""
+    rpc = join(side, 0, master, host, interface)
+    small, large = torch.ones(2), torch.ones(LARGE)
+    found = {
+        "small call": spent(lambda: rpc.rpc_sync("worker1", echo, args=(small,)), 300),
+        "64 MB": spent(lambda: rpc.rpc_sync("worker1", echo, args=(large,)), 5),
+    }
+    if streams:
+        busy = threading.Event()
+
+        def stream() -> None:
+            while not busy.is_set():
+                rpc.rpc_sync("worker1", echo, args=(large,))
+
+        threads = [threading.Thread(target=stream) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        found["small call beside 64 MB both ways"] = spent(lambda: rpc.rpc_sync("worker1", echo, args=(small,)), 40)
+        busy.set()
+        for thread in threads:
+            thread.join()
+    rpc.rpc_sync("worker1", end)
+    rpc.shutdown()
+    return found
+
+
+def measure(side: str, streams: bool) -> dict[str, float]:
+    """Run one side on two new hosts; return seconds by case."""
+    from other_hosts import hosts
+
+    with hosts(2) as (_, (first, second)):
+        sides = []
+        for rank, host in enumerate((first, second)):
+            arguments = [str(Path(__file__)), "--side", side, str(rank), first.address, host.address, host.interface]
+            arguments += ["--streams"] if streams else []
+            sides.append(host.start(*arguments, stdout=subprocess.PIPE, environment={"OMP_NUM_THREADS": "1"}))
+        assert sides[0].stdout is not None
+        said = sides[0].stdout.read()
+        for each in sides:
+            each.wait(60)
+        found: dict[str, float] = json.loads(said.decode().splitlines()[-1])
+        return found
+
+
+def main() -> None:
+    """Measure in rounds, and print a table of medians and of ratios."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", action="store_true", help="also small calls while large tensors go both ways")
+    parser.add_argument("--side", nargs=5)
+    given = parser.parse_args()
+    if given.side:
+        side, rank, master, host, interface = given.side
+        if rank == "0":
+            print(json.dumps(call(side, master, host, interface, given.streams)), flush=True)
+        else:
+            rpc = join(side, 1, master, host, interface)
+            _over.wait()
+            rpc.shutdown()
+        return
+    rounds = [{side: measure(side, given.streams) for side in SIDES} for _ in range(given.rounds)]
+    print(f"{'case':36}{'torch':>12}{'plain':>12}{'curve':>12}{'plain/torch':>14}{'curve/torch':>14}")
+    for case in rounds[0]["plain"]:
+        medians = {side: statistics.median(each[side][case] for each in rounds) for side in SIDES}
+        ratios = {
+            side: statistics.median(each[side][case] / each["torch"][case] for each in rounds) for side in SIDES[1:]
+        }
+        shown = "".join(f"{medians[side] * 1e6:>9,.0f} µs" for side in SIDES)
+        print(f"{case:36}{shown}{ratios['plain']:>14.2f}{ratios['curve']:>14.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""What the parts for other hosts refuse, each with its reason, and the store of several hosts beside torch's own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from msgspec import structs
+
+from nbdist.channel.contract import ChannelError
+from nbdist.channel.entrance import knock
+from nbdist.channel.security import Secret
+from nbdist.cluster.hosts import hub as hubs
+from nbdist.cluster.hosts.group_board import Boards, BoardStore
+from nbdist.cluster.hosts.interfaces import interface_of, own_address_towards
+from nbdist.cluster.hosts.invitations import Invitation
+from nbdist.cluster.hosts.joining import join
+from nbdist.cluster.processes.launchers import ray as ray_launcher
+from nbdist.cluster.processes.launchers.ray import RayLauncher
+from nbdist.cluster.spec import Spec
+from nbdist.errors import ProtocolError, RendezvousError, UsageError, WorkerLost
+from nbdist.rpc.options import RpcBackendOptions
+from nbdist.rpc.world.start import start_agent
+from nbdist.testing import World
+
+
+def refused_ray(spec: Spec, monkeypatch, **init):
+    """Connect to a Ray that is none: ``init`` is what it does."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ray_launcher._connect(SimpleNamespace(is_initialized=lambda: False, **init), spec)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"host": "10.0.0.1"}, r"host is for the launcher join or ray, not for local: leave it out, or name"),
+        ({"launcher": "join", "placement": "spread"}, r"placement is for the launcher ray, not for join"),
+        ({"launcher": "ray", "gpu_ids": (0,)}, r"the launcher ray gives each worker GPUs of its host"),
+        (
+            {"launcher": "join", "ports": (9, 8)},
+            r"ports are two numbers from 1 to 65535, the smaller first, not \(9, 8",
+        ),
+        ({"launcher": "join", "ports": (0, 8)}, r"ports are two numbers"),
+        ({"launcher": "ray", "gpus_per_worker": -1.0}, r"gpus_per_worker must be 0 or more, not -1"),
+        ({"launcher": "ray", "gpus_per_worker": float("nan")}, r"gpus_per_worker must be 0 or more, not nan"),
+        ({"launcher": "ray", "placement": "near"}, r"placement is pack or spread, not 'near'"),
+    ],
+)
+def test_options_that_do_not_fit(options, text):
+    with pytest.raises(UsageError, match=text):
+        Spec(**options).check()
+
+
+def test_devices_are_found_where_the_workers_run():
+    assert Spec(3, launcher="join", backend="nccl").devices() == [("cpu", None)] * 3
+
+
+def test_what_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match=r"-n must be 1 or more, not 0"):
+        join("file", 0, None)
+    with pytest.raises(UsageError, match=r"the invitation cannot be written to .*/none/file: No such file"):
+        Invitation("tcp://a:1", "key", "token", 1, "now").write(Path(tmp_path, "none", "file"))
+    with pytest.raises(UsageError, match=r"this host cannot reach no\.such\.host\.invalid: "):
+        own_address_towards("no.such.host.invalid", 1)
+    with pytest.raises(UsageError, match=r"this process has no hub for workers of other hosts"):
+        hubs.ended("worker0", 0, "")
+    with pytest.raises(ChannelError, match=r"the address nonsense of the cluster cannot be used: "):
+        knock("nonsense", Secret(b"a secret of some length", shared_off_host=True).curve("entrance").public, b"", 0.1)
+    hub = SimpleNamespace(_texts=None)
+    with pytest.raises(ProtocolError, match=r"a request at the entrance is none of nbdist's"):
+        hubs.Hub._answer(hub, b"x")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(
+        UsageError, match=r"the launcher ray needs Ray, which is not installed: pip install 'nbdist\[ray"
+    ):
+        RayLauncher(Spec(launcher="ray"), lambda name, how: None)
+
+
+def test_a_ray_that_does_not_start_or_answer(monkeypatch):
+    def fail(**options):
+        raise ConnectionError(f"nobody listens at {options['address']}")
+
+    with pytest.raises(UsageError, match=r"Ray cannot be reached at somewhere:6379: nobody listens at somewhere:6379"):
+        refused_ray(Spec(launcher="ray", address="somewhere:6379"), monkeypatch, init=fail)
+    with pytest.raises(UsageError, match=r"Ray cannot start on this machine: nobody listens at local"):
+        refused_ray(Spec(launcher="ray"), monkeypatch, init=fail)
+
+
+def test_a_message_to_an_agent_that_was_never_met_is_refused():
+    with World(1) as world, pytest.raises(WorkerLost, match=r"an unknown worker \(2a\) is not connected"):
+        raise world[0].links._no_connection(42)
+
+
+def test_an_agent_that_cannot_reach_the_one_that_it_is_to_meet_says_so():
+    with World(1) as world:
+        far = structs.replace(world[0].me, host="far", addresses=["tcp://127.0.0.1:1"], incarnation=7, world_size=None)
+    options = RpcBackendOptions(secret="a secret of some length", rpc_timeout=0.5)
+    with pytest.raises(RendezvousError, match=r"no answer from worker0: see whether its host can be reached"):
+        start_agent("one", 1, None, options, present=[far])
+
+
+# -- the board --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store():
+    """A store at a board of this process, without RPC between."""
+    boards = Boards()
+    boards.make(1)
+
+    def call(function, generation, operation, *arguments):
+        return boards.act(generation, operation, *arguments)
+
+    made = BoardStore(1, call)
+    made.boards = boards
+    return made
+
+
+OPERATIONS = [
+    ("set", "a", "1"),
+    ("get", "a"),
+    ("add", "n", 5),
+    ("add", "n", -2),
+    ("compare_set", "a", "1", "2"),
+    ("compare_set", "a", "1", "3"),
+    ("compare_set", "b", "", "new"),
+    ("compare_set", "c", "x", "new"),
+    ("check", ["a", "n"]),
+    ("check", ["a", "none"]),
+    ("delete_key", "a"),
+    ("delete_key", "a"),
+    ("check", ["a"]),
+]
+
+
+@pytest.mark.parametrize("through", ["Python", "C++"])
+def test_the_board_does_what_torchs_own_store_does(store, through):
+    theirs = model = dist.HashStore()
+    ours = store
+    if through == "C++":
+        ours, theirs = dist.PrefixStore("p", store), dist.PrefixStore("p", model)
+    for name, *arguments in OPERATIONS:
+        assert getattr(ours, name)(*arguments) == getattr(theirs, name)(*arguments), (name, arguments)
+
+
+def test_a_board_has_what_torch_calls_the_extended_api(store):
+    store.append("k", b"a")
+    store.append("k", b"b")
+    store.multi_set(["x", "y"], ["1", "2"])
+    assert store.multi_get(["k", "x", "y"]) == [b"ab", b"1", b"2"]
+    assert store.num_keys() == 3
+    with pytest.raises(UsageError, match=r"a board has no operation 'explode'"):
+        store._do("explode")
+
+
+def test_a_board_that_has_ended_or_is_gone_says_so_in_every_wait(store):
+    store.boards.end(1, "worker1 was killed")
+    with pytest.raises(RendezvousError, match="worker1 was killed"):
+        store.get("never")
+    with pytest.raises(RendezvousError, match="worker1 was killed"):
+        store.set("a", "b")
+    store.boards.remove(1)
+    with pytest.raises(RendezvousError, match="has been removed"):
+        store.wait(["never"])
+
+
+def test_the_interface_of_an_address_is_found():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.99") is None
+    assert interface_of("no address") is None
