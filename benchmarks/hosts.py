@@ -1,4 +1,4 @@
-"""Measures calls between two hosts, beside torch's RPC over TCP: small ones, large tensors, both at a time, a long way.
+"""Measures calls between two hosts, with nbdist and with torch's RPC over TCP: small calls, large tensors, or both.
 
 The hosts are two network and mount namespaces of this machine, so only root can run it: ``make bench BENCH=hosts``. It
 prints its tables and writes nothing. "plain" is nbdist without encryption, which no option of nbdist's allows: the two

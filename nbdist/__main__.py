@@ -32,7 +32,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Joins the cluster of a notebook that has started it with `%%dist_init --launcher join`, and runs "
         "workers for it until the cluster ends, or the notebook is lost.",
     )
-    worker.add_argument("--connect", required=True, metavar="FILE", help="the invitation; - to read it from here")
+    worker.add_argument(
+        "--connect", required=True, metavar="FILE", help="the file of the invitation; - for standard input"
+    )
     worker.add_argument("-n", "--workers", type=int, default=1, metavar="N", help="how many workers to run (1)")
     worker.add_argument("--host", metavar="ADDRESS", help="the address at which others reach this host")
     worker.add_argument("--with-parent", action="store_true", help="end when the process that started this one ends")

@@ -90,16 +90,18 @@ class Cluster:
         seed: The worker of rank r seeds its random numbers with ``seed + r``. None for other numbers in every run.
         timeout: Seconds within which all workers must be ready, at the start and after a restart.
         launcher: Which launcher starts the processes: ``"local"`` on this host; ``"join"`` waits for workers of any
-            host, each started by ``python -m nbdist worker``; ``"ray"`` asks Ray for actors, on which the workers run;
-            or one of the entry points ``nbdist.launchers``.
+            host, each started by ``python -m nbdist worker``; ``"ray"`` has Ray choose the hosts; or one of the entry
+            points ``nbdist.launchers``.
         isolate_gpus: Whether each worker sees only its own GPU.
         preload: Modules to import once, before the workers are forked, so that all share the memory and the time.
         gpu_memory: The part of its GPU's memory that torch may take in each worker, such as 0.45; None for all of it.
         rpc: Options for the RPC agents of all workers and of this process, such as ``rpc_timeout``, which limits calls
             but not the start. Device maps are for the workers only, and a worker's map for itself is left out. The
             cluster sets ``init_method``, ``host``, ``secret`` and ``devices`` itself. None for the usual options.
-        host: For workers on other hosts: the address at which they reach this one. None for ``NBDIST_HOST``.
-        ports: For workers on other hosts: the first and the last port that may be used here; None for any.
+        host: For workers on other hosts: the address at which they reach this one. None for ``NBDIST_HOST`` with
+            ``"join"``, and for this node's address in Ray with ``"ray"``.
+        ports: For workers on other hosts: the first and the last port for the entrance, where workers join; None for
+            any. RPC, gloo and NCCL use other ports.
         invitation: For ``"join"``: the file for the invitation, which `start` writes. None for
             ``nbdist-invitation.json``.
         address: For ``"ray"``: the address of the Ray cluster. None for the Ray that this process has, else for
@@ -442,7 +444,7 @@ class Cluster:
         Raises:
             UsageError: The launcher is not ``"join"``, a number is not more than 0, or the file cannot be written.
         """
-        self._join_launcher().invite(Path(file), expires, uses)
+        self._join_launcher().invite(Path(file).expanduser(), expires, uses)
 
     def revoke_invitations(self) -> int:
         """Make all invitations invalid; return how many were valid. Workers that have joined stay.

@@ -134,7 +134,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
                               `python -m nbdist worker` starts there; ray for workers that Ray places; or the name
                               of an installed one (local)
         --host                for workers on other hosts: the address at which they reach this one
-        --ports               for workers on other hosts: the ports that may be used here, as 40000-40100 (any)
+        --ports               for workers on other hosts: the ports for the entrance, where workers join, as 40000-40100
+                              (any); RPC, gloo and NCCL use other ports
         --invitation          for --launcher join: the file to write the invitation to (nbdist-invitation.json)
         --address             for --launcher ray: the Ray cluster to use (the one that this process has, else
                               RAY_ADDRESS, else a new one on this machine)
@@ -246,9 +247,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         %dist_invite [FILE] [--uses N] [--expires SECONDS] | --revoke
 
-        The file (nbdist-invitation.json) is an invitation, which only you may read. On another host, with a copy of it,
-        `python -m nbdist worker --connect FILE` starts a worker that takes the place of one that is lost, or not there
-        yet. Whoever has the file can do so.
+        Writes an invitation to FILE (nbdist-invitation.json), which only you may read. Copy it to another host and run
+        `python -m nbdist worker --connect FILE` there: this starts a worker in place of a lost or missing one. Anyone
+        who has the file can do that, and so run code in the cluster.
         --uses                how many workers may join with it (1)
         --expires             for how many seconds it is valid (3600)
         --revoke              make all invitations invalid; workers that have joined stay

@@ -70,7 +70,7 @@ class LauncherContract:
         cell.wait(_SOON)
 
     def test_the_end_of_a_worker_is_noticed_and_explained(self, cluster: Cluster) -> None:
-        """How a worker of ``cluster`` ended is in the error of its cell; it starts again with its rank."""
+        """The error of a cell says how its worker of ``cluster`` ended; the worker starts again with its rank."""
         for code, said in (
             ("import os; os._exit(3)", "exited with code 3"),
             ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),

@@ -59,7 +59,10 @@ def test_clusters_that_nobody_can_join_say_so():
 def test_the_error_of_a_start_says_how_to_start_the_missing_workers(tmp_path):
     file = tmp_path / "my invitation.json"
     cluster = nbdist.Cluster(2, launcher="join", host="127.0.0.1", invitation=str(file), timeout=0.5)
-    with pytest.raises(StartError, match=r"2 workers must be started: `python -m nbdist worker --connect '.*my inv"):
+    with pytest.raises(
+        StartError,
+        match=r"2 workers must be started: on each host, .*, run `python -m nbdist worker --c.*my inv",
+    ):
         cluster.start()
     assert not file.exists()
     assert not list(tmp_path.iterdir())

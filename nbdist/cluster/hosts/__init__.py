@@ -20,7 +20,7 @@
     kernel sockets ── relay <────── frames of Jupyter ─────> relay ── kernel of a worker
     agent <───────────────── RPC, the cluster's world ──────────────> agent of the worker
 
-A keeper does for the workers of its host what `LocalLauncher` does for those of the notebook's host, and uses it. All
-connections are ZeroMQ over TCP with CURVE, and are made by the agents of RPC: so they have their heartbeats, their
-repetitions and their time limits.
+A keeper starts the workers of its host with a `LocalLauncher`, as the notebook does for workers of its own host.
+nbdist's connections between hosts use ZeroMQ over TCP with CURVE. RPC agents make all of them but the knock, so lost
+messages are sent again, silence is noticed, and calls time out.
 """

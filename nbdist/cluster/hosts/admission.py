@@ -1,4 +1,7 @@
-"""What a newcomer says of itself at the entrance, and the answer. Pure: nothing here is unpickled."""
+"""Compares the versions of a newcomer with the notebook's: its request at the entrance, and the answers. Pure.
+
+Requests and answers are plain data: nothing here is unpickled.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ class Denied(msgspec.Struct, tag="denied"):
 
 
 class NotebookFacts(msgspec.Struct, tag="facts"):
-    """The answer to a question: the notebook's versions, and what it makes of those of the process that asks."""
+    """The answer to a question: the notebook's versions, and whether those of the asking process fit them."""
 
     host: str
     python: str
@@ -106,7 +109,7 @@ def decode_answer(answer: bytes) -> Admitted | Denied | NotebookFacts:
 
 
 def check_versions(newcomer: Newcomer) -> None:
-    """Raise VersionMismatch, with both versions, if a newcomer's do not fit to this process's.
+    """Raise VersionMismatch, which names both versions, if a newcomer's versions do not fit those of this process.
 
     Functions of cells travel as bytecode, so the minor version of Python must be the same; nbdist must be the same, and
     torch one that nbdist knows.

@@ -171,7 +171,8 @@ class Hub:
         newcomer = msgspec.msgpack.decode(content, type=Newcomer)
         try:
             with self.lock:
-                self._invitations.use(newcomer.token, time.time(), 0)  # a stranger does not learn the versions
+                # First, so that a stranger does not learn the versions.
+                self._invitations.check(newcomer.token, time.time(), max(1, newcomer.workers))
                 if kind == QUESTION:
                     return msgspec.msgpack.encode(describe_the_notebook(newcomer))
                 check_versions(newcomer)

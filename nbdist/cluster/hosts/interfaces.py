@@ -35,7 +35,7 @@ def own_address_towards(host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an address, such as ``eth0``; None if there is none or Linux is not."""
+    """Return the name of the interface that has an address, such as ``eth0``; None if Linux shows no such interface."""
     try:
         wanted = ipaddress.ip_address(address)
     except ValueError:

@@ -76,7 +76,7 @@ def read_invitation(path: str) -> Invitation:
 
 @dataclass
 class _Grant:
-    """What a token allows."""
+    """One token, until when it is valid, and how many uses are left."""
 
     token: str
     until: float
@@ -104,14 +104,19 @@ class Invitations:
         return grant.token
 
     def revoke(self) -> int:
-        """Make all tokens invalid; return how many were valid. Workers that have joined stay."""
+        """Make all tokens invalid; return how many had uses left, expired ones included. Joined workers stay."""
         valid = [grant for grant in self._grants if not grant.revoked and grant.left]
         for grant in self._grants:
             grant.revoked = True
         return len(valid)
 
     def use(self, token: str, now: float, workers: int = 1) -> None:
-        """Take one use of a token for each of so many workers; raise SecurityError, with the reason, if it may not."""
+        """Take one use of a token for each of ``workers``; raise SecurityError, with the reason, if that is refused."""
+        self.check(token, now, workers)
+        next(grant for grant in self._grants if grant.token == token).left -= workers
+
+    def check(self, token: str, now: float, workers: int) -> None:
+        """Raise SecurityError, with the reason, if so many workers may not join with a token now. Takes no use."""
         grants = [grant for grant in self._grants if hmac.compare_digest(grant.token.encode(), token.encode())]
         if not grants:
             raise SecurityError("this cluster has not made this invitation: ask for a new one, %dist_invite")
@@ -125,4 +130,3 @@ class Invitations:
         if grant.left < workers:
             left = f"has {counted(grant.left, 'use')} left" if grant.left else "has been used up"
             raise SecurityError(f"this invitation {left}, and {counted(workers, 'worker')} came: %dist_invite --uses N")
-        grant.left -= workers

@@ -60,7 +60,7 @@ _keeper: Keeper | None = None
 
 
 class Keeper:
-    """The keeper of this process. The constructor brings it into the cluster, `run` serves it until its end.
+    """The keeper of this process. The constructor joins the cluster; `run` serves the notebook until the cluster ends.
 
     Args:
         invitation: Where the cluster is, and the proof that this process may come in.
@@ -72,6 +72,7 @@ class Keeper:
         SecurityError: The notebook does not accept the invitation.
         VersionMismatch: The versions of Python, torch or nbdist do not fit.
         RendezvousError: The notebook does not answer.
+        UsageError: This host has no way to the notebook, and ``host`` is None.
     """
 
     def __init__(
@@ -132,6 +133,10 @@ class Keeper:
         self._relays.clear()
         self._launcher.close()
         self._agent.close("the keeper has ended")
+
+    def end_workers(self) -> None:
+        """End all workers, and remove their files. Returns when they are gone."""
+        self._launcher.close()
 
     def finish(self, why: str) -> None:
         """Make `run` return; ``why`` is the reason, empty if the cluster has ended in order."""
@@ -262,7 +267,6 @@ def free_port() -> int:
 
 def end() -> int:
     """End the workers of this host and this keeper; return this process's id. The workers are gone when it returns."""
-    keeper = _here()
-    keeper._launcher.close()
-    keeper.finish("")
+    _here().end_workers()
+    _here().finish("")
     return os.getpid()

@@ -6,9 +6,9 @@
     Kernel ── ipc ──> Relay.before_notebook ── carry, deliver ──> Relay.before_kernel ── ipc ──> ipykernel
 
 A relay has two threads: one reads and writes its sockets, the other, the courier, carries what was read to the other
-relay, one batch at a time, in order. While a batch is on its way, more is read, up to a limit; then the relay stops
-reading, so that a kernel that prints without end waits, and memory does not grow. The frames are not looked at: the
-kernel has signed them with its key, and the notebook checks that.
+relay, one batch at a time, in order. While a batch is on its way, the relay reads more, up to `_MOST_READ` bytes. What
+comes after that stays in ZeroMQ's queue, which has no limit: a kernel never waits for its output. The relay does not
+look at the frames: the kernel has signed them with its key, and the notebook checks that.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Relay:
         self._carrying = False
         """True while a batch is on its way."""
         self._changed = threading.Condition()
-        """Guards the four above; notified when there is something to carry."""
+        """Guards `_read`, `_bytes`, `_carrying` and `_closed`; notified when one of them changes."""
         self._closed = False
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._threads = [

@@ -26,7 +26,7 @@ class JoinLauncher(RemoteLauncher):
 
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
         super().__init__(spec, on_end)
-        self._file = Path(spec.invitation or DEFAULT_INVITATION).absolute()
+        self._file = Path(spec.invitation or DEFAULT_INVITATION).expanduser().absolute()
         try:
             self.invite(self._file, VALID_FOR, spec.count)
         except BaseException:
@@ -47,7 +47,10 @@ class JoinLauncher(RemoteLauncher):
             count = len(self._wanted)
         if not count:
             return ""
-        return f"{counted(count, 'worker')} must be started: {how_to_join(self._file)}"
+        return (
+            f"{counted(count, 'worker')} must be started: {how_to_join(self._file)}; if that invitation is used up, "
+            "write another one with %dist_invite"
+        )
 
     def close(self) -> int:
         """End all workers, and remove the run directory and the invitation."""
@@ -58,4 +61,4 @@ class JoinLauncher(RemoteLauncher):
 
 def how_to_join(file: Path) -> str:
     """Return the command with which a worker joins by an invitation."""
-    return f"`python -m nbdist worker --connect {shlex.quote(str(file))}`, with a copy of that file, on its host"
+    return f"on each host, with a copy of the file, run `python -m nbdist worker --connect {shlex.quote(str(file))}`"

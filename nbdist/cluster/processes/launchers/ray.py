@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["RayLauncher"]
 
 _ROOM_WITHIN = 30.0
-"""Seconds for Ray to make room for all workers, unless the cluster's timeout is shorter, or the user has set it."""
+"""Seconds to wait for Ray to have room for all workers, while the cluster's timeout is the usual one."""
 _STARTS_WITHIN = 120.0
 """Seconds for a new Ray of this machine to start, at least."""
 _INVITED_FOR = 600.0
@@ -131,10 +131,12 @@ class RayLauncher(RemoteLauncher):
         super()._on_gone(member, why)
 
     def advice(self) -> str:
-        """Return which resources Ray has left, if workers wait for an actor."""
+        """Return that Ray has room for workers that have not joined; empty if no worker is missing."""
         with self._lock:
             missing = len(self._wanted)
-        return _say_room(_free_of_nodes(self._ray), self._needs, missing) if missing else ""
+        if not missing:
+            return ""
+        return f"Ray has reserved room for {counted(missing, 'worker')} that did not join: see Ray's worker logs"
 
     def close(self) -> int:
         """End all workers, give back what Ray had reserved, and end Ray if this launcher has started it."""
