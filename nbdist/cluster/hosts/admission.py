@@ -42,7 +42,7 @@ class Newcomer(msgspec.Struct, tag="newcomer"):
     token: str
     """From the invitation."""
     workers: int
-    """How many workers it has room for."""
+    """The number of workers that it has room for."""
     host: str
     """The name of its host."""
     python: str
