@@ -45,6 +45,7 @@ def test_what_there_is_room_for_is_said(free, needs, count, said):
 
 def test_a_ray_without_room_says_what_it_has_and_keeps_nothing(monkeypatch):
     ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")  # for a busy machine
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         cluster = nbdist.Cluster(3, launcher="ray", timeout=2)
