@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -74,16 +75,28 @@ class TestJoinedOnTwoOtherHosts(LauncherContract):
                 assert other.pids() == []
 
 
+def processes_of_this_run() -> list[psutil.Process]:
+    """The processes that have the runtime folder of this test run: those that a run beside it started have another."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("NBDIST_RUNTIME_DIR") == os.environ["NBDIST_RUNTIME_DIR"]:
+                found.append(process)
+    return found
+
+
 class TestRay(LauncherContract):
     @pytest.fixture(scope="class")
     @classmethod
     def cluster(cls):
         pytest.importorskip("ray")
-        before = {process.pid for process in psutil.process_iter()}
+        before = {process.pid for process in processes_of_this_run()}
         with nbdist.Cluster(2, launcher="ray") as cluster:
+            begun = [each for each in processes_of_this_run() if each.pid not in before]
+            assert any("nbdist" in " ".join(each.cmdline()) for each in begun)
             yield cluster
-        _, left = psutil.wait_procs([each for each in psutil.process_iter() if each.pid not in before], 20)
-        assert [each for each in left if "nbdist" in " ".join(each.cmdline())] == []
+        _, left = psutil.wait_procs([each for each in processes_of_this_run() if each.pid not in before], 20)
+        assert left == []
 
 
 ROOMS = ("processes", "hosts", "worker")
