@@ -113,6 +113,7 @@ LAYERS: dict[str, int] = {
     "finalisers": 0,
     "holds": 0,
     "ids": 0,
+    "large_memory": 0,
     "registry": 0,
     "signals": 0,
     "torch_private": 0,

@@ -97,6 +97,15 @@ class Host:
         """Connect the host again."""
         _ip("link", "set", self._link, "up")
 
+    def slow_down(self, rate: str) -> None:
+        """Limit what it sends and gets to a rate, such as ``40mbit``, as a slow line would."""
+        limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
+        for where in (
+            ["tc", "qdisc", "add", "dev", self._link],
+            ["tc", "-n", self.name, "qdisc", "add", "dev", self.interface],
+        ):
+            subprocess.run([*where, "root", *limit], check=True)
+
 
 @contextlib.contextmanager
 def hosts(count: int) -> Iterator[tuple[str, list[Host]]]:

@@ -321,8 +321,8 @@ SABOTAGE = {
         "frames, message.kind)\n            except ChannelError:\n                if isin",
         "frames, message.kind)\n"
         "                if isinstance(message, Call) and outgoing.seq % 20 == 0:\n"
-        "                    again = connection.peer.send(message, frames, now, holds)\n"
-        "                    connection.link.send(again.frames, message.kind)\n"
+        "                    again = peer.send(message, frames, now, holds)\n"
+        "                    link.send(again.frames, message.kind)\n"
         "            except ChannelError:\n                if isin",
         "chaos/test_chaos.py::test_a_storm_reports_exactly_what_was_broken_on_purpose",
     ),

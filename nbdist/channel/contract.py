@@ -67,8 +67,10 @@ class Channel(Protocol):
         """The addresses at which other agents reach this channel, the fastest first."""
         ...
 
-    def connect(self, addresses: Sequence[str]) -> Link:
+    def connect(self, addresses: Sequence[str], is_large: bool = False) -> Link:
         """Return a link to the agent with these ``addresses``, by the first of them that this process can reach.
+
+        Two links to one agent do not wait for each other. ``is_large`` is for the one that large messages take.
 
         Raises ChannelError if none can be reached or the channel is closed, TooManyFiles if no file can be opened.
         """
@@ -84,6 +86,8 @@ class Channel(Protocol):
 
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed.
+
+        A large frame may be a writable view instead of bytes: nobody else uses its memory, so a tensor may stay there.
 
         Up to `readers` threads of the agent's pool may wait here. One more may do so as the *guest*: a thread that
         waits for the reply to its own call, and passes ``guest=True``. It may get any message. A message wakes the

@@ -89,9 +89,12 @@ class FaultyChannel:
         """The addresses of the wrapped channel."""
         return self.inner.addresses
 
-    def connect(self, addresses: Sequence[str]) -> FaultyLink:
-        """Return the wrapped channel's link to ``addresses``, with faults. Raises the errors of its `connect`."""
-        return FaultyLink(self, self.inner.connect(addresses))
+    def connect(self, addresses: Sequence[str], is_large: bool = False) -> FaultyLink:
+        """Return the wrapped channel's link to ``addresses``, with faults; ``is_large`` is passed on.
+
+        Raises the errors of its `connect`.
+        """
+        return FaultyLink(self, self.inner.connect(addresses, is_large))
 
     @property
     def readers(self) -> int:

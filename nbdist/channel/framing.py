@@ -18,31 +18,20 @@ memory until the bytes come. `Large.frames` copies the whole message, so it is c
 
 from __future__ import annotations
 
-import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from nbdist import amounts
 from nbdist.channel import machine
 from nbdist.errors import ProtocolError
+from nbdist.large_memory import unfilled
 
 __all__ = ["Cutter", "Large", "head"]
 
 _HEAD = struct.Struct("<QI")
 _SIZE = 8
 """The bytes of each frame's size in the head."""
-_COMPARED_WITH_MEMORY = 64 * 1024 * 1024
-"""Messages of at least this many bytes are refused if the machine has too little memory left.
-
-Asking takes 0.1 to 0.3 ms, and 1 ms in a container.
-"""
 _HEADS = [struct.Struct(f"<QI{count}Q") for count in range(8)]
 """The layout of the whole head by the number of frames, for messages of up to 7 frames."""
-
-_unfilled: Callable[[None, int], bytearray] = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
-    ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
-)
-"""Returns a bytearray of the given length with arbitrary contents. Large memory is mapped when first written to."""
 
 
 def head(sizes: Sequence[int]) -> bytes:
@@ -142,12 +131,8 @@ class Cutter:
 
         Raises MemoryError if the message has 64 MiB or more and the machine has less memory left.
         """
-        if length >= _COMPARED_WITH_MEMORY and length > (left := machine.available_memory()):
-            raise MemoryError(
-                f"a message of {amounts.size(length)} does not fit: the machine has {amounts.size(left)} of memory "
-                "left. Free some, or send less at once"
-            )
-        large = memoryview(_unfilled(None, length))
+        machine.require_memory(length)
+        large = unfilled(length)
         self._filled = len(data) - start
         large[: self._filled] = memoryview(data)[start:]
         self.large = large

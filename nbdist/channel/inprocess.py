@@ -66,10 +66,10 @@ class InProcessChannel:
         """The channel's only address, in a list."""
         return [self.address]
 
-    def connect(self, addresses: Sequence[str]) -> InProcessLink:
+    def connect(self, addresses: Sequence[str], is_large: bool = False) -> InProcessLink:
         """Return a link to the first of ``addresses`` of an in-process channel. Raises ChannelError if there is none.
 
-        The other channel need not be open: messages to a closed one are lost.
+        The other channel need not be open: messages to a closed one are lost. ``is_large`` changes nothing here.
         """
         for address in addresses:
             if address.startswith("inprocess://"):

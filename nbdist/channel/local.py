@@ -146,7 +146,7 @@ class LocalChannel:
         """The channel's addresses: ``unix://`` first, then those of the ZeroMQ channel."""
         return [self._address, *self._beside.addresses]
 
-    def connect(self, addresses: Sequence[str]) -> Link:
+    def connect(self, addresses: Sequence[str], is_large: bool = False) -> Link:
         """Return a link over a unix socket if one of the addresses is one and accepts, else a link over ZeroMQ.
 
         Raises ChannelError if no address can be reached or the channel is closed, TooManyFiles if no file can be
@@ -166,7 +166,7 @@ class LocalChannel:
                         continue
                     self._links.add(link)
                     return link
-        return self._beside.connect(addresses)
+        return self._beside.connect(addresses, is_large)
 
     # -- receiving ----------------------------------------------------------------------------
 

@@ -25,7 +25,13 @@ from pathlib import Path, PurePosixPath
 
 from nbdist import amounts
 
-__all__ = ["available_memory", "cores", "limits", "memory"]
+__all__ = ["available_memory", "cores", "limits", "memory", "require_memory"]
+
+_COMPARED_WITH_MEMORY = 64 * 1024 * 1024
+"""Messages of fewer bytes are not compared with the memory that is left.
+
+Asking takes 0.1 to 0.3 ms, and 1 ms in a container.
+"""
 
 _GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 _NAMES_2 = "memory.max", "memory.current", "inactive_file"
@@ -65,6 +71,15 @@ def available_memory() -> int:
         found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
     found += [limit - used for limit, used in _limits_of_memory()]
     return max(0, min(found))
+
+
+def require_memory(length: int) -> None:
+    """Raise MemoryError if a message of ``length`` bytes has 64 MiB or more and the machine has less memory left."""
+    if length >= _COMPARED_WITH_MEMORY and length > (left := available_memory()):
+        raise MemoryError(
+            f"a message of {amounts.size(length)} does not fit: the machine has {amounts.size(left)} of memory "
+            "left. Free some, or send less at once"
+        )
 
 
 def limits() -> str:

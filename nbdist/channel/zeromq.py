@@ -1,13 +1,19 @@
 """Moves frames over ZeroMQ, on one host and between hosts.
 
-A channel has a PULL socket, at which all other agents reach it, and a PUSH socket for each link::
+A channel has two PULL sockets, at which all other agents reach it, and a PUSH socket for each link::
 
-    agent A                                     agent B
-    ZmqLink (PUSH) ── ipc://…/agent-B/in ─────> inbox (PULL)       agents on one host
-    ZmqLink (PUSH) ── tcp://host:port, CURVE ─> the same inbox     agents on different hosts
+    agent A                                          agent B
+    ZmqLink ────── ipc://…/agent-B/in ─────────────> inbox              agents on one host
+    ZmqLink ────── tcp://host:port, CURVE ─────────> the same inbox     agents on different hosts
+    LargeZmqLink ─ ipc://…/agent-B/large#large ────> large inbox ─┐
+    LargeZmqLink ─ tcp://host:port#large, CURVE ───> large inbox  │ its thread puts the chunks together, and
+                                                     inbox <──────┘ announces each whole message
 
-Sending and receiving never share a socket, so a thread can wait in `receive` while others send. The ``ipc://`` file is
-in a directory of the agent's own (mode 0700). The CURVE keys of TCP come from the cluster's secret
+Large messages have links, an inbox and threads of their own, one of ZeroMQ's and one of Python's: encrypting and
+copying takes long, and a small message that comes meanwhile waits for neither.
+
+Sending and receiving never share a socket, so a thread can wait in `receive` while others send. The ``ipc://`` files
+are in a directory of the agent's own (mode 0700). The CURVE keys of TCP come from the cluster's secret
 (`nbdist.channel.security`).
 
 The directory contains a file that its agent has locked. When an agent starts, it removes each directory whose lock is
@@ -18,6 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
+import logging
 import os
 import shutil
 import socket
@@ -25,6 +33,7 @@ import struct
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -34,23 +43,31 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from nbdist.channel import machine
+from nbdist.channel.chunks import NOT_COPIED_FROM, Assembly, chunks
 from nbdist.channel.contract import Buffer, ChannelError, TooManyFiles
 from nbdist.channel.resources import require_files
 from nbdist.channel.security import Secret, runtime_directory
+from nbdist.finalisers import this_thread
 from nbdist.signals import Deferral
 
 __all__ = ["ZmqChannel", "host_identity", "sweep"]
 
-_NOT_COPIED_FROM = 256 * 1024
-"""Frames from this many bytes on are passed to ZeroMQ without a copy. For smaller ones, a copy is cheaper."""
-_JOINED_BELOW = 64 * 1024
-"""A message of fewer bytes is sent as one part."""
+_FOR_LARGE = "#large"
+"""The end of the addresses at which an agent takes large messages."""
+_SMALL_THREAD, _LARGE_THREAD = 1, 2
+"""Which of ZeroMQ's two threads moves the bytes of a socket, as ``ZMQ_AFFINITY``."""
+_ANNOUNCED = b"\0"
+"""A message to the inbox that says: the large inbox has a whole message."""
 _HANDSHAKE_MS = 5000
 """Milliseconds after which ZeroMQ gives up a connection whose other end has not finished the handshake."""
 _LINGER_MS = 500
 """Milliseconds for which ZeroMQ still tries to send after a link was closed."""
+_LOOK_EVERY_MS = 10_000
+"""Milliseconds between two looks for large messages of which no more comes."""
 MAX_MESSAGE = 1 << 40
 """The most bytes of a message, unless the caller or the machine's memory sets a lower bound."""
+
+_log = logging.getLogger("nbdist.channel")
 
 
 def host_identity() -> str:
@@ -171,15 +188,17 @@ class ZmqChannel:
         self._closed = False
         self._lock = threading.Lock()
         self._receiving = threading.Lock()
-        self._links: weakref.WeakSet[ZmqLink] = weakref.WeakSet()
+        self._links: weakref.WeakSet[ZmqLink | LargeZmqLink] = weakref.WeakSet()
         self._resources = contextlib.ExitStack()
         require_files(_FILES_AT_START, "ZeroMQ cannot start")  # without files, ZeroMQ would abort this process
         with contextlib.ExitStack() as undo:
-            self._context = zmq.Context(1)
+            self._context = zmq.Context(2)
             undo.callback(self._context.destroy, 0)
             self._context.max_sockets = 8192
             self._inbox = self._context.socket(zmq.PULL)
-            self._prepare(self._inbox)
+            self._prepare(self._inbox, _SMALL_THREAD)
+            large = self._context.socket(zmq.PULL)
+            self._prepare(large, _LARGE_THREAD)
             self._addresses: list[str] = []
             self.directory: Path | None = None
             if local:
@@ -188,14 +207,19 @@ class ZmqChannel:
                 own = _Directory(directory or runtime_directory(), f"agent-{label}")
                 undo.callback(own.remove)
                 self.directory = own.path
-                self._bind(f"ipc://{own.path}/in")
+                self._bind(self._inbox, f"ipc://{own.path}/in")
+                self._bind(large, f"ipc://{own.path}/large", _FOR_LARGE)
             if host is not None:
                 undo.enter_context(self._authenticator())
-                # CURVE applies to the addresses that are bound from here on. The ipc file, which is bound already, is
-                # protected by its directory.
-                self._secured(self._inbox)
-                self._inbox.set(zmq.IPV6, int(":" in host))
-                self._bind(f"tcp://{in_brackets(host)}:*")
+                # CURVE applies to the addresses that are bound from here on. The ipc files, which are bound already,
+                # are protected by their directory.
+                for sock, suffix in ((self._inbox, ""), (large, _FOR_LARGE)):
+                    self._secured(sock)
+                    sock.set(zmq.IPV6, int(":" in host))
+                    self._bind(sock, f"tcp://{in_brackets(host)}:*", suffix)
+            self._inbox.bind(_LargeInbox.ANNOUNCED_AT)
+            self._large = _LargeInbox(self._context, large, self._max_message)
+            undo.callback(self._large.close)
             self._poller = zmq.Poller()
             self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             undo.callback(os.close, self._wake_out)
@@ -206,8 +230,12 @@ class ZmqChannel:
 
     # -- setting up ---------------------------------------------------------------------------
 
-    def _prepare(self, sock: zmq.Socket[bytes]) -> None:
-        """Set the options of a new socket. Its queues have no limit, so that no `send` ever blocks."""
+    def _prepare(self, sock: zmq.Socket[bytes], thread: int) -> None:
+        """Set the options of a new socket. Its queues have no limit, so that no `send` ever blocks.
+
+        ``thread``, of ZeroMQ's threads, moves its bytes.
+        """
+        sock.set(zmq.AFFINITY, thread)
         sock.set(zmq.SNDHWM, 0)
         sock.set(zmq.RCVHWM, 0)
         sock.set(zmq.LINGER, _LINGER_MS)
@@ -234,13 +262,13 @@ class ZmqChannel:
         sock.set(zmq.CURVE_PUBLICKEY, door.public)
         sock.set(zmq.CURVE_SECRETKEY, door.private)
 
-    def _bind(self, address: str) -> None:
-        """Listen at an address, and add it to `addresses`, with a free port in the place of ``*``.
+    def _bind(self, sock: zmq.Socket[bytes], address: str, suffix: str = "") -> None:
+        """Listen at an address, and add it to `addresses`: with a free port in the place of ``*``, and a ``suffix``.
 
         Raises ChannelError if that fails.
         """
         try:
-            self._inbox.bind(address)
+            sock.bind(address)
         except zmq.ZMQError as error:
             remedy = (
                 "Set NBDIST_RUNTIME_DIR to another directory"
@@ -248,35 +276,43 @@ class ZmqChannel:
                 else "Set NBDIST_HOST, or pass RpcBackendOptions(host=...), to an address of this machine"
             )
             raise ChannelError(f"cannot listen at {address}: {error}. {remedy}") from error
-        self._addresses.append(self._inbox.get_string(zmq.LAST_ENDPOINT))
+        self._addresses.append(sock.get_string(zmq.LAST_ENDPOINT) + suffix)
 
     # -- the contract -------------------------------------------------------------------------
 
     @property
     def addresses(self) -> list[str]:
-        """The channel's addresses: ``ipc://`` for agents of this host, ``tcp://`` for others."""
+        """The channel's addresses: ``ipc://`` for agents of this host, ``tcp://`` for others.
+
+        Those that end with ``#large`` take large messages, in chunks.
+        """
         return list(self._addresses)
 
-    def connect(self, addresses: Sequence[str]) -> ZmqLink:
+    def connect(self, addresses: Sequence[str], is_large: bool = False) -> ZmqLink | LargeZmqLink:
         """Return a link to the first address that is TCP, or an ipc file that exists on this host.
 
+        With ``is_large``, it is a link for large messages.
         Raises ChannelError if there is none or the channel is closed, TooManyFiles if no socket can be opened. ZeroMQ
         connects later: if the other agent is dead, no error is raised.
         """
-        for address in addresses:
+        for each in addresses:
+            address, _, large = each.partition("#")
+            if bool(large) is not is_large:
+                continue
             if address.startswith("tcp://"):
-                return self._link(address, curve=True)
+                return self._link(address, curve=True, is_large=is_large)
             if address.startswith("ipc://") and self._local and Path(address[6:]).exists():
-                return self._link(address, curve=False)
+                return self._link(address, curve=False, is_large=is_large)
         raise ChannelError(
             f"none of a worker's addresses {list(addresses)} can be reached from this process: the worker has ended, "
             "or is on another machine without an address there. Give each worker one: NBDIST_HOST, or "
             "RpcBackendOptions(host=...)"
         )
 
-    def _link(self, address: str, *, curve: bool) -> ZmqLink:
+    def _link(self, address: str, *, curve: bool, is_large: bool) -> ZmqLink | LargeZmqLink:
         """Return a new link by a PUSH socket to an address; ``curve`` encrypts it with the keys that all members share.
 
+        ``is_large`` makes it one for large messages.
         Raises ChannelError if the channel is closed or the address is wrong, TooManyFiles if no socket can be opened.
         """
         with self._lock:
@@ -286,7 +322,7 @@ class ZmqChannel:
                 sock = self._context.socket(zmq.PUSH)
             except zmq.ZMQError as error:
                 raise TooManyFiles(f"cannot connect to {address}: {error}") from error
-            self._prepare(sock)
+            self._prepare(sock, _LARGE_THREAD if is_large else _SMALL_THREAD)
             sock.set(zmq.IPV6, int("[" in address))
             if curve:
                 member = self._secret.curve("member")
@@ -301,7 +337,7 @@ class ZmqChannel:
                     f"the address {address} of another worker cannot be used: {error}. Give that worker another one: "
                     "NBDIST_HOST, or RpcBackendOptions(host=...)"
                 ) from error
-            link = ZmqLink(sock)
+            link = LargeZmqLink(sock) if is_large else ZmqLink(sock)
             self._links.add(link)
             return link
 
@@ -327,7 +363,7 @@ class ZmqChannel:
         """Return the next message's frames, or None, as `receive` does. The caller holds `_receiving`."""
         try:
             if self._has_message():  # asked first: the exception zmq.Again would cost as much time as the message
-                return _split(self._inbox.recv_multipart(zmq.NOBLOCK))
+                return self._take()
             if self._closed:
                 return None
             ready = self._poller.poll(None if timeout is None else max(0, round(timeout * 1000 + 0.5)))
@@ -335,13 +371,20 @@ class ZmqChannel:
                 if which == self._wake_out:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake_out, 4096)
-            if not ready:
-                return None
-            return _split(self._inbox.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
+            return self._take() if ready and self._has_message() else None
         except zmq.ZMQError:
             return None
+
+    def _take(self) -> list[bytes] | None:
+        """Return the frames of a message that the inbox has or announces; None for bytes that no link of nbdist sends.
+
+        Raises ZMQError if it has none.
+        """
+        message = self._inbox.recv(zmq.NOBLOCK)
+        if self._inbox.get(zmq.RCVMORE):
+            self._inbox.recv_multipart(zmq.NOBLOCK)  # no link sends several parts here
+            return None
+        return self._large.next() if message == _ANNOUNCED else _split(message)
 
     @property
     def file(self) -> int:
@@ -358,7 +401,7 @@ class ZmqChannel:
         """
         try:
             while self._has_message():
-                frames = _split(self._inbox.recv_multipart(zmq.NOBLOCK))
+                frames = self._take()
                 if frames is not None:
                     return frames
         except zmq.ZMQError:
@@ -416,8 +459,66 @@ class _OnlyMembers:
         return key == self._public
 
 
+class _LargeInbox:
+    """Receives the chunks of large messages in a thread of its own, and announces whole messages in the other inbox."""
+
+    ANNOUNCED_AT = "inproc://large"
+    """Where the other inbox listens for that."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], inbox: zmq.Socket[bytes], max_message: int) -> None:
+        """Start the thread that reads ``inbox``; it accepts messages of at most ``max_message`` bytes."""
+        self._inbox = inbox
+        self._whole: deque[list[bytes]] = deque()
+        self._assembly = Assembly(max_message)
+        self._to_inbox = context.socket(zmq.PUSH)
+        self._to_inbox.set(zmq.SNDHWM, 0)
+        self._to_inbox.connect(self.ANNOUNCED_AT)
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="nbdist-large", daemon=True)
+        self._thread.start()
+
+    def next(self) -> list[bytes] | None:
+        """Return the frames of the oldest message that was announced and not returned; None if there is none."""
+        return self._whole.popleft() if self._whole else None
+
+    def _run(self) -> None:
+        this_thread.is_closed = True
+        poller = zmq.Poller()
+        poller.register(self._inbox, zmq.POLLIN)
+        poller.register(self._stop, zmq.POLLIN)
+        while not any(which == self._stop for which, _ in poller.poll(_LOOK_EVERY_MS if self._assembly else None)):
+            self._assembly.drop_idle()
+            while int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN:
+                try:
+                    self._take()
+                except Exception:  # the thread must go on: nobody else takes large messages
+                    _log.exception("a large message from another agent is dropped")
+
+    def _take(self) -> None:
+        """Take one chunk; announce the message if that was its last one. Other bytes are dropped."""
+        head = self._inbox.recv()
+        if not self._inbox.get(zmq.RCVMORE):
+            return
+        data = self._inbox.recv(copy=False)
+        if data.more:
+            self._inbox.recv_multipart()
+            return
+        frames = self._assembly.add(head, data.buffer)
+        if frames is not None:
+            self._whole.append(frames)  # type: ignore[arg-type]  # large frames are views; see `Channel.receive`
+            self._to_inbox.send(_ANNOUNCED)
+
+    def close(self) -> None:
+        """Stop the thread and close the sockets."""
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        self._to_inbox.close(0)
+        self._inbox.close(0)
+        os.close(self._stop)
+
+
 class ZmqLink:
-    """A `Link` over a PUSH socket. Threads take turns at it."""
+    """A `Link` over a PUSH socket, on which every message is copied and goes as a whole. Threads take turns at it."""
 
     def __init__(self, sock: zmq.Socket[bytes]) -> None:
         self._socket = sock
@@ -428,20 +529,13 @@ class ZmqLink:
 
         Raises ChannelError if the link or the channel is closed. A message may be lost without an error.
         """
-        sizes = [len(frame) for frame in frames]
-        if len(sizes) == 1 or (sum(sizes) < _JOINED_BELOW and len(sizes) < 256):
-            # One part: each further part takes as long as a system call, and may lose the GIL in the middle.
-            frames = [b"".join((struct.pack(f"<B{len(sizes)}I", len(sizes), *sizes), *frames))]
-        last = len(frames) - 1
-        with Deferral(), self._lock:  # if Ctrl-C cut a message, the next one's frames would be appended to it
+        # One part: each further part takes as long as a system call, and may lose the GIL in the middle.
+        whole = b"".join((struct.pack(f"<I{len(frames)}Q", len(frames), *map(len, frames)), *frames))
+        with self._lock:
             try:
-                for index, frame in enumerate(frames):
-                    more = zmq.SNDMORE if index < last else 0
-                    self._socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < _NOT_COPIED_FROM)
+                self._socket.send(whole, zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                raise ChannelError(
-                    f"cannot send a message to another worker: {error}. It was not sent: call again"
-                ) from error
+                raise _not_sent(error) from error
 
     def close(self, *, at_once: bool = False) -> None:
         """Close the socket. ZeroMQ still sends what is queued for half a second, unless ``at_once``.
@@ -452,20 +546,50 @@ class ZmqLink:
             self._socket.close(0 if at_once else None)
 
 
-def _split(parts: list[bytes]) -> list[bytes] | None:
-    """Return the frames of a message that came as these ZeroMQ parts; None if no `ZmqLink` sends such parts.
+class LargeZmqLink:
+    """A `Link` over a PUSH socket to a large inbox, on which every message goes in chunks. Threads take turns at it."""
 
-    A small message comes as one part, which begins with the number and the sizes of its frames.
-    """
-    if len(parts) > 1:
-        return parts
-    joined = parts[0]
+    def __init__(self, sock: zmq.Socket[bytes]) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+        self._name = os.urandom(8)
+        self._numbers = itertools.count()
+        """Numbers the messages."""
+
+    def send(self, frames: Sequence[Buffer], kind: str) -> None:
+        """Send a message, without waiting for the receiver, and without copying its large frames.
+
+        Raises ChannelError if the link or the channel is closed. A message may be lost without an error.
+        """
+        with Deferral(), self._lock:  # if Ctrl-C cut a chunk, the next one's parts would be appended to it
+            try:
+                for head, data in chunks(frames, self._name, next(self._numbers)):
+                    self._socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)
+                    self._socket.send(data, zmq.NOBLOCK, copy=len(data) < NOT_COPIED_FROM)
+            except zmq.ZMQError as error:
+                raise _not_sent(error) from error
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Close the socket. ZeroMQ still sends what is queued for half a second, unless ``at_once``.
+
+        A second call does nothing.
+        """
+        with self._lock:
+            self._socket.close(0 if at_once else None)
+
+
+def _not_sent(error: zmq.ZMQError) -> ChannelError:
+    return ChannelError(f"cannot send a message to another worker: {error}. It was not sent: call again")
+
+
+def _split(joined: bytes) -> list[bytes] | None:
+    """Return the frames of a message that came as a whole, after their number and sizes; None if it is none."""
     try:
-        count = joined[0]
-        sizes = struct.unpack_from(f"<{count}I", joined, 1)
-    except (IndexError, struct.error):
+        (count,) = struct.unpack_from("<I", joined)
+        sizes = struct.unpack_from(f"<{count}Q", joined, 4)
+    except struct.error:
         return None
-    frames, start = [], 1 + 4 * count
+    frames, start = [], 4 + 8 * count
     for size in sizes:
         frames.append(joined[start : start + size])
         start += size

@@ -561,7 +561,9 @@ class Agent:
     def _on_ping(self, message: Ping, sender: int, _: list[bytes]) -> None:
         """Answer a ping with a few words on what runs here."""
         with contextlib.suppress(NbdistError):
-            self.post(sender, Pong(message.number, self.executor.doing()))
+            self.links.post(
+                sender, Pong(message.number, self.executor.doing(), message.is_large), is_large=message.is_large
+            )
 
     def _on_stop(self, message: Stop, sender: int, frames: list[bytes]) -> None:
         """Stop a call whose caller has given up on it.
@@ -604,7 +606,7 @@ class Agent:
             return
         record = connection.record
         self.membership.remove(incarnation, why)
-        connection.link.close(at_once=True)
+        connection.close()
         trace.emit("peer.lost", name=record.name, why=why)
         self.references.on_lost(incarnation)
         calls = self.pending.to(incarnation)

@@ -1,8 +1,9 @@
 """The connections of an agent to the others, and the clock that says when one of them needs attention.
 
-A `Connection` joins the protocol state about another agent (`nbdist.wire.peer`, which is pure) with the channel's link
-to it. Many threads send, so the lock is here. The clock is here, too: a thread that sends may have to move the next
-alarm forward while the reader sleeps.
+A `Connection` joins the protocol states about another agent (`nbdist.wire.peer`, which is pure) with the channel's
+links to it: one of each for large messages, so that no small one waits behind them, and one for all others. Many
+threads send, so the lock is here. The clock is here, too: a thread that sends may have to move the next alarm forward
+while the reader sleeps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Protocol
 
 from nbdist import trace
 from nbdist.amounts import duration
-from nbdist.channel.contract import Buffer, Channel, ChannelError, Link
+from nbdist.channel.contract import Buffer, Channel, ChannelError, Link, TooManyFiles
 from nbdist.errors import NbdistError, WorkerLost
 from nbdist.finalisers import this_thread
 from nbdist.rpc import devices
@@ -33,13 +34,14 @@ from nbdist.wire.messages import (
     Envelope,
     Goodbye,
     Message,
+    Ping,
     Pong,
     Record,
     Refused,
     UserDelete,
     encode_envelope,
 )
-from nbdist.wire.peer import PING_FIRST, Lost, Outgoing, Peer, PeerLimits, Suspect, Transmit, Undelivered
+from nbdist.wire.peer import LARGE_BYTES, PING_FIRST, Lost, Outgoing, Peer, PeerLimits, Suspect, Transmit, Undelivered
 from nbdist.wire.tensors import Slot
 
 __all__ = ["Connection", "Links"]
@@ -72,7 +74,10 @@ class Connection:
     """Another agent as this one knows it: who it is, the protocol state, and the link to it."""
 
     record: Record
+    addresses: list[str]
+    """Where it is reached from here."""
     peer: Peer
+    """The protocol state of all messages but the large ones."""
     link: Link
     calls: Devices
     """Its devices for the arguments of calls to it."""
@@ -80,6 +85,26 @@ class Connection:
     """Its devices for the results of its calls."""
     sent: int = 0
     """Bytes that were sent there, those in shared memory included."""
+    large_peer: Peer | None = None
+    """The protocol state of large messages, once there was one."""
+    large_link: Link | None = None
+    """The link for large messages, once one was sent."""
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The protocol states, of large messages only if there was one."""
+        return [self.peer] if self.large_peer is None else [self.peer, self.large_peer]
+
+    def next_tick(self) -> float:
+        """Return the moment at which `Peer.tick` of some state has something to do."""
+        due = self.peer.next_tick()
+        return due if self.large_peer is None else min(due, self.large_peer.next_tick())
+
+    def close(self) -> None:
+        """Close the links at once. A second call does nothing."""
+        for link in (self.link, self.large_link):
+            if link is not None:
+                link.close(at_once=True)
 
 
 class Links:
@@ -139,7 +164,7 @@ class Links:
             addresses = [a for a in record.addresses if local or not a.startswith(_FILE_SCHEMES)]
             calls, results = devices.for_call(self._me, record), devices.for_result(self._me, record)
             link = self._channel.connect(addresses)
-            self.connections[record.incarnation] = Connection(record, peer, link, calls, results)
+            self.connections[record.incarnation] = Connection(record, addresses, peer, link, calls, results)
         if local and record.pid != os.getpid():
             self._watch(record.pid, record.started)
         self.hurry(peer.next_tick())
@@ -149,7 +174,7 @@ class Links:
         with self._lock:
             connection = self._remove(incarnation)
         if connection is not None:
-            connection.link.close(at_once=True)
+            connection.close()
 
     def lose(self, incarnation: int) -> Connection | None:
         """Remove the connection to an agent that is gone, and return it.
@@ -161,7 +186,8 @@ class Links:
             connection = self._remove(incarnation)
             if connection is None or self.closed:
                 return None
-            connection.peer.lose()
+            for peer in connection.peers:
+                peer.lose()
         return connection
 
     def _remove(self, incarnation: int) -> Connection | None:
@@ -171,7 +197,7 @@ class Links:
         """
         connection = self.connections.pop(incarnation, None)
         if connection is not None:
-            self._sent_to_gone += connection.peer.next_seq - 1
+            self._sent_to_gone += sum(peer.next_seq - 1 for peer in connection.peers)
         return connection
 
     def close(self, goodbye: Goodbye | None) -> bool:
@@ -188,7 +214,7 @@ class Links:
             for connection in connections:
                 if connection.record is not self._me:
                     with contextlib.suppress(NbdistError):
-                        self._transmit(connection, connection.peer.send(goodbye, (), time.monotonic()))
+                        self._transmit(connection, connection.peer, connection.peer.send(goodbye, (), time.monotonic()))
         return True
 
     # -- sending ------------------------------------------------------------------------------
@@ -200,8 +226,11 @@ class Links:
         frames: Sequence[Buffer] = (),
         holds: HeldByLinks | None = None,
         slots: Sequence[Slot] = (),
+        is_large: bool = False,
     ) -> int:
         """Send a message; return its number, with which `status` can tell whether it has arrived.
+
+        The number of a large message is negative. ``is_large`` is for a small message that belongs to the large ones.
 
         Any thread may call this. ``holds`` is kept until the message has arrived; ``slots`` are the copies of its large
         tensors in shared memory. If `Message.gives_back` is True, the message also returns shared memory that the
@@ -218,6 +247,7 @@ class Links:
             now = time.monotonic()
             sharing = self._sharing
             back: list[tuple[int, int]] | None = None
+            size = sum(map(len, frames))
             try:
                 # 1. Take along the blocks that the receiver should get back.
                 if (sharing.ended or sharing.owing) and message.gives_back:
@@ -233,29 +263,32 @@ class Links:
                     for slot in slots:
                         slot.send()  # before the receiver can see it, and before the receiver can be lost
                         connection.sent += slot.place.length
-                    outgoing = connection.peer.send(message, frames, now, holds, back)
-                    connection.sent += sum(map(len, outgoing.frames))
+                    large = is_large or size >= LARGE_BYTES
+                    peer = self._large_peer(connection) if large else connection.peer
+                    outgoing = peer.send(message, frames, now, holds, back)
+                    connection.sent += size + len(outgoing.frames[0])
             except BaseException:  # the receiver is gone, or Ctrl-C came
                 if not self._peer_keeps(to, message):
                     self._take_back(to, holds, slots, back)
                 raise
             try:
-                connection.link.send(outgoing.frames, message.kind)
+                link = connection.link if size < LARGE_BYTES else self._link_for_large(connection)
+                link.send(outgoing.frames, message.kind)
             except ChannelError:
                 if isinstance(message, Call):
                     with self._lock:
-                        connection.peer.refused(outgoing, now)
-                        due = connection.peer.next_tick()
+                        peer.refused(outgoing, now)
+                        due = peer.next_tick()
                     self.hurry(due)
                     self._take_back(to, holds, slots, back)
                     if self.closed or self.connections.get(to) is None:
                         raise self._no_connection(to) from None  # the receiver was lost in between
                     raise
-                self.hurry(self._postpone(connection, outgoing))
+                self.hurry(self._postpone(peer, outgoing))
             finally:  # also after Ctrl-C: the peer keeps the message, and will notice that it has not arrived
                 if now + PING_FIRST < self.due:
                     self.hurry(now + PING_FIRST)
-            return outgoing.seq
+            return -outgoing.seq if large else outgoing.seq
         finally:
             this_thread.is_closed = was_closed
 
@@ -276,7 +309,7 @@ class Links:
         """
         with self._lock:
             connection = self.connections.get(to)
-            return connection is not None and connection.peer.keeps(message)
+            return connection is not None and any(peer.keeps(message) for peer in connection.peers)
 
     def _take_back(
         self, to: int, holds: HeldByLinks | None, slots: Sequence[Slot], back: list[tuple[int, int]] | None
@@ -318,7 +351,7 @@ class Links:
             waiting = [(each, each.peer.send_waiting(now)) for each in self.connections.values()]
         for connection, outgoing in waiting:
             if outgoing is not None:
-                self._transmit(connection, outgoing)
+                self._transmit(connection, connection.peer, outgoing)
 
     def _no_connection(self, to: int) -> NbdistError:
         """Return the error for an agent that is not connected: this agent has ended, or that one is gone, and why."""
@@ -333,24 +366,56 @@ class Links:
             return WorkerLost(f"{name} is not connected")
         return WorkerLost(f"{name} {fate}{'; a new worker has taken its name' if name in membership.names else ''}")
 
-    def _transmit(self, connection: Connection, outgoing: Outgoing) -> None:
+    def _transmit(self, connection: Connection, peer: Peer, outgoing: Outgoing) -> None:
         """Send an encoded message that no caller waits for, such as a ping or a repetition. Raises no ChannelError.
 
-        If the channel refuses the message, the peer tries again later. The caller does not hold the lock.
+        ``peer`` is the state of ``connection`` that has made it. If the channel refuses the message, ``peer`` tries
+        again later. The caller does not hold the lock.
         """
         try:
-            connection.link.send(outgoing.frames, outgoing.message.kind)
+            # Acknowledgements and pongs need not wait behind large messages; a ping must, to ask for those before it.
+            goes_behind = peer.is_large and (outgoing.seq or isinstance(outgoing.message, Ping))
+            link = self._link_for_large(connection) if goes_behind else connection.link
+            link.send(outgoing.frames, outgoing.message.kind)
         except ChannelError:
-            self._postpone(connection, outgoing)
+            self._postpone(peer, outgoing)
 
-    def _postpone(self, connection: Connection, outgoing: Outgoing) -> float:
+    def _postpone(self, peer: Peer, outgoing: Outgoing) -> float:
         """Note that the channel refused a message; return the moment when `tick` is needed next.
 
         The moment is as of `time.monotonic`.
         """
         with self._lock:
-            connection.peer.failed(outgoing.seq, time.monotonic())
-            return connection.peer.next_tick()
+            peer.failed(outgoing.seq, time.monotonic())
+            return peer.next_tick()
+
+    def _large_peer(self, connection: Connection) -> Peer:
+        """Return the protocol state of large messages; the first call makes it. The caller holds the lock."""
+        if connection.large_peer is None:
+            connection.large_peer = Peer(
+                *(self._me.incarnation, connection.record.incarnation, self._limits, time.monotonic()),
+                watch_silence=False,
+                is_large=True,
+            )
+        return connection.large_peer
+
+    def _link_for_large(self, connection: Connection) -> Link:
+        """Return the link for large messages; the first call makes it. Raises ChannelError.
+
+        While this process cannot open another file, it is the link for small ones. The caller does not hold the lock.
+        """
+        link = connection.large_link
+        if link is None:
+            with self._lock:
+                if self.connections.get(connection.record.incarnation) is not connection:
+                    raise ChannelError(f"{connection.record.name} is gone")
+                if connection.large_link is None:
+                    try:
+                        connection.large_link = self._channel.connect(connection.addresses, is_large=True)
+                    except TooManyFiles:
+                        return connection.link
+                link = connection.large_link
+        return link
 
     def refuse(self, record: Record, refused: Refused) -> None:
         """Tell an agent, member or not, that its message was refused. It is not an error if that cannot be sent.
@@ -385,8 +450,13 @@ class Links:
         message's bytes: after many bytes the acknowledgement goes out at once.
         """
         with self._lock:
-            fresh = connection.peer.receive(envelope, size, time.monotonic())
-            due = connection.peer.ack_due
+            now = time.monotonic()
+            peer = connection.peer
+            if envelope.is_large:
+                peer.heard(now)
+                peer = self._large_peer(connection)
+            fresh = peer.receive(envelope, size, now)
+            due = peer.ack_due
         if due < self.due:
             self.due = due  # this thread is the reader: it looks at `due` before it sleeps
         return fresh
@@ -399,22 +469,23 @@ class Links:
         before anything is sent. ``now`` is as of `time.monotonic`.
         """
         lost: list[tuple[int, str]] = []
-        transmit: list[tuple[Connection, Outgoing]] = []
+        transmit: list[tuple[Connection, Peer, Outgoing]] = []
         with self._lock:
             for incarnation, connection in self.connections.items():
-                for action in connection.peer.tick(now):
-                    if isinstance(action, Transmit):
-                        transmit.append((connection, action.outgoing))
-                    elif isinstance(action, Lost):
-                        lost.append((incarnation, f"has been silent for {duration(action.silent)}"))
-                    elif isinstance(action, Suspect):
-                        name = connection.record.name
-                        _log.warning("%s has been silent for %s; calls to it wait", name, duration(action.silent))
-                        trace.emit("peer.suspect", name=name, silent=action.silent)
-                    elif isinstance(action, Undelivered):
-                        self._gave_up(connection, action.message)
-        for connection, outgoing in transmit:
-            self._transmit(connection, outgoing)
+                for peer in connection.peers:
+                    for action in peer.tick(now):
+                        if isinstance(action, Transmit):
+                            transmit.append((connection, peer, action.outgoing))
+                        elif isinstance(action, Lost):
+                            lost.append((incarnation, f"has been silent for {duration(action.silent)}"))
+                        elif isinstance(action, Suspect):
+                            name = connection.record.name
+                            _log.warning("%s has been silent for %s; calls to it wait", name, duration(action.silent))
+                            trace.emit("peer.suspect", name=name, silent=action.silent)
+                        elif isinstance(action, Undelivered):
+                            self._gave_up(connection, action.message)
+        for each in transmit:
+            self._transmit(*each)
         return lost
 
     def set_clock(self) -> None:
@@ -423,7 +494,7 @@ class Links:
         Called by the reading thread. A reader that would sleep beyond that moment is woken. A second call does no harm.
         """
         with self._lock:
-            due = min((connection.peer.next_tick() for connection in self.connections.values()), default=math.inf)
+            due = min((connection.next_tick() for connection in self.connections.values()), default=math.inf)
             self.due = min(due, self._pending.next_due())
         self.hurry(self.due)  # this thread may run a job now, and another reader be asleep
 
@@ -467,12 +538,13 @@ class Links:
         if connection is None:
             return  # the agent is gone
         with self._lock:
-            actions = connection.peer.ponged(message, time.monotonic())
-            due = connection.peer.next_tick()
+            peer = self._large_peer(connection) if message.is_large else connection.peer
+            actions = peer.ponged(message, time.monotonic())
+            due = peer.next_tick()
         self.note(due)
         for action in actions:
             if isinstance(action, Transmit):
-                self._transmit(connection, action.outgoing)
+                self._transmit(connection, peer, action.outgoing)
             elif isinstance(action, Undelivered):
                 self._gave_up(connection, action.message)
 
@@ -487,7 +559,7 @@ class Links:
             connection = self.connections.get(to)
             outgoing = connection.peer.ping(time.monotonic()) if connection else None
         if connection and outgoing:
-            self._transmit(connection, outgoing)
+            self._transmit(connection, connection.peer, outgoing)
 
     def status(self, to: int, seq: int) -> str:
         """Describe in a few words what is known of a call: whether it arrived, and what its worker was doing.
@@ -501,7 +573,8 @@ class Links:
             if connection is None:
                 return "it is gone"
             peer, now = connection.peer, time.monotonic()
-            if peer.is_unacknowledged(seq):
+            state = self._large_peer(connection) if seq < 0 else peer
+            if state.is_unacknowledged(abs(seq)):
                 silent = duration(peer.silent_for(now))
                 return f"it has not acknowledged the call; no message has come from it for {silent}"
             if peer.doing and now - peer.doing_at < 60:
@@ -509,13 +582,13 @@ class Links:
         return "it has acknowledged the call"
 
     def peer(self, incarnation: int) -> Peer | None:
-        """Return the protocol state about one agent; None if it is not connected."""
+        """Return the protocol state about one agent, of its small messages; None if it is not connected."""
         connection = self.connections.get(incarnation)
         return connection.peer if connection is not None else None
 
     def peers(self) -> list[Peer]:
-        """Return the protocol states about all connected agents."""
-        return [connection.peer for connection in list(self.connections.values())]
+        """Return the protocol states about all connected agents, of small and of large messages."""
+        return [peer for connection in list(self.connections.values()) for peer in connection.peers]
 
     def connected(self, incarnation: int) -> Record | None:
         """Return the record of a connected agent, member or not yet; None if it is not connected."""
@@ -532,7 +605,7 @@ class Links:
         The first number never falls: it includes messages to agents that are gone.
         """
         with self._lock:
-            peers = [connection.peer for connection in self.connections.values()]
+            peers = [peer for connection in self.connections.values() for peer in connection.peers]
             sent = self._sent_to_gone + sum(peer.next_seq - 1 for peer in peers)
             return sent, sum(peer.outstanding for peer in peers)
 

@@ -321,15 +321,18 @@ class Ping(Message, frozen=True, tag=6):
 
     number: int
     """Counts the pings to this receiver."""
+    is_large: bool = False
+    """True if it travels among the large messages, and asks for those."""
 
 
 class Pong(Message, frozen=True, tag=7):
-    """Answers the Ping with the same number. ``doing`` says in a few words what runs there."""
+    """Answers the Ping with the same ``number`` and ``is_large``. ``doing`` says in a few words what runs there."""
 
     kind: ClassVar[str] = "pong"
 
     number: int
     doing: str = ""
+    is_large: bool = False
 
 
 class Call(Carrier, frozen=True, tag=8):
@@ -519,6 +522,8 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
     """Blocks of the receiver's arena, by segment and offset, that the sender needs no longer."""
     deletes: list[UserDelete] = []
     """Forks that the sender has released. They ride on this message, which saves messages of their own."""
+    is_large: bool = False
+    """True if the numbers are those of large messages, which are counted apart."""
 
 
 encode_envelope: Callable[[Envelope], bytes] = msgspec.msgpack.Encoder().encode

@@ -25,6 +25,10 @@ No message is sent again only because time has passed. A *ping* asks what has ar
 sent before the ping and the answer does not acknowledge it, or if the channel refused it. The receiver drops a message
 that it has received before, so a call runs at most once (G2) on a channel that loses, doubles and reorders messages.
 
+Large messages travel on a connection of their own, so that small ones do not wait behind them, nor heartbeats. The two
+overtake each other all the time, so each kind has a `Peer` of its own, with numbers, acknowledgements and pings of its
+own. Only the one for small messages watches for silence.
+
 The silence of a peer in a process of this host proves nothing, because a long call into C explains it. There
 `nbdist.channel.liveness` watches the process instead.
 """
@@ -49,6 +53,7 @@ from nbdist.wire.messages import (
 from nbdist.wire.tensors import Buffer
 
 __all__ = [
+    "LARGE_BYTES",
     "PING_FIRST",
     "Lost",
     "Outgoing",
@@ -67,6 +72,8 @@ _ACK_BYTES = 1 << 20
 """Bytes of messages above which the acknowledgement goes out at once, so that the sender can free them."""
 _DELETE_DELAY = 0.05
 """Seconds for which the delete of a fork waits for a message on which it can ride."""
+LARGE_BYTES = 1 << 18
+"""Bytes of frames from which on a message is large. A connection of 10 MB/s takes 26 ms for as many."""
 PING_FIRST = 0.5
 """Seconds after which the first ping asks for a message: a message that was just sent needs no attention before."""
 _PING_MOST = 5.0
@@ -197,14 +204,21 @@ class SeqSet:
 
 
 class Peer:
-    """The state of the protocol with one other agent. Not thread-safe: the caller holds `Links._lock`."""
+    """The state of the protocol with one other agent, for its small or its large messages.
 
-    def __init__(self, me: int, other: int, limits: PeerLimits, now: float, *, watch_silence: bool) -> None:
+    Not thread-safe: the caller holds `Links._lock`.
+    """
+
+    def __init__(
+        self, me: int, other: int, limits: PeerLimits, now: float, *, watch_silence: bool, is_large: bool = False
+    ) -> None:
         """Begin with nothing sent or received between the agents ``me`` and ``other``, which are incarnations.
 
-        ``watch_silence`` is True for a peer on another host, which silence makes suspect and then lost. ``now`` here,
-        and in all methods, is in seconds of one monotonic clock.
+        ``watch_silence`` is True for a peer on another host, which silence makes suspect and then lost. ``is_large`` is
+        for the large messages. ``now`` here, and in all methods, is in seconds of one monotonic clock.
         """
+        self.is_large = is_large
+        """True if this is about the large messages."""
         self.standing = Standing.LIVE
         """LIVE until silence or `lose` changes it. A LOST peer stays lost."""
         self.doing = ""
@@ -337,7 +351,7 @@ class Peer:
         self.ack_due = math.inf
         self._ack_bytes = 0
         return encode_envelope(
-            Envelope(self._me, self._other, seq, self._first, arrived.mark, more, message, back, deletes)
+            Envelope(self._me, self._other, seq, self._first, arrived.mark, more, message, back, deletes, self.is_large)
         )
 
     def refused(self, outgoing: Outgoing, now: float) -> None:
@@ -376,7 +390,7 @@ class Peer:
         """Return a ping, to be passed to the channel: it asks whether the peer is alive and what has arrived."""
         self._pings += 1
         self._ping_sent = now
-        return self.send(Ping(self._pings), (), now)
+        return self.send(Ping(self._pings, self.is_large), (), now)
 
     # -- receiving ----------------------------------------------------------------------------
 
@@ -388,9 +402,7 @@ class Peer:
         message has a number, its own acknowledgement is due after 0.05 s; at once after 1 MB, or if the message came
         before. ``size`` is the message's, in bytes.
         """
-        self._heard = now
-        if self.standing is Standing.SUSPECT:
-            self.standing = Standing.LIVE
+        self.heard(now)
         if self._kept and (envelope.ack >= self._first or envelope.more):
             self._forget_arrived(envelope.ack, envelope.more)
         arrived, seq = self._arrived, envelope.seq
@@ -411,6 +423,12 @@ class Peer:
         elif self.ack_due > now + _ACK_DELAY:
             self.ack_due = now + _ACK_DELAY
         return True
+
+    def heard(self, now: float) -> None:
+        """Note that something has arrived from the peer."""
+        self._heard = now
+        if self.standing is Standing.SUSPECT:
+            self.standing = Standing.LIVE
 
     def _forget_arrived(self, mark: int, more: Sequence[int]) -> None:
         """Forget the messages up to ``mark``, and those in ``more``: they have arrived."""

@@ -3,10 +3,11 @@
 These properties are kept: dtype, shape, strides, requires_grad, ``nn.Parameter``, and which tensors of one message
 share storage. Packing *copies*, because the value sent is the value at the call. The copy goes into frames, or into
 shared memory (a `Space`) if the receiver can read it. Bytes that come in frames are copied into memory that torch
-allocates. Bytes that come in shared memory stay there. Either way the memory is the receiver's own, and 64-byte
-aligned: vectorised arithmetic on misaligned memory differs in the last bit.
+allocates, but for a large storage that came in a frame of its own, in memory that nobody else uses: it stays there, as
+do bytes in shared memory. In each case the memory is the receiver's own, and 64-byte aligned: vectorised arithmetic on
+misaligned memory differs in the last bit.
 
-A storage in shared memory cannot grow, as with torch's own shared memory: ``resize_`` to more elements raises.
+A storage that stays where it came cannot grow, as with torch's own shared memory: ``resize_`` to more elements raises.
 
 Tensors of other layouts (sparse, quantised, meta, subclasses) are left to torch's own reducers; their inner dense parts
 come back here.
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from nbdist.errors import DecodeError, EncodeError, ProtocolError
+from nbdist.large_memory import with_large_pages
 from nbdist.wire.devices import CPU_ONLY, Devices
 from nbdist.wire.messages import Place, TensorMeta
 
@@ -465,6 +467,7 @@ def _snapshot(pointer: int, length: int) -> memoryview:
     Used for large pieces: other threads run while it copies.
     """
     copy = torch.empty(length, dtype=torch.uint8, device="cpu")
+    with_large_pages(copy.data_ptr(), length)
     ctypes.memmove(copy.data_ptr(), pointer, length)
     block = (ctypes.c_char * length).from_address(copy.data_ptr())
     block.owner = copy  # type: ignore[attr-defined]  # keeps the memory as long as the view lives
@@ -474,7 +477,7 @@ def _snapshot(pointer: int, length: int) -> memoryview:
 def unpack_tensors(
     metas: Sequence[TensorMeta],
     where: Sequence[tuple[int, int, int]],
-    frames: Sequence[bytes],
+    frames: Sequence[Buffer],
     leased: Sequence[Buffer | Lent] = (),
 ) -> list[torch.Tensor]:
     """Return the tensors of a message, in memory of their own; ``leased`` is the shared memory that came with it.
@@ -532,7 +535,7 @@ def unpack_tensors(
                 tensor = _view(storage, dtype, meta)
             tensors.append(_finished(tensor, meta))
             continue
-        # In a frame: the bytes are copied into memory of torch.
+        # In a frame: the bytes are copied into memory of torch, or stay where they are.
         if not 0 <= frame < len(frames) or offset < 0 or length < 0 or offset + length > len(frames[frame]):
             raise ProtocolError(
                 "a tensor's bytes lie outside of the message: the message is damaged, or its sender has "
@@ -544,13 +547,19 @@ def unpack_tensors(
                     "a tensor's bytes do not match its shape: the message is damaged, or its sender has "
                     "another version of nbdist. Install the same version everywhere"
                 )
-            tensor = torch.empty(meta.shape, dtype=dtype, device="cpu")
-            _copy_in(tensor.data_ptr(), frames[frame], offset, length)
+            if _can_stay(frames[frame], length):
+                tensor = torch.frombuffer(frames[frame], dtype=dtype).resize_(meta.shape)
+            else:
+                tensor = torch.empty(meta.shape, dtype=dtype, device="cpu")
+                _copy_in(tensor.data_ptr(), frames[frame], offset, length)
         else:
             storage = shared.get(meta.buffer)
             if storage is None:
-                storage = torch.UntypedStorage(length)
-                _copy_in(storage.data_ptr(), frames[frame], offset, length)
+                if _can_stay(frames[frame], length):
+                    storage = torch.frombuffer(frames[frame], dtype=torch.uint8).untyped_storage()
+                else:
+                    storage = torch.UntypedStorage(length)
+                    _copy_in(storage.data_ptr(), frames[frame], offset, length)
                 storage = shared[meta.buffer] = _on_device(storage, meta.device)
             tensor = _view(storage, dtype, meta)
         tensors.append(_finished(tensor, meta))
@@ -558,7 +567,7 @@ def unpack_tensors(
 
 
 def unpack_alone(
-    meta: TensorMeta, where: Sequence[tuple[int, int, int]], frames: Sequence[bytes]
+    meta: TensorMeta, where: Sequence[tuple[int, int, int]], frames: Sequence[Buffer]
 ) -> torch.Tensor | None:
     """Return the tensor of a message with one small tensor in one frame; None if the message is another one.
 
@@ -656,16 +665,27 @@ def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -
     return tensor.set_(storage, meta.offset, meta.shape, strides)
 
 
-def _copy_in(pointer: int, frame: bytes, offset: int, length: int) -> None:
+def _can_stay(frame: Buffer, length: int) -> bool:
+    """Return whether a storage of ``length`` bytes need not be copied out of its frame.
+
+    The frame then has nothing else in it, and its memory is written to by nobody else: channels pass such memory on as
+    a writable view (`nbdist.channel.chunks`).
+    """
+    return isinstance(frame, memoryview) and not frame.readonly and len(frame) == length
+
+
+def _copy_in(pointer: int, frame: Buffer, offset: int, length: int) -> None:
     """Copy ``length`` bytes of a frame, from ``offset`` on, to an address; fewer than 64 KiB with the GIL held."""
     if not length:
         return
-    if not isinstance(frame, bytes):
-        frame = bytes(frame)
-    source: int | bytes = frame
-    if offset:
-        # ctypes takes a bytes object as the address of its first byte; for another byte the address is needed.
-        address = ctypes.cast(ctypes.c_char_p(frame), ctypes.c_void_p).value
-        assert address is not None  # a bytes object always has an address
-        source = address + offset
+    source: int | bytes
+    if isinstance(frame, memoryview) and not frame.readonly:
+        source = ctypes.addressof(ctypes.c_char.from_buffer(frame, offset))
+    else:
+        source = frame = bytes(frame)  # without a copy, if it is bytes
+        if offset:
+            # ctypes takes a bytes object as the address of its first byte; for another byte the address is needed.
+            address = ctypes.cast(ctypes.c_char_p(frame), ctypes.c_void_p).value
+            assert address is not None  # a bytes object always has an address
+            source = address + offset
     (_copy_held if length < _COPY_WITH_GIL_BYTES else ctypes.memmove)(pointer, source, length)

@@ -344,7 +344,7 @@ def test_what_nobody_reads_does_not_keep_a_channel_open():
 def test_the_socket_is_in_a_directory_of_this_user_and_goes_with_it(runtime):
     with channels("x") as [channel]:
         assert Path(path_of(channel)).parent == runtime / "agent-x"
-        assert [address.partition("://")[0] for address in channel.addresses] == ["unix", "ipc"]
+        assert [address.partition("://")[0] for address in channel.addresses] == ["unix", "ipc", "ipc"]
     assert not list(runtime.glob("agent-*"))
 
 

@@ -77,11 +77,12 @@ def test_the_directories_are_for_this_user_alone(runtime):
     os.chmod(runtime, 0o755)
     channel = ZmqChannel("x", SECRET)
     try:
-        (address,) = channel.addresses
-        path = Path(address.removeprefix("ipc://"))
-        for directory in (path.parent, runtime):
-            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-        assert path.is_socket()
+        assert len(channel.addresses) == 2
+        for address in channel.addresses:
+            path = Path(address.removeprefix("ipc://").removesuffix("#large"))
+            for directory in (path.parent, runtime):
+                assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+            assert path.is_socket()
         assert agents(runtime) == ["agent-x"]
     finally:
         channel.close()
@@ -232,12 +233,13 @@ def test_the_best_way_is_chosen():
     local, both = ZmqChannel("local", SECRET), ZmqChannel("both", SECRET, host="127.0.0.1")
     far = ZmqChannel("far", SECRET, local=False, host="127.0.0.1")
     try:
-        assert [address.partition(":")[0] for address in both.addresses] == ["ipc", "tcp"]
-        assert [address.partition(":")[0] for address in far.addresses] == ["tcp"]
-        elsewhere = [f"ipc://{runtime_directory()}/agent-elsewhere/in", both.addresses[1]]
+        assert [address.partition(":")[0] for address in both.addresses] == ["ipc", "ipc", "tcp", "tcp"]
+        assert [address.partition(":")[0] for address in far.addresses] == ["tcp", "tcp"]
+        elsewhere = [f"ipc://{runtime_directory()}/agent-elsewhere/in", *both.addresses[2:]]
         for sender, addresses in ((local, both.addresses), (far, both.addresses), (local, elsewhere)):
-            sender.connect(addresses).send([b"x"], "call")
-            assert both.receive(SOON) == [b"x"]
+            for is_large in (False, True):
+                sender.connect(addresses, is_large).send([b"x"], "call")
+                assert both.receive(SOON) == [b"x"]
         with pytest.raises(ChannelError):
             local.connect(elsewhere[:1])
         with pytest.raises(ChannelError):
@@ -250,7 +252,7 @@ def test_the_best_way_is_chosen():
 def test_a_tcp_door_is_on_the_address_that_was_given():
     channel = ZmqChannel("x", SECRET, host="127.0.0.1")
     try:
-        assert channel.addresses[1].startswith("tcp://127.0.0.1:")
+        assert all(address.startswith("tcp://127.0.0.1:") for address in channel.addresses[2:])
     finally:
         channel.close()
 
@@ -291,23 +293,25 @@ def test_strangers_do_not_get_in_over_tcp():
     stranger = ZmqChannel("stranger", OTHER, local=False, host="127.0.0.1")
     knocking = []
     try:
-        (address,) = door.addresses
-        stranger.connect(door.addresses).send([b"other secret"], "call")
         own, public = zmq.curve_keypair(), SECRET.curve("door").public
-        knocking.append(knock(address))
-        knocking.append(knock(address, (own, public)))  # even who knows the door's public key
-        knocking.append(knock(address, (own, own[0])))
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=SOON) as raw, contextlib.suppress(OSError):
-            raw.sendall(secrets.token_bytes(10_000))
-            raw.settimeout(SOON)
-            while raw.recv(1000):
-                pass  # until the door hangs up
-        link = member.connect(door.addresses)
-        for number in range(20):
-            link.send([b"member %d" % number], "call")
-        for number in range(20):
-            assert door.receive(SOON) == [b"member %d" % number]
+        for is_large, each in enumerate(door.addresses):
+            address = each.removesuffix("#large")
+            stranger.connect(door.addresses, bool(is_large)).send([b"other secret"], "call")
+            knocking.append(knock(address))
+            knocking.append(knock(address, (own, public)))  # even who knows the door's public key
+            knocking.append(knock(address, (own, own[0])))
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            with socket.create_connection((host, int(port)), timeout=SOON) as raw, contextlib.suppress(OSError):
+                raw.sendall(secrets.token_bytes(10_000))
+                raw.settimeout(SOON)
+                while raw.recv(1000):
+                    pass  # until the door hangs up
+        assert is_large == 1
+        for link in (member.connect(door.addresses), member.connect(door.addresses, is_large=True)):
+            for number in range(20):
+                link.send([b"member %d" % number], "call")
+            for number in range(20):
+                assert door.receive(SOON) == [b"member %d" % number]
         assert door.receive(0) is None
     finally:
         for context, sock in knocking:
@@ -329,8 +333,28 @@ def test_a_message_that_is_too_long_ends_its_connection_and_no_other():
             channel.close()
 
 
+def test_garbage_among_large_messages_is_nothing():
+    door = ZmqChannel("door", SECRET)
+    context = zmq.Context()
+    sock = context.socket(zmq.PUSH)
+    try:
+        sock.connect(door.addresses[1].removesuffix("#large"))
+        for parts in ([b""], [b"x"], [b"", b""], [b"x" * 20, b"y"], [b"x" * 40, b"y"], [b"x"] * 5):
+            sock.send_multipart(parts)
+        link = door.connect(door.addresses, is_large=True)
+        link.send([b"head", bytes(5_000_000)], "call")
+        head, body = door.receive(SOON)
+        assert (head, bytes(body)) == (b"head", bytes(5_000_000))
+    finally:
+        sock.close(0)
+        context.term()
+        door.close()
+
+
 @pytest.mark.parametrize(
-    "garbage", [b"", b"\x00", b"\xff", b"\x02\x01\x00", b"\x01\xff\xff\xff\xffx", b"\x01\0\0\0\0x"], ids=repr
+    "garbage",
+    [b"", b"\0", b"\0\0\0\0", b"\xff" * 4, b"\x02\0\0\0\x01", b"\x01\0\0\0" + b"\xff" * 8, b"\x01" + bytes(11) + b"x"],
+    ids=repr,
 )
 def test_garbage_in_one_part_is_nothing(garbage):
     door = ZmqChannel("door", SECRET)

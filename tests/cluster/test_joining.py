@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from other_hosts import can_make_hosts, hosts, wait_for_file
 
 import nbdist
@@ -107,6 +108,23 @@ def test_a_cut_of_three_seconds_loses_and_repeats_nothing(tmp_path):
         cell.wait()
         for outputs in cell.outputs.values():
             assert "".join(output["text"] for output in outputs).split() == [str(i) for i in range(50)]
+
+
+@on_hosts
+@pytest.mark.parametrize("megabytes", [16, pytest.param(80, marks=pytest.mark.soak)])
+def test_small_calls_and_heartbeats_pass_a_large_tensor_on_a_slow_line(tmp_path, megabytes):
+    """80 MB take 16 seconds; a worker of which nothing comes for 12 would be lost."""
+    with hosts(1) as (address, [other]), cluster_on([other], address, tmp_path) as cluster:
+        other.slow_down("40mbit")
+        tensor = torch.arange(megabytes * 1_000_000 // 8)
+        echo = rpc.rpc_async("worker0", torch.Tensor.clone, args=(tensor,), timeout=100)
+        passed = 0
+        while not echo.done():
+            assert rpc.rpc_sync("worker0", eval, args=("6 * 7",), timeout=5) == 42
+            passed += 1
+        assert torch.equal(echo.wait(), tensor)
+        assert passed > megabytes
+        assert not any(peer.resent for peer in cluster.agent.links.peers())
 
 
 @on_hosts

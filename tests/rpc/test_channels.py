@@ -10,7 +10,7 @@ import workers
 import nbdist
 from nbdist import rpc
 from nbdist.channel.outbox import LocalLink
-from nbdist.channel.zeromq import ZmqLink
+from nbdist.channel.zeromq import LargeZmqLink, ZmqLink
 from nbdist.rpc import api
 
 
@@ -29,12 +29,37 @@ def call_back_and_forth():
     assert [body.wait().unique().tolist() for body in bodies] == [[n] for n in range(8)]
 
 
-@pytest.mark.parametrize(("channel", "link"), [("auto", LocalLink), ("zeromq", ZmqLink)])
-def test_a_world_of_one_kind(channel, link, monkeypatch):
+@pytest.mark.parametrize(
+    ("channel", "link", "large"), [("auto", LocalLink, LocalLink), ("zeromq", ZmqLink, LargeZmqLink)]
+)
+def test_a_world_of_one_kind(channel, link, large, monkeypatch):
     monkeypatch.delenv("NBDIST_CHANNEL", raising=False)
-    with workers.world(2, options={"channel": channel}):
+    with workers.world(2, options={"channel": channel, "arena_bytes": 0}):
         assert set(links().values()) == {link}
         call_back_and_forth()
+        connections = api.current_agent().links.connections.values()
+        (connection,) = [each for each in connections if each.record.name == "worker1"]
+        assert type(connection.large_link) is large
+        assert connection.large_link is not connection.link
+        assert not any(peer.resent for peer in connection.peers)
+
+
+def test_a_large_tensor_that_came_alone_is_where_it_came(monkeypatch):
+    """At an aligned address, writable, and apart from all others; also as a view of a part that others share."""
+    with workers.world(2, options={"channel": "zeromq"}):
+        whole = torch.arange(1 << 20, dtype=torch.float64)
+        for value in (whole, whole.view(1024, 1024).t(), (whole, whole[:10]), torch.nn.Parameter(whole.clone())):
+            came = rpc.rpc_sync("worker1", workers.identity, args=(value,))
+            first, sent = (came[0], value[0]) if isinstance(value, tuple) else (came, value)
+            assert torch.equal(first, sent)
+            assert first.stride() == sent.stride()
+            assert first.untyped_storage().data_ptr() % 64 == 0
+            with torch.no_grad():
+                first += 1
+            if isinstance(value, tuple):
+                assert torch.equal(came[1], whole[:10] + 1)  # they share their storage, as they did
+        few = rpc.rpc_sync("worker1", workers.identity, args=([torch.full((30_000,), n) for n in range(20)],))
+        assert [each.unique().tolist() for each in few] == [[n] for n in range(20)]  # in one frame, and copied out
 
 
 def test_the_environment_says_it_too(monkeypatch):

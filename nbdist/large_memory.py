@@ -1,0 +1,65 @@
+"""Makes memory for large pieces of data, neither filled with zeros nor mapped in small pages, and copies them.
+
+Linux maps new memory when it is first written to, in pages of 4 KiB: for 64 MB that is 16,000 interruptions, which take
+longer than to copy the bytes. With pages of 2 MiB there are 32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+
+__all__ = ["copy", "unfilled", "with_large_pages"]
+
+_WORTH_WHILE = 4 << 20
+"""The size in bytes of the smallest memory for which the kernel is asked for large pages."""
+_PAGE = 4096
+_ALIGNED = 64
+"""Memory for tensors begins at a multiple of this: vectorised arithmetic elsewhere differs in the last bit."""
+_MADV_HUGEPAGE = 14
+
+_WITHOUT_GIL = 64 * 1024
+"""Bytes from which on a copy lets other threads run."""
+
+_new: Callable[[None, int], bytearray] = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
+    ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
+)
+
+
+def unfilled(length: int) -> memoryview:
+    """Return writable memory of ``length`` bytes, with arbitrary contents, at an address that is a multiple of 64.
+
+    The memory lives as long as the view, or whatever is made of it. Large memory is mapped when first written to, so it
+    takes no room before. Raises MemoryError if there are not as many addresses.
+    """
+    made = _new(None, length + _ALIGNED)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(made))
+    with_large_pages(address, length)
+    begin = -address % _ALIGNED
+    return memoryview(made)[begin : begin + length]
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copy the bytes of ``source`` to ``target``, which has as many; other threads run meanwhile if they are many."""
+    if len(source) < _WITHOUT_GIL or source.readonly:
+        target[:] = source
+    else:
+        ctypes.memmove((ctypes.c_char * 1).from_buffer(target), (ctypes.c_char * 1).from_buffer(source), len(source))
+
+
+def with_large_pages(address: int, length: int) -> None:
+    """Ask the kernel to map ``length`` bytes of new memory at ``address`` in large pages, if that is worth while.
+
+    Nothing is promised: a system may have no large pages, or none left. The contents stay.
+    """
+    if length < _WORTH_WHILE or sys.platform != "linux":
+        return
+    begin = -(-address // _PAGE) * _PAGE
+    end = (address + length) // _PAGE * _PAGE
+    _madvise(begin, end - begin, _MADV_HUGEPAGE)
+
+
+if sys.platform == "linux":
+    _madvise = ctypes.CDLL(None).madvise
+    _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
