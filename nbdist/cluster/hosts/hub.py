@@ -10,6 +10,7 @@ agent is in a world of its own, which has the keepers; they do not know each oth
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
@@ -18,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -47,6 +48,11 @@ __all__ = ["Hub", "KeeperMember", "arrived", "deliver", "ended"]
 
 _ANSWERS_WITHIN = 30.0
 """Seconds for a keeper's answer, if the call names no other limit."""
+_ARRIVES_WITHIN = 60.0
+"""Seconds after which a keeper that was let in and has not come may not come any more; its invitation is valid again.
+
+A keeper imports torch before it knocks, so it needs few.
+"""
 _NAME = "hub"
 
 _log = logging.getLogger("nbdist.cluster")
@@ -55,8 +61,10 @@ _log = logging.getLogger("nbdist.cluster")
 class KeeperMember:
     """A keeper that has come in: its agent, its host, and the workers that it has."""
 
-    def __init__(self, record: Record, room: int, address: str, host: str) -> None:
+    def __init__(self, record: Record, token: str, room: int, address: str, host: str) -> None:
         self.record = record
+        self.token = token
+        """The token of the invitation with which it came."""
         self.room = room
         """The number of workers that it may have."""
         self.address = address
@@ -70,6 +78,14 @@ class KeeperMember:
     def name(self) -> str:
         """The name of its agent."""
         return self.record.name
+
+
+class _Coming(NamedTuple):
+    """A keeper that was let in: its token, how many workers it has room for, and until when it may come."""
+
+    token: str
+    workers: int
+    until: float
 
 
 class Hub:
@@ -109,6 +125,8 @@ class Hub:
         self._texts = Texts(self._shared)
         self._invitations = Invitations()
         self._ids = itertools.count(1)
+        self._coming: dict[int, _Coming] = {}
+        """The keepers that were let in and have not come, by the id that they were given. Guarded by `lock`."""
         self._agent: Agent = start_agent(
             _NAME,
             0,
@@ -153,8 +171,13 @@ class Hub:
 
     def close(self) -> None:
         """Close the entrance and leave the keepers, which end if they have not yet."""
-        self._entrance.close()
-        self._agent.close("has ended its cluster")
+        with contextlib.ExitStack() as steps:
+            steps.callback(self._agent.close, "has ended its cluster")
+            self._entrance.close()
+
+    def has_lost(self, member: KeeperMember) -> bool:
+        """Return whether a keeper is lost. False, too, if nobody has noticed it yet."""
+        return self._agent.member(member.record.incarnation) is None
 
     # -- the entrance -------------------------------------------------------------------------
 
@@ -171,26 +194,47 @@ class Hub:
         newcomer = msgspec.msgpack.decode(content, type=Newcomer)
         try:
             with self.lock:
+                self._forget_the_late()
+                workers = max(1, newcomer.workers)
                 # First, so that a stranger does not learn the versions.
-                self._invitations.check(newcomer.token, time.time(), max(1, newcomer.workers))
+                self._invitations.check(newcomer.token, time.time(), workers)
                 if kind == QUESTION:
                     return msgspec.msgpack.encode(describe_the_notebook(newcomer))
                 check_versions(newcomer)
-                self._invitations.use(newcomer.token, time.time(), max(1, newcomer.workers))
+                self._invitations.use(newcomer.token, time.time(), workers)
+                id = next(self._ids)
+                self._coming[id] = _Coming(newcomer.token, workers, time.monotonic() + _ARRIVES_WITHIN)
         except (SecurityError, VersionMismatch) as error:
             _log.warning("a worker of %s was refused: %s", newcomer.host, error)
             return msgspec.msgpack.encode(Denied(str(error), isinstance(error, VersionMismatch)))
-        return msgspec.msgpack.encode(Admitted(next(self._ids), self.secret, self._agent.me))
+        return msgspec.msgpack.encode(Admitted(id, self.secret, self._agent.me))
+
+    def _forget_the_late(self) -> None:
+        """Give back the uses of keepers that were let in and have not come in time. The caller holds the lock."""
+        for id in [id for id, coming in self._coming.items() if coming.until < time.monotonic()]:
+            coming = self._coming.pop(id)
+            self._invitations.give_back(coming.token, coming.workers)
 
     # -- keepers ------------------------------------------------------------------------------
 
-    def arrive(self, incarnation: int, room: int, address: str, host: str) -> None:
-        """Note a keeper that has come in."""
+    def arrive(self, id: int, incarnation: int, address: str, host: str) -> None:
+        """Note a keeper that has come in, which was given ``id`` as it was let in.
+
+        Raises SecurityError if it is late.
+        """
         record = self._agent.member(incarnation)
-        if record is None:
-            return  # it is lost already
         with self.lock:
-            self.members.append(KeeperMember(record, room, address, host))
+            self._forget_the_late()
+            coming = self._coming.pop(id, None)
+            if coming is None:
+                raise SecurityError("this keeper came too late after it had been let in: start it again")
+            if record is None:
+                return  # it is lost already
+            member = KeeperMember(record, coming.token, coming.workers, address, host)
+            self.members.append(member)
+            if self.has_lost(member):  # just now: `_lost` has not found it
+                self.members.remove(member)
+                return
         self._on_arrival()
 
     def _lost(self, record: Record, why: str) -> None:
@@ -219,9 +263,9 @@ def _here() -> Hub:
     return found
 
 
-def arrived(incarnation: int, room: int, address: str, host: str) -> None:
-    """Note that a keeper has come in, which has room for so many workers."""
-    _here().arrive(incarnation, room, address, host)
+def arrived(id: int, incarnation: int, address: str, host: str) -> None:
+    """Note that a keeper has come in, which was given ``id`` as it was let in."""
+    _here().arrive(id, incarnation, address, host)
 
 
 def ended(worker: str, how: int | str, last_words: str) -> None:

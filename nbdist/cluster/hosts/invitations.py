@@ -115,6 +115,12 @@ class Invitations:
         self.check(token, now, workers)
         next(grant for grant in self._grants if grant.token == token).left -= workers
 
+    def give_back(self, token: str, workers: int) -> None:
+        """Give back uses of a token, for workers that were let in and did not come."""
+        for grant in self._grants:
+            if grant.token == token:
+                grant.left += workers
+
     def check(self, token: str, now: float, workers: int) -> None:
         """Raise SecurityError, with the reason, if so many workers may not join with a token now. Takes no use."""
         grants = [grant for grant in self._grants if hmac.compare_digest(grant.token.encode(), token.encode())]

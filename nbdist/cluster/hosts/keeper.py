@@ -40,7 +40,7 @@ from nbdist.cluster.processes.launchers.local import LocalLauncher
 from nbdist.cluster.processes.probe import Probe
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.spec import Spec
-from nbdist.errors import NbdistError, RendezvousError
+from nbdist.errors import NbdistError, RendezvousError, UsageError
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.world.start import start_agent
 from nbdist.wire.messages import Record
@@ -72,7 +72,7 @@ class Keeper:
         SecurityError: The notebook does not accept the invitation.
         VersionMismatch: The versions of Python, torch or nbdist do not fit.
         RendezvousError: The notebook does not answer.
-        UsageError: This host has no way to the notebook, and ``host`` is None.
+        UsageError: This host has no way to the notebook, or ``host`` is no address of it.
     """
 
     def __init__(
@@ -84,9 +84,17 @@ class Keeper:
         self._given: dict[str, int] = {}
         """The number of each worker's place here, from 0 to ``workers - 1``, by its name."""
         self._relays: dict[str, Relay] = {}
+        self._lock = threading.Lock()
+        """Guards `_given` and `_relays`: workers start and end in several threads."""
+        self._closing = threading.Lock()
+        """Held by the thread that ends the workers: the hub asks for that, and so does the end of this process."""
         self._ended = threading.Event()
         self.why = ""
         """The reason for which `run` has returned; empty if the cluster has ended in order."""
+        # Before the notebook counts this keeper in: an address that cannot be used is found now.
+        address, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
+        self.host = host or own_address_towards(address.strip("[]"), int(port))
+        _require_own_address(self.host)
         try:
             request = NEWCOMER + msgspec.msgpack.encode(describe_myself(invitation.token, workers))
             answer = decode_answer(knock(invitation.address, invitation.key.encode(), request, _ANSWERS_WITHIN))
@@ -95,8 +103,6 @@ class Keeper:
         if isinstance(answer, Denied):
             raise answer.error()
         assert isinstance(answer, Admitted)  # `NotebookFacts` answer questions only
-        address, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
-        self.host = host or own_address_towards(address.strip("[]"), int(port))
         self._secret = answer.secret
         self._launcher = LocalLauncher(Spec(count=workers), self._on_end)
         try:
@@ -116,7 +122,12 @@ class Keeper:
         _keeper = self
         self._hub = answer.hub.name
         self._agent.on_lost(self._on_lost)
-        self._agent.call(self._hub, hub.arrived, self._agent.me.incarnation, workers, self.host, platform.node()).wait()
+        try:
+            me = self._agent.me.incarnation
+            self._agent.call(self._hub, hub.arrived, answer.id, me, self.host, platform.node()).wait()
+        except BaseException:
+            self.close()
+            raise
 
     def run(self) -> None:
         """Serve the notebook until the cluster ends, or the notebook is lost: `why`. Then end all workers."""
@@ -128,15 +139,18 @@ class Keeper:
     def close(self) -> None:
         """End all workers, remove their files, and leave the cluster. A second call does nothing."""
         self._ended.set()
-        for relay in self._relays.values():
-            relay.close()
-        self._relays.clear()
-        self._launcher.close()
-        self._agent.close("the keeper has ended")
+        with self._closing, contextlib.ExitStack() as steps:  # all are done, also after Ctrl-C
+            steps.callback(self._agent.close, "the keeper has ended")
+            steps.callback(self._launcher.close)
+            with self._lock:
+                relays, self._relays = list(self._relays.values()), {}
+            for relay in relays:
+                steps.callback(relay.close)
 
     def end_workers(self) -> None:
         """End all workers, and remove their files. Returns when they are gone."""
-        self._launcher.close()
+        with self._closing:
+            self._launcher.close()
 
     def finish(self, why: str) -> None:
         """Make `run` return; ``why`` is the reason, empty if the cluster has ended in order."""
@@ -160,9 +174,10 @@ class Keeper:
         other sockets and the same key.
         """
         folder = self._launcher.folder
-        place = self._given.get(setup.name)
-        if place is None:
-            place = self._given[setup.name] = min(set(range(self._room)) - set(self._given.values()))
+        with self._lock:
+            place = self._given.get(setup.name)
+            if place is None:
+                place = self._given[setup.name] = min(set(range(self._room)) - set(self._given.values()))
         ip = str(folder / Path(connection["ip"]).name)
         file = folder / f"{Path(connection['ip']).name}.json"
         file.touch(mode=0o600)
@@ -178,17 +193,25 @@ class Keeper:
             device="cpu" if gpu is None else f"cuda:{gpu}",
             gpu=gpu,
         )
-        started = self._launcher.start(told, environment).result()
         ports = {name.removesuffix("_port"): port for name, port in connection.items() if name.endswith("_port")}
         name = setup.name
 
         def carry(batch: list[Parcel]) -> None:
             self._agent.call(self._hub, hub.deliver, name, batch, timeout=0).wait()
 
-        earlier = self._relays.pop(name, None)
+        # Before the process, which may end at once: `_on_end` lets its relay pass the last output on.
+        relay = Relay.before_kernel(ip, ports, carry)
+        with self._lock:
+            earlier, self._relays[name] = self._relays.get(name), relay
         if earlier is not None:
             earlier.close()
-        self._relays[name] = Relay.before_kernel(ip, ports, carry)
+        try:
+            started = self._launcher.start(told, environment).result()
+        except BaseException:
+            with self._lock:
+                self._relays.pop(name, None)
+            relay.close()
+            raise
         return StartedWorker(started.pid, platform.node(), told.device)
 
     def _on_end(self, name: str, how: int | str) -> None:
@@ -196,7 +219,8 @@ class Keeper:
 
         Returns at once: another thread waits for the last output to pass.
         """
-        relay = self._relays.pop(name, None)
+        with self._lock:
+            relay = self._relays.pop(name, None)
 
         def tell() -> None:
             if relay is not None and not self._ended.is_set():
@@ -221,6 +245,18 @@ class Keeper:
         relay = self._relays.get(name)
         if relay is not None:
             relay.deliver(batch)
+
+
+def _require_own_address(host: str) -> None:
+    """Raise UsageError if ``host`` is no address of this host."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(where)
+    except OSError as error:
+        raise UsageError(
+            f"{host} is no address of this host: {error}. Name one with --host, at which the other hosts reach it"
+        ) from error
 
 
 # -- what the hub calls here ------------------------------------------------------------------------

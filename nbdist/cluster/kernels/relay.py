@@ -134,27 +134,31 @@ class Relay:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2.0)
-        os.close(self._wake_in)
-        self._wake_in = -1
+        with self._changed:
+            wake_in, self._wake_in = self._wake_in, -1
+            os.close(wake_in)
 
     def _wake(self) -> None:
-        """Make the thread of the sockets look at once."""
-        with contextlib.suppress(OSError):
+        """Make the thread of the sockets look at once. Does nothing once closed."""
+        # Under the lock: the file's number may belong to another file as soon as it is closed.
+        with self._changed, contextlib.suppress(OSError):
             os.write(self._wake_in, b"w")
 
     # -- the thread of the sockets ------------------------------------------------------------
 
     def _work(self) -> None:
         """Read and write the sockets until `close`; then close them."""
-        poller = select.poll()
-        poller.register(self._wake_out, select.POLLIN)
+        woken, all_files = select.poll(), select.poll()
+        for poller in (woken, all_files):
+            poller.register(self._wake_out, select.POLLIN)
         for sock in self._sockets.values():
-            poller.register(sock.FD, select.POLLIN)
+            all_files.register(sock.FD, select.POLLIN)
         while not self._closed:
             # ZeroMQ's files report a change once: so all sockets are looked at until nothing moves any more.
             while self._send_all() | self._read_all():
                 pass
-            poller.poll()
+            # While there is no room, nothing is read, and the files would stay readable. The courier wakes this thread.
+            (all_files if self._bytes < _MOST_READ else woken).poll()
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_out, 4096)
         os.close(self._wake_out)
@@ -177,7 +181,8 @@ class Relay:
         if self._bytes < _MOST_READ:
             for channel, sock in self._sockets.items():
                 for _ in range(_MESSAGES_AT_ONCE):
-                    if sock.type == zmq.PUB or not sock.EVENTS & zmq.POLLIN:
+                    # Also of the PUB socket, which has no messages: else its file would stay readable.
+                    if not sock.EVENTS & zmq.POLLIN:
                         break
                     frames = sock.recv_multipart()
                     if sock.type == zmq.ROUTER:

@@ -44,6 +44,9 @@ _LAST_OUTPUT_WITHIN = 0.03
 _KERNELS_END_WITHIN = 1.0
 """Seconds for idle kernels to end by themselves when the cluster shuts down."""
 
+_TOO_LATE = "was not started in time"
+"""The reason for which a worker is lost whose start was given up."""
+
 _POLL = 0.005
 """Seconds between two looks whether processes have ended."""
 
@@ -80,10 +83,14 @@ class Lifecycle:
         self._begun: dict[str, Future[StartedWorker]] = {}
         """By name: the futures of the starts that `launch` has asked for, until `bring_up` waits for them."""
         self.launcher: Launcher = find_launcher(spec.launcher)(spec, self._on_end)
-        self.folder = self.launcher.folder
-        self._preloading = self.launcher.preload(spec.preload) if spec.preload else None
-        """The imports that the first workers wait for; None once they are done, or if there are none."""
-        self._master_port = _free_port()
+        try:
+            self.folder = self.launcher.folder
+            self._preloading = self.launcher.preload(spec.preload) if spec.preload else None
+            """The imports that the first workers wait for; None once they are done, or if there are none."""
+            self._master_port = _free_port()
+        except BaseException:
+            self.launcher.close()
+            raise
 
     # -- up -----------------------------------------------------------------------------------
 
@@ -138,7 +145,7 @@ class Lifecycle:
 
         # Each await raises if the worker dies: `Worker.lose` closes the kernel, which fails its requests.
         async def reach(worker: Worker) -> None:
-            worker.note_started(await asyncio.wrap_future(self._begun.pop(worker.name)))
+            worker.note_started(await self._started(worker))
             self._note_reached(worker, "process")
             assert worker.kernel is not None
             await worker.kernel.open()
@@ -158,6 +165,18 @@ class Lifecycle:
                 self._note_reached(worker, "ready")
 
         self._in_time(all_steps(), deadline)
+
+    async def _started(self, worker: Worker) -> StartedWorker:
+        """Wait until a launched worker has its process; raise the error of the start.
+
+        If it has none, or nobody waits any more, the worker is lost, and has no process to wait for.
+        """
+        try:
+            return await asyncio.wrap_future(self._begun.pop(worker.name))
+        except BaseException as error:
+            worker.lose(_TOO_LATE if isinstance(error, asyncio.CancelledError) else "could not be started")
+            worker.ended.set()
+            raise
 
     def form_group(self, deadline: float) -> None:
         """Form the process group of all workers anew and wait until it has formed, unless the backend is none.
@@ -282,7 +301,11 @@ class Lifecycle:
                     f"{names} could not be imported within {self._spec.timeout:g} s, the timeout: set a longer one "
                     "with `%dist_init -t SECONDS`, or Cluster(timeout=SECONDS)"
                 ) from None
-            late = [f"{w.name} ({w.lost or f'last step: {w.step}'})" for w in self._workers if w.step != "ready"]
+            late = [
+                f"{each.name} ({f'last step: {each.step}' if each.lost in (None, _TOO_LATE) else each.lost})"
+                for each in self._workers
+                if each.step != "ready"
+            ]
             who = ", ".join(late) or otherwise
             if late and (advice := self.launcher.advice()):
                 who = f"{who}; {advice}"

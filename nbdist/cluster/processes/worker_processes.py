@@ -88,6 +88,8 @@ class Processes:
         self._starting: dict[str, Future[int]] = {}
         """The workers that have been asked for and not been answered, by name."""
         self._living: dict[str, int] = {}
+        self._given_up: set[str] = set()
+        """The workers whose start the caller has cancelled, and which are killed: nobody is told of their end."""
         self._ready: Future[ZygoteReady] = Future()
         self._preloading: Future[None] = Future()
         self._closing = False
@@ -246,8 +248,13 @@ class Processes:
             with self._lock:
                 self._living[event.name] = event.pid
                 future = self._starting.pop(event.name)
-            if future.set_running_or_notify_cancel():
+                is_wanted = future.set_running_or_notify_cancel()
+                if not is_wanted:
+                    self._given_up.add(event.name)
+            if is_wanted:
                 future.set_result(event.pid)
+            else:
+                self.signal(event.name, signal.SIGKILL)
         elif isinstance(event, ProcessFailed):
             with self._lock:
                 future = self._starting.pop(event.name)
@@ -256,7 +263,10 @@ class Processes:
         else:
             with self._lock:
                 self._living.pop(event.name, None)
-            self.on_end(event.name, event.code)
+                was_given_up = event.name in self._given_up
+                self._given_up.discard(event.name)
+            if not was_given_up:
+                self.on_end(event.name, event.code)
 
     def _imported(self, event: Preloaded) -> None:
         """Settle the future of `preload`; warn if workers will not share the imports, since they cannot be forked.
@@ -309,14 +319,20 @@ class _Forked:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """Return the exit code; None if the process still runs."""
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            if ended:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        """Return the exit code, 0 if it cannot be known; None if the process still runs. Any thread may call this."""
+        with self._lock:
+            if self.returncode is None:
+                try:
+                    ended, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:  # whoever started this process had it ignore SIGCHLD
+                    self.returncode = 0
+                else:
+                    if ended:
+                        self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end, and return the exit code. Raises `subprocess.TimeoutExpired` after ``timeout`` seconds."""

@@ -26,6 +26,7 @@ GPU), not possible, or not wanted (``NBDIST_FORK=0``).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -198,6 +199,7 @@ def fork_zygote(setup: Setup, log: int, environment: Mapping[str, str]) -> int:
     pid = os.fork()
     if pid:
         return pid
+    code = 1
     try:
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -206,15 +208,33 @@ def fork_zygote(setup: Setup, log: int, environment: Mapping[str, str]) -> int:
         os.environ.clear()
         os.environ.update(environment)
         start = _Zygote(setup).serve()
-        if start is not None:
-            _become(start)
+        code = 0 if start is None else _run_to_the_end(start)
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_to_the_end(start: Start) -> int:
+    """Run a worker whose process has the stack of another program, that of `fork_zygote`; return its exit code.
+
+    To return would run that program. So this also does what Python does as it exits: it waits for threads, and calls
+    the exit handlers.
+    """
+    code = 0
+    try:
+        _become(start)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    return code
 
 
 def spawned() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from nbdist.amounts import counted
+from nbdist.cluster.hosts.invitations import Invitation
 from nbdist.cluster.processes.launchers.contract import OnEnd
 from nbdist.cluster.processes.launchers.remote import RemoteLauncher
 
@@ -27,8 +31,9 @@ class JoinLauncher(RemoteLauncher):
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
         super().__init__(spec, on_end)
         self._file = Path(spec.invitation or DEFAULT_INVITATION).expanduser().absolute()
+        self._first = self.hub.invite(VALID_FOR, spec.count)
         try:
-            self.invite(self._file, VALID_FOR, spec.count)
+            self._first.write(self._file)
         except BaseException:
             self.close()
             raise
@@ -43,8 +48,7 @@ class JoinLauncher(RemoteLauncher):
 
     def advice(self) -> str:
         """Return how to start the workers that are missing."""
-        with self._lock:
-            count = len(self._wanted)
+        count = self._missing()
         if not count:
             return ""
         return (
@@ -54,9 +58,13 @@ class JoinLauncher(RemoteLauncher):
 
     def close(self) -> int:
         """End all workers, and remove the run directory and the invitation."""
-        left = super().close()
-        self._file.unlink(missing_ok=True)
-        return left
+        try:
+            return super().close()
+        finally:
+            # Another notebook may have written its own invitation there.
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                if msgspec.json.decode(self._file.read_bytes(), type=Invitation).token == self._first.token:
+                    self._file.unlink()
 
 
 def how_to_join(file: Path) -> str:

@@ -13,6 +13,7 @@ and the next start of the worker asks Ray for another one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -61,8 +62,8 @@ class RayLauncher(RemoteLauncher):
                 "the launcher ray needs Ray, which is not installed: pip install 'nbdist[ray]', on all hosts"
             ) from error
         self._ray: Any = ray
-        self._actors: dict[str, tuple[Any, Any]] = {}
-        """By the worker's name: its actor, and the reference to the end of the actor's work."""
+        self._actors: dict[str, _Placed] = {}
+        """The actor of each worker that has one, by the worker's name."""
         self._group: Any = None
         self._disconnects = _connect(ray, spec)
         """True if this launcher has connected this process to Ray, and disconnects it."""
@@ -93,58 +94,93 @@ class RayLauncher(RemoteLauncher):
             raise ResourceError(f"{said}. It waited for {within:g} s; -t SECONDS waits longer, -n N asks for fewer")
 
     def _provide(self) -> None:
-        """Ask Ray for an actor for each worker that waits for a keeper and has neither."""
-        with self._lock, self.hub.lock:
-            kept = {name for member in self.hub.members for name in member.workers}
-            for name, wanted in self._wanted.items():
-                if name not in kept and name not in self._actors:
-                    self._make_actor(wanted.setup)
+        """Ask Ray for an actor for each worker that waits for a keeper and has none."""
+        with self._lock:
+            for name, start in self._wanted.items():
+                if name not in self._actors:
+                    self._make_actor(start.setup)
+
+    def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
+        """Return the keeper that the worker's own actor has started; None if it has not come."""
+        placed = self._actors.get(setup.name)
+        if placed is None:
+            return None
+        with self.hub.lock:
+            return next((member for member in self.hub.members if member.token == placed.token), None)
 
     def _make_actor(self, setup: WorkerSetup) -> None:
         """Let Ray start an actor for a worker, whose keeper will come to the hub. The caller holds the lock."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         ray = self._ray
-        invitation = msgspec.json.encode(self.hub.invite(_INVITED_FOR, 1))
+        invitation = self.hub.invite(_INVITED_FOR, 1)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=setup.rank)
         options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0), "max_restarts": 0}
         actor = ray.remote(_Actor).options(scheduling_strategy=strategy, **options).remote()
-        self._actors[setup.name] = actor, actor.run.remote(invitation)
+        placed = self._actors[setup.name] = _Placed(actor, invitation.token)
+        ended = actor.run.remote(msgspec.json.encode(invitation))
+        threading.Thread(
+            target=self._watch, args=(setup.name, placed, ended), name=f"nbdist-ray-{setup.name}", daemon=True
+        ).start()
 
-    def _kill_actor(self, name: str) -> None:
-        """Let Ray end the actor of a worker, if it has one."""
-        actor, _ = self._actors.pop(name, (None, None))
-        if actor is not None:
-            self._ray.kill(actor, no_restart=True)
+    def _watch(self, name: str, placed: _Placed, ended: Any) -> None:
+        """Wait until an actor's work is over. If its keeper has never come, the worker cannot start."""
+        why = "its keeper has ended, see Ray's worker logs"
+        try:
+            self._ray.get(ended)
+        except Exception as error:  # Ray raises errors of many classes
+            why = str(error).strip().partition("\n")[0]
+        with self._lock:
+            if self._actors.get(name) is not placed:
+                return  # its keeper was lost, or the cluster ends
+            with self.hub.lock:
+                if any(member.token == placed.token for member in self.hub.members):
+                    return  # the hub will notice
+            del self._actors[name]
+            start = self._wanted.pop(name, None)
+        self._kill(placed)
+        if start is not None and start.future.set_running_or_notify_cancel():
+            start.future.set_exception(ResourceError(f"Ray has not started {name}: {why}. Restart it to try again"))
+
+    def _kill(self, placed: _Placed) -> None:
+        """Let Ray end an actor, so that it gives back its place. Does nothing for one that has ended."""
+        with contextlib.suppress(Exception):
+            self._ray.kill(placed.actor, no_restart=True)
 
     def _on_gone(self, member: KeeperMember, why: str) -> None:
         """Note that a keeper is lost, and let Ray end its actor, which may still hold its place. Does not wait."""
-        with self._lock:
-            lost = [self._actors.pop(name, None) for name in member.workers]
 
         def kill() -> None:
-            for found in lost:
-                if found is not None:
-                    self._ray.kill(found[0], no_restart=True)
+            with self._lock:
+                lost = {name: placed for name, placed in self._actors.items() if placed.token == member.token}
+                for name in lost:
+                    del self._actors[name]
+            for placed in lost.values():
+                self._kill(placed)
+            RemoteLauncher._on_gone(self, member, why)
 
         threading.Thread(target=kill, name="nbdist-ray", daemon=True).start()
-        super()._on_gone(member, why)
 
     def advice(self) -> str:
         """Return that Ray has room for workers that have not joined; empty if no worker is missing."""
-        with self._lock:
-            missing = len(self._wanted)
+        missing = self._missing()
         if not missing:
             return ""
         return f"Ray has reserved room for {counted(missing, 'worker')} that did not join: see Ray's worker logs"
 
     def close(self) -> int:
         """End all workers, give back what Ray had reserved, and end Ray if this launcher has started it."""
-        left = super().close()
-        for name in list(self._actors):
-            self._kill_actor(name)
-        self._leave_ray()
-        return left
+        with contextlib.ExitStack() as steps:  # all are done, also after Ctrl-C
+            steps.callback(self._leave_ray)
+            steps.callback(self._kill_all)
+            return super().close()
+
+    def _kill_all(self) -> None:
+        """Let Ray end all actors."""
+        with self._lock:
+            actors, self._actors = list(self._actors.values()), {}
+        for placed in actors:
+            self._kill(placed)
 
     def _leave_ray(self) -> None:
         """Give back the placement group; disconnect from Ray, which ends it if this launcher has started it."""
@@ -155,6 +191,13 @@ class RayLauncher(RemoteLauncher):
             self._group = None
         if self._disconnects:
             self._ray.shutdown()
+
+
+class _Placed(NamedTuple):
+    """An actor that Ray was asked for, and the token with which its keeper comes."""
+
+    actor: Any
+    token: str
 
 
 class _Actor:

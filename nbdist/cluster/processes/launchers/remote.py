@@ -1,18 +1,30 @@
 """`RemoteLauncher`: what launchers have in common whose workers run on other hosts. See `nbdist.cluster.hosts`.
 
 A subclass makes keepers come: a person starts them (`JoinLauncher`), or a scheduler does. A worker that is asked for
-waits here until a keeper has room for it. The worker of rank 0 is placed first: its host is the ``MASTER_ADDR`` of all.
+waits here until a keeper has room for it. The worker of rank 0 is placed first: its host is the ``MASTER_ADDR`` of all
+that start from then on. The life of a start (`_Start`)::
+
+    wanted ── a keeper has room ──> placed ── its process runs ──> running ── it ends, or its keeper is lost ──> over
+      ^                               │                               (`on_end` is told)
+      └─── its keeper was lost ───────┤
+                                      └── it cannot start (the future fails) ──────────────────────────────────> over
+
+A caller that cancels the future of a start gives it up: a process that has come of it is killed, and nobody is told.
+The next start of that worker waits until it has ended. Whoever takes a start out of `_placed` decides what follows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
+import signal
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -40,13 +52,28 @@ _ENDS_WITHIN = 10.0
 """Seconds for all keepers to end their workers."""
 
 
-class _Wanted(NamedTuple):
-    """A worker that has been asked for and has no keeper yet."""
+class _Start:
+    """One start of a worker: what is asked for, and how far it is."""
 
-    setup: WorkerSetup
-    connection: dict[str, Any]
-    environment: dict[str, str]
-    started: Future[StartedWorker]
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        connection: dict[str, Any],
+        environment: dict[str, str],
+    ) -> None:
+        self.setup = setup
+        self.connection = connection
+        self.environment = environment
+        self.future: Future[StartedWorker] = Future()
+        self.member: KeeperMember | None = None
+        """The keeper that it is given to."""
+        self.runs = False
+        """True once its process runs."""
+
+    @property
+    def name(self) -> str:
+        """The worker's name."""
+        return self.setup.name
 
 
 class RemoteLauncher:
@@ -64,20 +91,30 @@ class RemoteLauncher:
         self._on_end = on_end
         self._modules: tuple[str, ...] = ()
         self._lock = threading.RLock()
-        self._wanted: dict[str, _Wanted] = {}
-        self._placed: dict[str, KeeperMember] = {}
-        """The keeper of each worker that lives, or that its keeper starts."""
+        self._wanted: dict[str, _Start] = {}
+        """The starts that have no keeper, by the worker's name."""
+        self._missed: set[str] = set()
+        """The workers whose last start was given up before a keeper had room."""
+        self._placed: dict[str, _Start] = {}
+        """The starts that have one, whose process runs or may yet come."""
         self._relays: dict[str, Relay] = {}
         self._words: dict[str, str] = {}
         self._master: tuple[str, int] | None = None
-        """The address and the port of ``env://`` for all workers, on the host of rank 0."""
+        """The address and the port of ``env://`` for the workers that start, on the host of rank 0.
+
+        None until that has a place.
+        """
+        self._last_master: tuple[str, int] | None = None
+        """The same of the start of rank 0 before: it stays if the worker stays on its host."""
         self._prepared: dict[int, Future[None]] = {}
         """By incarnation of a keeper: the future of its imports of the modules to preload."""
-        self._folder = make_folder()
-        # It runs no worker. It removes the run directory if this process is killed.
-        self._warden = Processes(self._folder, lambda name, code: None, fork=False)
         self._boards = Boards()
-        try:
+        with contextlib.ExitStack() as undo:
+            self._folder = make_folder()
+            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            # It runs no worker. It removes the run directory if this process is killed.
+            self._warden = Processes(self._folder, lambda name, code: None, fork=False)
+            undo.callback(self._warden.close)
             self.hub = Hub(
                 host,
                 self._folder,
@@ -87,9 +124,7 @@ class RemoteLauncher:
                 on_end=self._on_worker_end,
                 on_parcels=self._on_parcels,
             )
-        except BaseException:
-            self._warden.close()
-            raise
+            undo.pop_all()
         serve_boards(self._boards)
 
     # -- the contract -------------------------------------------------------------------------
@@ -119,16 +154,31 @@ class RemoteLauncher:
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
         """Start a worker as soon as a keeper has room for it; return a future."""
         connection = json.loads(Path(setup.connection_file).read_text())
-        started: Future[StartedWorker] = Future()
-        self._want(_Wanted(setup, connection, dict(environment), started))
-        return started
+        start = _Start(setup, connection, dict(environment))
+        start.future.add_done_callback(lambda _: self._forget_if_given_up(start))
+        self._want(start)
+        return start.future
 
-    def _want(self, wanted: _Wanted) -> None:
-        """Give a worker to a keeper as soon as one has room for it."""
+    def _want(self, start: _Start) -> None:
+        """Give a start to a keeper as soon as one has room for it."""
         with self._lock:
-            self._wanted[wanted.setup.name] = wanted
+            self._wanted[start.name] = start
+            self._missed.discard(start.name)
+            if start.setup.rank == 0 and self._master is not None:
+                self._last_master, self._master = self._master, None
         self._provide()
         self._place()
+
+    def _forget_if_given_up(self, start: _Start) -> None:
+        """Do not start a worker any more for whose start nobody waits. Other starts are not touched."""
+        if start.future.cancelled():
+            with self._lock:
+                if self._wanted.get(start.name) is start:
+                    del self._wanted[start.name]
+                    self._missed.add(start.name)
+                    if start.setup.rank == 0:
+                        self._master = self._last_master  # the others need not wait for it any more
+            self._place()
 
     def _provide(self) -> None:
         """Make keepers come for the workers in `_wanted` that have none. A person does that, or a subclass."""
@@ -151,6 +201,11 @@ class RemoteLauncher:
         """Return what a person can do so that more workers start; a subclass knows more."""
         return ""
 
+    def _missing(self) -> int:
+        """Return how many workers no keeper has had room for."""
+        with self._lock:
+            return len(self._wanted) + len(self._missed)
+
     def last_words(self, name: str) -> str:
         """Return the end of what a worker wrote to standard error outside of cells, which its keeper has sent."""
         return self._words.get(name, "")
@@ -161,67 +216,75 @@ class RemoteLauncher:
         Returns how many workers are on hosts that have not answered. Their keepers end them once they find that this
         process has gone.
         """
+        with contextlib.ExitStack() as steps:  # all are done, also after Ctrl-C
+            steps.callback(self._warden.close)
+            steps.callback(self._close_relays)
+            steps.callback(self.hub.close)
+            steps.callback(serve_boards, None)
+            self.hub.revoke()
+            with self._lock:
+                members, wanted = list(self.hub.members), list(self._wanted.values())
+                self._wanted.clear()
+            for start in wanted:
+                start.future.cancel()
+            ending = [(member, self.hub.call(member, keeper.end, timeout=_ENDS_WITHIN)) for member in members]
+            left = 0
+            for member, end in ending:
+                try:
+                    end.wait()
+                except WorkerLost:
+                    pass  # it has ended before its answer went out
+                except Exception:
+                    with self._lock:
+                        left += sum(start.member is member for start in self._placed.values())
+        return left
+
+    def _close_relays(self) -> None:
+        """Close the relays of all workers."""
         with self._lock:
-            members, wanted, relays = list(self.hub.members), list(self._wanted.values()), list(self._relays.values())
-            self._wanted.clear()
-            self._relays.clear()
-        for each in wanted:
-            each.started.cancel()
-        ending = [(member, self.hub.call(member, keeper.end, timeout=_ENDS_WITHIN)) for member in members]
-        left = 0
-        for member, end in ending:
-            try:
-                end.wait()
-            except WorkerLost:
-                pass  # it has ended before its answer went out
-            except Exception:
-                with self._lock:
-                    left += sum(placed is member for placed in self._placed.values())
-        serve_boards(None)
-        self.hub.close()
+            relays, self._relays = list(self._relays.values()), {}
         for relay in relays:
             relay.close()
-        self._warden.close()
-        return left
 
     # -- placing ------------------------------------------------------------------------------
 
     def _place(self) -> None:
         """Give the workers that are asked for to keepers that have room, the worker of rank 0 first. Does not wait."""
         with self._lock:
-            for wanted in sorted(self._wanted.values(), key=lambda each: each.setup.rank):
-                if self._master is None and wanted.setup.rank != 0:
+            for start in sorted(self._wanted.values(), key=lambda each: each.setup.rank):
+                if self._master is None and start.setup.rank != 0:
                     return  # until the worker of rank 0 has its place
-                member = self._with_room_for(wanted.setup)
+                if start.name in self._placed:
+                    continue  # its process before, whose start was given up, has not ended
+                member = self._keeper_for(start.setup)
                 if member is None:
-                    return
-                name = wanted.setup.name
-                del self._wanted[name]
-                self._placed[name] = member
-                member.workers.add(name)
+                    continue
+                del self._wanted[start.name]
+                self._placed[start.name] = start
+                start.member = member
+                member.workers.add(start.name)
                 threading.Thread(
-                    target=self._start_on, args=(member, wanted), name=f"nbdist-start-{name}", daemon=True
+                    target=self._start_on, args=(member, start), name=f"nbdist-start-{start.name}", daemon=True
                 ).start()
 
-    def _with_room_for(self, setup: WorkerSetup) -> KeeperMember | None:
+    def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
         """Return the keeper for a worker: the one that it had, else the first with room; None if there is none."""
         with self.hub.lock:
             had = [member for member in self.hub.members if setup.name in member.workers]
             free = [member for member in self.hub.members if len(member.workers) < member.room]
         return next(iter([*had, *free]), None)
 
-    def _start_on(self, member: KeeperMember, wanted: _Wanted) -> None:
+    def _start_on(self, member: KeeperMember, start: _Start) -> None:
         """Start a worker by its keeper, and settle its future. In a thread of its own, because it waits."""
-        name = wanted.setup.name
+        name = start.name
         try:
             self._prepare(member)
-            if self._master is None:
-                self._master = member.address, self.hub.call(member, keeper.free_port).wait()
-                self._place()  # the others
-            address, port = self._master
-            setup = msgspec.structs.replace(wanted.setup, master_address=address, master_port=port)
+            if start.setup.rank == 0:
+                self._set_master(member)
+            address, port = self._master or ("", 0)
+            setup = msgspec.structs.replace(start.setup, master_address=address, master_port=port)
             ports = {
-                key.removesuffix("_port"): value for key, value in wanted.connection.items() if key.endswith("_port")
+                key.removesuffix("_port"): value for key, value in start.connection.items() if key.endswith("_port")
             }
 
             def carry(batch: list[Parcel]) -> None:
@@ -231,28 +294,54 @@ class RemoteLauncher:
                 earlier = self._relays.pop(name, None)
             if earlier is not None:
                 earlier.close()
-            relay = Relay.before_notebook(wanted.connection["ip"], ports, carry)
+            relay = Relay.before_notebook(start.connection["ip"], ports, carry)
             with self._lock:
                 self._relays[name] = relay
             asked = self.hub.call(
                 member,
                 keeper.start_worker,
                 setup.encode(),
-                wanted.connection,
-                wanted.environment,
+                start.connection,
+                start.environment,
                 timeout=_STARTS_WITHIN,
             )
             place = asked.wait()
         except BaseException as error:
-            with self._lock:
-                self._placed.pop(name, None)
-            if isinstance(error, WorkerLost) and member not in self.hub.members:
-                self._want(wanted)  # the keeper was lost just now: another one may have room
-            elif wanted.started.set_running_or_notify_cancel():
-                wanted.started.set_exception(error)
+            is_lost = isinstance(error, WorkerLost) and self.hub.has_lost(member)
+            if self._take_out(start) and is_lost and not start.future.cancelled():
+                self._want(start)  # another keeper may have room
+                return
+            if not is_lost:  # a process may have come of it, or come yet
+                with contextlib.suppress(NbdistError):
+                    self.hub.call(member, keeper.signal_worker, name, signal.SIGKILL)
+            if start.future.set_running_or_notify_cancel():
+                start.future.set_exception(error)
+            self._place()
+            return
+        with self._lock:
+            start.runs = start.future.set_running_or_notify_cancel()
+        if not start.runs:  # given up: `_on_worker_end` takes it out
+            self._tell(name, keeper.signal_worker, name, signal.SIGKILL)
         else:
-            if wanted.started.set_running_or_notify_cancel():
-                wanted.started.set_result(place)
+            start.future.set_result(place)
+        if self.hub.has_lost(member):  # `_lose` may have come before `runs` was set
+            self._lose(member, "is lost")
+
+    def _set_master(self, member: KeeperMember) -> None:
+        """Choose the address and port of ``env://`` on the host of rank 0, and place the others, which wait for it."""
+        master = self._last_master
+        if master is None or master[0] != member.address:
+            master = member.address, self.hub.call(member, keeper.free_port).wait()
+        self._master = master
+        self._place()
+
+    def _take_out(self, start: _Start) -> bool:
+        """Take a start out of `_placed`; return False if somebody else has done that."""
+        with self._lock:
+            if self._placed.get(start.name) is not start:
+                return False
+            del self._placed[start.name]
+            return True
 
     def _prepare(self, member: KeeperMember) -> None:
         """Let a keeper import the modules to preload, once. Raises UsageError if it cannot."""
@@ -278,35 +367,50 @@ class RemoteLauncher:
             relay.deliver(batch)
 
     def _on_worker_end(self, name: str, how: int | str, words: str) -> None:
-        """Note that a worker has ended, as its keeper reports."""
+        """Note that a worker's process has ended, as its keeper reports."""
         with self._lock:
-            self._words[name] = words
-            if self._placed.pop(name, None) is None:
+            start = self._placed.pop(name, None)
+            if start is None:
                 return  # its keeper was lost before
-        self._on_end(name, how)
+            self._words[name] = words
+        self._tell_end(start, how)
+        self._place()  # the next start of the worker may have waited for this
 
     def _on_gone(self, member: KeeperMember, why: str) -> None:
         """Note that a keeper is lost, and its workers with it. Called by the hub's agent, so another thread does it."""
 
         def lose() -> None:
-            with self._lock:
-                names = [name for name, placed in self._placed.items() if placed is member]
-                for name in names:
-                    del self._placed[name]
-                    self._words[name] = ""
-            for name in names:
-                self._on_end(name, f"is lost: its keeper on {member.host} {why}")
+            self._lose(member, why)
             self._provide()
+            self._place()
 
         threading.Thread(target=lose, name="nbdist-keeper-lost", daemon=True).start()
 
+    def _lose(self, member: KeeperMember, why: str) -> None:
+        """End the starts of a keeper that is lost, but for those that `_start_on` waits for: it looks for a new keeper.
+
+        A second call does nothing.
+        """
+        with self._lock:
+            lost = [start for start in self._placed.values() if start.member is member and start.future.done()]
+            for start in lost:
+                del self._placed[start.name]
+                self._words[start.name] = ""
+        for start in lost:
+            self._tell_end(start, f"is lost: its keeper on {member.host} {why}")
+
+    def _tell_end(self, start: _Start, how: int | str) -> None:
+        """Tell the cluster that a process has ended, if its start was not given up."""
+        if start.runs:
+            self._on_end(start.name, how)
+
     def _tell(self, name: str, function: Any, *arguments: Any, timeout: float = -1.0) -> RpcFuture[Any] | None:
         """Call a function in the keeper of a worker; None if the worker has none, or its keeper is gone."""
-        member = self._placed.get(name)
-        if member is None:
+        start = self._placed.get(name)
+        if start is None or start.member is None:
             return None
         try:
-            return self.hub.call(member, function, *arguments, timeout=timeout)
+            return self.hub.call(start.member, function, *arguments, timeout=timeout)
         except NbdistError:
             return None
 

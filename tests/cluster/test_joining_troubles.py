@@ -1,0 +1,277 @@
+"""Joined workers when things go wrong at the worst moment: Ctrl-C, keepers that die, starts that are given up.
+
+The keepers run on this host, at addresses of their own in 127.0.0.0/8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+from other_hosts import wait_for_file
+
+import nbdist
+from nbdist.cluster.kernels.relay import _MOST_READ, Relay
+from nbdist.cluster.workers import StartError
+
+
+class Keepers:
+    """The keepers of a cluster on this host, each started with an invitation of its own address."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = folder / "invitation.json"
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, address: str = "127.0.0.1", file: Path | None = None, **options) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "nbdist", "worker", "--connect", str(file or self.file), "--host", address]
+        path = os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, **options)
+        self.processes.append(process)
+        return process
+
+    def another(self, cluster: nbdist.Cluster, address: str = "127.0.0.1") -> subprocess.Popen[bytes]:
+        """Start one more, with a new invitation."""
+        file = self.folder / f"another{len(self.processes)}.json"
+        cluster.invite(str(file))
+        return self.start(address, file)
+
+    def end(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(process.pid).resume()
+            process.kill()
+            process.wait(10)
+
+
+@pytest.fixture
+def keepers(tmp_path):
+    keepers = Keepers(tmp_path)
+    yield keepers
+    keepers.end()
+
+
+@contextlib.contextmanager
+def joined(keepers: Keepers, *addresses: str, **options):
+    """A cluster whose workers join from these addresses, in this order."""
+
+    def start() -> None:
+        wait_for_file(keepers.file)
+        for address in addresses:
+            keepers.start(address)
+
+    threading.Thread(target=start, daemon=True).start()
+    options = {"host": "127.0.0.1", "invitation": str(keepers.file), "timeout": 60} | options
+    with nbdist.Cluster(len(addresses), launcher="join", **options) as cluster:
+        yield cluster
+
+
+def keeper_of(cluster: nbdist.Cluster, name: str):
+    """The keeper that has a worker, as its hub knows it."""
+    (member,) = [each for each in cluster._lives.launcher.hub.members if name in each.workers]
+    return member
+
+
+def until(happened, within: float = 20.0) -> None:
+    deadline = time.monotonic() + within
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def limit(cluster: nbdist.Cluster, seconds: float) -> None:
+    """Give the cluster's next starts another time limit."""
+    object.__setattr__(cluster.spec, "timeout", seconds)
+
+
+def test_ctrl_c_during_a_shutdown_leaves_nothing_open(keepers):
+    with joined(keepers, "127.0.0.1", "127.0.0.1") as cluster:
+        hub, folder = cluster._lives.launcher.hub, cluster.folder
+        os.kill(keeper_of(cluster, "worker1").record.pid, signal.SIGSTOP)
+        threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            cluster.shutdown()
+    assert not os.path.exists(folder)
+    assert not keepers.file.exists()
+    assert hub._agent.closed
+    assert not hub._entrance._thread.is_alive()
+
+
+def test_a_restart_that_nobody_could_serve_in_time_is_forgotten(keepers):
+    with joined(keepers, "127.0.0.1", "127.0.0.1") as cluster:
+        os.kill(keeper_of(cluster, "worker1").record.pid, signal.SIGKILL)
+        until(lambda: cluster.find("worker1").lost)
+        limit(cluster, 1.0)
+        with pytest.raises(StartError, match=r"worker1 \(last step: starting\); 1 worker must be started"):
+            cluster.restart()
+        keepers.another(cluster)
+        until(lambda: len(cluster._lives.launcher.hub.members) == 2)
+        time.sleep(0.5)
+        assert not keeper_of(cluster, "worker0").workers - {"worker0"}
+        assert cluster.find("worker1").lost, "nobody waits for it, so it must not have started"
+        limit(cluster, 60.0)
+        for _ in range(2):
+            assert cluster.restart(["worker1"]) == ["worker1"]
+            assert cluster.evaluate("rank") == [0, 1]
+
+
+def test_a_worker_without_a_place_does_not_keep_others_from_theirs(keepers):
+    with joined(keepers, "127.0.0.1", "127.0.0.1") as cluster:
+        os.kill(keeper_of(cluster, "worker0").record.pid, signal.SIGKILL)
+        until(lambda: cluster.find("worker0").lost)
+        limit(cluster, 1.0)
+        with pytest.raises(StartError, match="worker0"):
+            cluster.restart(["worker0"])
+        cluster.signal("worker1", signal.SIGKILL)
+        until(lambda: cluster.find("worker1").lost)
+        limit(cluster, 60.0)
+        assert cluster.restart(["worker1"]) == ["worker1"]
+
+
+def test_rank_0_takes_the_address_of_the_master_along(keepers):
+    address = "__import__('os').environ['MASTER_ADDR']"
+    with joined(keepers, "127.0.0.2", "127.0.0.3") as cluster:
+        before = cluster.evaluate(address)
+        assert before[0] == before[1] == keeper_of(cluster, "worker0").address
+        os.kill(keeper_of(cluster, "worker0").record.pid, signal.SIGKILL)
+        until(lambda: cluster.find("worker0").lost)
+        keepers.another(cluster, "127.0.0.4")
+        assert cluster.restart(["worker0", "worker1"]) == ["worker0", "worker1"]
+        assert cluster.evaluate(address) == ["127.0.0.4", "127.0.0.4"]
+
+
+def test_a_keeper_that_dies_while_it_starts_a_worker_leaves_it_to_another(keepers):
+    (keepers.folder / "slow_to_import.py").write_text("import time\ntime.sleep(3)\n")
+
+    def start() -> None:
+        until(lambda: hasattr(cluster, "_lives"))
+        launcher = cluster._lives.launcher
+        file = keepers.folder / "two.json"
+        launcher.invite(file, 60, 2)
+        keepers.start(file=file)
+        keepers.start(file=file)
+        until(lambda: len(launcher.hub.members) == 2 and launcher._placed)
+        time.sleep(1)  # it imports
+        os.kill(launcher._placed["worker0"].member.record.pid, signal.SIGKILL)
+
+    options = {"host": "127.0.0.1", "invitation": str(keepers.file), "timeout": 60, "preload": ("slow_to_import",)}
+    cluster = nbdist.Cluster(1, launcher="join", **options)
+    starting = threading.Thread(target=start)
+    starting.start()
+    with cluster:
+        assert cluster.evaluate("rank") == [0]
+    starting.join()
+
+
+def test_exit_handlers_of_joined_workers_run(keepers):
+    file = keepers.folder / "said"
+    with joined(keepers, "127.0.0.1") as cluster:
+        cluster.execute(f"import atexit\natexit.register(lambda: open({str(file)!r}, 'w').write('goodbye'))")
+    assert wait_for_file(file) == b"goodbye"
+
+
+def test_an_address_that_cannot_be_used_does_not_use_up_an_invitation(keepers):
+    wrong = []
+
+    def start() -> None:
+        wait_for_file(keepers.file)
+        first = keepers.start("203.0.113.77", stderr=subprocess.PIPE)
+        wrong.append((first.wait(30), first.stderr.read().decode()))
+        keepers.start()
+
+    threading.Thread(target=start, daemon=True).start()
+    with nbdist.Cluster(1, launcher="join", host="127.0.0.1", invitation=str(keepers.file), timeout=60) as cluster:
+        assert cluster.evaluate("rank") == [0]
+    ((code, said),) = wrong
+    assert code == 2
+    assert "203.0.113.77 is no address of this host" in said
+
+
+def test_a_keeper_that_was_let_in_and_did_not_come_gives_its_use_back(keepers, monkeypatch):
+    monkeypatch.setattr("nbdist.cluster.hosts.hub._ARRIVES_WITHIN", 0.0)
+    said = []
+
+    def start() -> None:
+        wait_for_file(keepers.file)
+        late = keepers.start(stderr=subprocess.PIPE)
+        said.append((late.wait(30), late.stderr.read().decode()))
+        monkeypatch.undo()
+        keepers.start()  # with the same invitation
+
+    threading.Thread(target=start, daemon=True).start()
+    with nbdist.Cluster(1, launcher="join", host="127.0.0.1", invitation=str(keepers.file), timeout=60) as cluster:
+        assert cluster.evaluate("rank") == [0]
+    ((code, text),) = said
+    assert code == 2
+    assert "came too late" in text
+
+
+def test_two_notebooks_in_one_folder_keep_off_each_others_invitation(keepers):
+    with joined(keepers, "127.0.0.1"):
+        other = nbdist.cluster.spec.Spec(count=1, launcher="join", host="127.0.0.1", invitation=str(keepers.file))
+        from nbdist.cluster.processes.launchers.join import JoinLauncher
+
+        second = JoinLauncher(other, lambda name, how: None)
+        text = keepers.file.read_bytes()
+    assert keepers.file.read_bytes() == text
+    second.close()
+    assert not keepers.file.exists()
+
+
+def seconds_of_cpu(during) -> float:
+    """The processor time that this process uses while `during` runs."""
+    begin = resource.getrusage(resource.RUSAGE_SELF)
+    during()
+    end = resource.getrusage(resource.RUSAGE_SELF)
+    return end.ru_utime - begin.ru_utime + end.ru_stime - begin.ru_stime
+
+
+def test_a_relay_without_work_uses_no_processor(tmp_path):
+    ip, ports = str(tmp_path / "k"), {"shell": 1, "iopub": 2, "stdin": 3, "control": 4}
+    relay = Relay.before_notebook(ip, ports, lambda batch: None)
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.subscribe(b"")
+    subscriber.connect(f"ipc://{ip}-2")
+    time.sleep(0.2)
+    assert seconds_of_cpu(lambda: time.sleep(0.5)) < 0.25  # it would be 0.5
+    context.destroy(0)
+    time.sleep(0.2)
+    assert seconds_of_cpu(lambda: time.sleep(0.5)) < 0.25
+    relay.close()
+
+
+def test_a_relay_that_has_no_room_uses_no_processor(tmp_path):
+    ip, ports = str(tmp_path / "k"), {"shell": 1, "iopub": 2, "stdin": 3, "control": 4}
+    carried, let = [], threading.Event()
+
+    def carry(batch) -> None:
+        let.wait()
+        carried.extend(batch)
+
+    context = zmq.Context()
+    kernel = context.socket(zmq.PUB)
+    kernel.sndhwm = 0
+    kernel.bind(f"ipc://{ip}-2")
+    relay = Relay.before_kernel(ip, ports, carry)
+    time.sleep(0.3)
+    count = 2 * _MOST_READ // (1 << 20)
+    for _ in range(count):
+        kernel.send(bytes(1 << 20))
+    time.sleep(0.3)
+    assert seconds_of_cpu(lambda: time.sleep(0.5)) < 0.25
+    let.set()
+    until(lambda: len(carried) == count)
+    relay.close()
+    context.destroy(0)
