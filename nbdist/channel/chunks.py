@@ -57,14 +57,14 @@ def _pieces(frames: Sequence[Buffer]) -> Iterator[Buffer]:
             size += len(frame)
             if size <= CHUNK_BYTES - NOT_COPIED_FROM:
                 continue
-        if joined:
+        if size:
             yield b"".join(joined)
             joined, size = [], 0
         if len(frame) >= NOT_COPIED_FROM:
             view = memoryview(frame)
             for begin in range(0, len(view), CHUNK_BYTES):
                 yield view[begin : begin + CHUNK_BYTES]
-    if joined or not frames:
+    if size or not any(map(len, frames)):
         yield b"".join(joined)
 
 

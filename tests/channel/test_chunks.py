@@ -5,7 +5,7 @@ import random
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbdist.channel import chunks as module
@@ -29,6 +29,7 @@ def put_together(assembly, cut):
 sizes = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 
 
+@settings(deadline=None)
 @given(sizes, st.randoms())
 def test_every_message_is_put_together_as_it_was(lengths, chance):
     frames = [chance.randbytes(length) for length in lengths]

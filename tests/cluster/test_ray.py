@@ -9,11 +9,12 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from other_hosts import can_make_hosts, hosts
 
 import nbdist
-from nbdist.cluster.processes.launchers.ray import _say_room
+from nbdist.cluster.processes.launchers.ray import RayLauncher, _say_room
 from nbdist.errors import ResourceError, UsageError
 
 DRIVER = str(Path(__file__).with_name("ray_driver.py"))
@@ -43,26 +44,97 @@ def test_what_there_is_room_for_is_said(free, needs, count, said):
     assert f"Ray has room for {said}" in _say_room(free, needs, count)
 
 
-def test_a_ray_without_room_says_what_it_has_and_keeps_nothing(monkeypatch):
+@pytest.fixture(scope="module")
+def ray():
+    """A Ray with room for two workers, which nbdist did not start. It takes 25 s to start, so the tests share it."""
     ray = pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")  # for a busy machine
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        cluster = nbdist.Cluster(3, launcher="ray", timeout=2)
-        with pytest.raises(
-            ResourceError, match=r"Ray has room for 2 of 3 workers: 1 node with 2 free CPUs\. It waited"
-        ):
-            cluster.start()
-        assert ray.is_initialized(), "a Ray that nbdist did not start must go on"
-        with nbdist.Cluster(2, launcher="ray") as cluster:
-            assert cluster.evaluate("rank") == [0, 1]
-        assert ray.is_initialized()
-        deadline = time.monotonic() + 20
-        while ray.available_resources().get("CPU") != 2:  # Ray gives a placement group's place back a little later
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    finally:
-        ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_raylet_start_wait_time_s", "120")  # for a busy machine
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def until(happened, within: float = 20.0) -> None:
+    deadline = time.monotonic() + within
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_ray_without_room_says_what_it_has_and_keeps_nothing(ray):
+    cluster = nbdist.Cluster(3, launcher="ray", timeout=2)
+    with pytest.raises(ResourceError, match=r"Ray has room for 2 of 3 workers: 1 node with 2 free CPUs\. It waited"):
+        cluster.start()
+    assert ray.is_initialized(), "a Ray that nbdist did not start must go on"
+    with nbdist.Cluster(2, launcher="ray") as cluster:
+        assert cluster.evaluate("rank") == [0, 1]
+    assert ray.is_initialized()
+    until(lambda: ray.available_resources().get("CPU") == 2)  # Ray gives a placement group's place back a little later
+
+
+def parent_of_keeper(cluster: nbdist.Cluster, name: str) -> int:
+    """The pid of the actor whose keeper has a worker."""
+    (member,) = [each for each in cluster._lives.launcher.hub.members if name in each.workers]
+    return psutil.Process(member.record.pid).ppid()
+
+
+def pid_of_actor(ray, actor) -> int:
+    return ray._private.state.actors(actor._actor_id.hex()).get("Pid") or 0
+
+
+def test_each_worker_has_the_actor_that_was_made_for_it(ray, monkeypatch):
+    """Although that of worker0 is the last one to start. So the loss of one's keeper harms no other worker."""
+    make = RayLauncher._make_actor
+    late = threading.Event()
+
+    def make_slowly(self, setup):
+        if setup.rank == 0 and not late.is_set():
+            late.set()
+            threading.Timer(2, self._provide).start()
+        else:
+            make(self, setup)
+
+    monkeypatch.setattr(RayLauncher, "_make_actor", make_slowly)
+    with nbdist.Cluster(2, launcher="ray", timeout=60) as cluster:
+        launcher = cluster._lives.launcher
+        for name, placed in launcher._actors.items():
+            assert parent_of_keeper(cluster, name) == pid_of_actor(ray, placed.actor)
+        (keeper,) = psutil.Process(parent_of_keeper(cluster, "worker1")).children()
+        keeper.kill()
+        until(lambda: cluster.find("worker1").lost)
+        assert cluster.restart() == ["worker1"]
+        assert cluster.evaluate("rank") == [0, 1]
+
+
+def test_a_keeper_that_never_comes_is_told_of_at_once_and_tried_again(ray):
+    with nbdist.Cluster(1, launcher="ray", timeout=60) as cluster:
+        launcher = cluster._lives.launcher
+        (keeper,) = psutil.Process(parent_of_keeper(cluster, "worker0")).children()
+        keeper.kill()
+        until(lambda: cluster.find("worker0").lost)
+
+        def kill_the_next() -> None:
+            until(lambda: launcher._actors and pid_of_actor(ray, launcher._actors["worker0"].actor))
+            actor = psutil.Process(pid_of_actor(ray, launcher._actors["worker0"].actor))
+            until(lambda: any("nbdist" in each.cmdline() for each in actor.children()))
+            for each in actor.children():
+                each.kill()
+
+        killing = threading.Thread(target=kill_the_next)
+        killing.start()
+        with pytest.raises(ResourceError, match=r"Ray has not started worker0: its keeper has ended, see Ray's"):
+            cluster.restart()
+        killing.join()
+        assert cluster.restart() == ["worker0"]
+        assert cluster.evaluate("rank") == [0]
+
+
+def test_an_address_of_rays_clients_is_refused(monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test may have one
     monkeypatch.setenv("RAY_ADDRESS", "ray://somewhere:10001")
     with pytest.raises(UsageError, match=r"ray://somewhere:10001 is for clients of Ray outside of its cluster"):
         nbdist.Cluster(1, launcher="ray").start()

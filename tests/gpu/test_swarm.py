@@ -80,7 +80,7 @@ def test_a_server_is_killed_while_it_writes(cluster):
     cluster.restart(1, process_group=True)
 
 
-def test_a_large_input_goes_in_pieces(cluster):
+def test_a_large_input(cluster):
     model = swarm_models.make("llama")
     swarm = serve(model, workers=["worker0", "worker1"])
     ids = torch.randint(3, 97, (64, 900), generator=torch.Generator().manual_seed(2))

@@ -9,9 +9,11 @@ import workers
 
 import nbdist
 from nbdist import rpc
+from nbdist.channel.contract import ChannelError
 from nbdist.channel.outbox import LocalLink
 from nbdist.channel.zeromq import LargeZmqLink, ZmqLink
 from nbdist.rpc import api
+from nbdist.testing import World
 
 
 def links():
@@ -42,6 +44,16 @@ def test_a_world_of_one_kind(channel, link, large, monkeypatch):
         assert type(connection.large_link) is large
         assert connection.large_link is not connection.link
         assert not any(peer.resent for peer in connection.peers)
+
+
+def test_an_agent_that_is_lost_meanwhile_gets_no_link_for_large_messages():
+    with World(2) as world:
+        links = world[0].links
+        connection = links.connections[world[1].me.incarnation]
+        world.kill(1)
+        with pytest.raises(ChannelError, match="worker1 is gone"):
+            links._link_for_large(connection)
+        assert connection.large_link is None
 
 
 def test_a_large_tensor_that_came_alone_is_where_it_came(monkeypatch):

@@ -37,11 +37,11 @@ from nbdist.rpc import api
 from nbdist.rpc.futures import Future, blocking_wait
 from nbdist.rpc.references.rref import RRef
 from nbdist.swarm import adapter
+from nbdist.swarm.carriage import carriage
 from nbdist.swarm.client import routing
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.routing import NoRoute, Span, named
 from nbdist.swarm.client.server_record import Member
-from nbdist.swarm.in_pieces import fetch, leave
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.server import NotHere, Options, Server
 from nbdist.swarm.server.session_caches import NoSession, StepReply
@@ -488,7 +488,7 @@ class Crew:
         return found
 
     def answer(self, member: Member, asked: Future[Any], within: float | None = None) -> Any:
-        """Wait for a call's result and return it; a large result is fetched in pieces.
+        """Wait for a call's result and return it.
 
         Notes what a failure says of the server. Errors of the computation itself are raised as they are.
 
@@ -506,8 +506,7 @@ class Crew:
                 found = asked.wait(within)
                 if isinstance(found, StepReply):
                     # A server on a GPU answers a client whose worker has one with tensors there.
-                    result = adapter.moved(fetch(found.result, self.step_timeout), "cpu")
-                    found = found._replace(result=result)
+                    found = found._replace(result=adapter.moved(found.result, "cpu"))
                 return found
             # Errors lose their tracebacks: the call refers to the error, whose frames refer to the call and to a
             # session's cache, which would stay until the garbage collector runs.
@@ -555,9 +554,7 @@ class Crew:
         raises.
         """
         began = time.perf_counter()
-        reply: StepReply = self.ask(
-            member, method, *map(leave, args), points=self.spend(method, tokens), patience=self.step_timeout
-        )
+        reply: StepReply = self.ask(member, method, *args, points=self.spend(method, tokens), extra=carriage(*args))
         member.answered(reply, time.perf_counter() - began, tokens, blocks)
         return reply.result
 

@@ -44,13 +44,13 @@ from nbdist.amounts import counted, duration
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc.futures import Future
 from nbdist.swarm import adapter
+from nbdist.swarm.carriage import carriage
 from nbdist.swarm.client import merging
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.routing import NoRoute, Span, named
 from nbdist.swarm.client.server_record import Member
 from nbdist.swarm.client.servers import Crew, Gone
 from nbdist.swarm.history import History, Operation, Step
-from nbdist.swarm.in_pieces import pieces
 from nbdist.swarm.server.session_caches import REPLAYED, StepReply
 
 __all__ = ["Recover", "Session", "check_recover"]
@@ -281,8 +281,6 @@ class Session:
         found = {}
         for number, part in enumerate(self._parts[at:]):
             told = self._part_for_span(part, step, nothing if number else hidden)
-            if not number:
-                told = self._step_to_send(part, self._number, told)
             asked = crew.send(
                 part.member,
                 "step",
@@ -291,29 +289,20 @@ class Session:
                 self._number,
                 tokens,
                 told,
-                behind=number * crew.step_timeout,
+                behind=number * (crew.step_timeout + carriage(hidden)),
                 patience=crew.step_timeout,
                 points=points,
-                extra=number * crew.step_timeout,
+                extra=number * crew.step_timeout + (number + 1) * carriage(hidden),
             )
             found[part] = asked, time.perf_counter()
         return found
 
-    def _step_to_send(self, part: _Part, number: int, own: Step) -> Step:
-        """Return what to send to a span's server for a step; a large input is pushed ahead in pieces, and left out."""
-        if len(pieces(own.hidden)) == 1:
-            return own
-        self._push_input(part, number, own.hidden)
-        return own._replace(hidden=own.hidden.new_empty(0))
-
     def _push_input(self, part: _Part, number: int, hidden: torch.Tensor) -> None:
-        """Push a step's input to a server from the client, in pieces; does not wait.
+        """Push a step's input to a server from the client; does not wait.
 
-        ``part`` is the span of the route with its server, ``number`` the number of the step. Sending a piece twice is
-        harmless.
+        ``part`` is the span of the route with its server, ``number`` the number of the step. Twice is harmless.
         """
-        for at, piece in pieces(hidden):
-            self._crew.send(part.member, "push", self.id, part.span.begin, number, at, piece)
+        self._crew.send(part.member, "push", self.id, part.span.begin, number, hidden, extra=carriage(hidden))
 
     def _wait_for_result(
         self, part: _Part, asked: Future[StepReply], since: float, own: Step, *, first: bool
@@ -331,7 +320,8 @@ class Session:
             if not asked.done():
                 self._push_input(part, self._number, own.hidden)
         # The server has its input by now. Only from here on does its time count: it is not to blame for servers before.
-        reply = self._crew.answer(part.member, asked, None if first else self._crew.step_timeout)
+        within = None if first else self._crew.step_timeout + carriage(own.hidden)
+        reply = self._crew.answer(part.member, asked, within)
         elapsed = time.perf_counter() - since if first else None
         tokens = own.hidden.shape[0] * own.hidden.shape[1]
         part.member.answered(reply, elapsed, tokens, len(own.calls))
@@ -515,9 +505,10 @@ class Session:
                 part.span.begin,
                 REPLAYED,
                 hidden.shape[1],
-                self._step_to_send(part, REPLAYED, own),
+                own,
                 push=False,
                 patience=self._crew.step_timeout,
+                extra=carriage(hidden),
             )
             part.history.add(own, reply.result)
             part.used = True

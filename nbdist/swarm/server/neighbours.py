@@ -14,7 +14,7 @@ import torch
 
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import rpc_async, rpc_sync
-from nbdist.swarm.in_pieces import pieces
+from nbdist.swarm.carriage import carriage
 
 __all__ = ["Address", "NobodyThere", "call", "hand_on", "register"]
 
@@ -25,7 +25,7 @@ _PUSH_TIMEOUT = 60.0
 class Neighbour(Protocol):
     """The methods of a `nbdist.swarm.server.server.Server` that other servers call."""
 
-    def push(self, id: str, begin: int, number: int, at: int, hidden: torch.Tensor) -> None:
+    def push(self, id: str, begin: int, number: int, hidden: torch.Tensor) -> None:
         """Store a piece of the input of step ``number`` of session ``id``: its tokens from ``at`` on.
 
         ``at`` counts the step's new tokens from 0. ``begin`` is the first block of the session's span on that server.
@@ -86,12 +86,11 @@ def _call_server(key: str, method: str, *args: Any) -> Any:
 
 
 def hand_on(to: Address, session: str, begin: int, number: int, hidden: torch.Tensor) -> None:
-    """Push hidden states of step ``number`` to the next server, in pieces if they are large; does not wait.
+    """Push hidden states of step ``number`` to the next server; does not wait.
 
     ``begin`` is the first block of the session's span there. A push that fails is no error: the client pushes the same
     hidden states when the next server does not answer.
     """
     with contextlib.suppress(NbdistError):
-        for at, piece in pieces(hidden):
-            args = (to.key, "push", session, begin, number, at, piece)
-            rpc_async(to.worker, _call_server, args=args, timeout=_PUSH_TIMEOUT)
+        args = (to.key, "push", session, begin, number, hidden)
+        rpc_async(to.worker, _call_server, args=args, timeout=_PUSH_TIMEOUT + carriage(hidden))

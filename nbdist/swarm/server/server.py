@@ -27,13 +27,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from nbdist.errors import NbdistError, RpcTimeout, RRefError, UsageError, WorkerLost
+from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.functions import async_execution
 from nbdist.rpc.futures import Future, blocking_wait
 from nbdist.swarm import adapter, stacking
 from nbdist.swarm.history import Step
-from nbdist.swarm.in_pieces import fetch, leave
 from nbdist.swarm.server import neighbours
 from nbdist.swarm.server.cache_room import Room
 from nbdist.swarm.server.computing import Runtime
@@ -262,15 +261,15 @@ class Server:
         session.used = time.monotonic()
         return session
 
-    def push(self, id: str, begin: int, number: int, at: int, hidden: torch.Tensor) -> None:
-        """Store a piece of the input of step ``number`` of a session: its tokens from ``at`` on. Twice is harmless.
+    def push(self, id: str, begin: int, number: int, hidden: torch.Tensor) -> None:
+        """Store the input of step ``number`` of a session. Twice is harmless.
 
-        ``at`` counts the step's new tokens from 0. The step is computed as soon as all of its hidden states, and the
-        call of `step`, are here. Raises NoSession if the session is not here.
+        The step is computed as soon as its input and the call of `step` are here. Raises NoSession if the session is
+        not here.
         """
         session = self._find(id, begin)
         with session.changed:
-            session.give(number, at, hidden.to(self._device))
+            session.give(number, hidden.to(self._device))
         self._go_on((id, begin), session)
 
     @async_execution
@@ -316,7 +315,7 @@ class Server:
             if session.ended:
                 raise NoSession(session.ended)
             if step.hidden.numel():
-                session.give(number, 0, step.hidden.to(self._device))
+                session.give(number, step.hidden.to(self._device))
             session.asked.append(asked)
         try:
             self._go_on((id, begin), session)
@@ -356,7 +355,7 @@ class Server:
                     raise
 
     def _reply(self, result: Any, seconds: float) -> StepReply:
-        return StepReply(leave(result), seconds, self._room.used, self._count(), self._steps)
+        return StepReply(result, seconds, self._room.used, self._count(), self._steps)
 
     def _take(self, key: tuple[str, int], session: ServerSession, asked: StepCall, hidden: torch.Tensor) -> float:
         """Compute one step on the computing thread and push its output; return the seconds that it took.
@@ -455,15 +454,13 @@ class Server:
         prompts: torch.Tensor | None = None,
         layout: stacking.StackLayout = stacking.DEFAULT_LAYOUT,
         points: float = 0.0,
-        patience: float = 60.0,
     ) -> StepReply:
         """Compute blocks from ``begin`` on without a cache; the reply's result is the hidden states behind them.
 
-        ``hidden`` and ``prompts`` may be `Left` with the client, in which case each piece has to arrive within
-        ``patience`` seconds, else this raises TimeoutError. Raises NotHere if a block is not here, and `TooLarge` for
-        too many tokens. ``layout`` says which arguments have rows for each sequence. A second call computes again.
+        Raises NotHere if a block is not here, and `TooLarge` for too many tokens. ``layout`` says which arguments have
+        rows for each sequence. A second call computes again.
         """
-        return self._stateless("forward", begin, (hidden, prompts, None), calls, layout, points, patience)
+        return self._stateless("forward", begin, (hidden, prompts, None), calls, layout, points)
 
     def backward(
         self,
@@ -474,14 +471,13 @@ class Server:
         prompts: torch.Tensor | None = None,
         layout: stacking.StackLayout = stacking.DEFAULT_LAYOUT,
         points: float = 0.0,
-        patience: float = 60.0,
     ) -> StepReply:
         """Compute the blocks again and backpropagate ``gradient``, which is that of their output.
 
         The reply's result is (gradient of ``hidden``, gradient of ``prompts`` or None). The other arguments and the
         errors are those of `forward`. The weights get no gradients.
         """
-        return self._stateless("backward", begin, (hidden, prompts, gradient), calls, layout, points, patience)
+        return self._stateless("backward", begin, (hidden, prompts, gradient), calls, layout, points)
 
     def _stateless(
         self,
@@ -491,21 +487,13 @@ class Server:
         calls: Sequence[adapter.LayerCall],
         layout: stacking.StackLayout,
         points: float,
-        patience: float,
     ) -> StepReply:
-        """Fetch the input of a request without a cache, let the computing thread compute it, and return the reply.
+        """Let the computing thread compute a request without a cache, and return the reply.
 
-        ``kind`` is "forward" or "backward", ``given`` is (hidden states, prompts, gradient). Raises TimeoutError if the
-        client does not deliver them. With `Options.stack`, requests without prompts that agree in kind, blocks and
-        shape may be computed as one.
+        ``kind`` is "forward" or "backward", ``given`` is (hidden states, prompts, gradient). With `Options.stack`,
+        requests without prompts that agree in kind, blocks and shape may be computed as one.
         """
-        try:
-            hidden, prompts, gradient = fetch(given, patience)
-        except (WorkerLost, RpcTimeout, RRefError) as error:  # the client's fault, not this server's
-            raise TimeoutError(
-                f"the input has not arrived from the client: {error}. The client is too slow or gone, and this server "
-                "goes on; send the request again"
-            ) from None
+        hidden, prompts, gradient = given
         if self._moves:  # all to one place: what comes from different clients may be stacked
             hidden, calls, prompts, gradient = adapter.moved((hidden, tuple(calls), prompts, gradient), self._device)
         item = stacking.StackInput(hidden, tuple(calls), prompts, gradient, layout)

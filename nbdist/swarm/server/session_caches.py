@@ -32,7 +32,7 @@ class StepReply(NamedTuple):
     """The output of some blocks, and some numbers about the server."""
 
     result: Any
-    """A tensor, or a tuple of tensors; a large one is `Left` on the server."""
+    """A tensor, or a tuple of tensors."""
     seconds: float
     """Seconds spent on computing; 0 for an answer that was known already."""
     cache: int
@@ -88,8 +88,8 @@ class ServerSession:
         """The server to which the output is pushed, and the first block of its span; None behind the last span."""
         self.changed = threading.Condition()
         self.asked: list[StepCall] = []
-        self.given: dict[int, dict[int, torch.Tensor]] = {}
-        """Hidden states that have arrived, by number of the step and by their first token in it."""
+        self.given: dict[int, torch.Tensor] = {}
+        """Hidden states that have arrived, by number of the step."""
         self.busy = False
         """True while a thread is computing steps of the session."""
         self.exported = False
@@ -99,16 +99,13 @@ class ServerSession:
         self.used = time.monotonic()
         """When it was last called."""
 
-    def give(self, number: int, at: int, hidden: torch.Tensor) -> None:
-        """Store a piece of the input of step ``number``: its tokens from ``at`` on. Storing it twice is harmless.
+    def give(self, number: int, hidden: torch.Tensor) -> None:
+        """Store the input of step ``number``. Storing it twice is harmless.
 
-        ``at`` counts the step's new tokens from 0. Inputs of steps that were computed already are dropped. The caller
-        holds `changed`.
+        The input of a step that was computed already is dropped. The caller holds `changed`.
         """
         if number > self.taken or number == REPLAYED:
-            given = self.given.setdefault(number, {})
-            if at not in given or given[at].shape[1] < hidden.shape[1]:
-                given[at] = hidden
+            self.given[number] = hidden
 
     def take_up(self) -> tuple[StepCall, torch.Tensor | None] | None:
         """Take a call that can be answered now out of the queue; return it with its input, or None if there is none.
@@ -118,7 +115,7 @@ class ServerSession:
         """
         for asked in list(self.asked):
             known = asked.number != REPLAYED and asked.number <= self.taken
-            hidden = None if known else self._given_for(asked)
+            hidden = None if known else self.given.get(asked.number)
             if not known and hidden is None:
                 continue
             self.asked.remove(asked)
@@ -132,21 +129,6 @@ class ServerSession:
                 ),
             )
         return None
-
-    def _given_for(self, asked: StepCall) -> torch.Tensor | None:
-        """Return the whole input of a step; None if a part of it has not arrived.
-
-        Inputs arrive in pieces, with the number of their step, from the client or the server before. The caller holds
-        `changed`.
-        """
-        found: list[torch.Tensor] = []
-        at, given = 0, self.given.get(asked.number, {})
-        while at < asked.tokens:
-            if at not in given:
-                return None
-            found.append(given[at])
-            at += given[at].shape[1]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def taken_to(self, number: int, result: torch.Tensor) -> None:
         """Note that step ``number`` was computed, with its output; drop the inputs up to it. Acquires `changed`.
