@@ -341,13 +341,18 @@ def _wait_for_loss_elsewhere(agent: Agent) -> None:
     The end of a connection of gloo may be the first sign that a host has died. RPC reports the loss after the silence
     of `RpcBackendOptions.lost_after` seconds.
     """
-    asked = ask_each(agent, _answer, {each.name: () for each in agent.membership.others()}, timeout=_DEATH_KNOWN_WITHIN)
-    answers = asked.or_raise(but=NbdistError)
-    silent = {each.name for each in agent.membership.others()} - answers.keys()
+    names = [each.name for each in agent.membership.others()]
+    answers = ask_each(agent, _answer, dict.fromkeys(names, ()), timeout=_DEATH_KNOWN_WITHIN)
+    silent = set(names) - answers.or_raise(but=NbdistError).keys()
     deadline = time.monotonic() + agent.options.lost_after + _DEATH_KNOWN_WITHIN
     while silent and not _lost and time.monotonic() < deadline:
         time.sleep(_POLL)
         silent &= {each.name for each in agent.membership.others()}
+    # The members are the workers and the notebook. `_lose` notes a moment later, in another thread, who is none any
+    # more.
+    deadline = time.monotonic() + _DEATH_KNOWN_WITHIN
+    while len(agent.membership.others()) < dist.get_world_size() and not _lost and time.monotonic() < deadline:
+        time.sleep(_POLL)
 
 
 def _answer() -> None:

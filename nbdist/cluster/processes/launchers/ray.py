@@ -147,19 +147,14 @@ class RayLauncher(RemoteLauncher):
         with contextlib.suppress(Exception):
             self._ray.kill(placed.actor, no_restart=True)
 
-    def _on_gone(self, member: KeeperMember, why: str) -> None:
-        """Note that a keeper is lost, and let Ray end its actor, which may still hold its place. Does not wait."""
-
-        def kill() -> None:
-            with self._lock:
-                lost = {name: placed for name, placed in self._actors.items() if placed.token == member.token}
-                for name in lost:
-                    del self._actors[name]
-            for placed in lost.values():
-                self._kill(placed)
-            RemoteLauncher._on_gone(self, member, why)
-
-        threading.Thread(target=kill, name="nbdist-ray", daemon=True).start()
+    def _give_up(self, member: KeeperMember) -> None:
+        """Let Ray end the actor of a keeper that is lost: it may still hold its place."""
+        with self._lock:
+            lost = {name: placed for name, placed in self._actors.items() if placed.token == member.token}
+            for name in lost:
+                del self._actors[name]
+        for placed in lost.values():
+            self._kill(placed)
 
     def advice(self) -> str:
         """Return that Ray has room for workers that have not joined; empty if no worker is missing."""

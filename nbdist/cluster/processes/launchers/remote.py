@@ -105,7 +105,7 @@ class RemoteLauncher:
         None until that has a place.
         """
         self._last_master: tuple[str, int] | None = None
-        """The same of the start of rank 0 before: it stays if the worker stays on its host."""
+        """The address and port before rank 0 started again: they stay if it stays on its host."""
         self._prepared: dict[int, Future[None]] = {}
         """By incarnation of a keeper: the future of its imports of the modules to preload."""
         self._boards = Boards()
@@ -182,6 +182,9 @@ class RemoteLauncher:
 
     def _provide(self) -> None:
         """Make keepers come for the workers in `_wanted` that have none. A person does that, or a subclass."""
+
+    def _give_up(self, member: KeeperMember) -> None:
+        """Give back what made a keeper come, which is lost. A person does that, or a subclass. May wait."""
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a worker; do nothing if it has ended or its host cannot be reached. Does not wait."""
@@ -380,6 +383,7 @@ class RemoteLauncher:
         """Note that a keeper is lost, and its workers with it. Called by the hub's agent, so another thread does it."""
 
         def lose() -> None:
+            self._give_up(member)
             self._lose(member, why)
             self._provide()
             self._place()
