@@ -30,7 +30,7 @@ CHUNK_BYTES = 2 << 20
 """The most bytes of data in a chunk. With half as many, 64 MB take a tenth longer."""
 NOT_COPIED_FROM = 256 * 1024
 """Frames from this many bytes on are sent without a copy. For smaller ones, a copy is cheaper."""
-_IDLE_SECONDS = 60.0
+_IDLE_SECONDS = 900.0
 """Seconds after which a message of which no more chunks come is dropped: its sender has died, or is cut off."""
 _HEAD = struct.Struct("<8sQI")
 
@@ -118,7 +118,7 @@ class Assembly:
         return part
 
     def drop_idle(self) -> None:
-        """Drop the messages of which no chunk has come for a minute."""
+        """Drop the messages of which no chunk has come for 15 minutes."""
         before = time.monotonic() - _IDLE_SECONDS
         for link in [link for link, part in self._parts.items() if part.heard < before]:
             del self._parts[link]

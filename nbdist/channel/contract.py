@@ -87,7 +87,8 @@ class Channel(Protocol):
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed.
 
-        A large frame may be a writable view instead of bytes: nobody else uses its memory, so a tensor may stay there.
+        A large frame may be a writable view instead of bytes: nobody else uses its memory, so a tensor may be made
+        there without copying it.
 
         Up to `readers` threads of the agent's pool may wait here. One more may do so as the *guest*: a thread that
         waits for the reply to its own call, and passes ``guest=True``. It may get any message. A message wakes the

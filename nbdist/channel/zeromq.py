@@ -47,6 +47,7 @@ from nbdist.channel.chunks import NOT_COPIED_FROM, Assembly, chunks
 from nbdist.channel.contract import Buffer, ChannelError, TooManyFiles
 from nbdist.channel.resources import require_files
 from nbdist.channel.security import Secret, runtime_directory
+from nbdist.errors import ResourceError
 from nbdist.finalisers import this_thread
 from nbdist.signals import Deferral
 
@@ -95,8 +96,13 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-_FILES_AT_START = 16
-"""The files that must be free before ZeroMQ starts its threads and opens the first sockets; it takes about ten."""
+_FILES_AT_START = 32
+"""The files that must be free before ZeroMQ starts its threads and opens the first sockets.
+
+It takes 16, and 24 with TCP. Without files, ZeroMQ would abort this process.
+"""
+_FILES_FOR_LARGE = 16
+"""The files that must be free before the first large message is sent: one socket, and 7 for a thread of pyzmq's."""
 
 
 class _Directory:
@@ -318,6 +324,8 @@ class ZmqChannel:
         with self._lock:
             if self._closed:
                 raise ChannelError("the channel is closed: RPC has been shut down in this process")
+            if is_large:
+                _get_ready_to_send_without_copies()
             try:
                 sock = self._context.socket(zmq.PUSH)
             except zmq.ZMQError as error:
@@ -443,6 +451,7 @@ class ZmqChannel:
         with self._receiving:  # ZeroMQ does not allow closing a socket while another thread waits for it
             for link in list(self._links):
                 link.close()
+            self._large.close()  # before the inbox, to which it announces messages
             self._inbox.close(0)
             self._wake_in = -1  # a late `wake`, from a finaliser, must not write to another file that gets this number
             self._resources.close()
@@ -473,6 +482,7 @@ class _LargeInbox:
         self._to_inbox = context.socket(zmq.PUSH)
         self._to_inbox.set(zmq.SNDHWM, 0)
         self._to_inbox.connect(self.ANNOUNCED_AT)
+        self._closing = False
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="nbdist-large", daemon=True)
         self._thread.start()
@@ -488,7 +498,7 @@ class _LargeInbox:
         poller.register(self._stop, zmq.POLLIN)
         while not any(which == self._stop for which, _ in poller.poll(_LOOK_EVERY_MS if self._assembly else None)):
             self._assembly.drop_idle()
-            while int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN:
+            while not self._closing and int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN:
                 try:
                     self._take()
                 except Exception:  # the thread must go on: nobody else takes large messages
@@ -506,12 +516,16 @@ class _LargeInbox:
         frames = self._assembly.add(head, data.buffer)
         if frames is not None:
             self._whole.append(frames)  # type: ignore[arg-type]  # large frames are views; see `Channel.receive`
-            self._to_inbox.send(_ANNOUNCED)
+            self._to_inbox.send(_ANNOUNCED, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Stop the thread and close the sockets."""
-        os.eventfd_write(self._stop, 1)
-        self._thread.join()
+        """Stop the thread and close the sockets. A second call does nothing."""
+        if self._closing:
+            return
+        self._closing = True
+        with Deferral():  # after Ctrl-C, the thread would still use the sockets
+            os.eventfd_write(self._stop, 1)
+            self._thread.join()
         self._to_inbox.close(0)
         self._inbox.close(0)
         os.close(self._stop)
@@ -576,6 +590,18 @@ class LargeZmqLink:
         """
         with self._lock:
             self._socket.close(0 if at_once else None)
+
+
+def _get_ready_to_send_without_copies() -> None:
+    """Start the thread by which pyzmq learns that memory is no longer used. Raises TooManyFiles if it cannot.
+
+    pyzmq would start it with the first message that it does not copy, and abort this process without files for it.
+    """
+    try:
+        require_files(_FILES_FOR_LARGE, "no link for large messages can be made")
+    except ResourceError as error:
+        raise TooManyFiles(str(error)) from error
+    zmq.Frame(b"x", copy=False, copy_threshold=0)
 
 
 def _not_sent(error: zmq.ZMQError) -> ChannelError:

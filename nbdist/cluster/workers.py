@@ -78,6 +78,7 @@ class Worker:
         self._let_go = False
         """True once `lose` has run. `lost` alone does not tell, because `exit` may have set it before."""
         self.ended = threading.Event()
+        self.ended.set()  # until `prepare`, there is no process
         self.exited = threading.Event()
         """Set when the process has ended; `ended` is set when its last words are known and its cells have failed."""
         self.cells: list[Cell] = []

@@ -1,9 +1,9 @@
 """The connections of an agent to the others, and the clock that says when one of them needs attention.
 
-A `Connection` joins the protocol states about another agent (`nbdist.wire.peer`, which is pure) with the channel's
-links to it: one of each for large messages, so that no small one waits behind them, and one for all others. Many
-threads send, so the lock is here. The clock is here, too: a thread that sends may have to move the next alarm forward
-while the reader sleeps.
+A `Connection` has two protocol states about another agent (`nbdist.wire.peer`, which is pure) and two links of the
+channel to it: one pair for messages of 256 KiB or more, one for all others. So no small message waits behind a large
+one. Many threads send, so the lock is here. The clock is here, too: a thread that sends may have to move the next alarm
+forward while the reader sleeps.
 """
 
 from __future__ import annotations
@@ -230,7 +230,8 @@ class Links:
     ) -> int:
         """Send a message; return its number, with which `status` can tell whether it has arrived.
 
-        The number of a large message is negative. ``is_large`` is for a small message that belongs to the large ones.
+        The number of a large message is negative. ``is_large`` counts a small message among the large ones, such as the
+        answer to a ping for those; it still goes over the link for small ones.
 
         Any thread may call this. ``holds`` is kept until the message has arrived; ``slots`` are the copies of its large
         tensors in shared memory. If `Message.gives_back` is True, the message also returns shared memory that the

@@ -11,10 +11,10 @@ _SLOWEST = 1_000_000
 
 
 def carriage(*values: object) -> float:
-    """Return the seconds that tensors may take to a server, and a result of the same size back; 0 for less than 1 MB.
+    """Return the seconds to add to a call's time limit for these tensors: 2 s for each MB, 0 for less than 1 MB.
 
-    Values that are no tensors do not count. The time limits of calls are longer by this, so that a slow connection is
-    not taken for a server that hangs.
+    They are for the way to the server and, with a result of the same size, back. So a slow connection is not taken for
+    a server that hangs. Values that are no tensors do not count.
     """
     size = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
     return 2 * size / _SLOWEST if size >= _SLOWEST else 0.0

@@ -25,9 +25,9 @@ No message is sent again only because time has passed. A *ping* asks what has ar
 sent before the ping and the answer does not acknowledge it, or if the channel refused it. The receiver drops a message
 that it has received before, so a call runs at most once (G2) on a channel that loses, doubles and reorders messages.
 
-Large messages travel on a connection of their own, so that small ones do not wait behind them, nor heartbeats. The two
-overtake each other all the time, so each kind has a `Peer` of its own, with numbers, acknowledgements and pings of its
-own. Only the one for small messages watches for silence.
+Large messages travel over a link of their own, so that small ones do not wait behind them, nor heartbeats. A small
+message often arrives before a large one that was sent earlier, so each kind has a `Peer`, with numbers,
+acknowledgements and pings of its own. Only the `Peer` of the small messages calls an agent lost after silence.
 
 The silence of a peer in a process of this host proves nothing, because a long call into C explains it. There
 `nbdist.channel.liveness` watches the process instead.

@@ -7,7 +7,8 @@ allocates, but for a large storage that came in a frame of its own, in memory th
 do bytes in shared memory. In each case the memory is the receiver's own, and 64-byte aligned: vectorised arithmetic on
 misaligned memory differs in the last bit.
 
-A storage that stays where it came cannot grow, as with torch's own shared memory: ``resize_`` to more elements raises.
+A storage that stays where it came has a fixed size, as with torch's own shared memory: ``resize_`` to more elements
+raises, and so does ``untyped_storage().resize_``, also to fewer bytes.
 
 Tensors of other layouts (sparse, quantised, meta, subclasses) are left to torch's own reducers; their inner dense parts
 come back here.

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -376,3 +377,44 @@ def test_a_host_is_told_from_another():
     assert host_identity() == host_identity()
     with process("from nbdist.channel.zeromq import host_identity\nprint(host_identity(), flush=True)") as other:
         assert other.first == host_identity()
+
+
+def test_a_channel_closes_while_large_messages_arrive():
+    for wait in (0.0, 0.01, 0.03):
+        door, sender = ZmqChannel("door", SECRET), ZmqChannel("sender", SECRET)
+        link = sender.connect(door.addresses, is_large=True)
+        for _ in range(100):
+            link.send([b"head", bytes(300_000)], "call")
+        time.sleep(wait)
+        closing = threading.Thread(target=door.close, daemon=True)
+        closing.start()
+        closing.join(SOON)
+        assert not closing.is_alive()
+        sender.close()
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+@pytest.mark.parametrize("free", [3, 17, 31, 33])
+def test_few_files_are_an_error_and_not_the_end_of_the_process(host, free):
+    """ZeroMQ, and pyzmq before the first message that it does not copy, abort a process that has no files for them."""
+    code = f"""
+import os, resource
+from nbdist.channel.contract import TooManyFiles
+from nbdist.errors import ResourceError
+SECRET = Secret(b"the secret of the tests", shared_off_host=True)
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1 + {free},) * 2)
+try:
+    channel = ZmqChannel('few', SECRET, host={host!r})
+    try:
+        channel.connect(channel.addresses, is_large=True).send([bytes(1_000_000)], 'call')
+        print('sent')
+    except TooManyFiles:
+        print('no large link')
+    channel.close()
+except ResourceError:
+    print('no channel')
+os._exit(0)
+"""
+    with process(code) as other:
+        assert other.first in ("sent", "no large link", "no channel")
+        assert other.wait(SOON) == 0

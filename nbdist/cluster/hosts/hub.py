@@ -121,6 +121,8 @@ class Hub:
         self.members: list[KeeperMember] = []
         """The keepers that have come in and are not lost. Changed under `lock`."""
         self.lock = threading.RLock()
+        self.came: set[str] = set()
+        """The tokens with which keepers have come in, also of those that are lost."""
         self._on_arrival, self._on_gone, self.on_end, self.on_parcels = on_arrival, on_gone, on_end, on_parcels
         self._texts = Texts(self._shared)
         self._invitations = Invitations()
@@ -228,8 +230,10 @@ class Hub:
             coming = self._coming.pop(id, None)
             if coming is None:
                 raise SecurityError("this keeper came too late after it had been let in: start it again")
-            if record is None:
-                return  # it is lost already
+            if record is None:  # it is lost already
+                self._invitations.give_back(coming.token, coming.workers)
+                return
+            self.came.add(coming.token)
             member = KeeperMember(record, coming.token, coming.workers, address, host)
             self.members.append(member)
             if self.has_lost(member):  # just now: `_lost` has not found it

@@ -28,7 +28,7 @@ from typing import Any
 from nbdist.channel.resources import full_disk_in_words
 from nbdist.cluster.kernels.connection import KernelThread, Message
 from nbdist.cluster.processes.launchers import find_launcher
-from nbdist.cluster.processes.launchers.contract import Launcher, StartedWorker
+from nbdist.cluster.processes.launchers.contract import GIVEN_UP, Launcher, StartedWorker
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.workers import StartError, Worker, first_error, lost_error
@@ -43,9 +43,6 @@ _LAST_OUTPUT_WITHIN = 0.03
 
 _KERNELS_END_WITHIN = 1.0
 """Seconds for idle kernels to end by themselves when the cluster shuts down."""
-
-_TOO_LATE = "was not started in time"
-"""The reason for which a worker is lost whose start was given up."""
 
 _POLL = 0.005
 """Seconds between two looks whether processes have ended."""
@@ -154,10 +151,16 @@ class Lifecycle:
             self._note_reached(worker, "rpc")
 
         async def all_steps() -> None:
-            if self._preloading is not None:
-                await asyncio.wrap_future(self._preloading)
-                self._preloading = None
-            await first_error([asyncio.create_task(reach(worker)) for worker in workers])
+            try:
+                if self._preloading is not None:
+                    await asyncio.wrap_future(self._preloading)
+                    self._preloading = None
+                await first_error([asyncio.create_task(reach(worker)) for worker in workers])
+            finally:
+                for worker in workers:  # those for whose start nobody waits any more
+                    if (start := self._begun.pop(worker.name, None)) is not None:
+                        worker.lose(GIVEN_UP)
+                        start.cancel()
             # If only some were restarted, the others may be busy: `Cluster` then decides when the group forms.
             if len(workers) == len(self._workers):
                 await self._form_group()
@@ -169,12 +172,16 @@ class Lifecycle:
     async def _started(self, worker: Worker) -> StartedWorker:
         """Wait until a launched worker has its process; raise the error of the start.
 
-        If it has none, or nobody waits any more, the worker is lost, and has no process to wait for.
+        If the start fails, the worker is lost, and `kill` need not wait for it. If it is given up, the worker is lost,
+        too; but a process may have come of it, so `kill` waits until the launcher has reported its end.
         """
         try:
             return await asyncio.wrap_future(self._begun.pop(worker.name))
-        except BaseException as error:
-            worker.lose(_TOO_LATE if isinstance(error, asyncio.CancelledError) else "could not be started")
+        except asyncio.CancelledError:
+            worker.lose(GIVEN_UP)
+            raise
+        except BaseException:
+            worker.lose("could not be started")
             worker.ended.set()
             raise
 
@@ -302,7 +309,7 @@ class Lifecycle:
                     "with `%dist_init -t SECONDS`, or Cluster(timeout=SECONDS)"
                 ) from None
             late = [
-                f"{each.name} ({f'last step: {each.step}' if each.lost in (None, _TOO_LATE) else each.lost})"
+                f"{each.name} ({f'last step: {each.step}' if each.lost in (None, GIVEN_UP) else each.lost})"
                 for each in self._workers
                 if each.step != "ready"
             ]
@@ -324,7 +331,7 @@ class Lifecycle:
         """
 
         def is_gone(worker: Worker) -> bool:
-            return (worker.ended.is_set() or worker.pid is None) and not is_member(worker.name)
+            return worker.ended.is_set() and not is_member(worker.name)
 
         async def kill() -> None:
             for worker in workers:
@@ -391,7 +398,8 @@ class Lifecycle:
         """
         if worker.lives == life:  # else the worker has been restarted meanwhile
             why = worker.end(how, self.launcher.last_words(worker.name))
-            self._ended(worker, why)
+            if how != GIVEN_UP:  # the error of the start says it
+                self._ended(worker, why)
 
 
 def _free_port() -> int:

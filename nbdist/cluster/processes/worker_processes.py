@@ -88,8 +88,6 @@ class Processes:
         self._starting: dict[str, Future[int]] = {}
         """The workers that have been asked for and not been answered, by name."""
         self._living: dict[str, int] = {}
-        self._given_up: set[str] = set()
-        """The workers whose start the caller has cancelled, and which are killed: nobody is told of their end."""
         self._ready: Future[ZygoteReady] = Future()
         self._preloading: Future[None] = Future()
         self._closing = False
@@ -248,13 +246,8 @@ class Processes:
             with self._lock:
                 self._living[event.name] = event.pid
                 future = self._starting.pop(event.name)
-                is_wanted = future.set_running_or_notify_cancel()
-                if not is_wanted:
-                    self._given_up.add(event.name)
-            if is_wanted:
+            if future.set_running_or_notify_cancel():
                 future.set_result(event.pid)
-            else:
-                self.signal(event.name, signal.SIGKILL)
         elif isinstance(event, ProcessFailed):
             with self._lock:
                 future = self._starting.pop(event.name)
@@ -263,10 +256,7 @@ class Processes:
         else:
             with self._lock:
                 self._living.pop(event.name, None)
-                was_given_up = event.name in self._given_up
-                self._given_up.discard(event.name)
-            if not was_given_up:
-                self.on_end(event.name, event.code)
+            self.on_end(event.name, event.code)
 
     def _imported(self, event: Preloaded) -> None:
         """Settle the future of `preload`; warn if workers will not share the imports, since they cannot be forked.

@@ -348,8 +348,8 @@ def _wait_for_loss_elsewhere(agent: Agent) -> None:
     while silent and not _lost and time.monotonic() < deadline:
         time.sleep(_POLL)
         silent &= {each.name for each in agent.membership.others()}
-    # The members are the workers and the notebook. `_lose` notes a moment later, in another thread, who is none any
-    # more.
+    # A lost worker leaves `membership` first; `_lose`, in another thread, adds it to `_lost` a moment later. Wait for
+    # that, so that the error names the worker. The others are as many as the group has ranks: one is the notebook.
     deadline = time.monotonic() + _DEATH_KNOWN_WITHIN
     while len(agent.membership.others()) < dist.get_world_size() and not _lost and time.monotonic() < deadline:
         time.sleep(_POLL)

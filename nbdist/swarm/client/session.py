@@ -316,7 +316,7 @@ class Session:
         """
         if not first:
             with contextlib.suppress(Exception):  # an error of the call is raised by `Crew.answer` below
-                asked.wait(_PUSH_SECONDS)
+                asked.wait(_PUSH_SECONDS + carriage(own.hidden))
             if not asked.done():
                 self._push_input(part, self._number, own.hidden)
         # The server has its input by now. Only from here on does its time count: it is not to blame for servers before.

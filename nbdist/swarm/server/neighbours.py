@@ -26,10 +26,10 @@ class Neighbour(Protocol):
     """The methods of a `nbdist.swarm.server.server.Server` that other servers call."""
 
     def push(self, id: str, begin: int, number: int, hidden: torch.Tensor) -> None:
-        """Store a piece of the input of step ``number`` of session ``id``: its tokens from ``at`` on.
+        """Store the input of step ``number`` of session ``id``. Storing it twice is harmless.
 
-        ``at`` counts the step's new tokens from 0. ``begin`` is the first block of the session's span on that server.
-        A piece may come twice. Raises NoSession if the server does not have the session.
+        ``begin`` is the first block of the session's span on that server. Raises NoSession if the server does not have
+        the session.
         """
         ...
 

@@ -19,7 +19,10 @@ if TYPE_CHECKING:  # these import torch, which a notebook imports while the firs
     from nbdist.cluster.processes.group_store import GroupStores
     from nbdist.cluster.spec import Spec
 
-__all__ = ["Launcher", "OnEnd", "StartedWorker"]
+__all__ = ["GIVEN_UP", "Launcher", "OnEnd", "StartedWorker"]
+
+GIVEN_UP = "was not started: its start was given up"
+"""How a worker ended whose start was given up, in words that follow its name."""
 
 OnEnd = Callable[[str, int | str], None]
 """Called with the name of a worker whose process has ended, and how it ended: see `Launcher`."""
@@ -44,6 +47,9 @@ class Launcher(Protocol):
 
         The launcher calls ``on_end(name, how)`` once for every worker that ends, in any thread. ``how`` is its exit
         code, or minus the number of the signal that killed it; or words that follow its name, where that is not known.
+
+        A caller gives up a start by cancelling its future. Then the launcher kills the process, if one has come of it
+        or comes yet, and calls ``on_end`` with `GIVEN_UP` once there is none.
         """
         ...
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.channel import machine
 from nbdist.channel.liveness import is_alive, started_at
 from nbdist.channel.resources import require_files
-from nbdist.cluster.processes.launchers.contract import OnEnd, StartedWorker
+from nbdist.cluster.processes.launchers.contract import GIVEN_UP, OnEnd, StartedWorker
 from nbdist.cluster.processes.probe import Probe, probe
 from nbdist.cluster.processes.run_directory import make_folder
 from nbdist.cluster.processes.setup import WorkerSetup
@@ -143,7 +144,16 @@ class LocalLauncher:
         self._processes = _take_zygote()
         own = {"OMP_NUM_THREADS": threads}  # else each worker uses all cores
         self._defaults = {**_ENVIRONMENT, **_home(self._processes.folder), **own}
-        self._processes.on_end = on_end
+        self._on_end = on_end
+        self._given_up: set[str] = set()
+        """The workers whose start was given up, and whose process is being killed."""
+        self._processes.on_end = self._ended
+
+    def _ended(self, name: str, code: int) -> None:
+        """Report the end of a worker's process. Called by the thread that reads the zygote's messages."""
+        was_given_up = name in self._given_up
+        self._given_up.discard(name)
+        self._on_end(name, GIVEN_UP if was_given_up else code)
 
     @property
     def folder(self) -> Path:
@@ -183,7 +193,13 @@ class LocalLauncher:
 
         def settle(pid: Future[int]) -> None:
             error = pid.exception()
-            if error is not None:
+            if not started.set_running_or_notify_cancel():  # given up
+                if error is not None:
+                    self._on_end(setup.name, GIVEN_UP)
+                else:
+                    self._given_up.add(setup.name)
+                    self.signal(setup.name, signal.SIGKILL)
+            elif error is not None:
                 started.set_exception(error)
             else:
                 started.set_result(StartedWorker(pid.result()))

@@ -97,7 +97,7 @@ class RayLauncher(RemoteLauncher):
         """Ask Ray for an actor for each worker that waits for a keeper and has none."""
         with self._lock:
             for name, start in self._wanted.items():
-                if name not in self._actors:
+                if name not in self._actors and not self._closing:
                     self._make_actor(start.setup)
 
     def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
@@ -133,11 +133,12 @@ class RayLauncher(RemoteLauncher):
         with self._lock:
             if self._actors.get(name) is not placed:
                 return  # its keeper was lost, or the cluster ends
-            with self.hub.lock:
-                if any(member.token == placed.token for member in self.hub.members):
-                    return  # the hub will notice
+            if placed.token in self.hub.came:
+                return  # the hub notices that it is lost
             del self._actors[name]
             start = self._wanted.pop(name, None)
+            if start is not None:
+                self._has_no_place(start)
         self._kill(placed)
         if start is not None and start.future.set_running_or_notify_cancel():
             start.future.set_exception(ResourceError(f"Ray has not started {name}: {why}. Restart it to try again"))
@@ -147,7 +148,7 @@ class RayLauncher(RemoteLauncher):
         with contextlib.suppress(Exception):
             self._ray.kill(placed.actor, no_restart=True)
 
-    def _give_up(self, member: KeeperMember) -> None:
+    def _release(self, member: KeeperMember) -> None:
         """Let Ray end the actor of a keeper that is lost: it may still hold its place."""
         with self._lock:
             lost = {name: placed for name, placed in self._actors.items() if placed.token == member.token}

@@ -9,8 +9,8 @@ that start from then on. The life of a start (`_Start`)::
       └─── its keeper was lost ───────┤
                                       └── it cannot start (the future fails) ──────────────────────────────────> over
 
-A caller that cancels the future of a start gives it up: a process that has come of it is killed, and nobody is told.
-The next start of that worker waits until it has ended. Whoever takes a start out of `_placed` decides what follows.
+A caller that cancels the future of a start gives it up: a process that has come of it, or comes yet, is killed. Only
+the thread that takes a start out of `_placed` reports its end or starts it again, so that this happens once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nbdist.cluster.hosts import keeper
 from nbdist.cluster.hosts.group_board import Boards, serve_boards
 from nbdist.cluster.hosts.hub import Hub, KeeperMember
 from nbdist.cluster.kernels.relay import Parcel, Relay
-from nbdist.cluster.processes.launchers.contract import OnEnd, StartedWorker
+from nbdist.cluster.processes.launchers.contract import GIVEN_UP, OnEnd, StartedWorker
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
 from nbdist.cluster.processes.run_directory import make_folder
 from nbdist.cluster.processes.setup import WorkerSetup
@@ -69,6 +69,8 @@ class _Start:
         """The keeper that it is given to."""
         self.runs = False
         """True once its process runs."""
+        self.how: int | str | None = None
+        """How its process ended, if its keeper has said that before it said that the process runs."""
 
     @property
     def name(self) -> str:
@@ -100,14 +102,12 @@ class RemoteLauncher:
         self._relays: dict[str, Relay] = {}
         self._words: dict[str, str] = {}
         self._master: tuple[str, int] | None = None
-        """The address and the port of ``env://`` for the workers that start, on the host of rank 0.
-
-        None until that has a place.
-        """
+        """``MASTER_ADDR`` and ``MASTER_PORT`` of the workers that start now; None while rank 0 waits for a keeper."""
         self._last_master: tuple[str, int] | None = None
-        """The address and port before rank 0 started again: they stay if it stays on its host."""
+        """The values before rank 0 was restarted; used again if it starts on the same host."""
         self._prepared: dict[int, Future[None]] = {}
         """By incarnation of a keeper: the future of its imports of the modules to preload."""
+        self._closing = False
         self._boards = Boards()
         with contextlib.ExitStack() as undo:
             self._folder = make_folder()
@@ -162,6 +162,9 @@ class RemoteLauncher:
     def _want(self, start: _Start) -> None:
         """Give a start to a keeper as soon as one has room for it."""
         with self._lock:
+            if self._closing:
+                start.future.cancel()
+                return
             self._wanted[start.name] = start
             self._missed.discard(start.name)
             if start.setup.rank == 0 and self._master is not None:
@@ -173,18 +176,29 @@ class RemoteLauncher:
         """Do not start a worker any more for whose start nobody waits. Other starts are not touched."""
         if start.future.cancelled():
             with self._lock:
-                if self._wanted.get(start.name) is start:
-                    del self._wanted[start.name]
-                    self._missed.add(start.name)
-                    if start.setup.rank == 0:
-                        self._master = self._last_master  # the others need not wait for it any more
+                if self._wanted.get(start.name) is not start:
+                    return  # it has a keeper: what comes of it ends as others do
+                del self._wanted[start.name]
+                self._has_no_place(start)
+            self._on_end(start.name, GIVEN_UP)
             self._place()
+
+    def _has_no_place(self, start: _Start) -> None:
+        """Note that a start is over for which no keeper had room. The lock is held."""
+        self._missed.add(start.name)
+        self._forget_master_of(start)
+
+    def _forget_master_of(self, start: _Start) -> None:
+        """If the start of rank 0 has failed, let the others start with the address and port from before."""
+        with self._lock:
+            if start.setup.rank == 0 and self._master is None:
+                self._master = self._last_master
 
     def _provide(self) -> None:
         """Make keepers come for the workers in `_wanted` that have none. A person does that, or a subclass."""
 
-    def _give_up(self, member: KeeperMember) -> None:
-        """Give back what made a keeper come, which is lost. A person does that, or a subclass. May wait."""
+    def _release(self, member: KeeperMember) -> None:
+        """Free what was reserved for a keeper that is lost, such as its actor of Ray's. Does nothing here. May wait."""
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a worker; do nothing if it has ended or its host cannot be reached. Does not wait."""
@@ -226,9 +240,10 @@ class RemoteLauncher:
             steps.callback(serve_boards, None)
             self.hub.revoke()
             with self._lock:
-                members, wanted = list(self.hub.members), list(self._wanted.values())
+                self._closing = True
+                members, starts = list(self.hub.members), [*self._wanted.values(), *self._placed.values()]
                 self._wanted.clear()
-            for start in wanted:
+            for start in starts:
                 start.future.cancel()
             ending = [(member, self.hub.call(member, keeper.end, timeout=_ENDS_WITHIN)) for member in members]
             left = 0
@@ -254,6 +269,8 @@ class RemoteLauncher:
     def _place(self) -> None:
         """Give the workers that are asked for to keepers that have room, the worker of rank 0 first. Does not wait."""
         with self._lock:
+            if self._closing:
+                return
             for start in sorted(self._wanted.values(), key=lambda each: each.setup.rank):
                 if self._master is None and start.setup.rank != 0:
                     return  # until the worker of rank 0 has its place
@@ -311,22 +328,31 @@ class RemoteLauncher:
             place = asked.wait()
         except BaseException as error:
             is_lost = isinstance(error, WorkerLost) and self.hub.has_lost(member)
-            if self._take_out(start) and is_lost and not start.future.cancelled():
+            was_mine = self._take_out(start)
+            if was_mine and is_lost and not start.future.cancelled():
                 self._want(start)  # another keeper may have room
                 return
+            self._forget_master_of(start)
             if not is_lost:  # a process may have come of it, or come yet
                 with contextlib.suppress(NbdistError):
                     self.hub.call(member, keeper.signal_worker, name, signal.SIGKILL)
             if start.future.set_running_or_notify_cancel():
                 start.future.set_exception(error)
+            elif was_mine:
+                self._on_end(name, GIVEN_UP)
             self._place()
             return
         with self._lock:
             start.runs = start.future.set_running_or_notify_cancel()
-        if not start.runs:  # given up: `_on_worker_end` takes it out
+            how = start.how
+        if start.runs:
+            start.future.set_result(place)
+            if how is not None:
+                self._on_end(name, how)
+        elif how is None:  # given up: `_on_worker_end` takes it out
             self._tell(name, keeper.signal_worker, name, signal.SIGKILL)
         else:
-            start.future.set_result(place)
+            self._on_end(name, GIVEN_UP)
         if self.hub.has_lost(member):  # `_lose` may have come before `runs` was set
             self._lose(member, "is lost")
 
@@ -335,7 +361,8 @@ class RemoteLauncher:
         master = self._last_master
         if master is None or master[0] != member.address:
             master = member.address, self.hub.call(member, keeper.free_port).wait()
-        self._master = master
+        with self._lock:
+            self._master = master
         self._place()
 
     def _take_out(self, start: _Start) -> bool:
@@ -376,6 +403,9 @@ class RemoteLauncher:
             if start is None:
                 return  # its keeper was lost before
             self._words[name] = words
+            if not (start.runs or start.future.cancelled()):
+                start.how = how  # `_start_on` has not heard yet that it has started
+                return
         self._tell_end(start, how)
         self._place()  # the next start of the worker may have waited for this
 
@@ -383,7 +413,7 @@ class RemoteLauncher:
         """Note that a keeper is lost, and its workers with it. Called by the hub's agent, so another thread does it."""
 
         def lose() -> None:
-            self._give_up(member)
+            self._release(member)
             self._lose(member, why)
             self._provide()
             self._place()
@@ -404,9 +434,8 @@ class RemoteLauncher:
             self._tell_end(start, f"is lost: its keeper on {member.host} {why}")
 
     def _tell_end(self, start: _Start, how: int | str) -> None:
-        """Tell the cluster that a process has ended, if its start was not given up."""
-        if start.runs:
-            self._on_end(start.name, how)
+        """Tell the cluster that a process has ended, or that there is none for a start that was given up."""
+        self._on_end(start.name, how if start.runs else GIVEN_UP)
 
     def _tell(self, name: str, function: Any, *arguments: Any, timeout: float = -1.0) -> RpcFuture[Any] | None:
         """Call a function in the keeper of a worker; None if the worker has none, or its keeper is gone."""
