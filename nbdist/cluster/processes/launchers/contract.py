@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # these import torch, which a notebook imports while the firs
 __all__ = ["GIVEN_UP", "Launcher", "OnEnd", "StartedWorker"]
 
 GIVEN_UP = "was not started: its start was given up"
-"""How a worker ended whose start was given up, in words that follow its name."""
+"""The end of a worker whose start was given up, in words that follow its name."""
 
 OnEnd = Callable[[str, int | str], None]
 """Called with the name of a worker whose process has ended, and how it ended: see `Launcher`."""

@@ -70,7 +70,7 @@ class _Start:
         self.runs = False
         """True once its process runs."""
         self.how: int | str | None = None
-        """How its process ended, if its keeper has said that before it said that the process runs."""
+        """The end of its process, if its keeper has told of that before it told of the start."""
 
     @property
     def name(self) -> str:
