@@ -194,7 +194,7 @@ class ZmqChannel:
         self._closed = False
         self._lock = threading.Lock()
         self._receiving = threading.Lock()
-        self._links: weakref.WeakSet[ZmqLink | LargeZmqLink] = weakref.WeakSet()
+        self._links: weakref.WeakSet[ZmqLink] = weakref.WeakSet()
         self._resources = contextlib.ExitStack()
         require_files(_FILES_AT_START, "ZeroMQ cannot start")  # without files, ZeroMQ would abort this process
         with contextlib.ExitStack() as undo:
@@ -294,7 +294,7 @@ class ZmqChannel:
         """
         return list(self._addresses)
 
-    def connect(self, addresses: Sequence[str], is_large: bool = False) -> ZmqLink | LargeZmqLink:
+    def connect(self, addresses: Sequence[str], is_large: bool = False) -> ZmqLink:
         """Return a link to the first address that is TCP, or an ipc file that exists on this host.
 
         With ``is_large``, it is a link for large messages.
@@ -315,7 +315,7 @@ class ZmqChannel:
             "RpcBackendOptions(host=...)"
         )
 
-    def _link(self, address: str, *, curve: bool, is_large: bool) -> ZmqLink | LargeZmqLink:
+    def _link(self, address: str, *, curve: bool, is_large: bool) -> ZmqLink:
         """Return a new link by a PUSH socket to an address; ``curve`` encrypts it with the keys that all members share.
 
         ``is_large`` makes it one for large messages.
@@ -560,12 +560,11 @@ class ZmqLink:
             self._socket.close(0 if at_once else None)
 
 
-class LargeZmqLink:
+class LargeZmqLink(ZmqLink):
     """A `Link` over a PUSH socket to a large inbox, on which every message goes in chunks. Threads take turns at it."""
 
     def __init__(self, sock: zmq.Socket[bytes]) -> None:
-        self._socket = sock
-        self._lock = threading.Lock()
+        super().__init__(sock)
         self._name = os.urandom(8)
         self._numbers = itertools.count()
         """Numbers the messages."""
@@ -582,14 +581,6 @@ class LargeZmqLink:
                     self._socket.send(data, zmq.NOBLOCK, copy=len(data) < NOT_COPIED_FROM)
             except zmq.ZMQError as error:
                 raise _not_sent(error) from error
-
-    def close(self, *, at_once: bool = False) -> None:
-        """Close the socket. ZeroMQ still sends what is queued for half a second, unless ``at_once``.
-
-        A second call does nothing.
-        """
-        with self._lock:
-            self._socket.close(0 if at_once else None)
 
 
 def _get_ready_to_send_without_copies() -> None:

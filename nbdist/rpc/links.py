@@ -71,7 +71,7 @@ class HeldByLinks(Protocol):
 
 @dataclass
 class Connection:
-    """Another agent as this one knows it: who it is, the protocol state, and the link to it."""
+    """Another agent as this one knows it: who it is, the protocol states, and the links to it."""
 
     record: Record
     addresses: list[str]

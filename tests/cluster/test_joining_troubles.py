@@ -181,40 +181,35 @@ def test_exit_handlers_of_joined_workers_run(keepers):
     assert wait_for_file(file) == b"goodbye"
 
 
-def test_an_address_that_cannot_be_used_does_not_use_up_an_invitation(keepers):
-    wrong = []
+def first_refused(keepers: Keepers, address: str, then=lambda: None) -> str:
+    """Start a cluster of one with two keepers, one after the other, and one invitation; return the error of the first.
 
-    def start() -> None:
-        wait_for_file(keepers.file)
-        first = keepers.start("203.0.113.77", stderr=subprocess.PIPE)
-        wrong.append((first.wait(30), first.stderr.read().decode()))
-        keepers.start()
-
-    threading.Thread(target=start, daemon=True).start()
-    with nbdist.Cluster(1, launcher="join", host="127.0.0.1", invitation=str(keepers.file), timeout=60) as cluster:
-        assert cluster.evaluate("rank") == [0]
-    ((code, said),) = wrong
-    assert code == 2
-    assert "203.0.113.77 is no address of this host" in said
-
-
-def test_a_keeper_that_was_let_in_and_did_not_come_gives_its_use_back(keepers, monkeypatch):
-    monkeypatch.setattr("nbdist.cluster.hosts.hub._ARRIVES_WITHIN", 0.0)
+    ``then`` is called between the two.
+    """
     said = []
 
     def start() -> None:
         wait_for_file(keepers.file)
-        late = keepers.start(stderr=subprocess.PIPE)
-        said.append((late.wait(30), late.stderr.read().decode()))
-        monkeypatch.undo()
-        keepers.start()  # with the same invitation
+        first = keepers.start(address, stderr=subprocess.PIPE)
+        said.append((first.wait(30), first.stderr.read().decode()))
+        then()
+        keepers.start()
 
     threading.Thread(target=start, daemon=True).start()
     with nbdist.Cluster(1, launcher="join", host="127.0.0.1", invitation=str(keepers.file), timeout=60) as cluster:
         assert cluster.evaluate("rank") == [0]
     ((code, text),) = said
     assert code == 2
-    assert "came too late" in text
+    return text
+
+
+def test_an_address_that_cannot_be_used_does_not_use_up_an_invitation(keepers):
+    assert "203.0.113.77 is no address of this host" in first_refused(keepers, "203.0.113.77")
+
+
+def test_a_keeper_that_was_let_in_and_did_not_come_gives_its_use_back(keepers, monkeypatch):
+    monkeypatch.setattr("nbdist.cluster.hosts.hub._ARRIVES_WITHIN", 0.0)
+    assert "came too late" in first_refused(keepers, "127.0.0.1", monkeypatch.undo)
 
 
 def test_two_notebooks_in_one_folder_keep_off_each_others_invitation(keepers):

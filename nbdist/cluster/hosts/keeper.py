@@ -50,8 +50,6 @@ __all__ = ["Keeper", "deliver", "end", "free_port", "preload", "probe_worker", "
 _ANSWERS_WITHIN = 20.0
 """Seconds for the notebook's answers while the keeper comes in."""
 
-_LONGEST_NAME = 100
-"""Characters of a keeper's name, at most."""
 _LAST_OUTPUT_WITHIN, _OUTPUT_PASSES_WITHIN = 0.03, 5.0
 """Seconds after the end of a process in which its last output may arrive here, and for it to reach the notebook."""
 

@@ -95,9 +95,23 @@ class Lifecycle:
         """Ask the launcher for a process for each worker. Does not wait: `bring_up` does.
 
         `Cluster` starts its own RPC agent between the two, while the workers start. If the launcher raises
-        an error, this method raises it too, and starts none of the workers that follow.
+        an error, this method raises it too, gives up the starts before, and starts none of the workers that follow.
         """
-        self._begun = {worker.name: self._launch(worker) for worker in workers}
+        self._begun = {}
+        try:
+            for worker in workers:
+                self._begun[worker.name] = self._launch(worker)
+        except BaseException:
+            self._give_up(workers)
+            raise
+
+    def _give_up(self, workers: Sequence[Worker]) -> None:
+        """Cancel the starts of these workers that nobody waits for."""
+        for worker in workers:
+            start = self._begun.pop(worker.name, None)
+            if start is not None:
+                worker.lose(GIVEN_UP)
+                start.cancel()
 
     def _launch(self, worker: Worker) -> Future[StartedWorker]:
         """Start a worker's next process; return the future of its start, which fails if no process can be made.
@@ -157,10 +171,7 @@ class Lifecycle:
                     self._preloading = None
                 await first_error([asyncio.create_task(reach(worker)) for worker in workers])
             finally:
-                for worker in workers:  # those for whose start nobody waits any more
-                    if (start := self._begun.pop(worker.name, None)) is not None:
-                        worker.lose(GIVEN_UP)
-                        start.cancel()
+                self._give_up(workers)
             # If only some were restarted, the others may be busy: `Cluster` then decides when the group forms.
             if len(workers) == len(self._workers):
                 await self._form_group()

@@ -186,9 +186,9 @@ class RemoteLauncher:
     def _has_no_place(self, start: _Start) -> None:
         """Note that a start is over for which no keeper had room. The lock is held."""
         self._missed.add(start.name)
-        self._forget_master_of(start)
+        self._restore_master(start)
 
-    def _forget_master_of(self, start: _Start) -> None:
+    def _restore_master(self, start: _Start) -> None:
         """If the start of rank 0 has failed, let the others start with the address and port from before."""
         with self._lock:
             if start.setup.rank == 0 and self._master is None:
@@ -332,13 +332,13 @@ class RemoteLauncher:
             if was_mine and is_lost and not start.future.cancelled():
                 self._want(start)  # another keeper may have room
                 return
-            self._forget_master_of(start)
+            self._restore_master(start)
             if not is_lost:  # a process may have come of it, or come yet
                 with contextlib.suppress(NbdistError):
                     self.hub.call(member, keeper.signal_worker, name, signal.SIGKILL)
             if start.future.set_running_or_notify_cancel():
                 start.future.set_exception(error)
-            elif was_mine:
+            elif was_mine or start.how is not None:  # else `_lose` tells it
                 self._on_end(name, GIVEN_UP)
             self._place()
             return
