@@ -402,7 +402,9 @@ class Peer:
         message has a number, its own acknowledgement is due after 0.05 s; at once after 1 MB, or if the message came
         before. ``size`` is the message's, in bytes.
         """
-        self.heard(now)
+        self._heard = now  # `heard` without a call, as every message comes through here
+        if self.standing is Standing.SUSPECT:
+            self.standing = Standing.LIVE
         if self._kept and (envelope.ack >= self._first or envelope.more):
             self._forget_arrived(envelope.ack, envelope.more)
         arrived, seq = self._arrived, envelope.seq
@@ -425,7 +427,7 @@ class Peer:
         return True
 
     def heard(self, now: float) -> None:
-        """Note that something has arrived from the peer."""
+        """Note that the peer lives, as something of it has arrived that `receive` of this object does not see."""
         self._heard = now
         if self.standing is Standing.SUSPECT:
             self.standing = Standing.LIVE

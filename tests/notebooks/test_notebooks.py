@@ -99,7 +99,7 @@ def runs(request, tmp_path_factory):
         RUNNING[0]: lambda path, folder: judge(path, "--html", folder / "page.html", scratch=folder),
         RUNNING[1]: lambda path, folder: run(
             *("-m", "pytest", "--nbval-lax", "--nbval-current-env", "--nbval-sanitize-with", "notebooks/sanitize.cfg"),
-            *("--nbval-cell-timeout=120", "-p", "no:cacheprovider", "--color=no", path),
+            *("--nbval-cell-timeout=300", "-p", "no:cacheprovider", "--color=no", path),
             scratch=folder,
         ),
     }
@@ -124,7 +124,7 @@ def outcome(runs, request, path):
     return folder
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_nbval_finds_the_committed_outputs(runs, request, path):
     outcome(runs, request, path)
