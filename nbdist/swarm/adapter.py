@@ -12,12 +12,13 @@ import contextlib
 import copy
 import inspect
 import json
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -35,11 +36,14 @@ except ImportError as error:  # transformers comes with the extra "swarm" of thi
 
 __all__ = [
     "CACHE",
+    "CONFIG",
     "Checkpoint",
     "LayerCall",
     "OPERATIONS",
     "Placeholder",
     "RecordedCache",
+    "WeightFile",
+    "Weights",
     "build",
     "call",
     "complete",
@@ -61,6 +65,8 @@ __all__ = [
 ]
 
 _WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+"""The name of the file with the configuration in a model's folder."""
 OPERATIONS = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "activate_past_recording")
 """The methods by which generation changes a cache between two steps; the servers' caches have to follow."""
 
@@ -175,20 +181,50 @@ def plain_attributes(layer: nn.Module) -> dict[str, Any]:
     }
 
 
-class Checkpoint:
-    """A folder with a configuration and one file of weights, with the same names as in the model's state dict."""
+class Weights(Protocol):
+    """Weights by name, as `Checkpoint` reads them."""
+
+    sizes: dict[str, int]
+    """Bytes of each weight, by name; the names are those in a model's state dict."""
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return the weights with these ``names``. The caller does not change them."""
+        ...
+
+
+class WeightFile:
+    """The weights in a folder's file. `read` maps them, so that all processes of a host share their memory.
+
+    Raises OSError if there is no such file.
+    """
 
     def __init__(self, folder: str | Path) -> None:
+        self._path = Path(folder) / _WEIGHTS
         # The header of the file says where each weight is, so that sizes are known without reading weights.
+        with open(self._path, "rb") as file:
+            found = os.stat(file.fileno())
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        self.mark = (found.st_ino, found.st_size, found.st_mtime_ns)
+        """Tells the file from all others. Two hosts that see one file, such as in a network's folder, get one mark."""
+        spans = {name: told["data_offsets"] for name, told in header.items() if name != "__metadata__"}
+        self.sizes: dict[str, int] = {name: end - begin for name, (begin, end) in spans.items()}
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return the weights with these ``names``, mapped from the file."""
+        with safe_open(self._path, "pt") as file:
+            return {name: file.get_tensor(name) for name in names}
+
+
+class Checkpoint:
+    """A folder with a configuration, and weights with the same names as in the model's state dict.
+
+    The ``weights`` are by default those of the folder's own file.
+    """
+
+    def __init__(self, folder: str | Path, weights: Weights | None = None) -> None:
         self.folder = Path(folder)
         self.config = transformers.AutoConfig.from_pretrained(self.folder)
-        with open(self.folder / _WEIGHTS, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        spans = {name: told["data_offsets"] for name, told in header.items() if name != "__metadata__"}
-        self._sizes: dict[str, int] = {name: end - begin for name, (begin, end) in spans.items()}
-        """Bytes of each weight."""
-        self.names: frozenset[str] = frozenset(self._sizes)
-        """The names of all weights in the file."""
+        self.weights: Weights = WeightFile(folder) if weights is None else weights
         family: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
         self._base: str = family.base_model_prefix
         """The name of the base model in models with a head, such as "model": the prefix of its weights' names."""
@@ -205,7 +241,7 @@ class Checkpoint:
             model = build(found.config)
             path = find_layers(model)
             names = [f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()]
-            if all(found._named(name) in found.names for name in names):
+            if all(found._named(name) in found.weights.sizes for name in names):
                 return found
         config = transformers.AutoConfig.from_pretrained(folder)
         own = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
@@ -224,27 +260,24 @@ class Checkpoint:
         return transformers.GenerationConfig.from_pretrained(self.folder)
 
     def fill(self, module: nn.Module, prefix: str = "") -> None:
-        """Map a module's weights from the file, so that all processes of a host share their memory; freeze them.
+        """Give a module its weights, and freeze them.
 
-        ``prefix`` is the path of the module in the model, with a dot at its end. Weights that the file does not have
-        stay as they are. No parameter of the module requires grad afterwards.
+        ``prefix`` is the path of the module in the model, with a dot at its end. Weights that the checkpoint does not
+        have stay as they are. No parameter of the module requires grad afterwards.
         """
-        state = {}
-        with safe_open(self.folder / _WEIGHTS, "pt") as file:
-            for name in module.state_dict():
-                found = self._named(prefix + name)
-                if found in self.names:
-                    state[name] = file.get_tensor(found)
+        names = {name: self._named(prefix + name) for name in module.state_dict()}
+        read = self.weights.read([name for name in names.values() if name in self.weights.sizes])
+        state = {name: read[found] for name, found in names.items() if found in read}
         module.load_state_dict(state, strict=False, assign=True)
         module.requires_grad_(False)
 
     def _named(self, name: str) -> str:
-        """Return the file's name for a weight of a model.
+        """Return the checkpoint's name for a weight of a model.
 
         A model with a head calls its weights "model.layers.0...", a base model calls the same weights "layers.0...".
-        The file has the names of the model that was written, which may be of the other kind.
+        The checkpoint has the names of the model that was written, which may be of the other kind.
         """
-        if name in self.names:
+        if name in self.weights.sizes:
             return name
         base = f"{self._base}."
         return name.removeprefix(base) if name.startswith(base) else base + name
@@ -252,7 +285,7 @@ class Checkpoint:
     def nbytes(self, prefix: str) -> int:
         """Return the bytes of all weights whose names in the model begin with ``prefix``."""
         prefixes = (prefix, prefix.removeprefix(f"{self._base}."))
-        return sum(size for name, size in self._sizes.items() if name.startswith(prefixes))
+        return sum(size for name, size in self.weights.sizes.items() if name.startswith(prefixes))
 
 
 def write_checkpoint(model: Any, folder: Path) -> None:

@@ -1,13 +1,18 @@
-"""The time that large tensors may take on their way to a server of a swarm and back, on a slow connection."""
+"""The time that large tensors may take on their way between a client and a server of a swarm, on a slow connection."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["carriage"]
+__all__ = ["carriage", "seconds_for"]
 
 _SLOWEST = 1_000_000
-"""Bytes in a second on the slowest connection on which a server is not given up for being late."""
+"""Bytes in a second on the slowest connection on which nobody is given up for being late."""
+
+
+def seconds_for(size: int) -> float:
+    """Return the seconds that ``size`` bytes may take one way: 1 s for each MB, 0 for less than 1 MB."""
+    return size / _SLOWEST if size >= _SLOWEST else 0.0
 
 
 def carriage(*values: object) -> float:
@@ -16,5 +21,4 @@ def carriage(*values: object) -> float:
     They are for the way to the server and, with a result of the same size, back. So a slow connection is not taken for
     a server that hangs. Values that are no tensors do not count.
     """
-    size = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
-    return 2 * size / _SLOWEST if size >= _SLOWEST else 0.0
+    return 2 * seconds_for(sum(value.nbytes for value in values if isinstance(value, torch.Tensor)))

@@ -18,6 +18,7 @@ from nbdist.swarm.server import neighbours
 from nbdist.swarm.server.queues import TooLarge
 from nbdist.swarm.server.server import Options, Server
 from nbdist.swarm.server.session_caches import NoSession
+from nbdist.swarm.server.sources import offer
 from nbdist.swarm.stacking import StackInput, compare, parts, split, stack
 from nbdist.testing import World
 
@@ -140,7 +141,7 @@ class At(transformers.StoppingCriteria):
 def test_room_that_is_asked_for_by_a_session_that_is_over_is_not_kept(world, tmp_path):
     model = swarm_models.make("llama")
     adapter.write_checkpoint(model, tmp_path)
-    server = Server(str(tmp_path), Options(cache_bytes=1000), "over")
+    server = Server(offer(adapter.Checkpoint(tmp_path)), Options(cache_bytes=1000), "over")
     server.open("s", 0, adapter.new_cache(model.config), client=0)
     session = server._find("s", 0)
     server.close("s")  # an interrupt, while it computes
@@ -414,7 +415,7 @@ def test_a_session_that_comes_just_as_the_thread_would_end_is_looked_after(world
     model = swarm_models.make("llama")
     adapter.write_checkpoint(model, tmp_path)
     monkeypatch.setattr("nbdist.swarm.server.computing._IDLE_SECONDS", 0.3)
-    server = Server(str(tmp_path), Options(session_timeout=0.2), "just")
+    server = Server(offer(adapter.Checkpoint(tmp_path)), Options(session_timeout=0.2), "just")
     came = []
 
     def look():

@@ -24,6 +24,7 @@ from nbdist.swarm import adapter, named_models, serve
 from nbdist.swarm.client.routing import NoRoute
 from nbdist.swarm.client.servers import Crew, Gone
 from nbdist.swarm.server.server import Options, Server
+from nbdist.swarm.server.sources import offer
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def test_a_call_to_a_server_that_is_known_to_be_gone_is_freed_at_once(three):
 
 def test_a_client_that_is_killed_takes_its_sessions_along(three, tmp_path):
     adapter.write_checkpoint(swarm_models.make("llama"), tmp_path)
-    server = api.remote("worker1", Server, (str(tmp_path), Options(), "shared"))
+    server = api.remote("worker1", Server, (offer(adapter.Checkpoint(tmp_path)), Options(), "shared"))
     for client in (0, 2):
         api.rpc_sync(f"worker{client}", swarm_models.begin_a_text, args=(server,))
         assert server.rpc_sync().info().sessions == 1

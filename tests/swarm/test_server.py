@@ -17,6 +17,7 @@ from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.queues import TooLarge
 from nbdist.swarm.server.server import Options, Server
 from nbdist.swarm.server.session_caches import NoSession
+from nbdist.swarm.server.sources import offer
 from nbdist.testing import World
 
 
@@ -55,7 +56,9 @@ def ask(world, llama):
 
     def make(**options):
         key = f"key{len(made)}"
-        rref = api.remote(f"worker{1 + len(made) % 2}", Server, (str(llama[0]), Options(**options), key))
+        rref = api.remote(
+            f"worker{1 + len(made) % 2}", Server, (offer(adapter.Checkpoint(llama[0])), Options(**options), key)
+        )
         rref.rpc_sync().load(0, 6)
         made.append(rref)
         return rref, key
@@ -114,7 +117,7 @@ def test_a_step_that_was_taken_has_the_same_answer_again(client):
 
 @pytest.mark.parametrize("worker", ["worker0", "worker1"])
 def test_what_comes_out_may_be_used_in_a_graph_also_where_the_server_is(world, llama, worker):
-    server = api.remote(worker, Server, (str(llama[0]), Options(), f"graph on {worker}"))
+    server = api.remote(worker, Server, (offer(adapter.Checkpoint(llama[0])), Options(), f"graph on {worker}"))
     server.rpc_sync().load(0, 6)
     one = Client(llama, server, f"graph on {worker}", world[0].me.incarnation)
     one.open("s")
@@ -270,7 +273,7 @@ class Slow(torch.nn.Module):
 def slow(world, llama, request):
     """A server of this process, whose first block can be held."""
     options = Options(stack=request.param, prioritize=lambda kind, size, points: -points)
-    server = Server(str(llama[0]), options, "slow")
+    server = Server(offer(adapter.Checkpoint(llama[0])), options, "slow")
     server.load(0, 6)
     began = []
     server._blocks[0] = Slow(server._blocks[0], began)

@@ -37,7 +37,7 @@ from nbdist.rpc import api
 from nbdist.rpc.futures import Future, blocking_wait
 from nbdist.rpc.references.rref import RRef
 from nbdist.swarm import adapter
-from nbdist.swarm.carriage import carriage
+from nbdist.swarm.carriage import carriage, seconds_for
 from nbdist.swarm.client import routing
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.routing import NoRoute, Span, named
@@ -45,6 +45,7 @@ from nbdist.swarm.client.server_record import Member
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.server import NotHere, Options, Server
 from nbdist.swarm.server.session_caches import NoSession, StepReply
+from nbdist.swarm.server.sources import offer
 from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackLayout
 from nbdist.trace import Steps
 
@@ -78,7 +79,7 @@ class Crew:
 
     def __init__(
         self,
-        folder: str,
+        checkpoint: adapter.Checkpoint,
         weights: tempfile.TemporaryDirectory[str],
         sizes: Sequence[int],
         options: Options,
@@ -102,7 +103,8 @@ class Crew:
         """Returns the points to spend on a request of a kind and a number of tokens; an argument of `serve`."""
         self.ban_seconds = _FIRST_BAN_SECONDS
         """Seconds of the first ban of a server."""
-        self._folder = folder
+        self._checkpoint = checkpoint
+        self._source = offer(checkpoint)
         self._weights = weights
         """The folder that `close`, or the end of this object, removes: until then servers may load blocks from it."""
         self._journal = journal
@@ -204,7 +206,7 @@ class Crew:
         Raises what `_wait_until_loaded` raises for the first worker that fails; the other servers are left as they are.
         """
         made = [(self._make_server(worker), span) for worker, span in zip(workers, spans, strict=False)]
-        asked = [(member, self.send(member, "load", *span, extra=_LOADING_SECONDS)) for member, span in made]
+        asked = [(member, self._send_load(member, *span)) for member, span in made]
         for number, (member, answer) in enumerate(asked):
             tell(f"serve: {number} of {len(asked)} workers have loaded their blocks; {member.name} loads ...")
             self._wait_until_loaded(member, answer)
@@ -218,7 +220,7 @@ class Crew:
             known = self._members.get(self._name_of(worker))
         member = known if known is not None and known.state == "online" else self._make_server(worker)
         tell(f"join: {member.name} loads blocks {begin} to {end - 1}, {size(sum(self.sizes[begin:end]))} ...")
-        self._wait_until_loaded(member, self.send(member, "load", begin, end, extra=_LOADING_SECONDS))
+        self._wait_until_loaded(member, self._send_load(member, begin, end))
         tell(f"join: {member.name} serves {named(member.blocks)}.")
 
     def _make_server(self, worker: int | str) -> Member:
@@ -229,7 +231,7 @@ class Crew:
         """
         record = self._agent.find(worker)
         address = Address(record.name, f"{self.incarnation}.{next(_numbers)}")
-        server: RRef[Server] = api.remote(record.name, Server, (self._folder, self.options, address.key))
+        server: RRef[Server] = api.remote(record.name, Server, (self._source, self.options, address.key))
         member = Member(record.name, record.incarnation, server, address, self._room)
         with self._changed:
             before = self._members.pop(member.name, None)  # popped, so that the new member is the last of the list
@@ -238,6 +240,13 @@ class Crew:
             self._members[member.name] = member
         self._journal.news()
         return member
+
+    def _send_load(self, member: Member, begin: int, end: int) -> Future[list[int]]:
+        """Ask a server to load the blocks from ``begin`` to before ``end``; `outwait` takes the future."""
+        record = self._agent.member(member.incarnation)
+        far = record is not None and record.host != self._agent.me.host  # it may have to read them from this process
+        extra = _LOADING_SECONDS + (seconds_for(sum(self.sizes[begin:end])) if far else 0.0)
+        return self.send(member, "load", begin, end, extra=extra)
 
     def _wait_until_loaded(self, member: Member, asked: Future[list[int]]) -> None:
         """Wait until a server has loaded its blocks (``asked`` is that call), and let it serve them.
@@ -311,7 +320,7 @@ class Crew:
         """
         relieved = []
         with self._arranging:
-            loaded = self.outwait(member, self.send(member, "load", begin, end, extra=_LOADING_SECONDS))
+            loaded = self.outwait(member, self._send_load(member, begin, end))
             with self._changed:
                 member.blocks = loaded
                 for other in self.there:
@@ -434,9 +443,7 @@ class Crew:
                 raise NoRoute("; ".join([str(error), *self._why_not_serving()])) from None
             for span in spans:  # a quick call first: finding that a server hangs must not take as long as loading may
                 self.ask(members[span.server], "info")
-            asked = [
-                self.send(members[span.server], "load", span.begin, span.end, extra=_LOADING_SECONDS) for span in spans
-            ]
+            asked = [self._send_load(members[span.server], span.begin, span.end) for span in spans]
             for span, answer in zip(spans, asked, strict=True):
                 member, wanted = members[span.server], named(range(span.begin, span.end))
                 try:

@@ -6,5 +6,6 @@
 `queues`, `computing`         requests in order, and the one thread that computes
 `cache_budget`, `cache_room`  who gets memory for caches; decides, and waits
 `neighbours`                  calls to other servers
+`sources`                     where the weights come from
 ============================  ====================================================
 """

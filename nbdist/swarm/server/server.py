@@ -39,6 +39,7 @@ from nbdist.swarm.server.computing import Runtime
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.queues import Pools, QueuedRequest, prioritize
 from nbdist.swarm.server.session_caches import NoSession, ServerSession, StepCall, StepReply
+from nbdist.swarm.server.sources import Source
 
 if TYPE_CHECKING:
     from nbdist.wire.messages import Record
@@ -105,11 +106,11 @@ class Info(NamedTuple):
 class Server:
     """Loads and computes blocks of one model on a worker; clients call it through a remote reference.
 
-    ``folder`` is that of a `Checkpoint`; other servers find this one by ``key``. All methods may be called at the
-    same time by several threads.
+    ``source`` says where the model is; other servers find this one by ``key``. All methods may be called at the same
+    time by several threads.
     """
 
-    def __init__(self, folder: str, options: Options | None = None, key: str = "") -> None:
+    def __init__(self, source: Source, options: Options | None = None, key: str = "") -> None:
         self._options = options or Options()
         self._agent = current_agent()
         self._device = self._options.device or self._agent.me.device or "cpu"
@@ -117,7 +118,7 @@ class Server:
         self._moves = self._dtype is not None or self._device != "cpu" or self._agent.me.device.startswith("cuda")
         """True if what comes may be on another device than the blocks, or of another type."""
         _check_dtype(self._dtype, self._device)
-        self._checkpoint = adapter.Checkpoint(folder)
+        self._checkpoint = source.open()
         self._skeleton: Any = None
         """The path of the model's list of layers, and that list without weights; None before the first `load`."""
         self._blocks: dict[int, nn.Module] = {}

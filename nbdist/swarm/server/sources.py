@@ -1,0 +1,123 @@
+"""Where servers get a model's weights from: the file of the client, or its process where a host does not see the file.
+
+A server on the client's host, or with a network folder, maps the file, so that the servers of a host share its memory.
+Any other server calls the client for the weights of the blocks that it loads, and keeps them in memory of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from nbdist.errors import NbdistError
+from nbdist.rpc.api import current_agent, rpc_sync
+from nbdist.swarm import adapter
+from nbdist.swarm.carriage import seconds_for
+
+__all__ = ["FarWeights", "Source", "offer"]
+
+_ANSWER_SECONDS = 60.0
+"""Seconds within which the client answers, beside those that the weights take on their way."""
+_PART_BYTES = 64_000_000
+"""Bytes of weights that one call asks for at most, unless a single weight has more."""
+
+_numbers = itertools.count()
+_offered: weakref.WeakValueDictionary[str, adapter.Checkpoint] = weakref.WeakValueDictionary()
+"""The checkpoints that servers may read from this process, by key."""
+
+
+class Source(NamedTuple):
+    """Says where a server finds a checkpoint, on any host: see `offer`. It travels as an argument of calls."""
+
+    folder: str
+    """The checkpoint's folder on the client's host."""
+    mark: tuple[int, ...]
+    """The mark of the file of weights in it, by which a server knows it from another file with the same path."""
+    client: str
+    """The name of the client's agent."""
+    key: str
+    """Under which the client has registered the checkpoint."""
+
+    def open(self) -> adapter.Checkpoint:
+        """Return the checkpoint: from the folder if this process sees the same file there, else with `FarWeights`.
+
+        Raises WorkerLost or RpcTimeout if the client does not answer, and `NotOffered` if it has closed the swarm.
+        """
+        with contextlib.suppress(OSError):
+            found = adapter.WeightFile(self.folder)
+            if found.mark == self.mark:
+                return adapter.Checkpoint(self.folder, found)
+        config, sizes = rpc_sync(self.client, _describe, args=(self.key,), timeout=_ANSWER_SECONDS)
+        with tempfile.TemporaryDirectory(dir=current_agent().directory) as folder:
+            Path(folder, adapter.CONFIG).write_text(config)
+            return adapter.Checkpoint(folder, FarWeights(self, sizes))
+
+
+class NotOffered(NbdistError):
+    """A client does not have a checkpoint any more: it has closed the swarm."""
+
+
+class FarWeights:
+    """The weights of a `Source`, read from the client by calls. ``sizes`` are their bytes by name."""
+
+    def __init__(self, source: Source, sizes: dict[str, int]) -> None:
+        self._source = source
+        self.sizes = sizes
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Ask the client for the weights with these ``names``, and return them.
+
+        Raises WorkerLost or RpcTimeout if the client does not answer, and `NotOffered` if it has closed the swarm.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for part in self._parts(names):
+            timeout = _ANSWER_SECONDS + seconds_for(sum(self.sizes[name] for name in part))
+            found |= rpc_sync(self._source.client, _read, args=(self._source.key, part), timeout=timeout)
+        return found
+
+    def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Divide weights into those of one call each; yields the names of each call."""
+        part: list[str] = []
+        for name in names:
+            if part and sum(self.sizes[each] for each in (*part, name)) > _PART_BYTES:
+                yield part
+                part = []
+            part.append(name)
+        if part:
+            yield part
+
+
+def offer(checkpoint: adapter.Checkpoint) -> Source:
+    """Let servers read a ``checkpoint`` of this process, which has a file, as long as the object lives.
+
+    Returns what servers need for that.
+    """
+    me = current_agent().me
+    key = f"{me.incarnation}.{next(_numbers)}"
+    _offered[key] = checkpoint
+    return Source(str(checkpoint.folder), adapter.WeightFile(checkpoint.folder).mark, me.name, key)
+
+
+def _find(key: str) -> adapter.Checkpoint:
+    found = _offered.get(key)
+    if found is None:
+        raise NotOffered("the weights of this swarm cannot be read any more: the swarm was closed")
+    return found
+
+
+def _describe(key: str) -> tuple[str, dict[str, int]]:
+    """Return the text of a checkpoint's configuration and the sizes of its weights: runs on the client."""
+    found = _find(key)
+    return (found.folder / adapter.CONFIG).read_text(), found.weights.sizes
+
+
+def _read(key: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return weights of a checkpoint by name: runs on the client."""
+    return _find(key).weights.read(names)

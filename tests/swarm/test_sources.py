@@ -1,0 +1,106 @@
+"""Servers get the weights of their blocks, also on a host that does not see the client's file."""
+
+import threading
+
+import pytest
+import swarm_models
+import torch
+from other_hosts import can_make_hosts, hosts, wait_for_file
+
+import nbdist
+from nbdist.swarm import adapter, serve
+from nbdist.swarm.server import sources
+from nbdist.swarm.server.sources import FarWeights, NotOffered, Source, offer
+from nbdist.testing import World
+
+
+@pytest.fixture
+def world():
+    with World(3) as world, world[0].activate():
+        yield world
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The names of the weights each time that a server asks the client for weights."""
+    calls = []
+    read = FarWeights.read
+
+    def noted(weights, names):
+        calls.append(names)
+        return read(weights, names)
+
+    monkeypatch.setattr(FarWeights, "read", noted)
+    return calls
+
+
+@pytest.fixture
+def far(monkeypatch, asked):
+    """Servers see no file of a client's, as on another host; what they ask for, as names."""
+    monkeypatch.setattr(
+        "nbdist.swarm.client.servers.offer", lambda checkpoint: offer(checkpoint)._replace(folder="/nowhere")
+    )
+    return asked
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@torch.no_grad()
+def test_servers_without_the_file_ask_the_client_for_their_blocks_alone(world, far, family):
+    model = swarm_models.make(family)
+    swarm = serve(model, workers=[1, 2], spans=[(0, 2), (2, 6)])
+    layers = len(adapter.find_layers(model).split("."))
+    blocks = [{int(name.split(".")[layers]) for name in names} for names in far]
+    assert sorted(map(tuple, blocks)) == [(0,), (1,), (2,), (3,), (4,), (5,)]
+    assert torch.equal(swarm_models.generate(swarm.causal_lm(), "one"), swarm_models.generate(model, "one"))
+    swarm.move(0, 2, "worker2")
+    assert torch.equal(swarm_models.generate(swarm.causal_lm(), "one"), swarm_models.generate(model, "one"))
+    swarm.close()
+
+
+def test_another_file_under_the_same_path_is_not_taken_for_the_clients(world, asked, tmp_path):
+    adapter.write_checkpoint(swarm_models.make("llama"), tmp_path)
+    checkpoint = adapter.Checkpoint(tmp_path)
+    source = offer(checkpoint)
+    assert isinstance(source.open().weights, adapter.WeightFile)
+    (tmp_path / "model.safetensors").touch()  # as if it had been written at another time, with the same size
+    assert isinstance(source.open().weights, FarWeights)
+    assert not asked
+
+
+def test_a_call_asks_for_64_mb_or_for_one_weight(monkeypatch):
+    sizes = {"a": 30, "b": 30, "c": 10, "large": 100, "d": 10}
+    monkeypatch.setattr(sources, "_PART_BYTES", 64)
+    parts = FarWeights(Source("", (), "", ""), sizes)._parts(list(sizes))
+    assert list(parts) == [["a", "b"], ["c"], ["large"], ["d"]]
+
+
+def test_weights_of_a_closed_swarm_are_not_to_be_had(world, tmp_path):
+    adapter.write_checkpoint(swarm_models.make("llama"), tmp_path)
+    source = offer(adapter.Checkpoint(tmp_path))._replace(folder="/nowhere")
+    with pytest.raises(NotOffered, match="the swarm was closed"):
+        source.open()
+
+
+@pytest.mark.skipif(not can_make_hosts(), reason="only root can make hosts, and only where the kernel allows it")
+@torch.no_grad()
+def test_a_swarm_over_hosts_that_share_no_folder(tmp_path):
+    file = tmp_path / "invitation.json"
+    model = swarm_models.make("llama")
+    with hosts(2) as (address, others):
+
+        def start():
+            text = wait_for_file(file)
+            for other in others:
+                other.start("-m", "nbdist", "worker", "--connect", "-", stdin=text)
+
+        threading.Thread(target=start, daemon=True).start()
+        with nbdist.Cluster(2, launcher="join", host=address, invitation=str(file)) as cluster:
+            swarm = serve(model, workers=["worker0", "worker1"], spans=[(0, 3), (3, 6)])
+            remote = swarm.causal_lm()
+            assert torch.equal(swarm_models.generate(remote, "one"), swarm_models.generate(model, "one"))
+            maps = "'model.safetensors' in open('/proc/self/maps').read()"
+            assert cluster.evaluate(maps) == [False, False]
+            others[0].kill()  # the worker of the other host takes its blocks: from here
+            assert torch.equal(swarm_models.generate(remote, "one"), swarm_models.generate(model, "one"))
+            assert list(swarm.blocks.values()) == [[0, 1, 2, 3, 4, 5]]
+            swarm.close()
