@@ -41,9 +41,11 @@ from nbdist.cluster.output.outlet import make_arranger
 from nbdist.cluster.output.sinks import Sink, current_sink
 from nbdist.cluster.processes.lifecycle import Lifecycle
 from nbdist.cluster.processes.probe import Probe
+from nbdist.cluster.processes.setup import AUTO, choose_backend
 from nbdist.cluster.spec import Spec, default_count, rpc_arguments
 from nbdist.cluster.standing import Lookout
 from nbdist.cluster.targets import parse_targets
+from nbdist.cluster.worker import collectives
 from nbdist.cluster.worker.output import METADATA, fence, take_last_value
 from nbdist.cluster.workers import Worker, lost_error
 from nbdist.errors import EncodeError, NbdistError, UnknownWorker, UsageError
@@ -275,12 +277,20 @@ class Cluster:
         """The process group's backend, as torch writes it.
 
         It is the one asked for; else nccl for GPU tensors and gloo for CPU tensors if each worker has its own GPU; else
-        gloo for both.
+        gloo for both. Workers of other hosts choose when they form the group. A worker is asked then; "auto" if none
+        has answered within a second, or before the start.
         """
-        if self.spec.backend is not None:
-            return self.spec.backend
-        gpus = {worker.gpu for worker in self.workers} - {None}
-        return "cpu:gloo,cuda:nccl" if len(gpus) == self.spec.count else "gloo"  # nccl needs a GPU for each worker
+        spec = self.spec
+        if spec.backend is not None:
+            return spec.backend
+        if not spec.is_remote:
+            return choose_backend([worker.gpu for worker in self.workers])
+        if spec.gpus_per_worker is not None and spec.gpus_per_worker < 1:
+            return "gloo"
+        with contextlib.suppress(NbdistError):
+            if self._state == "running":
+                return str(self.agent.call(self.workers[0].name, collectives.backend, timeout=1.0).wait())
+        return AUTO
 
     def start(self) -> Cluster:
         """Start the workers; return this cluster once all of them are ready.

@@ -47,6 +47,7 @@ class LauncherContract:
         """A collective gives the same sum on all workers of ``cluster``."""
         cluster.execute("total = torch.tensor(float(rank + 1)); dist.all_reduce(total)")
         assert [float(total) for total in cluster.pull("total")] == [3.0, 3.0]
+        assert cluster.backend in ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 
     def test_an_interrupt_ends_a_cell(self, cluster: Cluster) -> None:
         """An endless loop on a worker of ``cluster`` ends by an interrupt, and the worker goes on."""

@@ -1,13 +1,15 @@
 """A worker's GPU in words: too old for torch, shared, full. No GPU is needed: torch is told what it has."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import nbdist
-from nbdist.cluster.processes.setup import WorkerSetup
-from nbdist.cluster.worker import collective_errors, gpu
+from nbdist.cluster.processes.group_store import FolderStore
+from nbdist.cluster.processes.setup import WorkerSetup, choose_backend
+from nbdist.cluster.worker import collective_errors, collectives, gpu
 from nbdist.errors import UsageError
 from nbdist.views.workers import remarks
 
@@ -117,18 +119,47 @@ def test_a_part_that_cannot_be(part):
                 "each its part.",
             ],
         ),
+        ([0, None], {}, ["The process group uses gloo, for tensors on GPUs too, because some workers have none."]),
         ([0, 0], {"gpu_memory": 0.3, "backend": "gloo"}, []),
         ([2, 5, 2, 5], {"backend": "gloo"}, ["worker0,2 share GPU 2", "worker1,3 share GPU 5"]),
     ],
 )
 def test_remarks_on_start(gpus, options, told, monkeypatch):
     monkeypatch.setattr(remarks.machine, "limits", lambda: "")
-    workers = [SimpleNamespace(name=f"worker{rank}", gpu=number) for rank, number in enumerate(gpus)]
-    shared = len(set(gpus)) < len(gpus)
+    workers = [
+        SimpleNamespace(name=f"worker{rank}", gpu=number, device="cpu" if number is None else f"cuda:{number}")
+        for rank, number in enumerate(gpus)
+    ]
     spec = SimpleNamespace(gpu_memory=options.get("gpu_memory"), backend=options.get("backend"))
-    cluster = SimpleNamespace(workers=workers, spec=spec, backend="gloo" if shared else "cpu:gloo,cuda:nccl")
+    cluster = SimpleNamespace(workers=workers, spec=spec, backend=choose_backend(gpus))
     found = remarks.remarks_on_start(cluster)
     assert len(found) == len(told)
     assert all(line.startswith(beginning) for line, beginning in zip(found, told, strict=True))
     monkeypatch.setattr(remarks.machine, "limits", lambda: "2 of 64 cores")
     assert remarks.remarks_on_start(cluster)[0] == "Limited here: the workers may use 2 of 64 cores."
+
+
+@pytest.mark.parametrize(
+    ("gpus", "chosen"),
+    [
+        (["a", "b"], "cpu:gloo,cuda:nccl"),
+        (["a"], "cpu:gloo,cuda:nccl"),
+        (["a", "a"], "gloo"),
+        (["a", ""], "gloo"),
+        (["", ""], "gloo"),
+    ],
+)
+def test_workers_of_other_hosts_choose_the_backend_by_the_gpus_that_they_have(gpus, chosen, monkeypatch, tmp_path):
+    monkeypatch.setattr(collectives.gpu, "identity", lambda told: gpus[told.rank])
+    assert choose_backend([each or None for each in gpus]) == chosen
+
+    def agree(rank):
+        return collectives._agree_on_backend(FolderStore(tmp_path), SimpleNamespace(rank=rank, world_size=len(gpus)))
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(agree, range(len(gpus)))) == [chosen] * len(gpus)
+
+
+def test_a_part_of_a_gpu_for_each_worker_means_gloo():
+    assert nbdist.Cluster(2, launcher="ray", gpus_per_worker=0.5).backend == "gloo"
+    assert nbdist.Cluster(2, launcher="ray", gpus_per_worker=1).backend == "auto"

@@ -85,13 +85,14 @@ def processes_of_this_run() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.timeout(600)  # Ray may take minutes to start on a busy machine
 class TestRay(LauncherContract):
     @pytest.fixture(scope="class")
     @classmethod
     def cluster(cls):
         pytest.importorskip("ray")
         before = {process.pid for process in processes_of_this_run()}
-        with nbdist.Cluster(2, launcher="ray") as cluster:
+        with nbdist.Cluster(2, launcher="ray", timeout=300) as cluster:
             begun = [each for each in processes_of_this_run() if each.pid not in before]
             assert any("nbdist" in " ".join(each.cmdline()) for each in begun)
             yield cluster

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-__all__ = ["WHERE_SIGNAL", "WorkerSetup", "group_folder", "where_file"]
+__all__ = ["AUTO", "WHERE_SIGNAL", "WorkerSetup", "choose_backend", "group_folder", "where_file"]
+
+AUTO = "auto"
+"""The backend of a process group whose workers choose it when it forms: see `choose_backend`."""
 
 WHERE_SIGNAL = signal.SIGRTMAX - 3
 """The signal at which a worker writes the frames of its main thread to `where_file`, even while the GIL is held."""
@@ -33,7 +37,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     master_port: int
     """A free port, at which nbdist does not listen, for a process group that user code forms by ``env://``."""
     backend: str
-    """The backend of the process group; ``none`` for no process group."""
+    """The backend of the process group; ``none`` for no process group, `AUTO` if the workers choose."""
     gpu: int | None = None
     """The number of its GPU as the user knows it."""
     device: str = "cpu"
@@ -80,3 +84,12 @@ def group_folder(generation: int) -> str:
     what an earlier attempt wrote.
     """
     return f"group-{generation}"
+
+
+def choose_backend(gpus: Sequence[object]) -> str:
+    """Return the backend of a process group, as torch writes it, for workers with these GPUs; None for no GPU.
+
+    It is nccl for tensors on GPUs if each worker has a GPU of its own, else gloo for all.
+    """
+    alone = len(set(gpus) - {None}) == len(gpus)
+    return "cpu:gloo,cuda:nccl" if alone else "gloo"

@@ -35,8 +35,8 @@ import torch.distributed
 
 from nbdist.cluster.hosts.group_board import BoardStore
 from nbdist.cluster.processes.group_store import FolderStore, GroupStore
-from nbdist.cluster.processes.setup import WorkerSetup, group_folder
-from nbdist.cluster.worker import gloo
+from nbdist.cluster.processes.setup import AUTO, WorkerSetup, choose_backend, group_folder
+from nbdist.cluster.worker import gloo, gpu
 from nbdist.cluster.worker.gloo_waits import CutTransfers
 from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, NbdistError, RendezvousError, WorkerLost
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
     from nbdist.wire.messages import Record
 
-__all__ = ["break_off", "follow", "initialise", "translate"]
+__all__ = ["backend", "break_off", "follow", "initialise", "translate"]
 
 _LOOK_EVERY = 0.05
 """Seconds between two looks, while a group forms, whether another worker has failed to form it."""
@@ -94,6 +94,8 @@ _store: GroupStore | None = None
 """The store of the process group. C++ does not keep the Python object alive, so this module does."""
 _formed = False
 """True once the present process group has formed."""
+_backend = "none"
+"""The backend of the process group that formed last, as torch writes it."""
 _forms_group = False
 """True if the cluster has a process group: its backend is not "none"."""
 _lost: dict[int, str] = {}
@@ -111,8 +113,8 @@ _breaking = threading.Lock()
 def follow(agent: Agent, backend: str) -> None:
     """Let this worker's agent report members that die, and end collectives of calls that are interrupted.
 
-    `nbdist.cluster.worker.kernel.join` calls this once, when the agent has started. ``backend`` is "gloo", "nccl" or
-    "none".
+    `nbdist.cluster.worker.kernel.join` calls this once, when the agent has started. ``backend`` is that of its
+    setup: "none" for a cluster without a process group.
     """
     global _agent, _forms_group
     _agent, _forms_group = agent, backend != "none"
@@ -126,7 +128,7 @@ def initialise(told: WorkerSetup, generation: int) -> None:
     ``told`` is this worker's setup. Waits for the others. Raises RendezvousError if another worker fails, WorkerLost if
     a member has died.
     """
-    global _broken, _formed, _loops_before, _spans_hosts, _store
+    global _backend, _broken, _formed, _loops_before, _spans_hosts, _store
     _spans_hosts = told.secret is not None
     with _breaking:
         if dist.is_initialized():
@@ -147,11 +149,29 @@ def initialise(told: WorkerSetup, generation: int) -> None:
         stack.enter_context(_leaving_with(_store, told.world_size))
         if _agent is not None:
             _store.enter(_agent.me.incarnation, told.rank)
-        dist.init_process_group(told.backend, store=_store, rank=told.rank, world_size=told.world_size)
+        _backend = _agree_on_backend(_store, told) if told.backend == AUTO else told.backend
+        dist.init_process_group(_backend, store=_store, rank=told.rank, world_size=told.world_size)
     with _breaking:
         _formed = True
         for rank in list(_lost):  # members that died while the group formed
             _leave_groups_of(rank)
+
+
+def _agree_on_backend(store: GroupStore, told: WorkerSetup) -> str:
+    """Return the backend that all workers use, according to the GPUs that they have: the worker of rank 0 chooses.
+
+    Waits for the others. Raises RendezvousError if another worker fails, WorkerLost if a member has died.
+    """
+    store.set(f"nbdist/gpu of {told.rank}", gpu.identity(told))
+    if told.rank == 0:
+        gpus = store.multi_get([f"nbdist/gpu of {rank}" for rank in range(told.world_size)])
+        store.set("nbdist/backend", choose_backend([each or None for each in gpus]))
+    return store.get("nbdist/backend").decode()
+
+
+def backend() -> str:
+    """Return the backend of this worker's process group, as torch writes it: runs in a call of the notebook's."""
+    return _backend
 
 
 def _open_store(told: WorkerSetup, generation: int) -> GroupStore:

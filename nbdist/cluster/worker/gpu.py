@@ -11,7 +11,7 @@ from nbdist.amounts import size
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.errors import UsageError
 
-__all__ = ["check", "explain", "is_supported", "prepare"]
+__all__ = ["check", "explain", "identity", "is_supported", "prepare"]
 
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)")
 """An entry of torch's list of architectures, such as "sm_90a": its kind, and the two numbers of the capability."""
@@ -47,6 +47,11 @@ def check(told: WorkerSetup) -> None:
             f"compute capability {capability[0]}.{capability[1]}; it is built for {', '.join(built)}. Choose other "
             "GPUs with -g, none with --backend gloo, or install a torch that is built for it"
         )
+
+
+def identity(told: WorkerSetup) -> str:
+    """Return a text that is the same for two workers, of any host, if they have one GPU; empty without a GPU."""
+    return "" if told.gpu is None else str(torch.cuda.get_device_properties(told.device).uuid)
 
 
 def is_supported(capability: tuple[int, int], built: Sequence[str]) -> bool:

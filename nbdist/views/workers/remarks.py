@@ -19,16 +19,18 @@ def remarks_on_start(cluster: Cluster) -> list[str]:
     found = []
     if limited := machine.limits():
         found.append(f"Limited here: the workers may use {limited}.")
-    if any(worker.gpu is not None for worker in cluster.workers) and cluster.spec.backend is None:
-        found.append(f"The process group uses {_backend_in_words(cluster.backend)}.")
+    has_gpu = [worker.device.startswith("cuda") for worker in cluster.workers]
+    if any(has_gpu) and cluster.spec.backend is None:
+        found.append(f"The process group uses {_backend_in_words(cluster.backend, all(has_gpu))}.")
     if cluster.spec.gpu_memory is None:
         found += [_sharing(gpu, names) for gpu, names in _sharers(cluster).items()]
     return found
 
 
-def _backend_in_words(backend: str) -> str:
+def _backend_in_words(backend: str, all_have_gpus: bool) -> str:
     if backend == "gloo":
-        return "gloo, for tensors on GPUs too, because workers share a GPU"
+        why = "workers share a GPU" if all_have_gpus else "some workers have none"
+        return f"gloo, for tensors on GPUs too, because {why}"
     return "nccl for tensors on GPUs and gloo for those on the CPU"
 
 

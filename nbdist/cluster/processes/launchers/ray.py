@@ -39,8 +39,8 @@ __all__ = ["RayLauncher"]
 
 _ROOM_WITHIN = 30.0
 """Seconds to wait for Ray to have room for all workers, while the cluster's timeout is the usual one."""
-_STARTS_WITHIN = 120.0
-"""Seconds for a new Ray of this machine to start, at least."""
+_STARTS_WITHIN = 300.0
+"""Seconds for a new Ray of this machine to start, at least: it takes 17 on two idle cores, and 120 on busy ones."""
 _INVITED_FOR = 600.0
 """Seconds for which the invitation of an actor is valid."""
 _USUAL_TIMEOUT = 120.0
