@@ -111,6 +111,8 @@ class Cluster:
         gpus_per_worker: For ``"ray"``: how many GPUs each worker gets; a part, such as 0.5, for a shared one. None for
             one each where Ray has so many, else for none.
         placement: For ``"ray"``: ``"pack"`` for few hosts, ``"spread"`` for many.
+        sync_code: For workers on other hosts: whether each gets a copy of the Python files of this process's working
+            directory when it starts, and can import them.
         progress: Called as ``progress(worker, step)``, in the kernel thread, when a worker reaches a step.
 
     Raises:
@@ -148,6 +150,7 @@ class Cluster:
         address: str | None = None,
         gpus_per_worker: float | None = None,
         placement: str = "pack",
+        sync_code: bool = False,
         progress: Callable[[str, str], None] | None = None,
     ) -> None:
         gpus = None if gpu_ids is None else tuple(gpu_ids)
@@ -172,6 +175,7 @@ class Cluster:
             address,
             gpus_per_worker,
             placement,
+            sync_code,
         )
         self.spec.check()
         self.progress = progress
@@ -212,6 +216,7 @@ class Cluster:
             address=spec.address,
             gpus_per_worker=spec.gpus_per_worker,
             placement=spec.placement,
+            sync_code=spec.sync_code,
         )
 
     def __repr__(self) -> str:

@@ -88,6 +88,7 @@ class Spec:
     address: str | None = None
     gpus_per_worker: float | None = None
     placement: str = "pack"
+    sync_code: bool = False
 
     @property
     def is_remote(self) -> bool:
@@ -133,6 +134,7 @@ class Spec:
             "address": ("ray",),
             "gpus_per_worker": ("ray",),
             "placement": ("ray",),
+            "sync_code": ("join", "ray"),
         }
         for name, launchers in belongs.items():
             if getattr(self, name) != getattr(plain, name) and self.launcher not in launchers:

@@ -121,7 +121,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         %dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS]
                    [--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE] [--gpu-memory PART]
                    [--device-map WORKER:0=1,1=0] [--host ADDRESS] [--ports A-B] [--invitation FILE]
-                   [--address ADDRESS] [--gpus-per-worker G] [--placement pack|spread]
+                   [--address ADDRESS] [--gpus-per-worker G] [--placement pack|spread] [--sync-code]
 
         -n, --num-processes   the number of workers (one for each GPU; 2 without GPUs)
         -g, --gpu-ids         the GPUs to use, by number (all; with --backend gloo, none)
@@ -142,6 +142,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         --gpus-per-worker     for --launcher ray: how many GPUs each worker gets, or which part of one (1 if there are
                               enough, else 0)
         --placement           for --launcher ray: pack for few hosts, spread for many (pack)
+        --sync-code           for workers on other hosts: copy the Python files of the notebook's folder to each worker
+                              that starts, so that it can import them
         --isolate-gpus        let each worker see only its own GPU
         --gpu-memory          the part of its GPU's memory that torch may take in each worker, such as 0.45 (1)
         --device-map          where a worker gets the arguments that others send it: with worker1:0=1, those on the

@@ -229,6 +229,7 @@ INIT_OPTIONS = (
     "--address",
     "--gpus-per-worker",
     "--placement",
+    "--sync-code",
 )
 """The options of ``%dist_init``, for completion."""
 
@@ -251,7 +252,7 @@ _INIT_USAGE = (
     "%dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS] "
     "[--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE] [--gpu-memory PART] [--device-map WORKER:0=1,1=0] "
     "[--host ADDRESS] [--ports A-B] [--invitation FILE] [--address ADDRESS] [--gpus-per-worker G] "
-    "[--placement pack|spread]"
+    "[--placement pack|spread] [--sync-code]"
 )
 
 
@@ -280,6 +281,7 @@ def parse_init(line: str) -> Spec:
     reader.add_argument("--address")
     reader.add_argument("--gpus-per-worker", type=float)
     reader.add_argument("--placement", default="pack")
+    reader.add_argument("--sync-code", action="store_true")
     found: Any = reader.read(line)
     if found.bare:
         bare = " ".join(word.strip() for word in found.bare)
@@ -307,6 +309,7 @@ def parse_init(line: str) -> Spec:
         found.address,
         found.gpus_per_worker,
         found.placement,
+        found.sync_code,
     )
     spec.check()
     return spec

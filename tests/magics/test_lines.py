@@ -319,8 +319,9 @@ def test_what_cannot_be_started_is_refused(line, says):
 
 def test_all_options_of_dist_init_can_be_completed():
     values = {"--backend": "gloo", "--driver": "master", "--launcher": "ray", "--isolate-gpus": "", "--preload": "json"}
+    values["--sync-code"] = ""
     values |= {"--device-map": "worker1:0=1", "--ports": "40000-40010", "--placement": "spread"}
-    needs = {"--host": "join", "--ports": "join", "--invitation": "join"}
+    needs = {"--host": "join", "--ports": "join", "--invitation": "join", "--sync-code": "join"}
     needs |= dict.fromkeys(("--address", "--gpus-per-worker", "--placement"), "ray")
     for option in INIT_OPTIONS:
         launcher = f"--launcher {needs[option]}" if option in needs else ""

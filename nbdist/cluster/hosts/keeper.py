@@ -19,6 +19,7 @@ import contextlib
 import os
 import platform
 import socket
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -30,7 +31,7 @@ import torch
 
 from nbdist.channel.contract import ChannelError
 from nbdist.channel.entrance import knock
-from nbdist.cluster.hosts import hub
+from nbdist.cluster.hosts import code_copy, hub
 from nbdist.cluster.hosts.admission import NEWCOMER, Admitted, Denied, decode_answer, describe_myself
 from nbdist.cluster.hosts.interfaces import interface_of, own_address_towards
 from nbdist.cluster.hosts.invitations import Invitation
@@ -45,7 +46,17 @@ from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.world.start import start_agent
 from nbdist.wire.messages import Record
 
-__all__ = ["Keeper", "deliver", "end", "free_port", "preload", "probe_worker", "signal_worker", "start_worker"]
+__all__ = [
+    "Keeper",
+    "deliver",
+    "end",
+    "free_port",
+    "preload",
+    "probe_worker",
+    "signal_worker",
+    "start_worker",
+    "take_code",
+]
 
 _ANSWERS_WITHIN = 20.0
 """Seconds for the notebook's answers while the keeper comes in."""
@@ -161,6 +172,14 @@ class Keeper:
 
     # -- the workers --------------------------------------------------------------------------
 
+    def take_code(self, packed: bytes) -> None:
+        """Let the workers that start from now on import the Python files of an archive of `code_copy.pack`."""
+        folder = self._launcher.folder / "code"
+        with self._lock:
+            code_copy.unpack(packed, folder)
+            if str(folder) not in sys.path:
+                sys.path.insert(0, str(folder))  # which the launcher hands on to its workers
+
     def preload(self, modules: Sequence[str]) -> None:
         """Import modules ahead of all workers. Raises UsageError if one cannot be imported."""
         self._launcher.preload(modules).result()
@@ -264,6 +283,11 @@ def _here() -> Keeper:
     """Return the keeper of this process."""
     assert _keeper is not None  # the hub calls these functions in keepers only
     return _keeper
+
+
+def take_code(packed: bytes) -> None:
+    """Let workers of this host import the Python files of an archive: `Keeper.take_code`."""
+    _here().take_code(packed)
 
 
 def preload(modules: Sequence[str]) -> None:

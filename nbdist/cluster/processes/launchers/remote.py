@@ -16,6 +16,7 @@ the thread that takes a start out of `_placed` reports its end or starts it agai
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nbdist.cluster.hosts import keeper
+from nbdist.cluster.hosts.code_copy import pack
 from nbdist.cluster.hosts.group_board import Boards, serve_boards
 from nbdist.cluster.hosts.hub import Hub, KeeperMember
 from nbdist.cluster.kernels.relay import Parcel, Relay
@@ -107,6 +109,9 @@ class RemoteLauncher:
         """The values before rank 0 was restarted; used again if it starts on the same host."""
         self._prepared: dict[int, Future[None]] = {}
         """By incarnation of a keeper: the future of its imports of the modules to preload."""
+        self._codes: dict[int, bytes] = {}
+        """By incarnation of a keeper: the digest of the Python files that it has got last."""
+        self._sending_code = threading.Lock()
         self._closing = False
         self._boards = Boards()
         with contextlib.ExitStack() as undo:
@@ -298,6 +303,7 @@ class RemoteLauncher:
         """Start a worker by its keeper, and settle its future. In a thread of its own, because it waits."""
         name = start.name
         try:
+            self._send_code(member)
             self._prepare(member)
             if start.setup.rank == 0:
                 self._set_master(member)
@@ -372,6 +378,20 @@ class RemoteLauncher:
                 return False
             del self._placed[start.name]
             return True
+
+    def _send_code(self, member: KeeperMember) -> None:
+        """Give a keeper the Python files of the working directory, unless it has them as they are now.
+
+        Does nothing if the user has not asked for that. Raises UsageError if there are too many.
+        """
+        if not self.spec.sync_code:
+            return
+        with self._sending_code:
+            packed = pack(Path.cwd())
+            digest = hashlib.sha256(packed).digest()
+            if self._codes.get(member.record.incarnation) != digest:
+                self.hub.call(member, keeper.take_code, packed, timeout=_STARTS_WITHIN).wait()
+                self._codes[member.record.incarnation] = digest
 
     def _prepare(self, member: KeeperMember) -> None:
         """Let a keeper import the modules to preload, once. Raises UsageError if it cannot."""
