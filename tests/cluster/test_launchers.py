@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from frontend import Notebook
 from other_hosts import can_make_hosts, hosts, wait_for_file
 
 import nbdist
@@ -98,6 +99,33 @@ class TestRay(LauncherContract):
             yield cluster
         _, left = psutil.wait_procs([each for each in processes_of_this_run() if each.pid not in before], 20)
         assert left == []
+
+
+BLIND = Path(__file__).parents[1] / "stand_ins" / "blind"
+"""The folder of a launcher whose pids mean nothing on this host."""
+OF_MAGICS = ("magics", "views/test_map.py", "views/test_displays.py", *(f"cluster/test_{name}.py" for name in (
+    "asking_workers", "captured", "cutting", "first_hour", "labels", "page_lines", "parity", "printing", "running",
+    "telling",
+)))  # fmt: skip
+"""The tests of cells and magics, below the folder of tests."""
+
+
+def test_the_pids_of_the_blind_launcher_mean_nothing():
+    with Notebook(env={"PYTHONPATH": os.pathsep.join([str(BLIND), os.environ.get("PYTHONPATH", "")])}) as notebook:
+        notebook.run("%dist_init -n 1 --backend none --launcher blind")
+        shown = notebook.run("(worker,) = __import__('nbdist').Cluster.current.workers; worker.pid, worker.host").result
+        assert shown == "(5000000, 'elsewhere')"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_cells_and_magics_use_no_pid_of_a_worker():
+    """Their tests pass with a launcher whose pids mean nothing here."""
+    tests = [str(BLIND.parents[1] / name) for name in OF_MAGICS]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", *tests]
+    environment = {**os.environ, "NBDIST_TEST_BLIND_PATH": str(BLIND)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2000:]
 
 
 ROOMS = ("processes", "hosts", "worker")
