@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch.distributed as dist
 from msgspec import structs
@@ -87,6 +89,26 @@ def test_a_ray_that_does_not_start_or_answer(monkeypatch):
         refused_ray(Spec(launcher="ray", address="somewhere:6379"), monkeypatch, init=fail)
     with pytest.raises(UsageError, match=r"Ray cannot start on this machine: nobody listens at local"):
         refused_ray(Spec(launcher="ray"), monkeypatch, init=fail)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("too slow"), KeyboardInterrupt()])
+def test_a_ray_that_does_not_start_leaves_no_process(monkeypatch, error):
+    """Nor one that Ctrl-C stops while it starts. A child that is not Ray's stays."""
+    sleep = "import time; time.sleep(60)"
+    began = []
+
+    def fail(**options):
+        for name in ("/lib/ray/raylet", "/lib/other"):
+            began.append(subprocess.Popen([sys.executable, "-c", sleep, name]))
+        raise error
+
+    with pytest.raises((UsageError, KeyboardInterrupt)):
+        refused_ray(Spec(launcher="ray"), monkeypatch, init=fail)
+    rays, other = began
+    assert not psutil.pid_exists(rays.pid)
+    assert other.poll() is None
+    other.kill()
+    other.wait()
 
 
 def test_a_message_to_an_agent_that_was_never_met_is_refused():

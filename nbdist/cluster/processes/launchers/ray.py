@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -229,12 +231,34 @@ def _connect(ray: Any, spec: Spec) -> bool:
         own = {"num_cpus": max(spec.count, os.cpu_count() or 1), "include_dashboard": False}
         # Ray gives up after 30 s by itself, which are not enough for a busy machine.
         os.environ.setdefault("RAY_raylet_start_wait_time_s", f"{max(_STARTS_WITHIN, spec.timeout):.0f}")
+    before = _children()
     try:
         ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **own)
-    except Exception as error:  # Ray raises errors of many classes
+    except BaseException as error:  # Ray raises errors of many classes; or Ctrl-C came
+        _end_rays_processes(_children() - before)
+        if not isinstance(error, Exception):
+            raise
         told = f"cannot be reached at {address}" if address else "cannot start on this machine"
         raise UsageError(f"Ray {told}: {error}") from error
     return True
+
+
+def _children() -> set[int]:
+    """Return the process ids of this process's children."""
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found.update(map(int, path.read_text().split()))
+    return found
+
+
+def _end_rays_processes(pids: set[int]) -> None:
+    """Kill those of these children that are Ray's, and wait for their end: a Ray that did not start leaves them."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if b"/ray/" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def _address_of_this_node(ray: Any) -> str:
