@@ -120,9 +120,13 @@ def bind(sock: zmq.Socket[bytes], host: str, ports: tuple[int, int] | None) -> N
             error = found
             if found.errno != zmq.EADDRINUSE:
                 break
-    among = "" if ports is None else f", at any port from {ports[0]} to {ports[1]}"
+    if ports is not None and error.errno == zmq.EADDRINUSE:
+        raise ChannelError(
+            f"all ports from {ports[0]} to {ports[1]} of {host} are taken: name others with --ports, or end what "
+            "listens there"
+        ) from error
     raise ChannelError(
-        f"cannot listen at {host}{among}: {error}. Name an address of this machine: --host, or NBDIST_HOST"
+        f"cannot listen at {host}: {error}. Name an address of this machine: --host, or NBDIST_HOST"
     ) from error
 
 
@@ -153,8 +157,9 @@ def knock(address: str, key: bytes, request: bytes, timeout: float) -> bytes:
             if sock.poll(round(min(left, 0.1) * 1000)):  # short waits: Ctrl-C ends them
                 return b"".join(sock.recv_multipart())
         raise ChannelError(
-            f"no answer from {address} within {timeout:g} s: the notebook's cluster has ended, its host cannot be "
-            "reached from here, or a firewall closes the port"
+            f"no answer from {address} within {timeout:g} s. Either the notebook's cluster has ended: start it again, "
+            "and use its new invitation. Or its host cannot be reached from here: see whether `ping` reaches it, "
+            "whether a firewall closes the port (--ports chooses it), and whether --host named the right address"
         )
     finally:
         context.destroy(0)

@@ -203,8 +203,12 @@ def test_an_entrance_keeps_to_its_ports_and_says_when_none_is_free():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ChannelError, match=rf"cannot listen at 127\.0\.0\.1, at any port from {port} to {port}"):
+        with pytest.raises(
+            ChannelError, match=rf"all ports from {port} to {port} of 127\.0\.0\.1 are taken: name others wi"
+        ):
             Entrance("127.0.0.1", keys, lambda request: request, (port, port))
+    with pytest.raises(ChannelError, match=r"cannot listen at 203\.0\.113\.77: .*\. Name an address of this machine"):
+        Entrance("203.0.113.77", keys, lambda request: request)
     entrance = Entrance("127.0.0.1", keys, lambda request: request[::-1], (port, port))
     assert entrance.address == f"tcp://127.0.0.1:{port}"
     assert knock(entrance.address, keys.public, b"abc", 10.0) == b"cba"
