@@ -20,6 +20,7 @@ from nbdist.cluster.hosts.group_board import Boards, BoardStore
 from nbdist.cluster.hosts.interfaces import interface_of, own_address_towards
 from nbdist.cluster.hosts.invitations import Invitation
 from nbdist.cluster.hosts.joining import join
+from nbdist.cluster.hosts.keeper import _places_of_host
 from nbdist.cluster.processes.launchers import ray as ray_launcher
 from nbdist.cluster.processes.launchers.ray import RayLauncher
 from nbdist.cluster.spec import Spec
@@ -122,6 +123,21 @@ def test_an_agent_that_cannot_reach_the_one_that_it_is_to_meet_says_so():
     options = RpcBackendOptions(secret="a secret of some length", rpc_timeout=0.5)
     with pytest.raises(RendezvousError, match=r"no answer from worker0: see whether its host can be reached"):
         start_agent("one", 1, None, options, present=[far])
+
+
+@pytest.mark.parametrize(
+    ("environment", "workers", "found"),
+    [
+        ({}, 3, (0, 3)),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1, (1, 2)),  # torchrun
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 4, (4, 8)),
+        ({"SLURM_LOCALID": "2"}, 1, (2, 3)),
+        ({"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "4"}, 1, (0, 4)),
+        ({"LOCAL_RANK": "x"}, 2, (0, 2)),
+    ],
+)
+def test_several_keepers_of_one_host_have_places_of_their_own(environment, workers, found):
+    assert _places_of_host(environment, workers) == found
 
 
 # -- the board --------------------------------------------------------------------------------------

@@ -149,6 +149,11 @@ def test_rank_0_takes_the_address_of_the_master_along(keepers):
         keepers.another(cluster, "127.0.0.4")
         assert cluster.restart(["worker0", "worker1"]) == ["worker0", "worker1"]
         assert cluster.evaluate(address) == ["127.0.0.4", "127.0.0.4"]
+        os.kill(keeper_of(cluster, "worker0").record.pid, signal.SIGKILL)
+        until(lambda: cluster.find("worker0").lost)
+        keepers.another(cluster, "127.0.0.5")
+        assert cluster.restart(["worker0"]) == ["worker0"]
+        assert cluster.evaluate(address) == ["127.0.0.5", "127.0.0.5"], "a worker that lives must learn it, too"
 
 
 def test_a_keeper_that_dies_while_it_starts_a_worker_leaves_it_to_another(keepers):

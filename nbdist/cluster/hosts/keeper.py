@@ -90,6 +90,8 @@ class Keeper:
         global _keeper
         self._room = workers
         self._gpus = list(range(torch.cuda.device_count())) if gpus is None else list(gpus)
+        self._first, self._places = _places_of_host(os.environ, workers)
+        """The place of its first worker on this host, and the number of places there."""
         self._given: dict[str, int] = {}
         """The number of each worker's place here, from 0 to ``workers - 1``, by its name."""
         self._relays: dict[str, Relay] = {}
@@ -199,6 +201,7 @@ class Keeper:
         file = folder / f"{Path(connection['ip']).name}.json"
         file.touch(mode=0o600)
         file.write_bytes(msgspec.json.encode({**connection, "ip": ip}))
+        place += self._first
         gpu = self._gpus[place % len(self._gpus)] if self._gpus else None
         told = msgspec.structs.replace(
             setup,
@@ -207,6 +210,8 @@ class Keeper:
             host=self.host,
             secret=self._secret,
             interface=interface_of(self.host) or "",
+            local_rank=place,
+            local_world_size=self._places,
             device="cpu" if gpu is None else f"cuda:{gpu}",
             gpu=gpu,
         )
@@ -262,6 +267,20 @@ class Keeper:
         relay = self._relays.get(name)
         if relay is not None:
             relay.deliver(batch)
+
+
+def _places_of_host(environment: Mapping[str, str], workers: int) -> tuple[int, int]:
+    """Return the place on this host of the first of a keeper's ``workers``, and the number of places of all keepers.
+
+    torchrun and Slurm start several keepers on one host, and tell each in its ``environment`` which one it is. Without
+    that, a keeper is taken for the only one. Pure.
+    """
+    for local, size in (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")):
+        if (number := environment.get(local, "")).isdecimal():
+            first = int(number) * workers
+            keepers = environment.get(size, "")
+            return first, max(int(keepers) * workers if keepers.isdecimal() else 0, first + workers)
+    return 0, workers
 
 
 def _require_own_address(host: str) -> None:

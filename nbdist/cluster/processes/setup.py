@@ -38,6 +38,10 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     """A free port, at which nbdist does not listen, for a process group that user code forms by ``env://``."""
     backend: str
     """The backend of the process group; ``none`` for no process group, `AUTO` if the workers choose."""
+    local_rank: int | None = None
+    """Its place among the workers of its host, if they are on several; None for its rank."""
+    local_world_size: int = 0
+    """The number of workers of its host; 0 for all."""
     gpu: int | None = None
     """The number of its GPU as the user knows it."""
     device: str = "cpu"

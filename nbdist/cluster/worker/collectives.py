@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import os
 import re
 import sys
 import threading
@@ -149,12 +150,25 @@ def initialise(told: WorkerSetup, generation: int) -> None:
         stack.enter_context(_leaving_with(_store, told.world_size))
         if _agent is not None:
             _store.enter(_agent.me.incarnation, told.rank)
+        if _spans_hosts:
+            _follow_master(_store, told)
         _backend = _agree_on_backend(_store, told) if told.backend == AUTO else told.backend
         dist.init_process_group(_backend, store=_store, rank=told.rank, world_size=told.world_size)
     with _breaking:
         _formed = True
         for rank in list(_lost):  # members that died while the group formed
             _leave_groups_of(rank)
+
+
+def _follow_master(store: GroupStore, told: WorkerSetup) -> None:
+    """Set ``MASTER_ADDR`` and ``MASTER_PORT`` to those of the worker of rank 0, which may have moved to another host.
+
+    Waits for that worker. Raises RendezvousError if it fails, WorkerLost if a member has died.
+    """
+    if told.rank == 0:
+        store.set("nbdist/master", f"{told.master_address} {told.master_port}")
+    address, _, port = store.get("nbdist/master").decode().partition(" ")
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)
 
 
 def _agree_on_backend(store: GroupStore, told: WorkerSetup) -> str:

@@ -110,9 +110,9 @@ def _set_environment(told: WorkerSetup) -> None:
     """
     os.environ.update(
         RANK=str(told.rank),
-        LOCAL_RANK=str(told.rank),
+        LOCAL_RANK=str(told.rank if told.local_rank is None else told.local_rank),
         WORLD_SIZE=str(told.world_size),
-        LOCAL_WORLD_SIZE=str(told.world_size),
+        LOCAL_WORLD_SIZE=str(told.local_world_size or told.world_size),
         MASTER_ADDR=told.master_address,
         MASTER_PORT=str(told.master_port),
     )
