@@ -105,11 +105,23 @@ def test_a_ray_that_does_not_start_leaves_no_process(monkeypatch, error):
 
     with pytest.raises((UsageError, KeyboardInterrupt)):
         refused_ray(Spec(launcher="ray"), monkeypatch, init=fail)
-    rays, other = began
-    assert not psutil.pid_exists(rays.pid)
-    assert other.poll() is None
-    other.kill()
-    other.wait()
+    assert len(began) == (4 if isinstance(error, RuntimeError) else 2)  # after an error of Ray's it tries again
+    for rays, other in zip(began[::2], began[1::2], strict=True):
+        assert not psutil.pid_exists(rays.pid)
+        assert other.poll() is None
+        other.kill()
+        other.wait()
+
+
+def test_a_ray_that_starts_at_the_second_try_is_used(monkeypatch):
+    errors = [RuntimeError("too slow"), None]
+
+    def begin(**options):
+        if (error := errors.pop(0)) is not None:
+            raise error
+
+    refused_ray(Spec(launcher="ray"), monkeypatch, init=begin)
+    assert not errors
 
 
 def test_a_message_to_an_agent_that_was_never_met_is_refused():

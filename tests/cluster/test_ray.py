@@ -14,7 +14,7 @@ import pytest
 from other_hosts import can_make_hosts, hosts
 
 import nbdist
-from nbdist.cluster.processes.launchers.ray import RayLauncher, _say_room
+from nbdist.cluster.processes.launchers.ray import RayLauncher, _say_room, _start_here
 from nbdist.errors import ResourceError, UsageError
 
 pytestmark = pytest.mark.timeout(600)  # Ray may take minutes to start on a busy machine
@@ -47,15 +47,13 @@ def test_what_there_is_room_for_is_said(free, needs, count, said):
 
 @pytest.fixture(scope="module")
 def ray():
-    """A Ray with room for two workers, which nbdist did not start. It takes 25 s to start, so the tests share it."""
+    """A Ray with room for two workers, which no launcher started. It takes 15 s to start, so the tests share it."""
     ray = pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_raylet_start_wait_time_s", "300")  # for a busy machine
-        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        try:
-            yield ray
-        finally:
-            ray.shutdown()
+    _start_here(ray, 2)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def until(happened, within: float = 20.0) -> None:
@@ -148,7 +146,7 @@ def test_a_node_that_is_lost_is_named_and_training_goes_on_on_the_other_one(harm
     pytest.importorskip("ray")
     with hosts(2) as (_, (first, second)):
         # Whether this user has a token of Ray's or not, and however busy the machine is.
-        environment = {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "300"}
+        environment = {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120"}
         driver = first.start("-u", DRIVER, first.address, stdout=subprocess.PIPE, environment=environment)
         lines = (line.decode().split()[1:] for line in driver.stdout if line.startswith(b"point"))  # not Ray's own
         assert next(lines) == ["head"]

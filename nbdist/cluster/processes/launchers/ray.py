@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,8 +41,8 @@ __all__ = ["RayLauncher"]
 
 _ROOM_WITHIN = 30.0
 """Seconds to wait for Ray to have room for all workers, while the cluster's timeout is the usual one."""
-_STARTS_WITHIN = 300.0
-"""Seconds for a new Ray of this machine to start, at least: it takes 17 on two idle cores, and 120 on busy ones."""
+_TRIES, _STARTS_WITHIN = 2, 60
+"""Times to try to start a Ray on this machine, and seconds for each: it takes 15 on two idle cores."""
 _INVITED_FOR = 600.0
 """Seconds for which the invitation of an actor is valid."""
 _USUAL_TIMEOUT = 120.0
@@ -226,21 +226,60 @@ def _connect(ray: Any, spec: Spec) -> bool:
             f"{address} is for clients of Ray outside of its cluster, which workers could not reach: run the notebook "
             "on a host of the Ray cluster, and use --address auto"
         )
-    own: dict[str, Any] = {}
-    if not address:
-        own = {"num_cpus": max(spec.count, os.cpu_count() or 1), "include_dashboard": False}
-        # Ray gives up after 30 s by itself, which are not enough for a busy machine.
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", f"{max(_STARTS_WITHIN, spec.timeout):.0f}")
-    before = _children()
     try:
-        ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **own)
-    except BaseException as error:  # Ray raises errors of many classes; or Ctrl-C came
-        _end_rays_processes(_children() - before)
-        if not isinstance(error, Exception):
-            raise
+        if address:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        else:
+            _start_here(ray, max(spec.count, os.cpu_count() or 1))
+    except Exception as error:  # Ray raises errors of many classes
         told = f"cannot be reached at {address}" if address else "cannot start on this machine"
         raise UsageError(f"Ray {told}: {error}") from error
     return True
+
+
+def _start_here(ray: Any, cpus: int) -> None:
+    """Start a Ray on this machine with room for ``cpus`` workers without GPUs; it ends with `ray.shutdown`.
+
+    Tries again if it fails, as on a busy machine. Raises Ray's error, after the last try and after Ctrl-C with no
+    process of that Ray left.
+    """
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", str(_STARTS_WITHIN))
+    for number in range(1, _TRIES + 1):
+        before = _children()
+        try:
+            with _small_agent(ray):
+                ray.init(
+                    address="local",
+                    num_cpus=cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                )
+            return
+        except BaseException as error:
+            _end_rays_processes(_children() - before)
+            if number == _TRIES or not isinstance(error, Exception):
+                raise
+
+
+@contextlib.contextmanager
+def _small_agent(ray: Any) -> Iterator[None]:
+    """Let a Ray that starts during the block run its agent without the parts for dashboards.
+
+    Ray's raylet ends itself if its agent is not up after 15 s. With all that the extra `ray[default]` brings, the agent
+    needs 12 s on two idle cores. Ray runs the small one where that extra is not installed.
+    """
+    name = "get_dashboard_dependency_error"
+    utils = getattr(getattr(ray, "_private", None), "utils", None)
+    plain = getattr(utils, name, None)
+    if plain is None:
+        yield
+        return
+    setattr(utils, name, lambda: ImportError("not for a Ray of nbdist's"))
+    try:
+        yield
+    finally:
+        setattr(utils, name, plain)
 
 
 def _children() -> set[int]:
