@@ -19,6 +19,7 @@ from IPython.display import display
 from nbdist import autograd, rpc
 from nbdist.amounts import counted
 from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.examination.examination import Examination
 from nbdist.cluster.inspection.comparing import differences
 from nbdist.cluster.inspection.freeing import free
 from nbdist.cluster.inspection.holdings import collect as collect_holdings
@@ -36,6 +37,7 @@ from nbdist.magics.lines import (
     CellLine,
     parse_cell,
     parse_diff,
+    parse_doctor,
     parse_init,
     parse_log,
     parse_memory,
@@ -392,6 +394,27 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             %dist_debug
         """
         return self._status(line)
+
+    @line_magic
+    @_shortly
+    def dist_doctor(self, line: str) -> Examination:
+        """Show versions, clocks, memory and GPUs of all workers, how fast each reaches each other, and what to do.
+
+        %dist_doctor [-t SECONDS]
+
+        One pair of workers after another is measured, by a few small calls and a tensor of up to 8 MB: about 0.7 s for
+        each pair. Busy workers take part; dead and silent ones are named. A line for each thing that is wrong says
+        what to do about it.
+        -t, --timeout    seconds for all pairs together (60); pairs for which there is no time are left out
+
+        `python -m nbdist doctor` in a terminal examines one machine, also before a cluster starts.
+
+        Example:
+            %dist_doctor
+        """
+        timeout = parse_doctor(line)
+        cluster = self._session.cluster()
+        return cluster.examine(timeout=timeout)
 
     @line_magic
     @_shortly
