@@ -730,7 +730,7 @@ class Cluster:
 
         seconds = durations.positive(timeout)
         self.start()
-        return examine(self, seconds)
+        return examine(self.agent, self.workers, seconds)
 
     # -- views: of higher layers, by `nbdist.registry` ------------------------------------------
 

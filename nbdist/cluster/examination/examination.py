@@ -25,7 +25,8 @@ from nbdist.cluster.examination.speed import ANSWERS_WITHIN, LinkSpeed, error_in
 from nbdist.rpc.asking import ask_each
 
 if TYPE_CHECKING:
-    from nbdist.cluster.cluster import Cluster
+    from nbdist.cluster.workers import Worker
+    from nbdist.rpc.agent import Agent
 
 __all__ = ["Examination", "examine"]
 
@@ -60,26 +61,27 @@ class Examination:
         return registry.draw(self)["text/html"]
 
 
-def examine(cluster: Cluster, seconds: float) -> Examination:
+def examine(agent: Agent, workers: Sequence[Worker], seconds: float) -> Examination:
     """Return the examination of a running cluster, made in at most about ``seconds`` and the time of one pair.
+
+    ``agent`` is the notebook's, and ``workers`` are the cluster's.
 
     The calls are not recorded in any context. Ctrl-C ends it with KeyboardInterrupt.
     """
     deadline = time.monotonic() + seconds
     with recorder().contexts.outside():
-        members = _members(cluster)
-        links, left_out = _links(cluster, members, deadline)
+        members = _members(agent, workers)
+        links, left_out = _links(agent, members, deadline)
     return Examination(members, links, find_all(members, links, left_out))
 
 
-def _members(cluster: Cluster) -> list[ExaminedMember]:
+def _members(agent: Agent, workers: Sequence[Worker]) -> list[ExaminedMember]:
     """Return the notebook and the workers, each with its facts if it tells them within `ANSWERS_WITHIN` seconds."""
-    agent = cluster.agent
-    ready = [worker.name for worker in cluster.workers if worker.alive and worker.step == "ready"]
+    ready = [worker.name for worker in workers if worker.alive and worker.step == "ready"]
     asked = ask_each(agent, describe_machine, dict.fromkeys(ready, ()), timeout=ANSWERS_WITHIN)
     places = {record.name: record.host for record in agent.members()}
-    found = [ExaminedMember(cluster.driver, "", agent.me.host, True, describe_machine(), device="cpu")]
-    for worker in cluster.workers:
+    found = [ExaminedMember(agent.me.name, "", agent.me.host, True, describe_machine(), device="cpu")]
+    for worker in workers:
         facts: MachineFacts | None = asked.values.get(worker.name)
         error = asked.errors.get(worker.name)
         why = error_in_words(error) if error is not None else "it is starting"
@@ -99,7 +101,7 @@ def _members(cluster: Cluster) -> list[ExaminedMember]:
     return found
 
 
-def _links(cluster: Cluster, members: Sequence[ExaminedMember], deadline: float) -> tuple[list[LinkSpeed], int]:
+def _links(agent: Agent, members: Sequence[ExaminedMember], deadline: float) -> tuple[list[LinkSpeed], int]:
     """Measure one pair of members after another until ``deadline``; return the results, and how many pairs are left.
 
     A member that once does not answer the notebook is asked no more.
@@ -114,11 +116,11 @@ def _links(cluster: Cluster, members: Sequence[ExaminedMember], deadline: float)
         if silent & {sender, receiver}:
             continue
         part = min(1.0, left / (len(pairs) - number) / _PAIR_SECONDS)
-        if sender == cluster.driver:
+        if sender == agent.me.name:
             link = measure_from_here(receiver, part)
             silent |= {receiver} if link.latency is None else set()
         else:
-            asked = ask_each(cluster.agent, measure_from_here, {sender: (receiver, part)}, timeout=_PAIR_WITHIN)
+            asked = ask_each(agent, measure_from_here, {sender: (receiver, part)}, timeout=_PAIR_WITHIN)
             silent.update(asked.silent)
             error = asked.errors.get(sender)
             link = asked.values[sender] if error is None else LinkSpeed(sender, receiver, error=error_in_words(error))
