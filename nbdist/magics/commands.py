@@ -49,6 +49,7 @@ from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
 from nbdist.views.passes.watching import Watcher
 from nbdist.views.workers.difference import DiffTable
+from nbdist.views.workers.line import line_in_place
 from nbdist.views.workers.memory import FreedTable, MemoryTable
 from nbdist.views.workers.panel import Panel
 from nbdist.views.workers.printed import LineRange
@@ -59,6 +60,9 @@ from nbdist.views.workers.remarks import remarks_on_start
 from nbdist.views.workers.status import StatusTable
 
 __all__ = ["DistMagics"]
+
+_MANY_PAIRS = 20
+"""Pairs of workers, with the notebook, from which on `%dist_doctor` says first that it takes a while."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -414,6 +418,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         """
         timeout = parse_doctor(line)
         cluster = self._session.cluster()
+        pairs = len(cluster.workers) * (len(cluster.workers) + 1)
+        if pairs >= _MANY_PAIRS:
+            line_in_place()(f"nbdist measures {pairs} pairs of workers, one after another, for up to {timeout:g} s.")
         return cluster.examine(timeout=timeout)
 
     @line_magic

@@ -165,6 +165,18 @@ def test_a_way_is_slow_beside_the_others_of_its_kind_only():
     assert find_all(members, [link("notebook", "worker2"), link("notebook", "worker3", 5.0, 1.0)]) == [], "two are few"
 
 
+def test_one_slow_host_is_found_among_three_although_most_ways_are_slow():
+    members = [THREE[0], member("worker0", place="two"), member("worker1", place="three")]
+    slow = [
+        link(one, other, rate=5e5)
+        for one, other in (("notebook", "worker1"), ("worker0", "worker1"), ("worker1", "notebook"))
+    ]
+    found = find_all(members, [*slow, link("notebook", "worker0", rate=1e8), link("worker0", "notebook", rate=9e7)])
+    assert [each.about for each in found] == [f"{each.sender} → {each.receiver}" for each in slow]
+    fast = [link(one.name, other.name, rate=5e9) for one in THREE for other in THREE if one is not other]
+    assert find_all(THREE, [*fast, link("worker0", "worker1", rate=3e8)]) == [], "fast enough"
+
+
 def test_a_busy_worker_is_the_reason_for_a_slow_way():
     members = [THREE[0], THREE[1], member("worker1", state="busy")]
     found = find_all(members, [*all_links(members), link("worker0", "worker1", 0.2)])

@@ -22,6 +22,7 @@ from nbdist.autograd.api import recorder
 from nbdist.cluster.examination.findings import ExaminedMember, Finding, find_all
 from nbdist.cluster.examination.machine import MachineFacts, describe_machine
 from nbdist.cluster.examination.speed import ANSWERS_WITHIN, LinkSpeed, error_in_words, measure_from_here
+from nbdist.errors import WorkerLost
 from nbdist.rpc.asking import ask_each
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _members(agent: Agent, workers: Sequence[Worker]) -> list[ExaminedMember]:
 def _links(agent: Agent, members: Sequence[ExaminedMember], deadline: float) -> tuple[list[LinkSpeed], int]:
     """Measure one pair of members after another until ``deadline``; return the results, and how many pairs are left.
 
-    A member that once does not answer the notebook is asked no more.
+    A member that once does not answer the notebook, or is lost meanwhile, is asked no more.
     """
     pairs = list(_pairs([member.name for member in members if member.facts is not None]))
     found: list[LinkSpeed] = []
@@ -121,8 +122,9 @@ def _links(agent: Agent, members: Sequence[ExaminedMember], deadline: float) -> 
             silent |= {receiver} if link.latency is None else set()
         else:
             asked = ask_each(agent, measure_from_here, {sender: (receiver, part)}, timeout=_PAIR_WITHIN)
-            silent.update(asked.silent)
             error = asked.errors.get(sender)
+            if sender in asked.silent or isinstance(error, WorkerLost):
+                silent.add(sender)
             link = asked.values[sender] if error is None else LinkSpeed(sender, receiver, error=error_in_words(error))
         found.append(link)
     return found, 0
