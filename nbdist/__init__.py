@@ -180,14 +180,14 @@ def _make_recorder(agent: Any) -> Any:
 
 
 def _describe(value: Any) -> str:
-    """Return a `Trace` or a `Plan` of `nbdist.autograd` as lines of text, for its repr."""
+    """Return a `Trace`, a `Plan` or an `Examination` as lines of text, for its repr."""
     from nbdist.views.drawing.values import text_of
 
     return text_of(value)
 
 
 def _draw(value: Any) -> dict[str, str]:
-    """Return the pictures of a `Trace`, a `Plan` or a `PipelineTimeline`, by MIME type, for a notebook."""
+    """Return the pictures of a `Trace`, a `Plan` and the like, by MIME type, for a notebook."""
     from nbdist.views.drawing.values import pictures_of
 
     return pictures_of(value)

@@ -41,9 +41,14 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="show what this installation can use",
-        description="Shows versions, what this machine offers, and which agents of yours run on it.",
+        description="Shows versions, what this machine offers, what is wrong with it and what to do about that, and "
+        "which agents of yours run on it.",
     )
-    doctor.add_argument("--connect", metavar="FILE", help="an invitation: say whether a worker of this host could join")
+    doctor.add_argument(
+        "--connect",
+        metavar="FILE",
+        help="an invitation: say whether a worker of this host could join, and try the way to the notebook",
+    )
     return parser
 
 

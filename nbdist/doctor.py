@@ -1,32 +1,40 @@
 """``python -m nbdist doctor``: shows what this installation can use, one line each.
 
-Every feature is tried out, not looked up by its name. If agents cannot work, the exit code is 1; a feature that is only
-missing for speed does not change it.
+Every feature is tried out, not looked up by its name. Below a line, indented, is what is wrong with it and what to do
+about it. If agents cannot work, the exit code is 1; a feature that is only missing for speed does not change it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nbdist import __version__
+from nbdist.amounts import counted, duration, size
 from nbdist.channel import machine
 from nbdist.channel.security import Secret, runtime_directory
 from nbdist.errors import NbdistError, VersionMismatch
 
+if TYPE_CHECKING:
+    from nbdist.cluster.examination.findings import Finding
+    from nbdist.cluster.examination.machine import MachineFacts
+    from nbdist.cluster.examination.speed import RoundTrips
+    from nbdist.cluster.hosts.admission import NotebookFacts
+    from nbdist.cluster.hosts.trials import TrialWay
+
 __all__ = ["examine"]
 
 _PACKAGES = ("torch", "pyzmq", "msgspec", "cloudpickle")
-_NOTEBOOK_ANSWERS_WITHIN = 10.0
-"""Seconds for the answer of a notebook on another host."""
 
 
 def examine(invitation: str | None = None) -> int:
@@ -47,7 +55,11 @@ def examine(invitation: str | None = None) -> int:
     _line("may use", machine.limits() or "all cores and all memory")
     _try("memfd", _memfd)
     _try("pidfd", _pidfd)
+    _try("shared memory", _shared_memory)
+    _try("open files", _open_files)
+    _try("ports", _ports)
     _try("GPUs", _gpus)
+    _try("NCCL", _nccl)
     with contextlib.suppress(NbdistError, OSError):
         _agents()
     if invitation is not None:
@@ -61,34 +73,82 @@ def _notebook(path: str) -> str:
     Returns its versions. Raises UsageError or SecurityError for the invitation, ChannelError if nobody answers, and
     VersionMismatch if a worker of this process's versions would be refused.
     """
-    import msgspec
-
-    from nbdist.channel.entrance import knock
-    from nbdist.cluster.hosts.admission import QUESTION, Denied, NotebookFacts, decode_answer, describe_myself
-    from nbdist.cluster.hosts.interfaces import interface_of, own_address_towards
+    from nbdist.cluster.hosts.admission import describe_myself
+    from nbdist.cluster.hosts.interfaces import interface_of
     from nbdist.cluster.hosts.invitations import read_invitation
+    from nbdist.cluster.hosts.trials import TrialWay
 
-    invitation = read_invitation(path)
-    address, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
-    own = own_address_towards(address.strip("[]"), int(port))
-    _line("this host there", f"{own}, interface {interface_of(own) or 'unknown'}")
-    request = QUESTION + msgspec.msgpack.encode(describe_myself(invitation.token, 1))
-    began, spent = time.time(), time.monotonic()
-    answer = decode_answer(knock(invitation.address, invitation.key.encode(), request, _NOTEBOOK_ANSWERS_WITHIN))
-    spent = time.monotonic() - spent
-    if isinstance(answer, Denied):
-        raise answer.error()
-    assert isinstance(answer, NotebookFacts)
-    _line("its answer took", f"{spent * 1000:.0f} ms, with the handshake of a new connection")
-    _line("its clock", f"{answer.now - began - spent / 2:+.2f} s beside this one's")
-    if answer.misfit:
-        raise VersionMismatch(answer.misfit)
-    return f"nbdist {answer.nbdist}, Python {answer.python}, torch {answer.torch} on {answer.host}: a worker may join"
+    with TrialWay(read_invitation(path)) as way:
+        _line("this host there", f"{way.own_address}, interface {interface_of(way.own_address) or 'unknown'}")
+        spent = time.monotonic()
+        facts = way.ask_for_facts()
+        _line("its answer took", f"{duration(time.monotonic() - spent)}, with the handshake of a new connection")
+        if facts.misfit:
+            raise VersionMismatch(facts.misfit)
+        trips: list[RoundTrips] = []
+        if _try("its latency", lambda: _latency(way, trips)):
+            _line("its clock", _clock(trips[0].ahead))
+            _try("bandwidth", lambda: _bandwidth(way, trips[0].fastest))
+            _try("ports there", lambda: _ports_there(way, facts))
+    found = f"nbdist {facts.nbdist}, Python {facts.python}, torch {facts.torch} on {facts.host}: a worker may join"
+    mine = describe_myself("", 0).torch
+    if facts.torch != mine:
+        found += f"\ntorch is {mine} here. Install the same torch on all hosts: NCCL works only with itself."
+    return found
+
+
+def _latency(way: TrialWay, trips: list[RoundTrips]) -> str:
+    """Return the time of a small message to the notebook and back; append the measurement to ``trips``."""
+    trips.append(way.round_trips())
+    return f"{duration(trips[0].latency)}, there and back"
+
+
+def _clock(ahead: float) -> str:
+    """Return in words a difference of the clocks: the notebook's is ``ahead`` seconds ahead of this host's."""
+    from nbdist.cluster.examination.findings import of_clock
+
+    return _with_findings(f"{ahead:+.3f} s beside this one's", of_clock(-ahead))
+
+
+def _bandwidth(way: TrialWay, fastest: float) -> str:
+    """Return the bandwidth to the notebook and back; ``fastest`` is the time of the fastest round trip, in seconds."""
+    there, back = way.rates(fastest)
+    return f"{size(int(there))}/s there, {size(int(back))}/s back"
+
+
+def _ports_there(way: TrialWay, facts: NotebookFacts) -> str:
+    """Return whether this host and the notebook's reach each other at ports other than that of the entrance."""
+    told = [
+        f"{who} {unreached}. Open all TCP ports between the two hosts: agents, gloo and NCCL listen at free ports. "
+        "Start the worker with --host if others reach this host at another address."
+        for who, unreached in (
+            ("this host does not reach", way.unreached_from_here(facts)),
+            ("the notebook's host does not reach", way.unreached_from_there()),
+        )
+        if unreached
+    ]
+    return "\n".join(["not reached:" if told else "reached, from both sides", *told])
 
 
 def _line(what: str, found: str) -> None:
-    """Print one line: the name of a feature or package, padded to a column, and what was found."""
-    print(f"{what:<18} {found}")
+    """Print the name of a feature or package, padded to a column, and what was found; further lines are indented."""
+    first, *more = found.split("\n")
+    print(f"{what:<18} {first}")
+    for line in more:
+        print(f"{'':<18} {line}")
+
+
+def _with_findings(found: str, findings: Iterable[Finding]) -> str:
+    """Return what was found, and below it a line for each finding: what is wrong, and what to do about it."""
+    return "\n".join([found, *map(str, findings)])
+
+
+def _with_own_findings(found: str, topic: str) -> str:
+    """Return what was found, and below it the findings about this machine and process with that topic."""
+    from nbdist.cluster.examination.findings import of_machine, of_process
+
+    facts = _facts()
+    return _with_findings(found, [each for each in [*of_machine(facts), *of_process(facts)] if each.topic == topic])
 
 
 def _try(what: str, find: Callable[[], str]) -> bool:
@@ -154,6 +214,41 @@ def _pidfd() -> str:
     return "yes"
 
 
+@functools.cache
+def _facts() -> MachineFacts:
+    """Return the facts about this process and its machine, read once."""
+    from nbdist.cluster.examination.machine import describe_machine  # here: it imports torch
+
+    return describe_machine(every_gpu=True)
+
+
+def _shared_memory() -> str:
+    """Return how much memory is left, in which agents share tensors, and what other libraries find in /dev/shm."""
+    from nbdist.channel.shared_memory.arena import default_bound
+
+    facts = _facts()
+    files = "no /dev/shm" if facts.shared_files_left is None else f"{size(facts.shared_files_left)} free in /dev/shm"
+    room = f"{size(facts.memory_left)} of {size(facts.memory)} left; each agent shares up to {size(default_bound())}"
+    return _with_own_findings(f"{room}; {files}", "shared memory")
+
+
+def _open_files() -> str:
+    """Return how many files this process may open."""
+    return _with_own_findings(f"at most {counted(_facts().files_limit, 'file')}", "open files")
+
+
+def _ports() -> str:
+    """Return the range of ports at which agents, gloo and NCCL listen."""
+    found = _facts().ports
+    told = "any free ones" if found is None else f"free ones from {found[0]} to {found[1]}"
+    return _with_own_findings(f"{told}; hosts of one cluster must reach each other at all of them", "ports")
+
+
+def _nccl() -> str:
+    """Return the version of the NCCL in torch."""
+    return _with_own_findings(_facts().nccl or "none", "NCCL")
+
+
 def _gpus() -> str:
     """Return how many GPUs torch sees, and which of them have memory that processes can share."""
     import torch  # here, so that everything else is shown if torch cannot be imported
@@ -163,9 +258,11 @@ def _gpus() -> str:
     count = torch.cuda.device_count()
     shared = [str(index) for index in range(count) if gpu_memory.is_available(index)]
     if not count:
-        return "none"
+        return _with_own_findings("none", "GPUs")
     told = f"in the memory of GPU {', '.join(shared)}" if shared else "by way of the host's memory"
-    return f"{count}; processes that share a GPU pass tensors {told}"
+    found = [f"{count}; processes that share a GPU pass tensors {told}"]
+    found += [f"GPU {gpu.index}: {gpu.name}, {gpu.capability[0]}.{gpu.capability[1]}" for gpu in _facts().gpus]
+    return _with_own_findings("\n".join(found), "GPUs")
 
 
 def _agents() -> None:

@@ -22,10 +22,10 @@ make_recorder: Callable[[Any], Any]
 """Returns the recorder of an agent, a `nbdist.rpc.recording.CallRecorder`, which the agent calls for each call."""
 
 describe: Callable[[Any], str]
-"""Returns a value as lines of text. For a `Trace` or a `Plan` of `nbdist.autograd`, whose repr this is."""
+"""Returns a value as lines of text. For a `Trace`, a `Plan` or an `Examination`, whose repr this is."""
 
 draw: Callable[[Any], dict[str, str]]
-"""Returns a value's pictures by MIME type. For a `Trace`, a `Plan`, or a `nbdist.nn.timeline.PipelineTimeline`."""
+"""Returns a value's pictures by MIME type. For a `Trace`, a `Plan`, a `PipelineTimeline` or an `Examination`."""
 
 make_timeline: Callable[[Agent], Timeline]
 """Returns a new timeline of the work of an agent and its world. For `Cluster.timeline`."""

@@ -25,7 +25,7 @@ from nbdist.channel.resources import require_files
 from nbdist.channel.security import CurveKeys
 from nbdist.channel.zeromq import in_brackets
 
-__all__ = ["Entrance", "knock"]
+__all__ = ["Entrance", "Visit", "knock"]
 
 _LARGEST_REQUEST = 16 << 20
 """Bytes of a request or an answer; ZeroMQ ends the connection of a process that sends more."""
@@ -130,36 +130,71 @@ def bind(sock: zmq.Socket[bytes], host: str, ports: tuple[int, int] | None) -> N
     ) from error
 
 
+class Visit:
+    """A connection to an entrance, for several requests, one after another: ``with Visit(address, key) as visit``.
+
+    Once a request has had no answer in time, make another visit: its answer may still come, and would be taken for that
+    of the next request.
+    """
+
+    def __init__(self, address: str, key: bytes) -> None:
+        """Begin to connect to the entrance at ``address``; ``key`` is its public key.
+
+        Raises ChannelError if no such address can be connected to, ResourceError if too few files can be opened.
+        """
+        require_files(_FILES_NEEDED, "this process cannot reach the entrance of a cluster")
+        self._address = address
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._socket = self._context.socket(zmq.DEALER)
+            self._socket.set(zmq.LINGER, 0)
+            self._socket.set(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
+            self._socket.set(zmq.IPV6, int("[" in address))
+            public, private = zmq.curve_keypair()
+            self._socket.set(zmq.CURVE_PUBLICKEY, public)
+            self._socket.set(zmq.CURVE_SECRETKEY, private)
+            self._socket.set(zmq.CURVE_SERVERKEY, key)
+            try:
+                self._socket.connect(address)
+            except zmq.ZMQError as error:
+                raise ChannelError(f"the address {address} of the cluster cannot be used: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Visit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, request: bytes, timeout: float) -> bytes:
+        """Send a request, and return its answer.
+
+        Raises ChannelError if there is no answer after ``timeout`` seconds: nobody listens there, the entrance has
+        another key, or it does not answer this request.
+        """
+        self._socket.send(request)
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            if self._socket.poll(round(min(left, 0.1) * 1000)):  # short waits: Ctrl-C ends them
+                return b"".join(self._socket.recv_multipart())
+        raise ChannelError(
+            f"no answer from {self._address} within {timeout:g} s. Either the notebook's cluster has ended: start it "
+            "again, and use its new invitation. Or its host cannot be reached from here: see whether `ping` reaches "
+            "it, whether a firewall closes the port (--ports chooses it), and whether --host named the right address"
+        )
+
+    def close(self) -> None:
+        """End the connection. A second call does nothing."""
+        self._context.destroy(0)
+
+
 def knock(address: str, key: bytes, request: bytes, timeout: float) -> bytes:
-    """Send a request to an entrance, and return its answer.
+    """Send one request to an entrance, and return its answer.
 
     ``key`` is the public key of the entrance. Raises ChannelError if there is no answer after ``timeout`` seconds:
     nobody listens there, or the entrance has another key.
     """
-    require_files(_FILES_NEEDED, "this process cannot reach the entrance of a cluster")
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        sock = context.socket(zmq.DEALER)
-        sock.set(zmq.LINGER, 0)
-        sock.set(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
-        sock.set(zmq.IPV6, int("[" in address))
-        public, private = zmq.curve_keypair()
-        sock.set(zmq.CURVE_PUBLICKEY, public)
-        sock.set(zmq.CURVE_SECRETKEY, private)
-        sock.set(zmq.CURVE_SERVERKEY, key)
-        try:
-            sock.connect(address)
-        except zmq.ZMQError as error:
-            raise ChannelError(f"the address {address} of the cluster cannot be used: {error}") from error
-        sock.send(request)
-        deadline = time.monotonic() + timeout
-        while (left := deadline - time.monotonic()) > 0:
-            if sock.poll(round(min(left, 0.1) * 1000)):  # short waits: Ctrl-C ends them
-                return b"".join(sock.recv_multipart())
-        raise ChannelError(
-            f"no answer from {address} within {timeout:g} s. Either the notebook's cluster has ended: start it again, "
-            "and use its new invitation. Or its host cannot be reached from here: see whether `ping` reaches it, "
-            "whether a firewall closes the port (--ports chooses it), and whether --host named the right address"
-        )
-    finally:
-        context.destroy(0)
+    with Visit(address, key) as visit:
+        return visit.ask(request, timeout)

@@ -60,6 +60,7 @@ from nbdist.wire.messages import Record
 from nbdist.wire.pickling import culprit
 
 if TYPE_CHECKING:
+    from nbdist.cluster.examination.examination import Examination
     from nbdist.cluster.processes.launchers.join import JoinLauncher
     from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
     from nbdist.views.timeline.timeline import Timeline
@@ -717,6 +718,34 @@ class Cluster:
         """
         self.start()
         return WorkerExecutor(self._lanes, [worker.name for worker in self.select(targets)])
+
+    # -- looking for trouble --------------------------------------------------------------------
+
+    def examine(self, *, timeout: float = 60.0) -> Examination:
+        """Ask each worker what it has, measure the way from each to each other, and return what is wrong.
+
+        Asks for versions, clocks, memory, GPUs and NCCL. One pair after another calls and sends a tensor: about 0.7 s
+        for each pair, less where there are many. Busy workers take part. Dead workers, and workers that do not answer
+        within 3 s, are named in the result. The result shows itself as text and as tables. `%dist_doctor` shows it.
+
+        Args:
+            timeout: Seconds for all pairs together, more than 0. Pairs for which there is no time are left out.
+
+        Raises:
+            UsageError: ``timeout`` is not more than 0.
+
+        Example:
+            ::
+
+                found = cluster.examine()
+                print(found)
+                assert not found.findings
+        """
+        from nbdist.cluster.examination.examination import examine
+
+        seconds = durations.positive(timeout)
+        self.start()
+        return examine(self.agent, self.workers, seconds)
 
     # -- views: of higher layers, by `nbdist.registry` ------------------------------------------
 

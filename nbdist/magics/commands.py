@@ -19,6 +19,7 @@ from IPython.display import display
 from nbdist import autograd, rpc
 from nbdist.amounts import counted
 from nbdist.cluster.cluster import Cluster
+from nbdist.cluster.examination.examination import Examination
 from nbdist.cluster.inspection.comparing import differences
 from nbdist.cluster.inspection.freeing import free
 from nbdist.cluster.inspection.holdings import collect as collect_holdings
@@ -36,6 +37,7 @@ from nbdist.magics.lines import (
     CellLine,
     parse_cell,
     parse_diff,
+    parse_doctor,
     parse_init,
     parse_log,
     parse_memory,
@@ -47,6 +49,7 @@ from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
 from nbdist.views.passes.watching import Watcher
 from nbdist.views.workers.difference import DiffTable
+from nbdist.views.workers.line import line_in_place
 from nbdist.views.workers.memory import FreedTable, MemoryTable
 from nbdist.views.workers.panel import Panel
 from nbdist.views.workers.printed import LineRange
@@ -57,6 +60,9 @@ from nbdist.views.workers.remarks import remarks_on_start
 from nbdist.views.workers.status import StatusTable
 
 __all__ = ["DistMagics"]
+
+_MANY_PAIRS = 20
+"""Pairs of workers, with the notebook, from which on `%dist_doctor` says first that it takes a while."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -394,6 +400,30 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             %dist_debug
         """
         return self._status(line)
+
+    @line_magic
+    @_shortly
+    def dist_doctor(self, line: str) -> Examination:
+        """Show versions, clocks, memory and GPUs of all workers, how fast each reaches each other, and what to do.
+
+        %dist_doctor [-t SECONDS]
+
+        One pair of workers after another is measured, by a few small calls and a tensor of up to 8 MB: about 0.7 s for
+        each pair. Busy workers take part; dead and silent ones are named. A line for each thing that is wrong says
+        what to do about it.
+        -t, --timeout    seconds for all pairs together (60); pairs for which there is no time are left out
+
+        `python -m nbdist doctor` in a terminal examines one machine, also before a cluster starts.
+
+        Example:
+            %dist_doctor
+        """
+        timeout = parse_doctor(line)
+        cluster = self._session.cluster()
+        pairs = len(cluster.workers) * (len(cluster.workers) + 1)
+        if pairs >= _MANY_PAIRS:
+            line_in_place()(f"nbdist measures {pairs} pairs of workers, one after another, for up to {timeout:g} s.")
+        return cluster.examine(timeout=timeout)
 
     @line_magic
     @_shortly

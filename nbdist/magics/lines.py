@@ -23,6 +23,7 @@ __all__ = [
     "ValueLine",
     "parse_cell",
     "parse_diff",
+    "parse_doctor",
     "parse_init",
     "parse_log",
     "parse_memory",
@@ -241,6 +242,7 @@ LINE_OPTIONS: dict[str, tuple[str, ...]] = {
     "%dist_invite": ("--uses", "--expires", "--revoke"),
     "%dist_restart": ("-p", "--process-group"),
     "%dist_reset": ("-n", "--nuclear"),
+    "%dist_doctor": ("-t", "--timeout"),
     "%dist_mode": ("-e", "--enable", "-d", "--disable"),
     "%dist_push": ("-r", "--rank", "--targets"),
     "%dist_pull": ("-r", "--rank", "--targets"),
@@ -452,6 +454,17 @@ def parse_diff(line: str) -> tuple[str, str | None]:
     if found is None or not found[1].strip():
         raise UsageError("%dist_diff needs an expression to compare; write: %dist_diff EXPRESSION [-r TARGET]")
     return found[1].strip(), found[2]
+
+
+def parse_doctor(line: str) -> float:
+    """Parse the line of ``%dist_doctor``; return the seconds for all pairs of workers.
+
+    Raises UsageError for a wrong line.
+    """
+    reader = _Reader("%dist_doctor [-t SECONDS]")
+    reader.add_argument("-t", "--timeout", type=_seconds, default=60.0)
+    found: float = reader.read(line).timeout
+    return found
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from nbdist.__main__ import main
 from nbdist.channel.contract import ChannelError
 from nbdist.channel.entrance import Entrance, knock
 from nbdist.channel.security import Secret
-from nbdist.cluster.hosts import admission
+from nbdist.cluster.hosts import admission, hub
 from nbdist.cluster.hosts.admission import check_versions, describe_myself
 from nbdist.cluster.hosts.invitations import Invitations, read_invitation
 from nbdist.errors import SecurityError, UsageError, VersionMismatch
@@ -159,12 +159,98 @@ def test_the_doctor_says_whether_a_worker_could_join(running, tmp_path, capsys):
     cluster.invite(str(file))
     assert main(["doctor", "--connect", str(file)]) == 0
     said = capsys.readouterr().out
-    for what in ("this host there    127.0.0.1, interface lo", "its answer took", "its clock", ": a worker may join"):
+    for what in (
+        "this host there    127.0.0.1, interface lo",
+        "its answer took",
+        "its latency",
+        "its clock",
+        "bandwidth",
+        "B/s back",
+        "ports there        reached, from both sides",
+        ": a worker may join",
+    ):
         assert what in said
     cluster.invite(str(file), expires=0.001)
     time.sleep(0.01)
     assert main(["doctor", "--connect", str(file)]) == 1
     assert "the notebook       no: this invitation expired" in capsys.readouterr().out
+
+
+def test_the_doctor_says_that_the_torch_there_is_another(running, tmp_path, monkeypatch, capsys):
+    cluster, _ = running
+    file = tmp_path / "another.json"
+    cluster.invite(str(file))
+    monkeypatch.setattr(torch, "__version__", "2.99.0")  # of the notebook, and of the doctor, which run here
+    real = hub.describe_the_notebook
+
+    def older(newcomer, addresses):
+        facts = real(newcomer, addresses)
+        facts.torch = "2.98.0"
+        return facts
+
+    monkeypatch.setattr(hub, "describe_the_notebook", older)
+    assert main(["doctor", "--connect", str(file)]) == 0
+    assert "torch is 2.99.0 here. Install the same torch on all hosts" in capsys.readouterr().out
+
+
+def tried(invitation, **fields) -> admission.TrialAnswer | admission.Denied:
+    """Send a trial with these fields, and return its answer."""
+    trial = admission.Trial(**{"token": invitation.token, **fields})
+    request = admission.TRIAL + admission.msgspec.msgpack.encode(trial)
+    return admission.decode_answer(knock(invitation.address, invitation.key.encode(), request, 10.0))
+
+
+def test_trials_move_bytes_for_the_invited_only_and_a_bounded_number(running, tmp_path):
+    cluster, first = running
+    stranger = read_invitation(str(first))  # used up
+    for refusal in (
+        tried(stranger, wanted=1 << 20),
+        tried(stranger, token="guessed", wanted=1 << 20, port=1, host="::1"),
+    ):
+        assert isinstance(refusal, admission.Denied)
+    file = tmp_path / "another.json"
+    cluster.invite(str(file))
+    invitation = read_invitation(str(file))
+    assert len(tried(invitation, wanted=1000).padding) == 1000
+    assert len(tried(invitation, wanted=1 << 40).padding) == 1 << 23, "one answer is bounded"
+    assert tried(invitation, wanted=-5).padding == b""
+    unreached = tried(invitation, port=1, host="127.0.0.1").unreached
+    assert "refused" in unreached
+    for host, port in (("no such host.invalid", 1), ("127.0.0.1", -1), ("127.0.0.1", 1 << 40), ("x" * 300, 1)):
+        assert tried(invitation, port=port, host=host).unreached
+    answers = [tried(invitation, wanted=1 << 23) for _ in range(15)]
+    denied = [answer for answer in answers if isinstance(answer, admission.Denied)]
+    assert 0 < len(denied) < 15
+    assert "have moved" in denied[-1].why
+    cluster._lives.launcher.hub._invitations.use(invitation.token, time.time())  # the trials have taken no use
+
+
+def test_the_doctor_still_answers_when_it_may_measure_no_more(running, tmp_path, capsys):
+    cluster, _ = running
+    file = tmp_path / "another.json"
+    cluster.invite(str(file))
+    for _ in range(15):
+        tried(read_invitation(str(file)), wanted=1 << 23)
+    assert main(["doctor", "--connect", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "bandwidth          no: doctors with this invitation have moved" in said
+    assert ": a worker may join" in said
+
+
+def test_what_trials_may_move_is_counted_by_the_minute():
+    invitations = Invitations()
+    token = invitations.invite(100.0, 600.0, 1)
+    with pytest.raises(SecurityError, match="has not made this invitation"):
+        invitations.try_out("guessed", 100.0, 1)
+    invitations.try_out(token, 100.0, 100_000_000)
+    with pytest.raises(SecurityError, match=r"have moved 100 MB within a minute, and may move 128 MB: ask again in 50"):
+        invitations.try_out(token, 110.0, 30_000_000)
+    invitations.try_out(token, 110.0, 28_000_000)
+    invitations.try_out(token, 160.0, 128_000_000)
+    invitations.try_out(token, 90.0, 128_000_000)  # the clock was set back
+    invitations.use(token, 100.0)
+    with pytest.raises(SecurityError, match="has been used up"):
+        invitations.try_out(token, 300.0, 1)
 
 
 # -- strangers --------------------------------------------------------------------------------------
@@ -177,7 +263,17 @@ def test_strangers_at_the_entrance_get_nothing_and_harm_nobody(running):
     wrong = Secret(b"another secret of some length", shared_off_host=True).curve("entrance").public
     with pytest.raises(ChannelError, match="no answer"):
         knock(invitation.address, wrong, b"n", 0.3)
-    for request in (b"", b"x", b"n", b"n\xff\xff", b"s" + b"\0" * 100, os.urandom(1000), b"n" + os.urandom(100_000)):
+    for request in (
+        b"",
+        b"x",
+        b"n",
+        b"n\xff\xff",
+        b"t",
+        b"t\xff",
+        b"s" + b"\0" * 100,
+        os.urandom(1000),
+        b"n" + os.urandom(100_000),
+    ):
         with pytest.raises(ChannelError, match="no answer"):
             knock(invitation.address, invitation.key.encode(), request, 0.1)
     host, _, port = invitation.address.removeprefix("tcp://").rpartition(":")

@@ -1,6 +1,7 @@
 """``python -m nbdist doctor``."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -20,7 +21,25 @@ def test_it_shows_what_there_is(tmp_path):
     assert found["torch"].startswith("2.")
     assert {found[name] for name in ("unix sockets", "CURVE", "memfd", "pidfd")} == {"yes"}
     assert "this host only" in found["secret"]
+    assert "each agent shares up to" in found["shared memory"]
+    assert found["open files"].startswith("at most ")
+    assert re.match(r"free ones from \d+ to \d+; hosts of one cluster must reach", found["ports"])
+    assert found["GPUs"]
+    assert found["NCCL"]
     assert not any(name.startswith("agent") for name in found)
+
+
+def test_what_is_wrong_is_said_below_its_line_with_the_remedy(tmp_path):
+    done = subprocess.run(
+        ["sh", "-c", f"ulimit -n 240; exec {sys.executable} -m nbdist doctor"],
+        env={**os.environ, "NBDIST_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    at = lines.index("open files         at most 240 files")
+    assert re.match(r" {19}\d+ of at most 240 files are open\. Raise the limit with ulimit -n 65536", lines[at + 1])
 
 
 def test_it_shows_which_agents_run(tmp_path):

@@ -3,6 +3,7 @@
 ==================  ==================================================================================
 `invitations`       the connection file that invites a host, and the tokens that the notebook accepts
 `admission`         what a newcomer says of itself, and whether it may come in
+`trials`            asks whether a worker of this host could join, and tries the way there
 `keeper`            the process that starts the workers of one host, and ends them
 `hub`               the notebook's side: lets keepers in, hands workers to them
 `group_board`       the store at which workers of several hosts form their process group

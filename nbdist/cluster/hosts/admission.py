@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import platform
 import sys
-import time
 
 import msgspec
 import torch
@@ -19,10 +18,13 @@ from nbdist.wire.messages import VERSION, Record
 __all__ = [
     "NEWCOMER",
     "QUESTION",
+    "TRIAL",
     "Admitted",
     "Denied",
-    "NotebookFacts",
     "Newcomer",
+    "NotebookFacts",
+    "Trial",
+    "TrialAnswer",
     "check_versions",
     "decode_answer",
     "describe_myself",
@@ -33,6 +35,8 @@ NEWCOMER = b"n"
 """The first byte of a newcomer's request, by which the entrance tells it from others."""
 QUESTION = b"q"
 """The first byte of a `Newcomer`'s request that only asks: it uses up nothing; the answer is `NotebookFacts`."""
+TRIAL = b"t"
+"""The first byte of a `Trial`; the answer is a `TrialAnswer`."""
 _OLDEST_TORCH = (2, 10)
 
 
@@ -79,21 +83,48 @@ class NotebookFacts(msgspec.Struct, tag="facts"):
     python: str
     torch: str
     nbdist: str
-    now: float
-    """The notebook's clock, in seconds since 1970."""
     misfit: str
     """Why a worker of those versions would be refused; empty if it would not."""
+    addresses: list[str]
+    """Where the hub's agent listens: ports beside the entrance's that a worker's host must reach, too."""
 
 
-def describe_the_notebook(newcomer: Newcomer) -> NotebookFacts:
-    """Return the answer to a question of a newcomer with these versions, which this process, the notebook, gives."""
+class Trial(msgspec.Struct, tag="trial"):
+    """A request that tries the way to the notebook, with the token of a valid invitation. It takes none of its uses."""
+
+    token: str
+    padding: bytes = b""
+    """Bytes that only take time on the way there."""
+    wanted: int = 0
+    """The number of bytes that should come back."""
+    port: int = 0
+    """A port at which the notebook should try to connect to ``host``; 0 for none."""
+    host: str = ""
+
+
+class TrialAnswer(msgspec.Struct, tag="tried"):
+    """The answer to a trial."""
+
+    now: float
+    """The notebook's clock, in seconds since 1970."""
+    padding: bytes = b""
+    """As many bytes as were wanted."""
+    unreached: str = ""
+    """The error with which the notebook could not connect to the port; empty if it could, or none was named."""
+
+
+def describe_the_notebook(newcomer: Newcomer, addresses: list[str]) -> NotebookFacts:
+    """Return the answer to a question of a newcomer with these versions, which this process, the notebook, gives.
+
+    ``addresses`` are those at which the hub's agent listens.
+    """
     try:
         check_versions(newcomer)
         misfit = ""
     except VersionMismatch as error:
         misfit = str(error)
     mine = describe_myself("", 0)
-    return NotebookFacts(mine.host, mine.python, mine.torch, mine.nbdist, time.time(), misfit)
+    return NotebookFacts(mine.host, mine.python, mine.torch, mine.nbdist, misfit, addresses)
 
 
 def describe_myself(token: str, workers: int) -> Newcomer:
@@ -103,9 +134,9 @@ def describe_myself(token: str, workers: int) -> Newcomer:
     )
 
 
-def decode_answer(answer: bytes) -> Admitted | Denied | NotebookFacts:
+def decode_answer(answer: bytes) -> Admitted | Denied | NotebookFacts | TrialAnswer:
     """Return an answer of the entrance. Raises `msgspec.MsgspecError` if it cannot be read."""
-    return msgspec.msgpack.decode(answer, type=Admitted | Denied | NotebookFacts)
+    return msgspec.msgpack.decode(answer, type=Admitted | Denied | NotebookFacts | TrialAnswer)
 
 
 def check_versions(newcomer: Newcomer) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import logging
 import secrets
+import socket
 import threading
 import time
 import weakref
@@ -28,9 +29,12 @@ from nbdist.channel.security import Secret
 from nbdist.cluster.hosts.admission import (
     NEWCOMER,
     QUESTION,
+    TRIAL,
     Admitted,
     Denied,
     Newcomer,
+    Trial,
+    TrialAnswer,
     check_versions,
     describe_the_notebook,
 )
@@ -53,6 +57,12 @@ _ARRIVES_WITHIN = 60.0
 
 A keeper imports torch before it knocks, so it needs few.
 """
+_LARGEST_TRIAL = 1 << 23
+"""Bytes that one trial may have sent back."""
+_CONNECTS_WITHIN = 0.5
+"""Seconds for a connection to a port that a trial names: the entrance answers nobody else meanwhile."""
+_CONNECTING_COUNTS = 1 << 22
+"""Bytes as which a connection counts, so that an invitation allows a bounded number a minute."""
 _NAME = "hub"
 
 _log = logging.getLogger("nbdist.cluster")
@@ -191,6 +201,8 @@ class Hub:
         kind, content = request[:1], request[1:]
         if kind == STORE:
             return self._texts.answer(content)
+        if kind == TRIAL:
+            return self._answer_trial(msgspec.msgpack.decode(content, type=Trial))
         if kind not in (NEWCOMER, QUESTION):
             raise ProtocolError("a request at the entrance is none of nbdist's")
         newcomer = msgspec.msgpack.decode(content, type=Newcomer)
@@ -201,7 +213,7 @@ class Hub:
                 # First, so that a stranger does not learn the versions.
                 self._invitations.check(newcomer.token, time.time(), workers)
                 if kind == QUESTION:
-                    return msgspec.msgpack.encode(describe_the_notebook(newcomer))
+                    return msgspec.msgpack.encode(describe_the_notebook(newcomer, self._agent.me.addresses))
                 check_versions(newcomer)
                 self._invitations.use(newcomer.token, time.time(), workers)
                 id = next(self._ids)
@@ -210,6 +222,26 @@ class Hub:
             _log.warning("a worker of %s was refused: %s", newcomer.host, error)
             return msgspec.msgpack.encode(Denied(str(error), isinstance(error, VersionMismatch)))
         return msgspec.msgpack.encode(Admitted(id, self.secret, self._agent.me))
+
+    def _answer_trial(self, trial: Trial) -> bytes:
+        """Return the answer to a trial: bytes, or whether a port can be reached. In the entrance's thread.
+
+        Without a valid invitation, or beyond what an invitation may move in a minute, the answer is `Denied`.
+        """
+        wanted = min(max(0, trial.wanted), _LARGEST_TRIAL)
+        nbytes = len(trial.padding) + wanted + (_CONNECTING_COUNTS if trial.port else 0)
+        try:
+            with self.lock:
+                self._invitations.try_out(trial.token, time.time(), nbytes)
+        except SecurityError as error:
+            return msgspec.msgpack.encode(Denied(str(error), False))
+        unreached = ""
+        if trial.port:
+            try:
+                socket.create_connection((trial.host, trial.port), _CONNECTS_WITHIN).close()
+            except (OSError, OverflowError, UnicodeError) as error:
+                unreached = str(error) or type(error).__name__
+        return msgspec.msgpack.encode(TrialAnswer(time.time(), bytes(wanted), unreached))
 
     def _forget_the_late(self) -> None:
         """Give back the uses of keepers that were let in and have not come in time. The caller holds the lock."""

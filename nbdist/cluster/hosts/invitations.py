@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from nbdist.amounts import counted, duration
+from nbdist.amounts import counted, duration, size
 from nbdist.errors import SecurityError, UsageError
 
 __all__ = ["Invitation", "Invitations", "read_invitation"]
@@ -74,6 +74,11 @@ def read_invitation(path: str) -> Invitation:
         raise UsageError(f"{path} is no invitation of %dist_invite: {error}") from error
 
 
+_TRIED_BYTES = 128_000_000
+"""Bytes that trials with one invitation may move in a minute: a doctor moves 35 MB."""
+_TRIED_SECONDS = 60.0
+
+
 @dataclass
 class _Grant:
     """One token, until when it is valid, and how many uses are left."""
@@ -82,6 +87,9 @@ class _Grant:
     until: float
     left: int
     revoked: bool = False
+    tried_since: float = -_TRIED_SECONDS
+    """The beginning of the minute in which `tried` bytes were moved."""
+    tried: int = 0
 
 
 class Invitations:
@@ -114,6 +122,22 @@ class Invitations:
         """Take one use of a token for each of ``workers``; raise SecurityError, with the reason, if that is refused."""
         self.check(token, now, workers)
         next(grant for grant in self._grants if grant.token == token).left -= workers
+
+    def try_out(self, token: str, now: float, nbytes: int) -> None:
+        """Count bytes that a trial with a token moves, and take no use.
+
+        Raises SecurityError, with the reason, if the token is not valid, or has moved too much within a minute.
+        """
+        self.check(token, now, 1)
+        grant = next(grant for grant in self._grants if grant.token == token)
+        if not grant.tried_since <= now < grant.tried_since + _TRIED_SECONDS:
+            grant.tried_since, grant.tried = now, 0
+        if grant.tried + nbytes > _TRIED_BYTES:
+            raise SecurityError(
+                f"doctors with this invitation have moved {size(grant.tried)} within a minute, and may move "
+                f"{size(_TRIED_BYTES)}: ask again in {duration(grant.tried_since + _TRIED_SECONDS - now)}"
+            )
+        grant.tried += nbytes
 
     def give_back(self, token: str, workers: int) -> None:
         """Give back uses of a token, for workers that were let in and did not come."""

@@ -7,5 +7,6 @@
 `memory`, `memory_rows`  the tables of `%dist_memory` and `%dist_free`
 `printed`                the lines of `%dist_log`
 `difference`             the result of `%dist_diff`
+`examination`            the result of `%dist_doctor`
 =======================  =================================================
 """

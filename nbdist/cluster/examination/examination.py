@@ -1,0 +1,142 @@
+"""Examines a running cluster: asks each member for its facts, and measures the way from each member to each other.
+
+::
+
+    all members at once     `describe_machine`                    3 s for the answers
+    one pair at a time      `measure_from_here` on the sender     about 0.7 s, less where there are many pairs
+    without a call          `findings.find_all`
+
+A worker that is dead takes no time, and one that does not answer takes 3 s once. A busy worker answers: calls run in
+other threads than its cells.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nbdist import registry
+from nbdist.autograd.api import recorder
+from nbdist.cluster.examination.findings import ExaminedMember, Finding, find_all
+from nbdist.cluster.examination.machine import MachineFacts, describe_machine
+from nbdist.cluster.examination.speed import ANSWERS_WITHIN, LinkSpeed, error_in_words, measure_from_here
+from nbdist.errors import WorkerLost
+from nbdist.rpc.asking import ask_each
+
+if TYPE_CHECKING:
+    from nbdist.cluster.workers import Worker
+    from nbdist.rpc.agent import Agent
+
+__all__ = ["Examination", "examine"]
+
+_PAIR_SECONDS = 0.7
+"""Seconds in which a pair is measured if there is time enough for all pairs."""
+_PAIR_WITHIN = 12.0
+"""Seconds after which a measurement is given up. It ends before, by its own limits, unless its sender stands still."""
+
+
+@dataclass(repr=False, frozen=True)
+class Examination:
+    """The result of `Cluster.examine`, which shows itself as text and, in a notebook, as tables."""
+
+    members: list[ExaminedMember]
+    """The notebook, and then the workers."""
+    links: list[LinkSpeed]
+    """The speed of each way that was measured."""
+    findings: list[Finding]
+    """The things that are wrong; empty if there are none."""
+
+    def link(self, sender: str, receiver: str) -> LinkSpeed | None:
+        """Return the speed of the way from ``sender`` to ``receiver``; None if it was not measured."""
+        for link in self.links:
+            if (link.sender, link.receiver) == (sender, receiver):
+                return link
+        return None
+
+    def __repr__(self) -> str:
+        return registry.describe(self)
+
+    def _repr_html_(self) -> str:
+        return registry.draw(self)["text/html"]
+
+
+def examine(agent: Agent, workers: Sequence[Worker], seconds: float) -> Examination:
+    """Return the examination of a running cluster, made in at most about ``seconds`` and the time of one pair.
+
+    ``agent`` is the notebook's, and ``workers`` are the cluster's.
+
+    The calls are not recorded in any context. Ctrl-C ends it with KeyboardInterrupt.
+    """
+    deadline = time.monotonic() + seconds
+    with recorder().contexts.outside():
+        members = _members(agent, workers)
+        links, left_out = _links(agent, members, deadline)
+    return Examination(members, links, find_all(members, links, left_out))
+
+
+def _members(agent: Agent, workers: Sequence[Worker]) -> list[ExaminedMember]:
+    """Return the notebook and the workers, each with its facts if it tells them within `ANSWERS_WITHIN` seconds."""
+    ready = [worker.name for worker in workers if worker.alive and worker.step == "ready"]
+    asked = ask_each(agent, describe_machine, dict.fromkeys(ready, ()), timeout=ANSWERS_WITHIN)
+    places = {record.name: record.host for record in agent.members()}
+    found = [ExaminedMember(agent.me.name, "", agent.me.host, True, describe_machine(), device="cpu")]
+    for worker in workers:
+        facts: MachineFacts | None = asked.values.get(worker.name)
+        error = asked.errors.get(worker.name)
+        why = error_in_words(error) if error is not None else "it is starting"
+        if worker.name in asked.silent:
+            why = f"no answer within {ANSWERS_WITHIN:g} s"
+        found.append(
+            ExaminedMember(
+                worker.name,
+                worker.state,
+                places.get(worker.name, ""),
+                worker.lost is None,
+                facts,
+                "" if facts is not None else why,
+                worker.device if worker.gpu is None else f"{worker.device} (GPU {worker.gpu})",
+            )
+        )
+    return found
+
+
+def _links(agent: Agent, members: Sequence[ExaminedMember], deadline: float) -> tuple[list[LinkSpeed], int]:
+    """Measure one pair of members after another until ``deadline``; return the results, and how many pairs are left.
+
+    A member that once does not answer the notebook, or is lost meanwhile, is asked no more.
+    """
+    pairs = list(_pairs([member.name for member in members if member.facts is not None]))
+    found: list[LinkSpeed] = []
+    silent: set[str] = set()
+    for number, (sender, receiver) in enumerate(pairs):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return found, len(pairs) - number
+        if silent & {sender, receiver}:
+            continue
+        part = min(1.0, left / (len(pairs) - number) / _PAIR_SECONDS)
+        if sender == agent.me.name:
+            link = measure_from_here(receiver, part)
+            silent |= {receiver} if link.latency is None else set()
+        else:
+            asked = ask_each(agent, measure_from_here, {sender: (receiver, part)}, timeout=_PAIR_WITHIN)
+            error = asked.errors.get(sender)
+            if sender in asked.silent or isinstance(error, WorkerLost):
+                silent.add(sender)
+            link = asked.values[sender] if error is None else LinkSpeed(sender, receiver, error=error_in_words(error))
+        found.append(link)
+    return found, 0
+
+
+def _pairs(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each ordered pair of different names; those with the first name, the notebook, come first."""
+    first, *others = names
+    for other in others:
+        yield first, other
+        yield other, first
+    for sender in others:
+        for receiver in others:
+            if sender != receiver:
+                yield sender, receiver

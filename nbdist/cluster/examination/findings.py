@@ -1,0 +1,341 @@
+"""Finds what is wrong with a machine, with the members of a cluster, and with the ways between them. Pure.
+
+Facts and measured numbers go in. Each finding comes out with one sentence that says what to do about it. The limits are
+the constants below; ways are compared only with ways of their kind: within a host, or between hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nbdist.amounts import counted, duration, size
+from nbdist.cluster.output.arranger import say_names
+
+if TYPE_CHECKING:
+    from nbdist.cluster.examination.machine import MachineFacts
+    from nbdist.cluster.examination.speed import LinkSpeed
+
+__all__ = ["ExaminedMember", "Finding", "find_all", "of_clock", "of_machine", "of_process"]
+
+_LITTLE_MEMORY = 500_000_000
+"""Bytes of memory below which little is left."""
+_LITTLE_SHARED_FILES = 500_000_000
+"""Free bytes of /dev/shm below which NCCL or DataLoader may fail. Containers have 64 MB, by default; 1 GB is usual."""
+_FEW_FILES = 256
+"""Files that a process should still be able to open: a worker takes about a dozen in the notebook."""
+_FEW_PORTS = 1000
+"""Ports below which a host may run out of them: each agent takes some, and so do gloo and NCCL for each connection."""
+_CLOCKS_APART = 1.0
+"""Seconds between two clocks from which on lines of different hosts stand in the wrong order."""
+_TIMES_SLOWER = 10
+"""A way that is so many times slower than the fast ones of its kind is slow."""
+_FAST_ENOUGH = 0.01
+"""Seconds of latency that are never called slow: a busy machine has them at times."""
+_MOVES_FAST_ENOUGH = 200_000_000
+"""Bytes a second that are never called slow: between hosts, encrypted messages are not faster on most machines."""
+_WAYS_COMPARED = 3
+"""Ways of a kind that are needed to compare them."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, and what to do about it."""
+
+    topic: str
+    """The subject: shared memory, open files, ports, GPUs, NCCL, members, versions, clocks or links."""
+    about: str
+    """The names of the members that it is about; empty for this process."""
+    problem: str
+    """The problem with its numbers, as a sentence without a full stop."""
+    remedy: str
+    """One sentence that says what to do."""
+
+    def __str__(self) -> str:
+        about = f"{self.about}: " if self.about else ""
+        return f"{about}{self.problem}. {self.remedy}."
+
+
+@dataclass(frozen=True)
+class ExaminedMember:
+    """One member of a cluster as an examination found it: a worker, or the notebook."""
+
+    name: str
+    state: str
+    """The worker's state, such as ``idle``, ``busy``, or the way in which it died; empty for the notebook."""
+    place: str
+    """The identity of the member's host, which members of one host have in common; empty if it is not known."""
+    is_alive: bool
+    facts: MachineFacts | None
+    """The facts that the member told; None if it is dead or did not answer."""
+    error: str = ""
+    """The reason for which an alive member told no facts."""
+    device: str = ""
+    """The worker's device as torch names it, with the GPU's number on the host in brackets."""
+
+
+def of_machine(facts: MachineFacts) -> list[Finding]:
+    """Return what is wrong with the machine of a process: its memory and its ports. Processes of a host share these."""
+    found = []
+    if facts.memory_left < _LITTLE_MEMORY:
+        found.append(
+            Finding(
+                "shared memory",
+                "",
+                f"only {size(facts.memory_left)} of {size(facts.memory)} of memory are left, and shared tensors take "
+                "them",
+                "End what uses memory, which %dist_memory shows, or give a container more with docker run --memory",
+            )
+        )
+    left = facts.shared_files_left
+    if left is None or left < _LITTLE_SHARED_FILES:
+        found.append(
+            Finding(
+                "shared memory",
+                "",
+                "there is no /dev/shm" if left is None else f"only {size(left)} are free in /dev/shm",
+                "nbdist needs nothing there, but NCCL and the workers of a DataLoader do: start the container with "
+                "docker run --shm-size 1g",
+            )
+        )
+    if facts.ports is not None and (count := facts.ports[1] - facts.ports[0] + 1) < _FEW_PORTS:
+        found.append(
+            Finding(
+                "ports",
+                "",
+                f"the system has only {counted(count, 'port')} for programs that ask for any, from {facts.ports[0]} on",
+                'Allow more with sysctl -w net.ipv4.ip_local_port_range="32768 60999"',
+            )
+        )
+    return found
+
+
+def of_process(facts: MachineFacts) -> list[Finding]:
+    """Return what is wrong with a process's own use of its machine: shared memory, open files, GPUs and NCCL."""
+    found = []
+    if not facts.can_share:
+        found.append(
+            Finding(
+                "shared memory",
+                "",
+                "this process shares no memory with others of its host, so large tensors go through sockets, which is "
+                "slower",
+                "Unset NBDIST_ARENA_BYTES=0 and arena_bytes=0, and let the container use memfd_create and /proc",
+            )
+        )
+    if facts.files_limit >= 0 and facts.files_limit - facts.files_open < _FEW_FILES:
+        found.append(
+            Finding(
+                "open files",
+                "",
+                f"{facts.files_open:,} of at most {counted(facts.files_limit, 'file')} are open",
+                "Raise the limit with ulimit -n 65536 in the shell that starts Jupyter, or the worker",
+            )
+        )
+    return found + _of_gpus(facts)
+
+
+def _of_gpus(facts: MachineFacts) -> list[Finding]:
+    found = []
+    if not facts.gpu_count and facts.has_driver:
+        if not facts.cuda:
+            problem, remedy = "torch is built without CUDA", "Install a torch that is built for CUDA to use the GPUs"
+        else:
+            problem = "torch sees no GPU"
+            remedy = "Look at CUDA_VISIBLE_DEVICES and nvidia-smi, and start a container with docker run --gpus all"
+        found.append(Finding("GPUs", "", f"NVIDIA's driver runs here, but {problem}", remedy))
+    for gpu in facts.gpus:
+        if not gpu.is_supported:
+            major, minor = gpu.capability
+            found.append(
+                Finding(
+                    "GPUs",
+                    "",
+                    f"torch {facts.torch} has no code for GPU {gpu.index}, a {gpu.name} of compute capability "
+                    f"{major}.{minor}",
+                    "Choose other GPUs with %dist_init -g, or install a torch that is built for it",
+                )
+            )
+    if facts.gpu_count and not facts.nccl:
+        found.append(
+            Finding(
+                "NCCL",
+                "",
+                "torch has no NCCL, so collectives of tensors on GPUs go by way of the host, with gloo",
+                "Install a torch that is built for CUDA with NCCL",
+            )
+        )
+    return found
+
+
+def of_clock(ahead: float) -> list[Finding]:
+    """Return what is wrong with a clock that is ``ahead`` seconds ahead of the notebook's, or behind if negative."""
+    if abs(ahead) <= _CLOCKS_APART:
+        return []
+    which = "ahead of" if ahead > 0 else "behind"
+    return [
+        Finding(
+            "clocks",
+            "",
+            f"the clock is {duration(abs(ahead))} {which} the notebook's",
+            "Set the clocks of both hosts by a time server (timedatectl set-ntp true), or files and logs of the two "
+            "have times that do not fit",
+        )
+    ]
+
+
+def find_all(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed], left_out: int = 0) -> list[Finding]:
+    """Return all findings about a cluster. Equal findings about several members are one.
+
+    Args:
+        members: The members; the notebook is the first.
+        links: The measured ways. Those to and from members that did not tell their facts are left out.
+        left_out: The number of ways for whose measurement there was no time.
+    """
+    found = _of_members(members)
+    found += _of_versions(members)
+    known = [(member, member.facts) for member in members if member.facts is not None]
+    first_of_host = {member.place: (member, facts) for member, facts in reversed(known)}
+    each: list[Finding] = []
+    for member, facts in first_of_host.values():
+        each += [_about(finding, member.name) for finding in of_machine(facts)]
+    for member, facts in known:
+        each += [_about(finding, member.name) for finding in of_process(facts)]
+    for link in links:
+        if link.sender == members[0].name and link.ahead is not None:
+            each += [_about(finding, link.receiver) for finding in of_clock(link.ahead)]
+    found += _merged(each)
+    found += _of_links(members, links)
+    if left_out:
+        found.append(
+            Finding(
+                "links",
+                "",
+                f"there was no time to measure {counted(left_out, 'connection')}",
+                "Allow more time: %dist_doctor -t 300",
+            )
+        )
+    return found
+
+
+def _about(finding: Finding, name: str) -> Finding:
+    """Return a finding about the member ``name``."""
+    return Finding(finding.topic, name, finding.problem, finding.remedy)
+
+
+def _merged(found: Iterable[Finding]) -> list[Finding]:
+    """Return the findings with those that say the same of several members put together."""
+    names: dict[Finding, list[str]] = {}
+    for finding in found:
+        names.setdefault(_about(finding, ""), []).append(finding.about)
+    return [_about(finding, _names(together)) for finding, together in names.items()]
+
+
+def _names(names: Sequence[str]) -> str:
+    """Return the names of members as text; those of workers are put together, as in ``notebook, worker0-3``."""
+    numbered = [name for name in names if name[-1:].isdigit()]
+    others = [name for name in names if not name[-1:].isdigit()]
+    return ", ".join([*others, *([say_names(numbered)] if numbered else [])])
+
+
+def _of_members(members: Sequence[ExaminedMember]) -> list[Finding]:
+    found = []
+    for member in members:
+        if not member.is_alive:
+            found.append(
+                Finding("members", member.name, member.state, f"Start it again with %dist_restart {member.name}")
+            )
+        elif member.facts is None and member.state not in ("idle", "busy"):
+            problem = f"it is still starting, and has reached the step {member.state!r}"
+            found.append(Finding("members", member.name, problem, "Examine the cluster again once it is ready"))
+        elif member.facts is None:
+            remedy = (
+                "%dist_status shows the line that it runs. Code that holds the GIL keeps it from answering: wait, stop "
+                f"its cell, or run %dist_restart {member.name}"
+            )
+            found.append(Finding("members", member.name, f"it does not answer: {member.error}".rstrip("."), remedy))
+    return found
+
+
+def _of_versions(members: Sequence[ExaminedMember]) -> list[Finding]:
+    """Return a finding for each package of which the members have different versions."""
+    known = [(member.name, member.facts) for member in members if member.facts is not None]
+    reads: list[tuple[str, Callable[[MachineFacts], str]]] = [
+        ("torch", lambda facts: facts.torch),
+        ("Python", lambda facts: facts.python),
+        ("nbdist", lambda facts: facts.nbdist),
+        ("NCCL", lambda facts: facts.nccl),
+    ]
+    found = []
+    for what, read in reads:
+        holders: dict[str, list[str]] = {}
+        for name, facts in known:
+            if read(facts) or facts.gpu_count:  # where there is no GPU, nobody misses NCCL
+                holders.setdefault(read(facts), []).append(name)
+        if len(holders) > 1:
+            told = "; ".join(f"{version or 'none'} on {_names(names)}" for version, names in holders.items())
+            remedy = f"Install the same {what} on all hosts"
+            if what in ("torch", "NCCL"):
+                remedy = "Install the same torch on all hosts: NCCL works only with itself, and saved files may differ"
+            found.append(Finding("versions", "", f"the members have different versions of {what}: {told}", remedy))
+    return found
+
+
+def _of_links(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed]) -> list[Finding]:
+    by_name = {member.name: member for member in members}
+    found = []
+    kinds: dict[bool, list[LinkSpeed]] = {True: [], False: []}
+    for link in links:
+        is_inside = by_name[link.sender].place == by_name[link.receiver].place
+        kinds[is_inside].append(link)
+        if link.error:
+            found.append(_failed(link, is_inside))
+    for is_inside, of_kind in kinds.items():
+        latencies = [link.latency for link in of_kind if link.latency is not None]
+        rates = [link.rate for link in of_kind if link.rate is not None]
+        for link in of_kind:
+            told = []
+            if len(latencies) >= _WAYS_COMPARED and link.latency is not None:
+                usual = _of_fast_ones(sorted(latencies))
+                if link.latency > max(usual * _TIMES_SLOWER, _FAST_ENOUGH):
+                    told.append(f"a small call takes {duration(link.latency)}, and {duration(usual)} elsewhere")
+            if len(rates) >= _WAYS_COMPARED and link.rate is not None:
+                usual = _of_fast_ones(sorted(rates, reverse=True))
+                if link.rate < min(usual / _TIMES_SLOWER, _MOVES_FAST_ENOUGH):
+                    told.append(f"a tensor moves at {size(int(link.rate))}/s, and at {size(int(usual))}/s elsewhere")
+            if told:
+                busy = [name for name in (link.sender, link.receiver) if by_name[name].state == "busy"]
+                found.append(_slow(link, " and ".join(told), busy, is_inside))
+    return found
+
+
+def _of_fast_ones(best_first: Sequence[float]) -> float:
+    """Return the number that a fifth of the ways reach or surpass, given the best first.
+
+    The median would not do: one slow host among three makes four of the six ways slow.
+    """
+    return best_first[len(best_first) // 5]
+
+
+def _failed(link: LinkSpeed, is_inside: bool) -> Finding:
+    remedy = (
+        f"Look at {link.receiver} with %dist_status; %dist_restart {link.receiver} starts it anew"
+        if is_inside
+        else "Open all TCP ports between the two hosts: workers reach each other directly, at free ports. If a host "
+        "has several addresses, name the one that the others reach with --host"
+    )
+    return Finding("links", f"{link.sender} → {link.receiver}", f"calls fail: {link.error}".rstrip("."), remedy)
+
+
+def _slow(link: LinkSpeed, told: str, busy: Sequence[str], is_inside: bool) -> Finding:
+    if busy:
+        remedy = f"Measure again when {' and '.join(busy)} is idle: a cell that computes slows the answers"
+    elif is_inside:
+        remedy = "Look for other programs that use the cores of this host, and measure again"
+    else:
+        remedy = (
+            "Look for a slow line, a tunnel or a limit between the two hosts; if they share a faster network, name "
+            "their addresses in it with --host"
+        )
+    return Finding("links", f"{link.sender} → {link.receiver}", told, remedy)

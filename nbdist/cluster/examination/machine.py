@@ -1,0 +1,141 @@
+"""Reads what a process has of its machine: versions, memory to share, open files, ports, GPUs and NCCL."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import nbdist
+from nbdist.channel import machine
+from nbdist.channel.shared_memory import mapping
+from nbdist.cluster.worker.gpu import is_supported
+from nbdist.rpc.agent import active_agent
+
+__all__ = ["GpuFacts", "MachineFacts", "describe_machine"]
+
+_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_SHARED_FILES = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """One GPU that a process may use."""
+
+    index: int
+    """The GPU's number, as torch counts it in this process."""
+    name: str
+    capability: tuple[int, int]
+    """The GPU's compute capability, such as (9, 0)."""
+    is_supported: bool
+    """True if torch has code for GPUs of this capability."""
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """The facts about one process and its machine at one moment. Amounts of memory are in bytes."""
+
+    host: str
+    nbdist: str
+    python: str
+    torch: str
+    cuda: str
+    """The version of CUDA that torch is built for; empty if it is built without CUDA."""
+    nccl: str
+    """The version of NCCL in torch; empty without one."""
+    has_driver: bool
+    """True if NVIDIA's driver runs on the machine."""
+    gpu_count: int
+    """The number of GPUs that torch sees in this process."""
+    gpus: tuple[GpuFacts, ...]
+    """The GPUs that were looked at: see `describe_machine`."""
+    can_share: bool
+    """True if large tensors go to processes of the same host through shared memory."""
+    memory: int
+    """The memory that the process may use: the machine's, or less in a container."""
+    memory_left: int
+    shared_files_left: int | None
+    """The free bytes of ``/dev/shm``; None if there is no such folder."""
+    files_open: int
+    files_limit: int
+    ports: tuple[int, int] | None
+    """The first and the last port that the system gives to programs that ask for any; None if it does not tell."""
+
+
+def describe_machine(*, every_gpu: bool = False) -> MachineFacts:
+    """Return the facts about this process and its machine.
+
+    To look at a GPU, torch must start CUDA in the process, which takes hundreds of MB of the GPU's memory. So `gpus` is
+    empty in a process that does not use CUDA, unless ``every_gpu``.
+    """
+    agent = active_agent()
+    count = torch.cuda.device_count()
+    return MachineFacts(
+        host=platform.node(),
+        nbdist=nbdist.__version__,
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        cuda=torch.version.cuda or "",
+        nccl=_nccl_version(),
+        has_driver=_DRIVER.exists(),
+        gpu_count=count,
+        gpus=_gpus(count) if every_gpu or torch.cuda.is_initialized() else (),
+        can_share=mapping.is_available() if agent is None else agent.me.arena is not None,
+        memory=machine.memory(),
+        memory_left=machine.available_memory(),
+        shared_files_left=_shared_files_left(),
+        files_open=_files_open(),
+        files_limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        ports=_ports(),
+    )
+
+
+def _nccl_version() -> str:
+    """Return the version of the NCCL in torch, such as ``2.27.5``; an empty text without one."""
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return ""
+    try:
+        found = torch.cuda.nccl.version()
+    except (AttributeError, ImportError, RuntimeError):
+        return "of an unknown version"
+    return ".".join(map(str, found))
+
+
+def _gpus(count: int) -> tuple[GpuFacts, ...]:
+    """Return the facts about the first ``count`` GPUs; starts CUDA in this process."""
+    built = torch.cuda.get_arch_list()
+    found = []
+    for index in range(count):
+        capability = torch.cuda.get_device_capability(index)
+        found.append(GpuFacts(index, torch.cuda.get_device_name(index), capability, is_supported(capability, built)))
+    return tuple(found)
+
+
+def _shared_files_left() -> int | None:
+    """Return the free bytes of ``/dev/shm``; None if there is no such folder."""
+    try:
+        found = os.statvfs(_SHARED_FILES)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def _files_open() -> int:
+    """Return how many files this process has open; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/fd"))
+    return 0
+
+
+def _ports() -> tuple[int, int] | None:
+    """Return the first and the last port that Linux gives to programs that ask for any; None if it does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        first, last = map(int, _PORTS.read_text().split())
+        return first, last
+    return None

@@ -1,0 +1,124 @@
+"""Asks a notebook whether a worker of this host could join, and tries the way there, in both directions.
+
+::
+
+    this host                                          the notebook's host
+    question   ──────────────────────────────────────> its versions, its clock, its ports
+    trial      ── small, there and back ─────────────> the latency
+    trial      ── up to 8 MB ────────────────────────> the rate there
+    trial      <──────────────────────── up to 8 MB ── the rate back
+    connection ──────────────────────────────────────> a port of the hub's agent
+    trial      <─────────────────────── connection ─── a port that is open here for this purpose
+
+All but the connections go through the cluster's entrance, encrypted. The notebook answers only who has a valid
+invitation, which may move a bounded number of bytes in a minute (`Invitations.try_out`).
+"""
+
+from __future__ import annotations
+
+import socket
+from types import TracebackType
+
+import msgspec
+
+from nbdist.channel.entrance import Visit
+from nbdist.cluster.examination.speed import RoundTrips, rate_of, round_trips
+from nbdist.cluster.hosts.admission import (
+    QUESTION,
+    TRIAL,
+    Denied,
+    NotebookFacts,
+    Trial,
+    TrialAnswer,
+    decode_answer,
+    describe_myself,
+)
+from nbdist.cluster.hosts.interfaces import own_address_towards
+from nbdist.cluster.hosts.invitations import Invitation
+
+__all__ = ["TrialWay"]
+
+_ANSWERS_WITHIN = 10.0
+"""Seconds for each answer of the notebook."""
+_CONNECTS_WITHIN = 2.0
+"""Seconds for a connection to a port of the notebook's host."""
+
+
+class TrialWay:
+    """The way from this host to the notebook of an invitation: ``with TrialWay(invitation) as way``.
+
+    Every method raises ChannelError if the notebook does not answer within 10 s, and SecurityError if it refuses the
+    invitation.
+    """
+
+    def __init__(self, invitation: Invitation) -> None:
+        """Begin to connect. Raises UsageError if there is no way to the address of ``invitation``."""
+        address, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
+        self.own_address = own_address_towards(address.strip("[]"), int(port))
+        """This host's address on the way there."""
+        self._token = invitation.token
+        self._visit = Visit(invitation.address, invitation.key.encode())
+
+    def __enter__(self) -> TrialWay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._visit.close()
+
+    def ask_for_facts(self) -> NotebookFacts:
+        """Return the notebook's facts, among them whether it would refuse a worker of this process's versions."""
+        request = QUESTION + msgspec.msgpack.encode(describe_myself(self._token, 1))
+        answer = decode_answer(self._visit.ask(request, _ANSWERS_WITHIN))
+        if isinstance(answer, Denied):
+            raise answer.error()
+        assert isinstance(answer, NotebookFacts)
+        return answer
+
+    def round_trips(self) -> RoundTrips:
+        """Return what some small trials, one after another, tell of the latency and of the notebook's clock."""
+        return round_trips(lambda: self._try().now)
+
+    def rates(self, fastest: float) -> tuple[float, float]:
+        """Return the bytes a second on the way to the notebook, and back.
+
+        ``fastest`` is the time of the fastest small trial, in seconds.
+        """
+        there = rate_of(lambda size: self._try(padding=bytes(size)), fastest)
+        return there, rate_of(lambda size: self._try(wanted=size), fastest)
+
+    def unreached_from_here(self, facts: NotebookFacts) -> str:
+        """Return why this host cannot connect to the other ports of the notebook; an empty text if it can.
+
+        ``facts`` has the addresses. A firewall may let connections to the entrance pass, and no others.
+        """
+        for address in facts.addresses:
+            if not address.startswith("tcp://"):
+                continue
+            place = address.removeprefix("tcp://").partition("#")[0]  # behind it, the purpose of the port
+            host, _, port = place.rpartition(":")
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), _CONNECTS_WITHIN).close()
+            except OSError as error:
+                return f"{place}: {error}"
+        return ""
+
+    def unreached_from_there(self) -> str:
+        """Return why the notebook's host cannot connect to a free port of this host; an empty text if it can."""
+        family = socket.AF_INET6 if ":" in self.own_address else socket.AF_INET
+        with socket.socket(family) as door:
+            door.bind((self.own_address, 0))
+            door.listen()
+            port = door.getsockname()[1]
+            unreached = self._try(port=port, host=self.own_address).unreached
+        return f"{self.own_address}:{port}: {unreached}" if unreached else ""
+
+    def _try(self, *, padding: bytes = b"", wanted: int = 0, port: int = 0, host: str = "") -> TrialAnswer:
+        """Send one trial with these fields, and return its answer."""
+        request = TRIAL + msgspec.msgpack.encode(Trial(self._token, padding, wanted, port, host))
+        answer = decode_answer(self._visit.ask(request, _ANSWERS_WITHIN))
+        if isinstance(answer, Denied):
+            raise answer.error()
+        assert isinstance(answer, TrialAnswer)
+        return answer
