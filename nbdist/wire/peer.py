@@ -78,6 +78,11 @@ PING_FIRST = 0.5
 """Seconds after which the first ping asks for a message: a message that was just sent needs no attention before."""
 _PING_MOST = 5.0
 """The longest time in seconds between two pings for messages that are not acknowledged; it doubles up to here."""
+_HEARTBEAT_OF_THE_OTHER = 1.25
+"""Of two agents, the one with the higher incarnation waits this many times as long before it sends a heartbeat.
+
+By then the other's heartbeat has come, which proves the same. If both waited equally long, they would often both send.
+"""
 _RETRY_FIRST = 0.05
 """Seconds until a message that the channel refused is tried again; they double with each try, up to `_RETRY_MOST`."""
 _RETRY_MOST = 2.0
@@ -94,7 +99,7 @@ class PeerLimits:
     lost_after: float = 12.0
     """Seconds of silence after which it is lost."""
     heartbeat: float = 1.0
-    """Seconds of silence after which it is pinged."""
+    """Seconds of silence after which it is pinged, by one of the two agents: the other waits a quarter longer."""
     retries: int = 20
 
 
@@ -238,6 +243,8 @@ class Peer:
         self._limits = limits
         self._watch = watch_silence
         """True for a peer on another host: its silence counts."""
+        self._heartbeat = limits.heartbeat * (_HEARTBEAT_OF_THE_OTHER if me > other else 1.0)
+        """Seconds of silence after which the peer is pinged, if its silence counts."""
         self._heard = now
         """The moment at which anything last arrived from the peer."""
         self.next_seq = 1
@@ -513,14 +520,14 @@ class Peer:
         """Return when to ping next: for messages that are not acknowledged, or as a heartbeat.
 
         Pings for the oldest message begin 0.5 s after it was sent, and become rarer. A heartbeat goes to a peer on
-        another host after ``PeerLimits.heartbeat`` seconds of silence, and again after as many. Infinite if none is
-        due.
+        another host after ``PeerLimits.heartbeat`` seconds of silence, and again after as many; the agent with the
+        higher incarnation waits a quarter longer. Infinite if none is due.
         """
         due = math.inf
         if self._kept:
             due = max(self._kept[self._first].sent_at, self._ping_sent) + self._ping_wait
         if self._watch:
-            due = min(due, max(self._heard, self._ping_sent) + self._limits.heartbeat)
+            due = min(due, max(self._heard, self._ping_sent) + self._heartbeat)
         return due
 
     def next_tick(self) -> float:

@@ -34,11 +34,13 @@ class Losses:
 
     def _on_lost(self, record: Record, why: str) -> None:
         """Tell the other members that one is lost. Called by the agent, so it does not wait."""
+        with self._lock:
+            self._asked = [each for each in self._asked if not each.done()]
         for other in self._agent.membership.others():
             with contextlib.suppress(NbdistError):
                 asked = self._agent.call(other.name, _give_up, record.incarnation, why, timeout=_TOLD_WITHIN)
                 with self._lock:
-                    self._asked = [*(each for each in self._asked if not each.done()), asked]
+                    self._asked.append(asked)
 
     def wait(self) -> None:
         """Wait until all members have given up those that are lost, or do not answer; `_TOLD_WITHIN` s at most."""

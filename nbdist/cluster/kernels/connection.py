@@ -38,6 +38,8 @@ _ASK_AGAIN_AFTER = 0.1
 """Seconds after which a starting kernel is asked again, until its first output has arrived."""
 _RECONNECT_MS = 10
 """Milliseconds between two attempts of ZeroMQ to connect."""
+_MOST_SOCKETS = 16_384
+"""Sockets to all kernels, four for each. ZeroMQ's default, 1,023, is enough for 255 workers only."""
 _MESSAGES_AT_ONCE = 100
 """Messages that are read before the loop's other work gets its turn."""
 _FILES_OF_LOOP = 3
@@ -144,6 +146,7 @@ class Kernel:
         require_files(_FILES_NEEDED, "the notebook cannot talk to a worker's kernel")
         if self._thread.context is None:
             context: Any = zmq.Context()
+            context.max_sockets = _MOST_SOCKETS
             context.reconnect_ivl = _RECONNECT_MS  # a starting kernel has yet to make its sockets
             context.rcvhwm = context.sndhwm = 0  # no message is dropped, and no send blocks
             self._thread.context = context

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import random
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -32,8 +33,14 @@ _KEY = "nbdist/roster"
 """The key of the list in the store."""
 _POLL = 0.01
 """Seconds between two looks at the store."""
+_POLL_PER_MEMBER = 0.0005
+"""Seconds between two looks for each member that has come, if that is more: a look reads the whole list."""
+_LONGEST_PAUSE = 5.0
+"""Seconds, at most, before the next attempt to write the list, after others have written it first many times."""
 _MISSING_RANKS_SHOWN = 20
 """The number of missing ranks that an error lists."""
+_random = random.SystemRandom()
+"""Draws the pauses: forked workers must not draw the same ones, and the user's seeds must not matter."""
 _MIXED_WORLDS_TEXT = "RPC group mixes statically and dynamically initialized members which is not supported."
 
 
@@ -89,6 +96,7 @@ class Roster:
         """
         size = me.world_size
         assert size is not None  # a fixed world has a size
+        tries = 0
         while True:
             text, document = self._read(deadline)
             formed = self._records(document.formed)
@@ -103,7 +111,8 @@ class Roster:
                     document.formed, gathering = [self._signed(record) for record in gathering], []
                     document.left = []
                 document.gathering = [self._signed(record) for record in gathering]
-                self._write(text, document)
+                if not self._write(text, document):
+                    tries = self._let_others_write(tries)
                 continue
             if time.monotonic() > deadline:
                 self.leave(me)
@@ -118,7 +127,7 @@ class Roster:
                     f"there were {', '.join(f'{name} (rank {rank})' for rank, name in sorted(came.items()))}. "
                     "Start the missing ranks, or check that they meet at the same address"
                 )
-            time.sleep(_POLL)
+            time.sleep(max(_POLL, len(gathering) * _POLL_PER_MEMBER))
 
     def _without_twin(self, gathering: list[Record], me: Record) -> list[Record]:
         """Remove an earlier record of this process from ``gathering``, and return the rest.
@@ -158,6 +167,7 @@ class Roster:
         the store cannot be reached by the deadline (a time of `time.monotonic`), and SecurityError or VersionMismatch
         as `form` does.
         """
+        tries = 0
         while True:
             text, document = self._read(deadline)
             gathering = self._records(document.gathering)
@@ -176,6 +186,7 @@ class Roster:
             document.dynamic = [self._signed(record) for record in [*present, me]]
             if self._write(text, document):
                 return present
+            tries = self._let_others_write(tries)
 
     def leave(self, *leaving: Record) -> None:
         """Remove members from the list. Any error, such as a store that cannot be reached, is ignored.
@@ -262,6 +273,16 @@ class Roster:
             if isinstance(error, OSError) and not isinstance(error, ConnectionError):
                 raise  # from a file, for example on a full disk: a retry would not help
             return False  # the caller reads the list next, and `_read` retries until the deadline
+
+    @staticmethod
+    def _let_others_write(tries: int) -> int:
+        """Sleep after another member has written the list first; return the number of ``tries`` so far, plus one.
+
+        If many members join at once, one of them writes and all others have read in vain. So each pauses for a random
+        time, of up to 0.01 s at first; the limit doubles with each try, up to `_LONGEST_PAUSE`.
+        """
+        time.sleep(_random.uniform(0.0, min(_POLL * 2 ** min(tries, 16), _LONGEST_PAUSE)))
+        return tries + 1
 
     def _signed(self, record: Record) -> bytes:
         """Return a record as bytes for the list, with the version of the protocol, signed with the members' secret."""

@@ -45,6 +45,9 @@ _LONGEST_PAUSE = 0.05
 REMIND_AFTER = 10.0
 """Seconds without a call after which a `shutdown` that waits logs what it waits for."""
 
+_NAMES_SHOWN = 20
+"""The number of members that a message names. Each question to a member carries these names."""
+
 _ANSWERS_WITHIN = 2.0
 """Seconds within which a member answers the leader, unless it hangs."""
 
@@ -298,8 +301,10 @@ class Ending:
                 self._asked.add(member)
 
     def _names(self, members: set[int]) -> str:
-        """Return the names of members, sorted, as one text."""
-        return ", ".join(sorted(map(self._membership.name_of, members)))
+        """Return the names of members, sorted, as one text: `_NAMES_SHOWN` at most, and how many more there are."""
+        names = sorted(map(self._membership.name_of, members))
+        more = [f"{len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
+        return ", ".join([*names[:_NAMES_SHOWN], *more])
 
     def _tell_the_end(self, deadline: float) -> None:
         """As the leader: tell all others that the world has ended, until each has said that it knows, or has gone.
