@@ -14,7 +14,7 @@ state  how it ends  what happens to a frame
 ====== ============ ======================================================================================
 open                it waits for its delay and goes on; ``loss`` of them, drawn at random, are dropped
 frozen `thaw`       it waits in the queue, however long: no end learns that its connections lead nowhere
-reset  by itself    the next frame of each TCP connection turns into a reset: bytes on the way are lost
+reset  by itself    the first one of each TCP connection turns into a reset: bytes on the way are lost
 ====== ============ ======================================================================================
 
 `Host.cut` is another thing: while a host is cut off, its frames are lost and not held.
@@ -92,9 +92,12 @@ class Relay:
         """Send on what was held, and relay again."""
         self.set(frozen=False)
 
-    def reset(self) -> None:
-        """Reset every TCP connection at its next frame; what is on the way is lost."""
-        self.set(reset=True)
+    def reset(self, seconds: float = 0.1) -> None:
+        """Reset each TCP connection that has a frame within so many seconds; what is on the way is lost.
+
+        The end that the frame goes to learns it at once, the other one when it sends next.
+        """
+        self.set(reset=seconds)
 
     def counts(self) -> dict[str, int]:
         """Return how many frames the relay has ``carried``, ``lost`` and turned into resets (``reset``)."""

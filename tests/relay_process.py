@@ -52,8 +52,10 @@ class _Carrier:
         self._ways = {near: _Way(near, far), far: _Way(far, near)}
         self._random = random.Random(0)
         self.delay, self.loss, self.frozen = 0.0, 0.0, False
-        self._spared: set[bytes] | None = None
-        """The connections that are new, or have been reset, since the last `reset`; None before the first."""
+        self._resets_until = 0.0
+        """The time until which connections are reset."""
+        self._spared: set[bytes] = set()
+        """The connections that have been reset, or have begun, since the resets began."""
         self._counts = {"carried": 0, "lost": 0, "reset": 0}
 
     def serve(self) -> None:
@@ -74,7 +76,8 @@ class _Carrier:
         if line:
             for name, value in json.loads(line).items():
                 if name == "reset":
-                    self._spared = set()
+                    self._resets_until = time.monotonic() + value
+                    self._spared.clear()
                 else:
                     setattr(self, name, value)
             print(json.dumps(self._counts), flush=True)
@@ -96,8 +99,8 @@ class _Carrier:
             if self.loss and self._random.random() < self.loss:
                 self._counts["lost"] += 1
                 continue
-            if self._spared is not None:
-                frame = self._changed_by_reset(frame, self._spared)
+            if due - self.delay < self._resets_until:
+                frame = self._reset(frame)
             way.waiting.append((due, frame))
 
     def _send_due(self, way: _Way) -> None:
@@ -108,13 +111,13 @@ class _Carrier:
                 os.write(way.target, way.waiting.popleft()[1])
             self._counts["carried"] += 1
 
-    def _changed_by_reset(self, frame: bytes, spared: set[bytes]) -> bytes:
-        """Return a reset in place of the first frame of a TCP connection that is older than the last `reset`."""
-        connection, is_first = _connection_of(frame)
-        if connection is None or connection in spared:
+    def _reset(self, frame: bytes) -> bytes:
+        """Return a reset in place of the first frame of a TCP connection; return other frames as they are."""
+        connection, is_new = _connection_of(frame)
+        if connection is None or connection in self._spared:
             return frame
-        spared.add(connection)
-        if is_first:
+        self._spared.add(connection)
+        if is_new:
             return frame
         self._counts["reset"] += 1
         return _as_reset(frame)

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 from joined import cluster_on, until
@@ -96,7 +97,7 @@ def test_lost_frames_lose_and_repeat_no_call(tmp_path, loss):
 
 
 def test_reset_connections_lose_and_repeat_no_call(tmp_path):
-    """Each reset loses what is on the way; the agents connect again, and send what was not acknowledged once more."""
+    """A reset loses what is on the way: the agents connect again, and send what was not acknowledged once more."""
     moments = random.Random(0)
     with behind_a_relay(1, tmp_path, delay=0.005) as (_, line, cluster):
         over = threading.Event()
@@ -176,3 +177,19 @@ def test_a_line_that_is_dead_for_thirty_seconds_is_named(tmp_path, how):
         assert cluster.restart() == [far]
         cluster.execute("total = torch.tensor(float(rank + 1)); dist.all_reduce(total)")
         assert [float(total) for total in cluster.pull("total")] == [3.0, 3.0]
+
+
+@pytest.mark.soak
+def test_connections_of_a_host_without_power_are_closed(tmp_path):
+    """Nothing ever comes from such a host, not even the end of a connection: TCP must ask, after 30 to 60 seconds."""
+    with hosts(1) as (address, (other,)), cluster_on([other], address, tmp_path, timeout=60) as cluster:
+
+        def connections() -> int:
+            found = psutil.Process().net_connections("tcp")
+            return sum(bool(each.raddr) and each.raddr.ip == other.address for each in found)
+
+        assert connections() >= 4
+        other.cut()
+        other.kill()
+        until(lambda: cluster.find("worker0").lost)
+        until(lambda: not connections(), 100)
