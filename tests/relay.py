@@ -49,8 +49,8 @@ def can_relay() -> bool:
 
 
 @contextlib.contextmanager
-def relay(host: Host, delay: float = 0.0) -> Iterator[Relay]:
-    """Put a relay into the line of a host for the time of the block; ``delay`` is in seconds, for each way."""
+def relay(host: Host, delay: float = 0.0, loss: float = 0.0) -> Iterator[Relay]:
+    """Put a relay into the line of a host for the time of the block; its values are as for `Relay.set`."""
     shared = os.path.basename(os.readlink(f"/sys/class/net/{host.link}/master"))
     own, near, far = (letter + host.link for letter in "bnf")
     with contextlib.ExitStack() as undo:
@@ -65,7 +65,7 @@ def relay(host: Host, delay: float = 0.0) -> Iterator[Relay]:
         undo.callback(process.wait, 10)
         undo.callback(process.kill)  # its devices end with it
         found = Relay(process)
-        found.set(delay=delay)
+        found.set(delay=delay, loss=loss)
         ip("link", "set", own, "up")
         for device, bridge in ((near, own), (far, shared)):
             ip("link", "set", device, "txqueuelen", str(_QUEUE), "master", bridge, "up")
@@ -80,17 +80,20 @@ class Relay:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def set(self, **values: float | bool) -> None:
-        """Change what the relay does: ``delay`` (seconds each way), ``loss`` (share of frames), ``frozen``."""
+    def set(self, **values: float | str) -> None:
+        """Change what the relay does: ``delay`` (seconds each way), ``loss`` (share of frames)."""
         self._ask(values)
 
-    def freeze(self) -> None:
-        """Hold every frame, both ways, from now on. All connections stay open and nothing passes."""
-        self.set(frozen=True)
+    def freeze(self, ways: str = "both") -> None:
+        """Hold every frame from now on: those that come ``from`` the host, those ``to`` it, or ``both``.
+
+        All connections stay open.
+        """
+        self.set(frozen=ways)
 
     def thaw(self) -> None:
         """Send on what was held, and relay again."""
-        self.set(frozen=False)
+        self.set(frozen="")
 
     def reset(self, seconds: float = 0.1) -> None:
         """Reset each TCP connection that has a frame within so many seconds; what is on the way is lost.
@@ -103,7 +106,7 @@ class Relay:
         """Return how many frames the relay has ``carried``, ``lost`` and turned into resets (``reset``)."""
         return self._ask({})
 
-    def _ask(self, values: dict[str, float | bool]) -> dict[str, int]:
+    def _ask(self, values: dict[str, float | str]) -> dict[str, int]:
         """Send the relay's process new values; return its counts."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -39,8 +39,8 @@ def open_tap(name: str) -> int:
 class _Way:
     """One direction: frames that wait for their time to go out on the other side."""
 
-    def __init__(self, source: int, target: int) -> None:
-        self.source, self.target = source, target
+    def __init__(self, name: str, source: int, target: int) -> None:
+        self.name, self.source, self.target = name, source, target
         self.waiting: deque[tuple[float, bytes]] = deque()
         """Frames with the times at which they go out, in the order of these."""
 
@@ -49,9 +49,11 @@ class _Carrier:
     """What the relay's process does with frames."""
 
     def __init__(self, near: int, far: int) -> None:
-        self._ways = {near: _Way(near, far), far: _Way(far, near)}
+        self._ways = {near: _Way("from", near, far), far: _Way("to", far, near)}
         self._random = random.Random(0)
-        self.delay, self.loss, self.frozen = 0.0, 0.0, False
+        self.delay, self.loss = 0.0, 0.0
+        self.frozen = ""
+        """The frozen ways: ``from`` the host, ``to`` it, ``both``, or none."""
         self._resets_until = 0.0
         """The time until which connections are reset."""
         self._spared: set[bytes] = set()
@@ -67,9 +69,12 @@ class _Carrier:
             for source in readable:
                 if source:
                     self._take(self._ways[source])
-            if not self.frozen:
-                for way in self._ways.values():
+            for way in self._ways.values():
+                if not self._is_frozen(way):
                     self._send_due(way)
+
+    def _is_frozen(self, way: _Way) -> bool:
+        return self.frozen in ("both", way.name)
 
     def _obey(self, line: str) -> bool:
         """Set the values of a line, and answer it; return False at the end of the input."""
@@ -85,8 +90,8 @@ class _Carrier:
 
     def _until_next(self) -> float | None:
         """Return the seconds until a frame must go out; None if none waits, or all do until the thaw."""
-        times = [way.waiting[0][0] for way in self._ways.values() if way.waiting]
-        return max(0.0, min(times) - time.monotonic()) if times and not self.frozen else None
+        times = [way.waiting[0][0] for way in self._ways.values() if way.waiting and not self._is_frozen(way)]
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _take(self, way: _Way) -> None:
         """Read frames from one side."""
@@ -158,4 +163,6 @@ def _checksum(data: bytes) -> bytes:
 
 
 if __name__ == "__main__":
+    with contextlib.suppress(OSError):
+        os.nice(-20)  # a relay that waits for a core would delay frames by more than it should
     _Carrier(open_tap(sys.argv[1]), open_tap(sys.argv[2])).serve()

@@ -66,8 +66,10 @@ def expect_each_once(cluster, worker: str, calls: list) -> None:
     assert sorted(cluster.evaluate("counted", worker)) == list(range(len(calls)))
 
 
-def test_everything_works_over_a_line_of_50_ms(tmp_path):
-    with behind_a_relay(2, tmp_path, delay=0.025) as (others, line, cluster):
+@pytest.mark.parametrize("loss", [0.0, pytest.param(0.03, marks=pytest.mark.soak)])
+def test_everything_works_over_a_line_of_50_ms(tmp_path, loss):
+    """Frames are lost from the beginning: also while the worker joins and the process group forms."""
+    with behind_a_relay(2, tmp_path, delay=0.025, loss=loss) as (others, line, cluster):
         far = behind(cluster, others[0])
         cluster.execute("total = torch.ones(300_000) * (rank + 1); dist.all_reduce(total)")
         assert [tensor.sum().item() for tensor in cluster.pull("total")] == [900_000.0] * 2
@@ -139,9 +141,12 @@ def test_a_line_frozen_for_three_seconds_loses_and_repeats_nothing(tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("how", ["frozen", "cut"])
+@pytest.mark.parametrize("how", ["both", "from", "to", "cut"])
 def test_a_line_that_is_dead_for_thirty_seconds_is_named(tmp_path, how):
-    """A frozen line leaves every connection open at both ends; a cut one loses its frames. Both end in WorkerLost."""
+    """A frozen line leaves every connection open at both ends; a cut one loses its frames.
+
+    A line that is frozen one way is half open: one end hears the other, which hears nothing.
+    """
     with behind_a_relay(2, tmp_path) as (others, line, cluster):
         far = behind(cluster, others[0])
         near = behind(cluster, others[1])
@@ -152,9 +157,9 @@ def test_a_line_that_is_dead_for_thirty_seconds_is_named(tmp_path, how):
         between = rpc.rpc_async(near, eval, args=(f"__import__('__main__').sleep_at({far!r})",), timeout=0)
         time.sleep(1)
         began = time.monotonic()
-        line.freeze() if how == "frozen" else others[0].cut()
+        others[0].cut() if how == "cut" else line.freeze(how)
         try:
-            with pytest.raises(WorkerLost, match=rf"{far} has been silent for 1\d"):
+            with pytest.raises(WorkerLost, match=rf"{far} (is lost: its keeper on .* )?has been silent for 1\d"):
                 waiting.wait()
             assert 10 < time.monotonic() - began < 20
             with pytest.raises(WorkerLost, match=far):
@@ -168,7 +173,7 @@ def test_a_line_that_is_dead_for_thirty_seconds_is_named(tmp_path, how):
             assert cluster.evaluate("rank", near) == int(near[-1])
             time.sleep(max(0.0, began + 30 - time.monotonic()))
         finally:
-            line.thaw() if how == "frozen" else others[0].mend()
+            others[0].mend() if how == "cut" else line.thaw()
         until(lambda: not others[0].pids(), 20)
         assert cluster.evaluate("rank", near) == int(near[-1])
         file = tmp_path / "another.json"
