@@ -108,6 +108,14 @@ class Host:
         ):
             subprocess.run([*where, "root", *limit], check=True)
 
+    def use_reno(self) -> None:
+        """Have new TCP connections of this host use Reno, whatever the machine uses.
+
+        BBR, which some machines use, spreads a burst of small messages over time.
+        """
+        setting = "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"
+        ip("netns", "exec", self.name, "sh", "-c", setting)
+
 
 @contextlib.contextmanager
 def hosts(count: int) -> Iterator[tuple[str, list[Host]]]:
