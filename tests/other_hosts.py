@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Host", "can_make_hosts", "hosts"]
+__all__ = ["Host", "can_make_hosts", "hosts", "ip", "wait_for_file"]
 
 _numbers = itertools.count()
 
@@ -28,11 +28,12 @@ def can_make_hosts() -> bool:
     name = f"nbt{os.getpid():x}"
     made = subprocess.run(["ip", "link", "add", name, "type", "bridge"], capture_output=True).returncode == 0
     if made:
-        _ip("link", "del", name)
+        ip("link", "del", name)
     return made and subprocess.run(["unshare", "-n", "-m", "-p", "--fork", "true"]).returncode == 0
 
 
-def _ip(*words: str) -> None:
+def ip(*words: str) -> None:
+    """Run the program ``ip``, which changes network devices and namespaces."""
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
@@ -44,7 +45,8 @@ class Host:
         self.address = address
         self.interface = interface
         """The name of the network interface that has the address, on the host."""
-        self._link = link
+        self.link = link
+        """The name of the other end of its line, on the machine."""
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(
@@ -91,20 +93,28 @@ class Host:
 
     def cut(self) -> None:
         """Cut the host off: its packets, and those to it, are lost."""
-        _ip("link", "set", self._link, "down")
+        ip("link", "set", self.link, "down")
 
     def mend(self) -> None:
         """Connect the host again."""
-        _ip("link", "set", self._link, "up")
+        ip("link", "set", self.link, "up")
 
     def slow_down(self, rate: str) -> None:
         """Limit what it sends and gets to a rate, such as ``40mbit``, as a slow line would."""
         limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
         for where in (
-            ["tc", "qdisc", "add", "dev", self._link],
+            ["tc", "qdisc", "add", "dev", self.link],
             ["tc", "-n", self.name, "qdisc", "add", "dev", self.interface],
         ):
             subprocess.run([*where, "root", *limit], check=True)
+
+    def use_reno(self) -> None:
+        """Have new TCP connections of this host use Reno, whatever the machine uses.
+
+        BBR, which some machines use, spreads a burst of small messages over time.
+        """
+        setting = "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"
+        ip("netns", "exec", self.name, "sh", "-c", setting)
 
 
 @contextlib.contextmanager
@@ -115,24 +125,24 @@ def hosts(count: int) -> Iterator[tuple[str, list[Host]]]:
     bridge = f"nb{label}"
     found: list[Host] = []
     with contextlib.ExitStack() as undo:
-        _ip("link", "add", bridge, "type", "bridge")
-        undo.callback(_ip, "link", "del", bridge)
-        _ip("addr", "add", f"{net}.1/24", "dev", bridge)
-        _ip("link", "set", bridge, "up")
+        ip("link", "add", bridge, "type", "bridge")
+        undo.callback(ip, "link", "del", bridge)
+        ip("addr", "add", f"{net}.1/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
         for index in range(count):
             name, outer, inner = f"nb{label}h{index}", f"v{label}o{index}", f"v{label}i{index}"
-            _ip("netns", "add", name)
-            undo.callback(_ip, "netns", "del", name)
-            _ip("link", "add", outer, "type", "veth", "peer", "name", inner)
-            _ip("link", "set", outer, "master", bridge, "up")
-            _ip("link", "set", inner, "netns", name)
+            ip("netns", "add", name)
+            undo.callback(ip, "netns", "del", name)
+            ip("link", "add", outer, "type", "veth", "peer", "name", inner)
+            ip("link", "set", outer, "master", bridge, "up")
+            ip("link", "set", inner, "netns", name)
             address = f"{net}.{index + 2}"
             for words in (
                 ("addr", "add", f"{address}/24", "dev", inner),
                 ("link", "set", inner, "up"),
                 ("link", "set", "lo", "up"),
             ):
-                _ip("-n", name, *words)
+                ip("-n", name, *words)
             host = Host(name, address, outer, inner)
             found.append(host)
             undo.callback(host.kill)

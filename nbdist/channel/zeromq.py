@@ -61,6 +61,11 @@ _ANNOUNCED = b"\0"
 """A message to the inbox that says: the large inbox has a whole message."""
 _HANDSHAKE_MS = 5000
 """Milliseconds after which ZeroMQ gives up a connection whose other end has not finished the handshake."""
+_KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
+"""Options that end a TCP connection after 60 seconds without a sign of the other host.
+
+An inbox never sends, so it would never learn that the host at the other end of a connection has lost its power.
+"""
 _LINGER_MS = 500
 """Milliseconds for which ZeroMQ still tries to send after a link was closed."""
 _LOOK_EVERY_MS = 10_000
@@ -249,6 +254,8 @@ class ZmqChannel:
         sock.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         sock.set(zmq.RECONNECT_IVL, 20)
         sock.set(zmq.RECONNECT_IVL_MAX, 1000)
+        for option, value in _KEEPALIVE.items():
+            sock.set(option, value)
 
     @contextlib.contextmanager
     def _authenticator(self) -> Iterator[None]:

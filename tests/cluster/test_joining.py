@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from joined import cluster_on, until
 from other_hosts import can_make_hosts, hosts, wait_for_file
 
 import nbdist
@@ -23,28 +22,6 @@ from nbdist.errors import UsageError, WorkerLost
 on_hosts = pytest.mark.skipif(
     not can_make_hosts(), reason="only root can make hosts, and only where the kernel allows it"
 )
-
-
-@contextlib.contextmanager
-def cluster_on(others, address: str, folder: Path, **options):
-    """A cluster with a worker on each of these hosts."""
-    file = folder / "invitation.json"
-
-    def start() -> None:
-        text = wait_for_file(file)
-        for other in others:
-            other.start("-m", "nbdist", "worker", "--connect", "-", stdin=text)
-
-    threading.Thread(target=start, daemon=True).start()
-    with nbdist.Cluster(len(others), launcher="join", host=address, invitation=str(file), **options) as cluster:
-        yield cluster
-
-
-def until(happened, within: float = 20.0) -> None:
-    deadline = time.monotonic() + within
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_clusters_that_nobody_can_join_say_so():

@@ -151,7 +151,7 @@ class Keeper:
         """End all workers, remove their files, and leave the cluster. A second call does nothing."""
         self._ended.set()
         with self._closing, contextlib.ExitStack() as steps:  # all are done, also after Ctrl-C
-            steps.callback(self._agent.close, "the keeper has ended")
+            steps.callback(self._agent.close, "has ended")
             steps.callback(self._launcher.close)
             with self._lock:
                 relays, self._relays = list(self._relays.values()), {}
