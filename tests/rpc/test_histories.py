@@ -480,7 +480,7 @@ class Histories(RuleBasedStateMachine):
                 self.world.check_end()
 
 
-QUICK = quick(300, stateful_step_count=40)
+QUICK = quick(150, stateful_step_count=40)
 LONG = long(QUICK, stateful_step_count=80)
 
 
