@@ -1,7 +1,8 @@
 """``python -m nbdist doctor``: shows what this installation can use, one line each.
 
-Every feature is tried out, not looked up by its name. Below a line, indented, is what is wrong with it and what to do
-about it. If agents cannot work, the exit code is 1; a feature that is only missing for speed does not change it.
+Every feature is tried out, not looked up by its name. The indented text below a line says what is wrong with it, and
+what to do about it. If agents cannot work, the exit code is 1; a feature that is only missing for speed does not
+change it.
 """
 
 from __future__ import annotations
@@ -79,17 +80,17 @@ def _notebook(path: str) -> str:
     from nbdist.cluster.hosts.trials import TrialWay
 
     with TrialWay(read_invitation(path)) as way:
-        _line("this host there", f"{way.own_address}, interface {interface_of(way.own_address) or 'unknown'}")
+        _line("this host", f"{way.own_address}, interface {interface_of(way.own_address) or 'unknown'}")
         spent = time.monotonic()
         facts = way.ask_for_facts()
-        _line("its answer took", f"{duration(time.monotonic() - spent)}, with the handshake of a new connection")
+        _line("first answer", f"{duration(time.monotonic() - spent)}, with the handshake of a new connection")
         if facts.misfit:
             raise VersionMismatch(facts.misfit)
         trips: list[RoundTrips] = []
-        if _try("its latency", lambda: _latency(way, trips)):
-            _line("its clock", _clock(trips[0].ahead))
+        if _try("latency", lambda: _latency(way, trips)):
+            _line("notebook's clock", _clock(trips[0].ahead))
             _try("bandwidth", lambda: _bandwidth(way, trips[0].fastest))
-            _try("ports there", lambda: _ports_there(way, facts))
+            _try("other ports", lambda: _ports_there(way, facts))
     found = f"nbdist {facts.nbdist}, Python {facts.python}, torch {facts.torch} on {facts.host}: a worker may join"
     mine = describe_myself("", 0).torch
     if facts.torch != mine:
@@ -107,7 +108,9 @@ def _clock(ahead: float) -> str:
     """Return in words a difference of the clocks: the notebook's is ``ahead`` seconds ahead of this host's."""
     from nbdist.cluster.examination.findings import of_clock
 
-    return _with_findings(f"{ahead:+.3f} s beside this one's", of_clock(-ahead))
+    return _with_findings(
+        f"{duration(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} this host's", of_clock(-ahead)
+    )
 
 
 def _bandwidth(way: TrialWay, fastest: float) -> str:

@@ -283,8 +283,8 @@ class Cluster:
         """The process group's backend, as torch writes it.
 
         It is the one asked for; else nccl for GPU tensors and gloo for CPU tensors if each worker has its own GPU; else
-        gloo for both. Workers of other hosts choose when they form the group. A worker is asked then; "auto" if none
-        has answered within a second, or before the start.
+        gloo for both. Workers on other hosts choose it when they form the group, so the first worker is asked. It
+        is "auto" before the start, or if that worker does not answer within 1 s.
         """
         spec = self.spec
         if spec.backend is not None:
@@ -722,7 +722,7 @@ class Cluster:
     # -- looking for trouble --------------------------------------------------------------------
 
     def examine(self, *, timeout: float = 60.0) -> Examination:
-        """Ask each worker what it has, measure the way from each to each other, and return what is wrong.
+        """Ask each worker for its facts, measure the links between all members, and return what is wrong.
 
         Asks for versions, clocks, memory, GPUs and NCCL. One pair after another calls and sends a tensor: about 0.7 s
         for each pair, less where there are many. Busy workers take part. Dead workers, and workers that do not answer

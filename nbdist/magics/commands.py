@@ -404,7 +404,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_doctor(self, line: str) -> Examination:
-        """Show versions, clocks, memory and GPUs of all workers, how fast each reaches each other, and what to do.
+        """Show versions, clocks, memory and GPUs, how fast each worker reaches every other one, and what to do.
 
         %dist_doctor [-t SECONDS]
 

@@ -50,9 +50,9 @@ _LONGEST_NAP_SECONDS = 0.2
 """Seconds after which a reader looks at the clock even if nothing comes, so that most senders need not wake it."""
 
 _PAUSE_PER_CONNECTION = 5e-5
-"""Seconds for each connection that pass at least between two ticks, in which all connections are looked at.
+"""The shortest time between two ticks, in seconds for each connection: a tick looks at all connections.
 
-A tick takes about 2 µs for each connection, so ticks take a twentieth of a core at most. An agent with 20 connections
+A tick takes 2 to 5 µs for each, so ticks take a tenth of a core at most. An agent with 20 connections
 pauses for 1 ms, and one with 1,000 for 50 ms; acknowledgements, pings and repetitions are late by as much. Without the
 pause, the heartbeats of 1,000 connections, due at 1,000 moments of each second, would take more than one core.
 """

@@ -47,9 +47,9 @@ def serve(
 
     Args:
         model: a transformers model, a folder with one, or ``"smollm2"``. Its weights go into a file in the runtime
-            directory of this process's agent, unless a folder has them in the right form already. All workers map that
-            file, so those of one host share its memory, unless they have a GPU or another ``dtype``. A worker on
-            another host that does not see the file gets the weights of its blocks from this process.
+            directory of this process's agent, unless a folder has them in the right form already. Workers that see this
+            file map it, so those of one host share its memory, unless they have a GPU or another ``dtype``. Other
+            workers get the weights of their blocks from this process.
         workers: the names or ids of the workers. With more workers than spans, the last workers are not used.
         spans: (begin, end) of the blocks for each worker. By default the blocks are divided so that the largest part
             is as small as possible. Blocks in no span are loaded by some worker when they are first needed.

@@ -409,7 +409,7 @@ class Peer:
         message has a number, its own acknowledgement is due after 0.05 s; at once after 1 MB, or if the message came
         before. ``size`` is the message's, in bytes.
         """
-        self._heard = now  # `heard` without a call, as every message comes through here
+        self._heard = now  # what `heard` does, without the cost of a call for each message
         if self.standing is Standing.SUSPECT:
             self.standing = Standing.LIVE
         if self._kept and (envelope.ack >= self._first or envelope.more):
@@ -434,7 +434,7 @@ class Peer:
         return True
 
     def heard(self, now: float) -> None:
-        """Note that the peer lives, as something of it has arrived that `receive` of this object does not see."""
+        """Note that the peer lives: something from it has arrived that did not go through `receive` of this object."""
         self._heard = now
         if self.standing is Standing.SUSPECT:
             self.standing = Standing.LIVE

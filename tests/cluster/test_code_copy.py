@@ -72,7 +72,7 @@ def test_it_is_for_workers_of_other_hosts():
 
 @pytest.mark.skipif(not can_make_hosts(), reason="only root can make hosts, and only where the kernel allows it")
 def test_workers_import_it_where_the_folder_is_not_seen(tmp_path, monkeypatch):
-    """They import it when they start, also with --preload; after a restart it is as the notebook's folder is then."""
+    """They import the copied files, also with --preload; after a restart, the files as they are then."""
     folder = write(tmp_path / "project", FILES)
     monkeypatch.chdir(folder)
     file = tmp_path / "invitation.json"

@@ -62,10 +62,10 @@ def test_the_doctor_on_another_host_tries_the_way_in_both_directions(running, tm
     cluster, others = running
     code, found = doctor(cluster, others[3], tmp_path)
     assert code == 0, found
-    assert found["this host there"].startswith(f"{others[3].address}, interface {others[3].interface}")
-    assert found["its latency"].endswith("there and back")
+    assert found["this host"].startswith(f"{others[3].address}, interface {others[3].interface}")
+    assert found["latency"].endswith("there and back")
     assert found["bandwidth"].count("B/s") == 2
-    assert found["ports there"] == "reached, from both sides"
+    assert found["other ports"] == "reached, from both sides"
     assert found["the notebook"].endswith("a worker may join")
 
 
@@ -83,7 +83,7 @@ def test_the_doctor_on_another_host_finds_closed_ports(running, tmp_path):
     finally:
         hub._agent.me.addresses[:] = real
     assert code == 0
-    told = found["ports there"].splitlines()
+    told = found["other ports"].splitlines()
     assert told[0] == "not reached:"
     assert told[1].startswith("this host does not reach 10.199.199.1:40000: ")
     assert "Open all TCP ports between the two hosts" in told[1]

@@ -119,7 +119,7 @@ def test_a_part_that_cannot_be(part):
                 "each its part.",
             ],
         ),
-        ([0, None], {}, ["The process group uses gloo, for tensors on GPUs too, because some workers have none."]),
+        ([0, None], {}, ["The process group uses gloo, for tensors on GPUs too, because some workers have no GPU."]),
         ([0, 0], {"gpu_memory": 0.3, "backend": "gloo"}, []),
         ([2, 5, 2, 5], {"backend": "gloo"}, ["worker0,2 share GPU 2", "worker1,3 share GPU 5"]),
     ],

@@ -10,7 +10,7 @@ from nbdist.cluster.workers import StartError
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01, 0.02, 0.05, 0.1, 0.2])
 def test_a_restart_that_ran_out_of_time_can_be_repeated(seconds):
-    """Wherever it was: no process stays of it, and the end of none is taken for the end of the next one."""
+    """It may stop at any step: none of its processes is left, and the end of an old one does not end the new worker."""
     with nbdist.Cluster(2) as cluster:
         object.__setattr__(cluster.spec, "timeout", seconds)
         with contextlib.suppress(StartError):

@@ -24,7 +24,7 @@ _LITTLE_MEMORY = 500_000_000
 _LITTLE_SHARED_FILES = 500_000_000
 """Free bytes of /dev/shm below which NCCL or DataLoader may fail. Containers have 64 MB, by default; 1 GB is usual."""
 _FEW_FILES = 256
-"""Files that a process should still be able to open: a worker takes about a dozen in the notebook."""
+"""Files that a process should still be able to open. In the notebook a worker of another host takes 35."""
 _FEW_PORTS = 1000
 """Ports below which a host may run out of them: each agent takes some, and so do gloo and NCCL for each connection."""
 _CLOCKS_APART = 1.0
@@ -212,7 +212,7 @@ def find_all(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed], left
             Finding(
                 "links",
                 "",
-                f"there was no time to measure {counted(left_out, 'connection')}",
+                f"there was no time to measure {counted(left_out, 'link')}",
                 "Allow more time: %dist_doctor -t 300",
             )
         )

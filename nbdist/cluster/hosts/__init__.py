@@ -9,7 +9,7 @@
 `group_board`       the store at which workers of several hosts form their process group
 `losses`            tells all members at once that one is lost
 `joining`           ``python -m nbdist worker``
-`code_copy`         the Python files of the notebook's folder, on their way to other hosts
+`code_copy`         copies the Python files of the notebook's folder to other hosts
 `interfaces`        the name of the network interface that has an address
 ==================  ==================================================================================
 

@@ -1,4 +1,4 @@
-"""The Python files of the notebook's folder, on their way to workers of other hosts: ``--sync-code``."""
+"""Copies the Python files of the notebook's folder to workers of other hosts: ``--sync-code``."""
 
 from __future__ import annotations
 

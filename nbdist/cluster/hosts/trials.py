@@ -3,8 +3,8 @@
 ::
 
     this host                                          the notebook's host
-    question   ──────────────────────────────────────> its versions, its clock, its ports
-    trial      ── small, there and back ─────────────> the latency
+    question   ──────────────────────────────────────> the notebook's versions and ports
+    trial      ── small, there and back ─────────────> the latency, and the notebook's clock
     trial      ── up to 8 MB ────────────────────────> the rate there
     trial      <──────────────────────── up to 8 MB ── the rate back
     connection ──────────────────────────────────────> a port of the hub's agent

@@ -39,7 +39,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     backend: str
     """The backend of the process group; ``none`` for no process group, `AUTO` if the workers choose."""
     local_rank: int | None = None
-    """Its place among the workers of its host, if they are on several; None for its rank."""
+    """The worker's place among the workers of its host; None to use its rank."""
     local_world_size: int = 0
     """The number of workers of its host; 0 for all."""
     gpu: int | None = None

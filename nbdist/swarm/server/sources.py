@@ -1,4 +1,4 @@
-"""Where servers get a model's weights from: the file of the client, or its process where a host does not see the file.
+"""Gives servers the weights of a model: from the client's file, or by calls where a host does not see that file.
 
 A server on the client's host, or with a network folder, maps the file, so that the servers of a host share its memory.
 Any other server calls the client for the weights of the blocks that it loads, and keeps them in memory of its own.
@@ -43,7 +43,7 @@ class Source(NamedTuple):
     client: str
     """The name of the client's agent."""
     key: str
-    """Under which the client has registered the checkpoint."""
+    """The key under which the client has registered the checkpoint."""
 
     def open(self) -> adapter.Checkpoint:
         """Return the checkpoint: from the folder if this process sees the same file there, else with `FarWeights`.
@@ -95,7 +95,7 @@ class FarWeights:
 
 
 def offer(checkpoint: adapter.Checkpoint) -> Source:
-    """Let servers read a ``checkpoint`` of this process, which has a file, as long as the object lives.
+    """Let servers read a ``checkpoint`` of this process until the object is deleted. The checkpoint has a file.
 
     Returns what servers need for that.
     """
@@ -108,7 +108,10 @@ def offer(checkpoint: adapter.Checkpoint) -> Source:
 def _find(key: str) -> adapter.Checkpoint:
     found = _offered.get(key)
     if found is None:
-        raise NotOffered("the weights of this swarm cannot be read any more: the swarm was closed")
+        raise NotOffered(
+            "the weights of this swarm cannot be read any more: the swarm was closed. Serve the model again with "
+            "nbdist.swarm.serve"
+        )
     return found
 
 

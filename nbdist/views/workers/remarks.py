@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.channel import machine
 from nbdist.cluster.output.arranger import say_names
+from nbdist.cluster.processes.setup import AUTO
 
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
@@ -20,8 +21,8 @@ def remarks_on_start(cluster: Cluster) -> list[str]:
     if limited := machine.limits():
         found.append(f"Limited here: the workers may use {limited}.")
     has_gpu = [worker.device.startswith("cuda") for worker in cluster.workers]
-    if any(has_gpu) and cluster.spec.backend is None:
-        found.append(f"The process group uses {_backend_in_words(cluster.backend, all(has_gpu))}.")
+    if any(has_gpu) and cluster.spec.backend is None and (backend := cluster.backend) != AUTO:
+        found.append(f"The process group uses {_backend_in_words(backend, all(has_gpu))}.")
     if cluster.spec.gpu_memory is None:
         found += [_sharing(gpu, names) for gpu, names in _sharers(cluster).items()]
     return found
@@ -29,7 +30,7 @@ def remarks_on_start(cluster: Cluster) -> list[str]:
 
 def _backend_in_words(backend: str, all_have_gpus: bool) -> str:
     if backend == "gloo":
-        why = "workers share a GPU" if all_have_gpus else "some workers have none"
+        why = "workers share a GPU" if all_have_gpus else "some workers have no GPU"
         return f"gloo, for tensors on GPUs too, because {why}"
     return "nccl for tensors on GPUs and gloo for those on the CPU"
 

@@ -267,7 +267,8 @@ def _small_agent(ray: Any) -> Iterator[None]:
     """Let a Ray that starts during the block run its agent without the parts for dashboards.
 
     Ray's raylet ends itself if its agent is not up after 15 s. With all that the extra `ray[default]` brings, the agent
-    needs 12 s on two idle cores. Ray runs the small one where that extra is not installed.
+    needs 12 s on two idle cores. Ray runs the small one where that extra is not installed: here the function of Ray's
+    that looks for it returns an error during the block. Does nothing if Ray has no such function.
     """
     name = "get_dashboard_dependency_error"
     utils = getattr(getattr(ray, "_private", None), "utils", None)

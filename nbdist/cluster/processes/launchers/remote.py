@@ -100,7 +100,7 @@ class RemoteLauncher:
         self._missed: set[str] = set()
         """The workers whose last start was given up before a keeper had room."""
         self._placed: dict[str, _Start] = {}
-        """The starts that have one, whose process runs or may yet come."""
+        """The starts that have a keeper, whose process runs or may yet come."""
         self._relays: dict[str, Relay] = {}
         self._words: dict[str, str] = {}
         self._master: tuple[str, int] | None = None
