@@ -89,8 +89,8 @@ def _notebook(path: str) -> str:
         trips: list[RoundTrips] = []
         if _try("latency", lambda: _latency(way, trips)):
             _line("notebook's clock", _clock(trips[0].ahead))
-            _try("bandwidth", lambda: _bandwidth(way, trips[0].fastest))
-            _try("other ports", lambda: _ports_there(way, facts))
+            if _try("bandwidth", lambda: _bandwidth(way, trips[0].fastest)):  # else its answer may still come
+                _try("other ports", lambda: _ports_there(way, facts))
     found = f"nbdist {facts.nbdist}, Python {facts.python}, torch {facts.torch} on {facts.host}: a worker may join"
     mine = describe_myself("", 0).torch
     if facts.torch != mine:
@@ -146,11 +146,14 @@ def _with_findings(found: str, findings: Iterable[Finding]) -> str:
     return "\n".join([found, *map(str, findings)])
 
 
-def _with_own_findings(found: str, topic: str) -> str:
-    """Return what was found, and below it the findings about this machine and process with that topic."""
+def _with_own_findings(found: str, topic: str, facts: MachineFacts | None = None) -> str:
+    """Return what was found, and below it the findings about this machine and process with that topic.
+
+    ``facts`` are those about them; None for `_facts`.
+    """
     from nbdist.cluster.examination.findings import of_machine, of_process
 
-    facts = _facts()
+    facts = facts or _facts()
     return _with_findings(found, [each for each in [*of_machine(facts), *of_process(facts)] if each.topic == topic])
 
 
@@ -158,7 +161,7 @@ def _try(what: str, find: Callable[[], str]) -> bool:
     """Print the result of ``find()``, or "no" and the error that it raised; return whether it succeeded."""
     try:
         _line(what, find())
-    except (NbdistError, OSError, AttributeError, ImportError, RuntimeError) as error:
+    except Exception as error:  # such as one of CUDA's many
         _line(what, f"no: {error}")
         return False
     return True
@@ -219,10 +222,10 @@ def _pidfd() -> str:
 
 @functools.cache
 def _facts() -> MachineFacts:
-    """Return the facts about this process and its machine, read once."""
+    """Return the facts about this process and its machine, read once, without those that only CUDA can tell."""
     from nbdist.cluster.examination.machine import describe_machine  # here: it imports torch
 
-    return describe_machine(every_gpu=True)
+    return describe_machine()
 
 
 def _shared_memory() -> str:
@@ -257,6 +260,7 @@ def _gpus() -> str:
     import torch  # here, so that everything else is shown if torch cannot be imported
 
     from nbdist.channel.shared_memory import gpu_memory
+    from nbdist.cluster.examination.machine import describe_machine
 
     count = torch.cuda.device_count()
     shared = [str(index) for index in range(count) if gpu_memory.is_available(index)]
@@ -264,8 +268,9 @@ def _gpus() -> str:
         return _with_own_findings("none", "GPUs")
     told = f"in the memory of GPU {', '.join(shared)}" if shared else "by way of the host's memory"
     found = [f"{count}; processes that share a GPU pass tensors {told}"]
-    found += [f"GPU {gpu.index}: {gpu.name}, {gpu.capability[0]}.{gpu.capability[1]}" for gpu in _facts().gpus]
-    return _with_own_findings("\n".join(found), "GPUs")
+    facts = describe_machine(every_gpu=True)
+    found += [f"GPU {gpu.index}: {gpu.name}, {gpu.capability[0]}.{gpu.capability[1]}" for gpu in facts.gpus]
+    return _with_own_findings("\n".join(found), "GPUs", facts)
 
 
 def _agents() -> None:

@@ -31,7 +31,7 @@ _LARGEST_REQUEST = 16 << 20
 """Bytes of a request or an answer; ZeroMQ ends the connection of a process that sends more."""
 _HANDSHAKE_MS = 5000
 """Milliseconds after which a connection is closed whose other end has not shown that it knows the public key."""
-_WAITING = 1000
+_WAITING, _ANSWERS_WAITING = 1000, 20
 """Requests, and answers for each newcomer, that may wait: more are not read, or are dropped."""
 _FILES_NEEDED = 16
 """Files that must be free before ZeroMQ starts its threads; it takes about ten."""
@@ -66,7 +66,7 @@ class Entrance:
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
         self._socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        self._socket.set(zmq.SNDHWM, _WAITING)
+        self._socket.set(zmq.SNDHWM, _ANSWERS_WAITING)
         self._socket.set(zmq.RCVHWM, _WAITING)
         self._socket.set(zmq.IPV6, int(":" in host))
         self._socket.set(zmq.CURVE_SERVER, 1)

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import inspect
 import json
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +53,7 @@ __all__ = [
     "forgets",
     "is_same",
     "length",
+    "mark_of",
     "nbytes",
     "new_cache",
     "operate",
@@ -202,10 +202,7 @@ class WeightFile:
         self._path = Path(folder) / _WEIGHTS
         # The header of the file says where each weight is, so that sizes are known without reading weights.
         with open(self._path, "rb") as file:
-            found = os.stat(file.fileno())
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        self.mark = (found.st_ino, found.st_size, found.st_mtime_ns)
-        """Tells the file from all others. Two hosts that see one file, such as in a network's folder, get one mark."""
         spans = {name: told["data_offsets"] for name, told in header.items() if name != "__metadata__"}
         self.sizes: dict[str, int] = {name: end - begin for name, (begin, end) in spans.items()}
 
@@ -213,6 +210,15 @@ class WeightFile:
         """Return the weights with these ``names``, mapped from the file."""
         with safe_open(self._path, "pt") as file:
             return {name: file.get_tensor(name) for name in names}
+
+
+def mark_of(folder: str | Path) -> tuple[int, ...]:
+    """Return numbers that tell the file of weights in a folder from all others. Raises OSError if there is none.
+
+    Two hosts that see one file, such as in a network's folder, get the same numbers.
+    """
+    found = (Path(folder) / _WEIGHTS).stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class Checkpoint:

@@ -101,7 +101,7 @@ def serve(
     # In the agent's directory: whatever removes that directory after a kill removes the weights, too.
     folder = tempfile.TemporaryDirectory(prefix="swarm-", dir=api.current_agent().directory)
     if isinstance(model, str | Path):
-        known = Path(model) if Path(model).is_dir() else folder_of(str(model))
+        known = Path(model).absolute() if Path(model).is_dir() else folder_of(str(model))
         checkpoint = adapter.Checkpoint.opened(known, Path(folder.name))
     else:
         adapter.write_checkpoint(model, Path(folder.name))

@@ -1,5 +1,6 @@
 """Workers of other hosts can import the Python files of the notebook's folder, if they are copied there."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -21,8 +22,13 @@ FILES = {
     "package/__pycache__/inner.py": "",
     "venv/pyvenv.cfg": "",
     "venv/lib/other.py": "",
+    "my-script.py": "",
+    "caf\udce9.py": "",
+    "statistics.py": "",
+    "json/__init__.py": "",
+    "package/json.py": "",
 }
-COPIED = ["helpers.py", "package/__init__.py", "package/deep/inner.py"]
+COPIED = ["helpers.py", "package/__init__.py", "package/deep/inner.py", "package/json.py"]
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
@@ -39,6 +45,7 @@ def names(folder: Path) -> list[str]:
 
 def test_what_can_be_imported_is_copied_and_nothing_else(tmp_path):
     here, there = write(tmp_path / "here", FILES), tmp_path / "there"
+    os.mkfifo(here / "pipe.py")
     unpack(pack(here), there)
     assert names(there) == COPIED
     assert (there / "helpers.py").read_text() == "VALUE = 1\n"
@@ -51,7 +58,7 @@ def test_the_second_copy_replaces_the_first(tmp_path):
     write(there, {"__pycache__/helpers.cpython-311.pyc": "compiled"})
     (here / "helpers.py").rename(here / "others.py")
     unpack(pack(here), there)
-    assert names(there) == ["others.py", "package/__init__.py", "package/deep/inner.py"]
+    assert names(there) == ["others.py", *COPIED[1:]]
 
 
 def test_too_much_code_is_refused(tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ from nbdist.testing import World
 def refused_ray(spec: Spec, monkeypatch, **init):
     """Connect to a Ray that is none: ``init`` is what it does."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    ray_launcher._connect(SimpleNamespace(is_initialized=lambda: False, **init), spec)
+    ray_launcher._connect(SimpleNamespace(is_initialized=lambda: False, __file__="/lib/ray/__init__.py", **init), spec)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_ray_that_does_not_start_leaves_no_process(monkeypatch, error):
     began = []
 
     def fail(**options):
-        for name in ("/lib/ray/raylet", "/lib/other"):
+        for name in ("/lib/ray/raylet", "/home/ray/other"):
             began.append(subprocess.Popen([sys.executable, "-c", sleep, name]))
         raise error
 
@@ -144,7 +144,7 @@ def test_an_agent_that_cannot_reach_the_one_that_it_is_to_meet_says_so():
         ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1, (1, 2)),  # torchrun
         ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 4, (4, 8)),
         ({"SLURM_LOCALID": "2"}, 1, (2, 3)),
-        ({"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "4"}, 1, (0, 4)),
+        ({"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 1, (0, 4)),
         ({"LOCAL_RANK": "x"}, 2, (0, 2)),
     ],
 )

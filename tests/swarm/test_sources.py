@@ -76,9 +76,51 @@ def test_a_call_asks_for_64_mb_or_for_one_weight(monkeypatch):
 
 def test_weights_of_a_closed_swarm_are_not_to_be_had(world, tmp_path):
     adapter.write_checkpoint(swarm_models.make("llama"), tmp_path)
-    source = offer(adapter.Checkpoint(tmp_path))._replace(folder="/nowhere")
+    swarm = serve(tmp_path, workers=[1])
+    source = swarm.crew._source._replace(folder="/nowhere")
+    assert isinstance(source.open().weights, FarWeights)
+    swarm.close()
     with pytest.raises(NotOffered, match="the swarm was closed"):
         source.open()
+
+
+def test_what_is_no_file_of_weights_is_not_read(world, tmp_path):
+    """The path may lead to something else on another host, such as a pointer of Git LFS."""
+    adapter.write_checkpoint(swarm_models.make("llama"), tmp_path / "model")
+    checkpoint = adapter.Checkpoint(tmp_path / "model")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    source = offer(checkpoint)._replace(folder=str(tmp_path / "other"))
+    assert isinstance(source.open().weights, FarWeights)
+
+
+@torch.no_grad()
+def test_a_server_computes_and_drops_blocks_while_it_waits_for_others(world, far, monkeypatch):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2], spans=[(0, 4), (4, 6)])
+    begun, go, read = threading.Event(), threading.Event(), FarWeights.read
+
+    def slowly(weights, names):
+        begun.set()
+        assert go.wait(30)
+        return read(weights, names)
+
+    monkeypatch.setattr(FarWeights, "read", slowly)
+
+    def join():
+        with world[0].activate():
+            swarm.join(1, 4, 6)
+
+    joining = threading.Thread(target=join)
+    joining.start()
+    assert begun.wait(10)
+    (member,) = [each for each in swarm.crew.there if each.name == "worker1"]
+    with swarm.crew.working():
+        assert swarm.crew.ask(member, "unload", [0, 1, 2]) == [0, 1, 2]
+    go.set()
+    joining.join(30)
+    assert swarm.info()["worker1"].blocks == [0, 1, 2, 4, 5]
+    swarm.close()
 
 
 @pytest.mark.skipif(not can_make_hosts(), reason="only root can make hosts, and only where the kernel allows it")

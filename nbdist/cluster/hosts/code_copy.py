@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +23,9 @@ _REMEDY = "start the notebook in a folder of its own, or leave --sync-code out a
 def pack(folder: Path) -> bytes:
     """Return an archive of the Python files that a process in ``folder`` can import from there.
 
-    These are the ``.py`` files in it, and in folders below it whose names can be those of packages. Virtual
-    environments and links to folders are left out. Two archives of the same files are equal.
+    These are the ``.py`` files in it, and in folders below it, whose names can be those of modules and packages. Left
+    out are virtual environments, links to folders, and what has the name of a module of Python's own: the notebook
+    finds Python's first. Two archives of the same files are equal.
 
     Raises:
         UsageError: there are more than 20 MB of such files, or 10,000 folders.
@@ -33,10 +35,10 @@ def pack(folder: Path) -> bytes:
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in _python_files(folder):
             try:
-                text = path.read_bytes()
+                whole += path.stat().st_size
+                text = path.read_bytes() if whole <= _MOST_BYTES else b""
             except OSError:
                 continue  # removed just now, or not for this user: whoever imports it gets to know
-            whole += len(text)
             if whole > _MOST_BYTES:
                 raise UsageError(
                     f"--sync-code copies at most {size(_MOST_BYTES)}, and the Python files in {folder} and below are "
@@ -54,12 +56,18 @@ def _python_files(folder: Path) -> Iterator[Path]:
             raise UsageError(
                 f"--sync-code looks into at most {_MOST_FOLDERS:,} folders, and {folder} has more: {_REMEDY}"
             )
-        below[:] = sorted(name for name in below if name.isidentifier() and not Path(here, name, "pyvenv.cfg").exists())
+        shadows = sys.stdlib_module_names if looked_at == 1 else frozenset()
+        below[:] = sorted(
+            name
+            for name in below
+            if name.isidentifier() and name not in shadows and not Path(here, name, "pyvenv.cfg").exists()
+        )
         if "__pycache__" in below:
             below.remove("__pycache__")
         for name in sorted(names):
-            if name.endswith(".py"):
-                yield Path(here, name)
+            stem, path = name.removesuffix(".py"), Path(here, name)
+            if name != stem and stem.isidentifier() and stem not in shadows and path.is_file():
+                yield path
 
 
 def unpack(packed: bytes, folder: Path) -> None:

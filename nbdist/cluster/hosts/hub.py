@@ -11,6 +11,7 @@ agent is in a world of its own, which has the keepers; they do not know each oth
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import logging
 import secrets
@@ -238,8 +239,9 @@ class Hub:
         unreached = ""
         if trial.port:
             try:
-                socket.create_connection((trial.host, trial.port), _CONNECTS_WITHIN).close()
-            except (OSError, OverflowError, UnicodeError) as error:
+                host = str(ipaddress.ip_address(trial.host))  # a name may take long to look up
+                socket.create_connection((host, trial.port), _CONNECTS_WITHIN).close()
+            except (OSError, OverflowError, ValueError) as error:
                 unreached = str(error) or type(error).__name__
         return msgspec.msgpack.encode(TrialAnswer(time.time(), bytes(wanted), unreached))
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import socket
 import sys
 import threading
@@ -275,11 +276,11 @@ def _places_of_host(environment: Mapping[str, str], workers: int) -> tuple[int, 
     torchrun and Slurm start several keepers on one host, and tell each in its ``environment`` which one it is. Without
     that, a keeper is taken for the only one. Pure.
     """
-    for local, size in (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")):
+    for local, size in (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")):
         if (number := environment.get(local, "")).isdecimal():
             first = int(number) * workers
-            keepers = environment.get(size, "")
-            return first, max(int(keepers) * workers if keepers.isdecimal() else 0, first + workers)
+            keepers = re.match(r"\d+", environment.get(size, ""))  # Slurm writes 4(x2) for four on each of two hosts
+            return first, max(int(keepers[0]) * workers if keepers else 0, first + workers)
     return 0, workers
 
 

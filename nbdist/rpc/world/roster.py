@@ -112,7 +112,7 @@ class Roster:
                     document.left = []
                 document.gathering = [self._signed(record) for record in gathering]
                 if not self._write(text, document):
-                    tries = self._let_others_write(tries)
+                    tries = self._let_others_write(tries, deadline)
                 continue
             if time.monotonic() > deadline:
                 self.leave(me)
@@ -186,7 +186,7 @@ class Roster:
             document.dynamic = [self._signed(record) for record in [*present, me]]
             if self._write(text, document):
                 return present
-            tries = self._let_others_write(tries)
+            tries = self._let_others_write(tries, deadline)
 
     def leave(self, *leaving: Record) -> None:
         """Remove members from the list. Any error, such as a store that cannot be reached, is ignored.
@@ -275,13 +275,15 @@ class Roster:
             return False  # the caller reads the list next, and `_read` retries until the deadline
 
     @staticmethod
-    def _let_others_write(tries: int) -> int:
+    def _let_others_write(tries: int, deadline: float) -> int:
         """Sleep after another member has written the list first; return the number of ``tries`` so far, plus one.
 
         If many members join at once, one of them writes and all others have read in vain. So each pauses for a random
-        time, of up to 0.01 s at first; the limit doubles with each try, up to `_LONGEST_PAUSE`.
+        time, of up to 0.01 s at first; the limit doubles with each try, up to `_LONGEST_PAUSE`, but not beyond
+        ``deadline``.
         """
-        time.sleep(_random.uniform(0.0, min(_POLL * 2 ** min(tries, 16), _LONGEST_PAUSE)))
+        longest = min(_POLL * 2 ** min(tries, 16), _LONGEST_PAUSE, max(_POLL, deadline - time.monotonic()))
+        time.sleep(_random.uniform(0.0, longest))
         return tries + 1
 
     def _signed(self, record: Record) -> bytes:

@@ -45,7 +45,7 @@ from nbdist.swarm.client.server_record import Member
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.server import NotHere, Options, Server
 from nbdist.swarm.server.session_caches import NoSession, StepReply
-from nbdist.swarm.server.sources import offer
+from nbdist.swarm.server.sources import offer, withdraw
 from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackLayout
 from nbdist.trace import Steps
 
@@ -245,7 +245,7 @@ class Crew:
         """Ask a server to load the blocks from ``begin`` to before ``end``; `outwait` takes the future."""
         record = self._agent.member(member.incarnation)
         far = record is not None and record.host != self._agent.me.host  # it may have to read them from this process
-        extra = _LOADING_SECONDS + (seconds_for(sum(self.sizes[begin:end])) if far else 0.0)
+        extra = _LOADING_SECONDS + (seconds_for(sum(self.sizes)) if far else 0.0)  # others may load at the same time
         return self.send(member, "load", begin, end, extra=extra)
 
     def _wait_until_loaded(self, member: Member, asked: Future[list[int]]) -> None:
@@ -344,6 +344,7 @@ class Crew:
         Afterwards, `check_open` and `way` raise UsageError. A second call does nothing.
         """
         self.closed = True
+        withdraw(self._source)
         for member in self.members:
             if member.state not in ("offline", "gone"):
                 self._release(member)  # before the state changes: after an interrupt, a second call does it again

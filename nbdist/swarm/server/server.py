@@ -123,7 +123,9 @@ class Server:
         """The path of the model's list of layers, and that list without weights; None before the first `load`."""
         self._blocks: dict[int, nn.Module] = {}
         self._loading = threading.Lock()
-        """Held while blocks are loaded or dropped."""
+        """Held while blocks are loaded, which may take minutes if they come from another host."""
+        self._placing = threading.Lock()
+        """Held while the list of blocks is looked at to change it, and for no longer: the computing thread takes it."""
         self._sessions: dict[tuple[str, int], ServerSession] = {}
         """By id of the session and first block of its span: a session may have several spans here."""
         self._room = Room(self._options.cache_bytes)
@@ -142,7 +144,8 @@ class Server:
         An error of loading goes to the caller; the blocks that were loaded before it stay.
         """
         with self._loading:
-            missing = [number for number in range(begin, end) if number not in self._blocks]
+            with self._placing:
+                missing = [number for number in range(begin, end) if number not in self._blocks]
             if missing and self._skeleton is None:
                 model = adapter.build(self._checkpoint.config)
                 path = adapter.find_layers(model)
@@ -150,8 +153,11 @@ class Server:
             for number in missing:
                 path, layers = self._skeleton
                 self._checkpoint.fill(layers[number], f"{path}.{number}.")
-                self._blocks[number] = layers[number].to(self._device, self._dtype)
-            return sorted(self._blocks)
+                block = layers[number].to(self._device, self._dtype)
+                with self._placing:
+                    self._blocks[number] = block
+            with self._placing:
+                return sorted(self._blocks)
 
     def unload(self, keep: Sequence[int]) -> list[int]:
         """Drop all blocks but those in ``keep``; return the numbers of all blocks that are left.
@@ -161,7 +167,7 @@ class Server:
         """
 
         def work() -> list[int]:  # on the computing thread, which otherwise might be inside one of these blocks
-            with self._loading:
+            with self._placing:
                 for number in [number for number in self._blocks if number not in keep]:
                     adapter.empty(self._blocks.pop(number))
                 return sorted(self._blocks)

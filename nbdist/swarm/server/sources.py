@@ -21,11 +21,13 @@ from nbdist.rpc.api import current_agent, rpc_sync
 from nbdist.swarm import adapter
 from nbdist.swarm.carriage import seconds_for
 
-__all__ = ["FarWeights", "Source", "offer"]
+__all__ = ["FarWeights", "Source", "offer", "withdraw"]
 
 _ANSWER_SECONDS = 60.0
-"""Seconds within which the client answers, beside those that the weights take on their way."""
-_PART_BYTES = 64_000_000
+"""Seconds within which the client describes the checkpoint."""
+_READ_SECONDS = 600.0
+"""Seconds within which weights come, beside those that they take on a line of their own: all servers load at once."""
+_PART_BYTES = 8_000_000
 """Bytes of weights that one call asks for at most, unless a single weight has more."""
 
 _numbers = itertools.count()
@@ -51,9 +53,8 @@ class Source(NamedTuple):
         Raises WorkerLost or RpcTimeout if the client does not answer, and `NotOffered` if it has closed the swarm.
         """
         with contextlib.suppress(OSError):
-            found = adapter.WeightFile(self.folder)
-            if found.mark == self.mark:
-                return adapter.Checkpoint(self.folder, found)
+            if adapter.mark_of(self.folder) == self.mark:
+                return adapter.Checkpoint(self.folder)
         config, sizes = rpc_sync(self.client, _describe, args=(self.key,), timeout=_ANSWER_SECONDS)
         with tempfile.TemporaryDirectory(dir=current_agent().directory) as folder:
             Path(folder, adapter.CONFIG).write_text(config)
@@ -78,7 +79,7 @@ class FarWeights:
         """
         found: dict[str, torch.Tensor] = {}
         for part in self._parts(names):
-            timeout = _ANSWER_SECONDS + seconds_for(sum(self.sizes[name] for name in part))
+            timeout = _READ_SECONDS + seconds_for(sum(self.sizes[name] for name in part))
             found |= rpc_sync(self._source.client, _read, args=(self._source.key, part), timeout=timeout)
         return found
 
@@ -95,14 +96,19 @@ class FarWeights:
 
 
 def offer(checkpoint: adapter.Checkpoint) -> Source:
-    """Let servers read a ``checkpoint`` of this process until the object is deleted. The checkpoint has a file.
+    """Let servers read a ``checkpoint`` of this process until `withdraw`, or until the object is deleted.
 
-    Returns what servers need for that.
+    The checkpoint has a file. Returns what servers need for that.
     """
     me = current_agent().me
     key = f"{me.incarnation}.{next(_numbers)}"
     _offered[key] = checkpoint
-    return Source(str(checkpoint.folder), adapter.WeightFile(checkpoint.folder).mark, me.name, key)
+    return Source(str(checkpoint.folder), adapter.mark_of(checkpoint.folder), me.name, key)
+
+
+def withdraw(source: Source) -> None:
+    """Let servers read the checkpoint of a ``source`` of this process no longer. A second call does nothing."""
+    _offered.pop(source.key, None)
 
 
 def _find(key: str) -> adapter.Checkpoint:

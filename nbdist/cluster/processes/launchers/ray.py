@@ -49,6 +49,10 @@ _USUAL_TIMEOUT = 120.0
 """The timeout of a cluster for which the user has set none."""
 
 
+_starting = threading.Lock()
+"""Held while a Ray starts here, as something of Ray's is another one meanwhile."""
+
+
 class RayLauncher(RemoteLauncher):
     """The launcher for Ray. See `Launcher` for its methods."""
 
@@ -247,7 +251,7 @@ def _start_here(ray: Any, cpus: int) -> None:
     for number in range(1, _TRIES + 1):
         before = _children()
         try:
-            with _small_agent(ray):
+            with _starting, _small_agent(ray):
                 ray.init(
                     address="local",
                     num_cpus=cpus,
@@ -257,7 +261,7 @@ def _start_here(ray: Any, cpus: int) -> None:
                 )
             return
         except BaseException as error:
-            _end_rays_processes(_children() - before)
+            _end_rays_processes(_children() - before, str(Path(ray.__file__).parent))
             if number == _TRIES or not isinstance(error, Exception):
                 raise
 
@@ -292,11 +296,14 @@ def _children() -> set[int]:
     return found
 
 
-def _end_rays_processes(pids: set[int]) -> None:
-    """Kill those of these children that are Ray's, and wait for their end: a Ray that did not start leaves them."""
+def _end_rays_processes(pids: set[int], folder: str) -> None:
+    """Kill those of these children that are Ray's, and wait for their end: a Ray that did not start leaves them.
+
+    They run programs of Ray's ``folder``.
+    """
     for pid in pids:
         with contextlib.suppress(OSError):
-            if b"/ray/" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if os.fsencode(f"{folder}/") in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 

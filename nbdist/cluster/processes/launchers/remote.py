@@ -18,10 +18,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -50,6 +52,8 @@ __all__ = ["RemoteLauncher"]
 
 _STARTS_WITHIN = 600.0
 """Seconds for a keeper to start a worker. `Lifecycle` has a shorter limit, the user's."""
+_PACKED_FOR = 1.0
+"""Seconds for which an archive of the notebook's Python files is taken as what they are."""
 _ENDS_WITHIN = 10.0
 """Seconds for all keepers to end their workers."""
 
@@ -111,7 +115,11 @@ class RemoteLauncher:
         """By incarnation of a keeper: the future of its imports of the modules to preload."""
         self._codes: dict[int, bytes] = {}
         """By incarnation of a keeper: the digest of the Python files that it has got last."""
-        self._sending_code = threading.Lock()
+        self._sending_code: dict[int, threading.Lock] = {}
+        """By incarnation of a keeper: held while it gets Python files."""
+        self._packed = -math.inf, b""
+        """The moment of the last packing of Python files, and their archive."""
+        self._packing = threading.Lock()
         self._closing = False
         self._boards = Boards()
         with contextlib.ExitStack() as undo:
@@ -386,12 +394,26 @@ class RemoteLauncher:
         """
         if not self.spec.sync_code:
             return
-        with self._sending_code:
-            packed = pack(Path.cwd())
+        with self._lock:
+            sending = self._sending_code.setdefault(member.record.incarnation, threading.Lock())
+        with sending:
+            packed = self._pack_code()
             digest = hashlib.sha256(packed).digest()
             if self._codes.get(member.record.incarnation) != digest:
                 self.hub.call(member, keeper.take_code, packed, timeout=_STARTS_WITHIN).wait()
                 self._codes[member.record.incarnation] = digest
+
+    def _pack_code(self) -> bytes:
+        """Return an archive of the Python files of the working directory, packed at most `_PACKED_FOR` seconds ago.
+
+        So workers that start at the same time get the same code, and the files are read once for all.
+        """
+        with self._packing:
+            when, packed = self._packed
+            if time.monotonic() - when > _PACKED_FOR:
+                packed = pack(Path.cwd())
+                self._packed = time.monotonic(), packed
+            return packed
 
     def _prepare(self, member: KeeperMember) -> None:
         """Let a keeper import the modules to preload, once. Raises UsageError if it cannot."""
