@@ -186,7 +186,7 @@ def test_a_busy_worker_is_the_reason_for_a_slow_way():
 
 def test_ways_without_time_are_counted():
     (found,) = find_all(THREE, [], left_out=5)
-    assert str(found) == "there was no time to measure 5 connections. Allow more time: %dist_doctor -t 300."
+    assert str(found) == "there was no time to measure 5 links. Allow more time: %dist_doctor -t 300."
 
 
 # -- measuring --------------------------------------------------------------------------------------
