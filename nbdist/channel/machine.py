@@ -1,4 +1,4 @@
-"""Tells how many cores and how much memory this process may use: the machine's, or fewer in a container.
+"""Tells what this process may use of its machine: cores and memory, or fewer in a container; files; ports; a driver.
 
 Linux limits the processes of a container by *control groups*. They are folders, one inside of the other, and
 ``/proc/self/cgroup`` names those of a process. A group's limit holds for all groups inside of it, so the lowest one
@@ -25,7 +25,16 @@ from pathlib import Path, PurePosixPath
 
 from nbdist import amounts
 
-__all__ = ["available_memory", "cores", "limits", "memory", "require_memory"]
+__all__ = [
+    "available_memory",
+    "cores",
+    "free_ports",
+    "has_nvidia_driver",
+    "limits",
+    "memory",
+    "open_files",
+    "require_memory",
+]
 
 _COMPARED_WITH_MEMORY = 64 * 1024 * 1024
 """Messages of fewer bytes are not compared with the memory that is left.
@@ -33,10 +42,32 @@ _COMPARED_WITH_MEMORY = 64 * 1024 * 1024
 Asking takes 0.1 to 0.3 ms, and 1 ms in a container.
 """
 
+_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_DRIVER = Path("/proc/driver/nvidia/version")
 _GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 _NAMES_2 = "memory.max", "memory.current", "inactive_file"
 _NAMES_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 """The files of the limit and of what is used, and the key in memory.stat, in the two versions."""
+
+
+def open_files() -> int:
+    """Return how many files this process has open; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/fd"))
+    return 0
+
+
+def free_ports() -> tuple[int, int] | None:
+    """Return the first and the last port that Linux gives to programs that ask for any; None if it does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        first, last = map(int, _PORTS.read_text().split())
+        return first, last
+    return None
+
+
+def has_nvidia_driver() -> bool:
+    """Return whether NVIDIA's driver runs on this machine."""
+    return _DRIVER.exists()
 
 
 def cores() -> int:

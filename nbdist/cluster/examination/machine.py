@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import resource
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -19,8 +17,6 @@ from nbdist.rpc.agent import active_agent
 
 __all__ = ["GpuFacts", "MachineFacts", "describe_machine"]
 
-_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_DRIVER = Path("/proc/driver/nvidia/version")
 _SHARED_FILES = "/dev/shm"
 
 
@@ -83,16 +79,16 @@ def describe_machine(*, every_gpu: bool = False) -> MachineFacts:
         torch=str(torch.__version__),
         cuda=torch.version.cuda or "",
         nccl=_nccl_version(),
-        has_driver=_DRIVER.exists(),
+        has_driver=machine.has_nvidia_driver(),
         gpu_count=count,
         gpus=_gpus(count) if every_gpu or torch.cuda.is_initialized() else (),
         can_share=mapping.is_available() if agent is None else agent.me.arena is not None,
         memory=machine.memory(),
         memory_left=machine.available_memory(),
         shared_files_left=_shared_files_left(),
-        files_open=_files_open(),
+        files_open=machine.open_files(),
         files_limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        ports=_ports(),
+        ports=machine.free_ports(),
     )
 
 
@@ -124,18 +120,3 @@ def _shared_files_left() -> int | None:
     except OSError:
         return None
     return found.f_bavail * found.f_frsize
-
-
-def _files_open() -> int:
-    """Return how many files this process has open; 0 where the system does not tell."""
-    with contextlib.suppress(OSError):
-        return len(os.listdir("/proc/self/fd"))
-    return 0
-
-
-def _ports() -> tuple[int, int] | None:
-    """Return the first and the last port that Linux gives to programs that ask for any; None if it does not tell."""
-    with contextlib.suppress(OSError, ValueError):
-        first, last = map(int, _PORTS.read_text().split())
-        return first, last
-    return None
