@@ -157,7 +157,7 @@ def test_an_interrupted_measurement_is_a_failed_way(two):
 def test_ways_for_which_there_is_no_time_are_counted(two):
     found = two.examine(timeout=1e-6)
     assert found.links == []
-    assert of(found, "links") == ["there was no time to measure 6 connections. Allow more time: %dist_doctor -t 300."]
+    assert of(found, "links") == ["there was no time to measure 6 links. Allow more time: %dist_doctor -t 300."]
     with pytest.raises(UsageError, match="timeout must be more than 0 s, not 0"):
         two.examine(timeout=0)
 

@@ -19,6 +19,7 @@ def interrupt_when(notebook, cell, ready=None):
 
 
 STARTED = "import time, threading; print('started', flush=True)\n"
+SOON = "import threading, time; threading.Timer(0.5, print, ['started']).start()\n"  # when the cell is in its wait
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ STARTED = "import time, threading; print('started', flush=True)\n"
     ],
 )
 def test_a_cell_is_interrupted_where_it_is(two, code):
-    cell = interrupt_when(two, two.send(f"%%remote 0\n{STARTED}{code}"), "started")
+    cell = interrupt_when(two, two.send(f"%%remote 0\n{SOON}{code}"), "started")
     assert cell.error["ename"] == "KeyboardInterrupt"
     assert "on worker0" in cell.traceback
     assert re.fullmatch(r"worker0 stopped in .*, cell:[23]", cell.error["evalue"])
@@ -47,9 +48,6 @@ def test_all_workers_of_the_cell_are_interrupted(two):
     assert cell.error["ename"] == "KeyboardInterrupt"
     said = cell.traceback  # of both together, or of each where they were not at the same place
     assert "worker0,1" in said or ("on worker0" in said and "on worker1" in said)
-
-
-SOON = "import threading, time; threading.Timer(0.5, print, ['started']).start()\n"  # when the cell is in its wait
 
 
 def test_it_is_said_at_which_line_each_worker_hung(two):

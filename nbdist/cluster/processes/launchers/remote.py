@@ -52,8 +52,6 @@ __all__ = ["RemoteLauncher"]
 
 _STARTS_WITHIN = 600.0
 """Seconds for a keeper to start a worker. `Lifecycle` has a shorter limit, the user's."""
-_PACKED_FOR = 1.0
-"""Seconds for which an archive of the notebook's Python files is taken as what they are."""
 _ENDS_WITHIN = 10.0
 """Seconds for all keepers to end their workers."""
 
@@ -71,6 +69,8 @@ class _Start:
         self.connection = connection
         self.environment = environment
         self.future: Future[StartedWorker] = Future()
+        self.asked = time.monotonic()
+        """The moment at which it was asked for."""
         self.member: KeeperMember | None = None
         """The keeper that it is given to."""
         self.runs = False
@@ -118,7 +118,7 @@ class RemoteLauncher:
         self._sending_code: dict[int, threading.Lock] = {}
         """By incarnation of a keeper: held while it gets Python files."""
         self._packed = -math.inf, b""
-        """The moment of the last packing of Python files, and their archive."""
+        """The moment at which Python files were packed last, and their archive."""
         self._packing = threading.Lock()
         self._closing = False
         self._boards = Boards()
@@ -311,7 +311,7 @@ class RemoteLauncher:
         """Start a worker by its keeper, and settle its future. In a thread of its own, because it waits."""
         name = start.name
         try:
-            self._send_code(member)
+            self._send_code(member, start)
             self._prepare(member)
             if start.setup.rank == 0:
                 self._set_master(member)
@@ -387,8 +387,8 @@ class RemoteLauncher:
             del self._placed[start.name]
             return True
 
-    def _send_code(self, member: KeeperMember) -> None:
-        """Give a keeper the Python files of the working directory, unless it has them as they are now.
+    def _send_code(self, member: KeeperMember, start: _Start) -> None:
+        """Give a keeper the Python files of the working directory, unless it has got the same before.
 
         Does nothing if the user has not asked for that. Raises UsageError if there are too many.
         """
@@ -397,23 +397,21 @@ class RemoteLauncher:
         with self._lock:
             sending = self._sending_code.setdefault(member.record.incarnation, threading.Lock())
         with sending:
-            packed = self._pack_code()
+            packed = self._pack_code(start.asked)
             digest = hashlib.sha256(packed).digest()
             if self._codes.get(member.record.incarnation) != digest:
                 self.hub.call(member, keeper.take_code, packed, timeout=_STARTS_WITHIN).wait()
                 self._codes[member.record.incarnation] = digest
 
-    def _pack_code(self) -> bytes:
-        """Return an archive of the Python files of the working directory, packed at most `_PACKED_FOR` seconds ago.
+    def _pack_code(self, since: float) -> bytes:
+        """Return an archive of the Python files of the working directory as they were at a moment after ``since``.
 
-        So workers that start at the same time get the same code, and the files are read once for all.
+        Workers that are asked for together so get the same code, and the files are read once for all.
         """
         with self._packing:
-            when, packed = self._packed
-            if time.monotonic() - when > _PACKED_FOR:
-                packed = pack(Path.cwd())
-                self._packed = time.monotonic(), packed
-            return packed
+            if self._packed[0] < since:
+                self._packed = time.monotonic(), pack(Path.cwd())
+            return self._packed[1]
 
     def _prepare(self, member: KeeperMember) -> None:
         """Let a keeper import the modules to preload, once. Raises UsageError if it cannot."""
