@@ -2,7 +2,7 @@
 
 Both use one Ray of this machine, which runs already, in turns. An actor is there when it has imported torch and answers
 a call; a cluster, when all workers are ready: kernels, RPC and process group. Each round ends both before the next one
-starts. A round that has found Python's files on disk comes first and does not count.
+starts. The first round, which reads Python's files from the disk, does not count.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ kernels      talks to the workers' kernels; the cells that run there
 output       what workers print, on its way to a place below a cell or on a terminal
 worker       what runs inside of a worker process
 inspection   what workers do and hold, and what memory that takes
-examination  what is wrong with the machines and the ways between them, and what to do about it
+examination  what is wrong with the machines and the links between them, and what to do about it
 ============ ==================================================================================================
 
 A cell takes this way: `cluster.execute` → `kernels.connection` → the worker's ipykernel. Its output comes back by

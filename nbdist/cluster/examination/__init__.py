@@ -1,4 +1,4 @@
-"""Examines the members of a cluster and the ways between them, and says what to do about what is wrong.
+"""Examines the members of a cluster and the links between them, and says what to do about what is wrong.
 
 ============= ===================================================================================
 `machine`     what one process has of its machine: memory, files, ports, GPUs, NCCL, versions
@@ -7,5 +7,5 @@
 `examination` asks all members of a running cluster, one pair after another: `Cluster.examine`
 ============= ===================================================================================
 
-``python -m nbdist doctor`` uses all but the last one, for one machine and its way to a notebook.
+``python -m nbdist doctor`` uses all but the last one, for one machine and its link to a notebook.
 """

@@ -1,4 +1,4 @@
-"""Examines a running cluster: asks each member for its facts, and measures the way from each member to each other.
+"""Examines a running cluster: asks each member for its facts, and measures the link from each one to every other one.
 
 ::
 
@@ -44,12 +44,12 @@ class Examination:
     members: list[ExaminedMember]
     """The notebook, and then the workers."""
     links: list[LinkSpeed]
-    """The speed of each way that was measured."""
+    """The speed of each link that was measured."""
     findings: list[Finding]
     """The things that are wrong; empty if there are none."""
 
     def link(self, sender: str, receiver: str) -> LinkSpeed | None:
-        """Return the speed of the way from ``sender`` to ``receiver``; None if it was not measured."""
+        """Return the speed of the link from ``sender`` to ``receiver``; None if it was not measured."""
         for link in self.links:
             if (link.sender, link.receiver) == (sender, receiver):
                 return link

@@ -1,7 +1,7 @@
-"""Finds what is wrong with a machine, with the members of a cluster, and with the ways between them. Pure.
+"""Finds what is wrong with a machine, with the members of a cluster, and with the links between them. Pure.
 
 Facts and measured numbers go in. Each finding comes out with one sentence that says what to do about it. The limits are
-the constants below; ways are compared only with ways of their kind: within a host, or between hosts.
+the constants below; links are compared only with links of their kind: within a host, or between hosts.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _FEW_PORTS = 1000
 _CLOCKS_APART = 1.0
 """Seconds between two clocks from which on lines of different hosts stand in the wrong order."""
 _TIMES_SLOWER = 10
-"""A way that is so many times slower than the fast ones of its kind is slow."""
+"""A link that is so many times slower than the fast ones of its kind is slow."""
 _FAST_ENOUGH = 0.01
 """Seconds of latency that are never called slow: a busy machine has them at times."""
 _MOVES_FAST_ENOUGH = 200_000_000
 """Bytes a second that are never called slow: between hosts, encrypted messages are not faster on most machines."""
-_WAYS_COMPARED = 3
-"""Ways of a kind that are needed to compare them."""
+_LINKS_COMPARED = 3
+"""Links of a kind that are needed to compare them."""
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ def find_all(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed], left
 
     Args:
         members: The members; the notebook is the first.
-        links: The measured ways. Those to and from members that did not tell their facts are left out.
-        left_out: The number of ways for whose measurement there was no time.
+        links: The measured links. Those to and from members that did not tell their facts are left out.
+        left_out: The number of links for whose measurement there was no time.
     """
     found = _of_members(members)
     found += _of_versions(members)
@@ -296,11 +296,11 @@ def _of_links(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed]) -> 
         rates = [link.rate for link in of_kind if link.rate is not None]
         for link in of_kind:
             told = []
-            if len(latencies) >= _WAYS_COMPARED and link.latency is not None:
+            if len(latencies) >= _LINKS_COMPARED and link.latency is not None:
                 usual = _of_fast_ones(sorted(latencies))
                 if link.latency > max(usual * _TIMES_SLOWER, _FAST_ENOUGH):
                     told.append(f"a small call takes {duration(link.latency)}, and {duration(usual)} elsewhere")
-            if len(rates) >= _WAYS_COMPARED and link.rate is not None:
+            if len(rates) >= _LINKS_COMPARED and link.rate is not None:
                 usual = _of_fast_ones(sorted(rates, reverse=True))
                 if link.rate < min(usual / _TIMES_SLOWER, _MOVES_FAST_ENOUGH):
                     told.append(f"a tensor moves at {size(int(link.rate))}/s, and at {size(int(usual))}/s elsewhere")
@@ -311,9 +311,9 @@ def _of_links(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed]) -> 
 
 
 def _of_fast_ones(best_first: Sequence[float]) -> float:
-    """Return the number that a fifth of the ways reach or surpass, given the best first.
+    """Return the number that a fifth of the links reach or surpass, given the best first.
 
-    The median would not do: one slow host among three makes four of the six ways slow.
+    The median would not do: one slow host among three makes four of the six links slow.
     """
     return best_first[len(best_first) // 5]
 

@@ -1,4 +1,4 @@
-"""Shows an examination of a cluster: what each member has, how fast each way is, and what to do."""
+"""Shows an examination of a cluster: what each member has, how fast each link is, and what to do."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _COLUMNS: tuple[tuple[str, Callable[[MachineFacts], str]], ...] = (
 )
 """The columns of facts: the name of each, and the text of a cell."""
 _SHARED_MEMORY = "memory left: large tensors within a host are shared in it; NCCL and DataLoader use /dev/shm instead"
-_WAYS = "latency of a small call, there and back, and rate of a large tensor, from the row's member to the column's"
+_LINKS = "latency of a small call, there and back, and rate of a large tensor, from the row's member to the column's"
 
 
 def as_text(found: Examination) -> str:
     """Return an examination as lines of text: two tables, and a line for each finding."""
     lines = [*tables.as_lines(*_members(found)), _SHARED_MEMORY, ""]
-    lines += [*tables.as_lines(*_ways(found)), _WAYS, ""]
+    lines += [*tables.as_lines(*_links(found)), _LINKS, ""]
     return "\n".join([*lines, *_findings(found)])
 
 
 def as_html(found: Examination) -> str:
     """Return an examination as HTML: two tables, and a line for each finding."""
     parts = []
-    for table, explained in ((_members(found), _SHARED_MEMORY), (_ways(found), _WAYS)):
+    for table, explained in ((_members(found), _SHARED_MEMORY), (_links(found), _LINKS)):
         parts += [tables.as_html(*table), f'<div style="opacity:.6">{escape(explained)}</div>']
     parts += [f'<div style="overflow-wrap:anywhere">{escape(line)}</div>' for line in _findings(found)]
     return themed(*parts)
@@ -70,8 +70,8 @@ def _gpus(facts: MachineFacts) -> str:
     return f"{facts.gpu_count}: {names}" if names else str(facts.gpu_count)
 
 
-def _ways(found: Examination) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of the matrix of ways: from the member of the row to that of the column."""
+def _links(found: Examination) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of the matrix of links: from the member of the row to that of the column."""
     names = [member.name for member in found.members]
     links = {(link.sender, link.receiver): link for link in found.links}
     rows = [[sender, *(_way(links.get((sender, receiver))) for receiver in names)] for sender in names]
@@ -79,7 +79,7 @@ def _ways(found: Examination) -> tuple[list[str], list[list[str]]]:
 
 
 def _way(link: LinkSpeed | None) -> str:
-    """Return the speed of a way as text; ``failed`` if it has none, and nothing if it was not measured."""
+    """Return the speed of a link as text; ``failed`` if it has none, and nothing if it was not measured."""
     if link is None:
         return ""
     told = [duration(link.latency)] if link.latency is not None else []

@@ -50,7 +50,7 @@ _USUAL_TIMEOUT = 120.0
 
 
 _starting = threading.Lock()
-"""Held while a Ray starts here, as something of Ray's is another one meanwhile."""
+"""Held while a Ray starts here: `_small_agent` replaces a function of Ray's for that time."""
 
 
 class RayLauncher(RemoteLauncher):
