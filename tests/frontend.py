@@ -111,7 +111,7 @@ class Notebook:
     def send(self, code, **options):
         options.setdefault("allow_stdin", self.watched)
         if BLIND:
-            code = re.sub(r"^( *%dist_init\b)(?!.*--launcher)", r"\1 --launcher blind", code, flags=re.MULTILINE)
+            code = re.sub(r"^( *%dist_init\b)(?!.*--launcher|\?)", r"\1 --launcher blind", code, flags=re.MULTILINE)
         self.client.allow_stdin = self.watched
         cell = Executed(self.client.execute(code, **options))
         self.cells[cell.msg_id] = cell

@@ -122,7 +122,7 @@ def test_the_pids_of_the_blind_launcher_mean_nothing():
 def test_cells_and_magics_use_no_pid_of_a_worker():
     """Their tests pass with a launcher whose pids mean nothing here."""
     tests = [str(BLIND.parents[1] / name) for name in OF_MAGICS]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", *tests]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "NBDIST_TEST_BLIND_PATH": str(BLIND)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2000:]
