@@ -293,6 +293,21 @@ def test_strangers_at_the_entrance_get_nothing_and_harm_nobody(running):
         assert "this invitation has been" in refused("--connect", str(first))  # whoever knows the key is still heard
 
 
+def test_the_log_tells_of_few_refusals_in_a_minute_and_of_little_text(running, caplog):
+    _, first = running
+    invitation = read_invitation(str(first))  # used up
+    newcomer = describe_myself(invitation.token, 1)
+    newcomer.host = "x" * 100_000
+    request = admission.NEWCOMER + admission.msgspec.msgpack.encode(newcomer)
+    caplog.clear()
+    for _ in range(hub._WARNINGS + 3):
+        answer = admission.decode_answer(knock(invitation.address, invitation.key.encode(), request, 10.0))
+        assert isinstance(answer, admission.Denied)
+    said = [record.getMessage() for record in caplog.records if "was refused" in record.getMessage()]
+    assert 0 < len(said) <= hub._WARNINGS
+    assert max(map(len, said)) < 300
+
+
 def test_an_entrance_keeps_to_its_ports_and_says_when_none_is_free():
     keys = Secret(b"a secret of some length", shared_off_host=True).curve("entrance")
     with socket.socket() as taken:

@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,6 +65,8 @@ _CONNECTS_WITHIN = 0.5
 """Seconds for a connection to a port that a trial names: the entrance answers nobody else meanwhile."""
 _CONNECTING_COUNTS = 1 << 22
 """Bytes as which a connection counts, so that an invitation allows a bounded number a minute."""
+_WARNINGS = 10
+"""Refused newcomers of which the log tells in a minute."""
 _NAME = "hub"
 
 _log = logging.getLogger("nbdist.cluster")
@@ -138,6 +141,8 @@ class Hub:
         self._texts = Texts(self._shared)
         self._invitations = Invitations()
         self._ids = itertools.count(1)
+        self._warned: deque[float] = deque()
+        """The times of the last minute's warnings about refused newcomers, by `time.monotonic`."""
         self._coming: dict[int, _Coming] = {}
         """The keepers that were let in and have not come, by the id that they were given. Guarded by `lock`."""
         self._agent: Agent = start_agent(
@@ -220,9 +225,18 @@ class Hub:
                 id = next(self._ids)
                 self._coming[id] = _Coming(newcomer.token, workers, time.monotonic() + _ARRIVES_WITHIN)
         except (SecurityError, VersionMismatch) as error:
-            _log.warning("a worker of %s was refused: %s", newcomer.host, error)
+            self._warn_of(newcomer, error)
             return msgspec.msgpack.encode(Denied(str(error), isinstance(error, VersionMismatch)))
         return msgspec.msgpack.encode(Admitted(id, self.secret, self._agent.me))
+
+    def _warn_of(self, newcomer: Newcomer, error: Exception) -> None:
+        """Log that a newcomer was refused; no more than `_WARNINGS` times a minute, as anybody may come often."""
+        now = time.monotonic()
+        while self._warned and self._warned[0] < now - 60.0:
+            self._warned.popleft()
+        if len(self._warned) < _WARNINGS:
+            self._warned.append(now)
+            _log.warning("a worker of %.80r was refused: %s", newcomer.host, error)
 
     def _answer_trial(self, trial: Trial) -> bytes:
         """Return the answer to a trial: bytes, or whether a port can be reached. In the entrance's thread.

@@ -119,7 +119,7 @@ class Keeper:
         self._launcher = LocalLauncher(Spec(count=workers), self._on_end)
         try:
             self._agent = start_agent(
-                f"keeper{answer.id}",
+                _agent_name(answer.id),
                 answer.id,
                 None,
                 RpcBackendOptions(
@@ -282,6 +282,11 @@ def _places_of_host(environment: Mapping[str, str], workers: int) -> tuple[int, 
             keepers = re.match(r"\d+", environment.get(size, ""))  # Slurm writes 4(x2) for four on each of two hosts
             return first, max(int(keepers[0]) * workers if keepers else 0, first + workers)
     return 0, workers
+
+
+def _agent_name(id: int) -> str:
+    """Return the name of a keeper's agent, which stands in the notebook's log: it names the host. Pure but for that."""
+    return f"keeper{id}-of-{re.sub('[^A-Za-z0-9_-]', '-', platform.node())}"[:100]
 
 
 def _require_own_address(host: str) -> None:
