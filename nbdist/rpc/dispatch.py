@@ -1,8 +1,12 @@
 """The thread pool of an agent: threads take turns at reading, and the thread that reads a request runs it.
 
-So a request never passes from one thread to another. Only the turn at reading passes on. Where the channel lets two
-threads wait for messages at once, and wakes one of them for each message, not even that: while one thread runs a
-request, the other one waits already for the next.
+So a request never passes from one thread to another. Only the turn at reading passes on, and mostly not even that,
+because to wake a thread for each message takes longer than to run a small function:
+
+- Where the channel lets two threads wait for messages at once, and wakes one of them for each message, one thread runs
+  a request while the other one waits already for the next.
+- Where only one thread may wait for messages, it keeps its turn while it runs a request, as long as requests are quick.
+  A *guard*, an idle thread that looks once in `QUICK_JOB_SECONDS`, takes the turn from a thread whose request is not.
 
 The life of a thread of the pool::
 
@@ -105,6 +109,12 @@ class Pool:
         """True while the second reader waits in `_leave_to_the_other`."""
         self._needed = threading.Event()
         """Wakes the second reader from there."""
+        self._keeping: threading.Thread | None = None
+        """The thread that runs a job and has kept its turn at reading: it counts in `_reading` meanwhile."""
+        self._guarded = False
+        """True while a thread is in `_guard`."""
+        self._is_called = False
+        """True from when a thread is woken or started to be the guard until it has the lock."""
         self._closed = False
         self._count = 0
 
@@ -193,6 +203,8 @@ class Pool:
         set_blocking_hook(self._blocking)
         self._begin()
         thread = threading.current_thread()
+        with self._condition:
+            self._is_called = False
         try:
             while (job := self._next()) is not None:
                 started = time.monotonic()
@@ -205,6 +217,9 @@ class Pool:
                 this_thread.is_closed = True
                 with self._condition:
                     self._running -= 1
+                    if self._keeping is thread:
+                        self._keeping = None
+                        self._reading -= 1  # it may take its turn again at once, in `_next`
                     self._finished_at = time.monotonic()
                     self._brisk = self._finished_at - started < QUICK_JOB_SECONDS
         finally:
@@ -234,11 +249,16 @@ class Pool:
                     if self._reading < self._readers:
                         self._reading += 1
                         break
+                    if self._keeping is not None and not self._guarded:
+                        if self._guard():
+                            break
+                        continue
                     if self._idle > self._size:
                         return None
                     self._idle += 1
                     self._condition.wait()
                     self._idle -= 1
+                    self._is_called = False
             job = self._lead()
             if job is not None:
                 return job
@@ -249,19 +269,53 @@ class Pool:
         If none reads, an idle thread is woken, or a new one is started. A thread that is reading is woken only if there
         are messages for which the channel wakes no reader.
         """
-        if self._reading:
+        if self._keeping is not None:
+            if not (self._guarded or self._is_called):
+                self._wake_or_spawn()
+                self._is_called = True
+        elif self._reading:
             if self._has_more() and not self._watching:
                 self._wake()
-        elif self._idle:
+        else:
+            self._wake_or_spawn()
+
+    def _wake_or_spawn(self) -> None:
+        """Wake an idle thread, or start one if there is none. The caller holds the lock."""
+        if self._idle:
             self._condition.notify()
         else:
             self._spawn()
+
+    def _guard(self) -> bool:
+        """Wait while another thread keeps its turn at reading and ends its jobs quickly.
+
+        Returns True if that thread's job takes longer than `QUICK_JOB_SECONDS`: then the turn is this thread's. Returns
+        False if there is something else to do, or nothing at all. The caller holds the lock, which is free meanwhile.
+        """
+        self._guarded, self._is_called = True, False
+        try:
+            while True:
+                finished = self._finished_at
+                self._idle += 1
+                self._condition.wait(QUICK_JOB_SECONDS)
+                self._idle -= 1
+                if self._closed or self._reading < self._readers or (self._queue and self._capacity()):
+                    return False
+                if self._finished_at == finished:
+                    if self._keeping is None:
+                        return False
+                    self._keeping = None
+                    self._brisk = False
+                    return True
+        finally:
+            self._guarded = False
 
     def _lead(self) -> Job | None:
         """Read until there is a job for this thread, and return it; None once the pool is closed.
 
         `_next` calls this, without the lock, in a thread that may read. A job beyond the limit of `_capacity` is
-        queued. Before this returns a job, it makes sure that another thread reads. Errors of reading are logged.
+        queued. Before this returns a job, it makes sure that another thread reads, or will if the job is not quick.
+        Errors of reading are logged.
         """
         is_first = True
         while True:
@@ -291,7 +345,10 @@ class Pool:
                     self._queue.append(job)
                     job = self._queue.popleft()
                 self._running += 1
-                self._reading -= 1
+                if self._brisk and self._readers == 1:
+                    self._keeping = threading.current_thread()
+                else:
+                    self._reading -= 1
                 self._provide_reader()
                 return job
 
@@ -336,6 +393,10 @@ class Pool:
                 self._brisk = False
                 if self._watching:
                     self._needed.set()
+                if self._keeping is threading.current_thread():
+                    self._keeping = None
+                    self._reading -= 1
+                    self._provide_reader()
                 if self._queue:
                     self._provide()
         finally:

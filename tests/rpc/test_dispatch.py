@@ -35,6 +35,10 @@ class Inbox:
     def put(self, job):
         self.messages.put(job)
 
+    def put_all(self, jobs):
+        for job in jobs:
+            self.messages.put(job)
+
     def wake(self):
         self.messages.put(None)
 
@@ -327,8 +331,16 @@ def pool_of_two_readers(size):
         assert pool.threads == 0
 
 
-def test_many_quick_jobs_at_once_all_run():
-    with pool_of_two_readers(4) as (_, pile):
+def pool_of_one_reader(size):
+    return pool_of(size, Inbox(patience=SOON))
+
+
+either = pytest.mark.parametrize("pool_of_either", [pool_of_one_reader, pool_of_two_readers])
+
+
+@either
+def test_many_quick_jobs_at_once_all_run(pool_of_either):
+    with pool_of_either(4) as (_, pile):
         for count in (1, 2, 3, 500):
             done = threading.Semaphore(0)
             pile.put_all([done.release] * count)
@@ -337,8 +349,9 @@ def test_many_quick_jobs_at_once_all_run():
         assert pile.most_readers <= 2
 
 
-def test_slow_jobs_among_quick_ones_hold_up_nobody():
-    with pool_of_two_readers(4) as (_, pile):
+@either
+def test_slow_jobs_among_quick_ones_hold_up_nobody(pool_of_either):
+    with pool_of_either(4) as (_, pile):
         held, done = threading.Event(), threading.Semaphore(0)
 
         def slow():
@@ -356,8 +369,9 @@ def test_slow_jobs_among_quick_ones_hold_up_nobody():
             assert done.acquire(timeout=SOON)
 
 
-def test_jobs_that_wait_for_jobs_at_hand_do_not_wait_long():
-    with pool_of_two_readers(2) as (_, pile):
+@either
+def test_jobs_that_wait_for_jobs_at_hand_do_not_wait_long(pool_of_either):
+    with pool_of_either(2) as (_, pile):
         answers = [Future() for _ in range(40)]
         done = [Future() for _ in range(40)]
 
@@ -368,3 +382,45 @@ def test_jobs_that_wait_for_jobs_at_hand_do_not_wait_long():
         jobs = [lambda n=n: ask(n) for n in range(40)] + [lambda n=n: answers[n].set_result(n) for n in range(40)]
         pile.put_all(jobs)
         assert wait_all(done, SOON) == list(range(40))
+
+
+def test_one_thread_reads_and_runs_all_quick_jobs():
+    """No other thread is woken for a message, but for the guard."""
+    with pool_of_one_reader(4) as (pool, inbox):
+        call(inbox.put, int).wait(SOON)  # the first job is quick
+        ran = [call(inbox.put, threading.get_ident) for _ in range(300)]
+        # A busy machine may make a job last long, and another thread reads on.
+        assert len({each.wait(SOON) for each in ran}) <= 3
+        assert pool.threads <= 4
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["sleeps in a lock", "waits for a call"])
+def test_another_thread_reads_while_a_job_lasts_that_comes_after_quick_ones(blocks):
+    with pool_of_one_reader(4) as (_, inbox):
+        for _ in range(50):
+            call(inbox.put, int).wait(SOON)
+            freed = threading.Event()
+            answer = Future()
+            late = call(inbox.put, answer.wait if blocks else lambda freed=freed: freed.wait(SOON))
+            call(inbox.put, (lambda answer=answer: answer.set_result(None)) if blocks else freed.set)
+            late.wait(SOON)
+
+
+def test_the_guard_runs_what_is_submitted_and_somebody_else_takes_its_place():
+    with pool_of_one_reader(2) as (pool, inbox):
+        for _ in range(50):
+            call(inbox.put, int).wait(SOON)
+            freed, begun = threading.Event(), threading.Event()
+
+            def last(freed=freed, begun=begun):
+                begun.set()
+                return freed.wait(SOON)
+
+            late = call(inbox.put, last)
+            assert begun.wait(SOON)
+            submitted = call(pool.submit, lambda freed=freed: freed.wait(SOON))
+            call(inbox.put, freed.set)  # a third job, of which somebody must read; two may run at a time
+            pool.resize(3)
+            assert late.wait(SOON)
+            assert submitted.wait(SOON)
+            pool.resize(2)
