@@ -116,7 +116,10 @@ TUTORIALS = {
 }
 
 
-@pytest.mark.parametrize("program", TUTORIALS)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(name, marks=[] if name == "batch_parameter_server" else pytest.mark.soak) for name in TUTORIALS],
+)
 def test_a_tutorials_program_prints_the_same_on_torch_and_on_nbdist(program):
     """Written for torch, with `mp.spawn` and arguments; not a word of it is changed."""
     path = Path(__file__).parent.parent / "notebooks" / "programs" / f"{program}.py"

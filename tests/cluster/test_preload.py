@@ -44,6 +44,7 @@ def test_one_that_cannot_be_imported_is_an_error_and_nothing_is_left():
     assert nbdist.Cluster.current is None
 
 
+@pytest.mark.soak
 def test_a_swarm_finds_transformers_there_and_its_model_classes():
     with nbdist.Cluster(1, backend="none", preload=["nbdist.swarm"]) as cluster:
         assert has(cluster, "transformers.modeling_utils") == [True]

@@ -173,7 +173,7 @@ assert done == 1, "only the last of these rooms is enough"
     ("way", "rooms"),
     [
         ("world", "0,1,2,4,7,9,12,15,60"),
-        ("cluster", "0,3,17,90"),
+        ("cluster", "3,90"),
         pytest.param("world", ",".join(map(str, [*range(16), 60])), marks=pytest.mark.soak),
         pytest.param("cluster", ",".join(map(str, [*range(0, 30, 2), 90])), marks=pytest.mark.soak),
     ],

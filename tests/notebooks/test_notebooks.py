@@ -76,15 +76,14 @@ def test_nbval_finds_cards_the_same_each_time_without_any_leniency(tmp_path):
     assert status == 0, said
     outputs = [output.data for cell in code_cells(path) for output in cell.outputs if "data" in output]
     assert sum("text/html" in data for data in outputs) >= 4
-    for _ in range(2):
-        status, said = run(
-            *("-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "--color=no", path),
-            scratch=tmp_path,
-        )
-        assert status == 0, said
+    status, said = run(
+        *("-m", "pytest", "--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "--color=no", path),
+        scratch=tmp_path,
+    )
+    assert status == 0, said
 
 
-JUDGED = ("00_tour", "04_pipeline_resnet50")
+JUDGED = ("00_tour",)
 """The notebooks that `make test` runs in both ways; `make soak` runs all of them so, and nbval always runs all."""
 RUNNING = "test_every_cell_does_what_it_is_there_for", "test_nbval_finds_the_committed_outputs"
 

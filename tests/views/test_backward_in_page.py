@@ -148,6 +148,7 @@ def test_the_handle_does_what_the_buttons_do(tmp_path):
         assert not page.complaints
 
 
+@pytest.mark.soak
 def test_buttons_act_on_the_oldest_ipykernel_7_as_well(tmp_path):
     older.install("ipykernel-7.3", tmp_path / "ipykernel")
     env = older.environment(tmp_path / "ipykernel")
@@ -170,7 +171,9 @@ def test_buttons_act_on_the_oldest_ipykernel_7_as_well(tmp_path):
 OLD_KERNEL = "ipykernel-6.29"
 
 
-@pytest.mark.parametrize(("front", "kernel"), [("lab", None), ("notebook", OLD_KERNEL)])
+@pytest.mark.parametrize(
+    ("front", "kernel"), [("lab", None), pytest.param("notebook", OLD_KERNEL, marks=pytest.mark.soak)]
+)
 def test_without_subshells_a_line_stands_in_the_place_of_the_buttons(front, kernel, tmp_path):
     """The front end's subshells are switched off, or the kernel has none."""
     env = None

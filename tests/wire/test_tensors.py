@@ -421,7 +421,7 @@ def tensors(draw):
     return base
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(tensors(), min_size=1, max_size=4), st.data())
 @example([torch.ones(2)], None)
 def test_any_tensors_come_out_as_they_went_in(sent, data):
