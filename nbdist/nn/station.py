@@ -7,7 +7,8 @@ wait in the step's `Inbox` until the operation that needs them runs::
     the step's state here    begins with                          run_share   deliver      abandon_step
     ───────────────────────  ───────────────────────────────────  ──────────  ───────────  ─────────────────
     unknown                                                       runs        is stored    step is over
-    has an inbox             the first `run_share` or `deliver`   runs        is stored    inbox fails
+    has an inbox             the first `deliver`                  runs        is stored    step is over
+    runs (`_running`)        `run_share`                                      is stored    inbox fails
     over (`_over`)           the end of `run_share`, or abandon   raises      is dropped   stays over
 
 In every state, `abandon_step` withdraws the gradients that this worker has added to the context for the step.
@@ -127,6 +128,8 @@ class Station:
         """The agent of this worker."""
         self._needed = {self.agent.find(name).incarnation for name in {driver, *places}}
         self._inboxes: dict[int, Inbox] = {}
+        self._running: set[int] = set()
+        """The steps whose share is running here."""
         self._over: OrderedDict[int, str] = OrderedDict()
         self._lock = threading.Lock()
         for stage in reversed(list(stages.values())):  # so a shared parameter ends up with its name in the first stage
@@ -143,11 +146,12 @@ class Station:
         those for the loss; both are empty on workers that do not need them. Raises `Abandoned` if the step has failed
         elsewhere, `WorkerLost` if a worker of the pipeline is gone, else what an operation raised.
         """
-        inbox = self.inbox(order.step)
-        if inbox is None:
-            with self._lock:
-                why = self._over.get(order.step, f"step {order.step} of the pipeline is over")
-            raise Abandoned(f"{why} (this worker had not begun the step)")
+        over = f"step {order.step} of the pipeline is over"
+        with self._lock:
+            if order.step in self._over:
+                raise Abandoned(f"{self._over[order.step]} (this worker had not begun the step)")
+            inbox = self._inboxes.setdefault(order.step, Inbox())
+            self._running.add(order.step)
         if gone := [each for each in self._needed if self.agent.member(each) is None]:
             # `on_lost` may have been called for it before the inbox existed.
             names = ", ".join(map(self.agent.name_of, gone))
@@ -156,7 +160,8 @@ class Station:
             return _Step(self, order, inbox, inputs, targets).run()
         finally:
             with self._lock:
-                self._end(order.step, f"step {order.step} of the pipeline is over")
+                self._running.discard(order.step)
+                self._end(order.step, over)
 
     def inbox(self, step: int) -> Inbox | None:
         """Return the `Inbox` that keeps the step's inputs from other workers; None if the step is over.
@@ -193,10 +198,9 @@ class Station:
         context, None if the step has none. Doing this twice is harmless.
         """
         with self._lock:
-            inbox = self._inboxes.get(step)
-            if inbox is not None:
-                inbox.fail(Abandoned(why))
-            else:
+            if step in self._running:
+                self._inboxes[step].fail(Abandoned(why))
+            else:  # a neighbour may have sent something already; this worker's own call may never come
                 self._end(step, why)
             context = recorder().contexts.find(context_id) if context_id is not None else None
             if context is not None:

@@ -15,6 +15,8 @@ from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.errors import EncodeError, NotInitialized, UsageError, WorkerLost
 from nbdist.nn import Pipeline, Reference, cut
+from nbdist.nn.inbox import Abandoned
+from nbdist.nn.station import deliver
 from nbdist.optim import DistributedOptimizer, clip_grad_norm_
 from nbdist.testing import World
 
@@ -698,6 +700,22 @@ def test_a_step_that_is_not_begun_everywhere_leaves_nothing(world):
             with pytest.raises(EncodeError):
                 pipe.train_step(x, x, lambda output, target: lock)
     settle(lambda: not any(station()._inboxes for station in stations))
+
+
+def test_what_came_for_a_step_that_is_abandoned_before_it_begins_is_dropped(world):
+    pipe = Pipeline(stages(2), ["worker0", "worker1"])
+    station = stations_of(pipe)[1]()
+    with world[1].activate():
+        deliver(pipe._uid, 0, "F", 1, 0, 0, torch.ones(1))
+        assert station._inboxes
+        station.abandon(0, None, "the test has had enough")
+        assert not station._inboxes
+        deliver(pipe._uid, 0, "F", 1, 1, 0, torch.ones(1))
+        assert not station._inboxes
+    with dist_autograd.context(), pytest.raises(Abandoned, match=r"had enough \(this worker had not begun the step\)"):
+        pipe.train_step(torch.randn(8, WIDTH), torch.randn(8, WIDTH), mean_loss)
+    with dist_autograd.context():
+        pipe.train_step(torch.randn(8, WIDTH), torch.randn(8, WIDTH), mean_loss)
 
 
 def test_a_step_that_failed_is_not_kept_by_its_error(world):
