@@ -28,9 +28,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("program", help="a script, or a module with -m; what follows belongs to the program")
     worker = commands.add_parser(
         "worker",
-        help="run workers on this host for a notebook on another one",
-        description="Joins the cluster of a notebook that has started it with `%%dist_init --launcher join`, and runs "
-        "workers for it until the cluster ends, or the notebook is lost.",
+        help="run workers on this host for a notebook on any host",
+        description="Joins the cluster of a notebook that has started it with `%%dist_init --launcher join` or "
+        "`%%dist_init --host ADDRESS`, and runs workers for it until the cluster ends, or the notebook is lost. A "
+        "cluster that runs grows by these workers, unless lost workers wait for a place.",
     )
     worker.add_argument(
         "--connect", required=True, metavar="FILE", help="the file of the invitation; - for standard input"

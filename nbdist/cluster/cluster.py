@@ -17,9 +17,11 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -27,8 +29,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 
 from nbdist import durations, registry
+from nbdist.amounts import counted
 from nbdist.channel.resources import refusals_in_words
 from nbdist.cluster.executor import Lanes, WorkerExecutor
+from nbdist.cluster.growing import Growth
 from nbdist.cluster.hosts.losses import Losses
 from nbdist.cluster.inspection import process_memory
 from nbdist.cluster.interrupting import interrupt_cell, interrupt_workers
@@ -47,7 +51,7 @@ from nbdist.cluster.standing import Lookout
 from nbdist.cluster.targets import parse_targets
 from nbdist.cluster.worker import collectives
 from nbdist.cluster.worker.output import METADATA, fence, take_last_value
-from nbdist.cluster.workers import Worker, lost_error
+from nbdist.cluster.workers import StartError, Worker, lost_error
 from nbdist.errors import EncodeError, NbdistError, UnknownWorker, UsageError
 from nbdist.rpc import api
 from nbdist.rpc.agent import Agent
@@ -61,7 +65,7 @@ from nbdist.wire.pickling import culprit
 
 if TYPE_CHECKING:
     from nbdist.cluster.examination.examination import Examination
-    from nbdist.cluster.processes.launchers.join import JoinLauncher
+    from nbdist.cluster.processes.launchers.inviting import InvitingLauncher
     from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
     from nbdist.views.timeline.timeline import Timeline
 
@@ -101,8 +105,9 @@ class Cluster:
         rpc: Options for the RPC agents of all workers and of this process, such as ``rpc_timeout``, which limits calls
             but not the start. Device maps are for the workers only, and a worker's map for itself is left out. The
             cluster sets ``init_method``, ``host``, ``secret`` and ``devices`` itself. None for the usual options.
-        host: For workers on other hosts: the address at which they reach this one. None for ``NBDIST_HOST`` with
-            ``"join"``, and for this node's address in Ray with ``"ray"``.
+        host: For workers on other hosts: the address at which they reach this one. With ``"local"``, the workers run
+            here, and others may join them by `invite`; None for workers that listen on this host only. None for
+            ``NBDIST_HOST`` with ``"join"``, and for this node's address in Ray with ``"ray"``.
         ports: For workers on other hosts: the first and the last port for the entrance, where workers join; None for
             any. RPC, gloo and NCCL use other ports.
         invitation: For ``"join"``: the file for the invitation, which `start` writes. None for
@@ -180,6 +185,8 @@ class Cluster:
         )
         self.spec.check()
         self.progress = progress
+        self.on_joined: Callable[[str], object] | None = None
+        """Called with a line of text when workers have joined the running cluster, or could not. In another thread."""
         self._state = "new"
         self._pid = os.getpid()
         self._counter = 0
@@ -188,13 +195,21 @@ class Cluster:
         """The workers that had to become idle, when `restart` was last called, for the process group to form anew."""
         self.farewells: list[Callable[[], object]] = []
         """Functions that `shutdown` calls first, in this order and each once, while the workers are still there."""
-        first = 0 if driver is None else 1
-        devices = self.spec.devices()
-        self.workers = [
-            Worker(f"worker{rank + first}", rank, rank + first, *devices[rank]) for rank in range(self.spec.count)
-        ]
+        self._devices = self.spec.devices()
+        self.workers = [self._make_worker(rank) for rank in range(self.spec.count)]
         self.driver = driver or "notebook"
         self._lanes = Lanes(self)
+        self._changing = threading.Lock()
+        """Held while workers restart, join, or form the process group at the user's wish: one of these at a time."""
+        self._growth: Growth | None = None
+        """Takes workers into the running cluster; None if the launcher lets none join."""
+
+    def _make_worker(self, rank: int) -> Worker:
+        """Return a new worker of this rank. The ids of those that join later come after the notebook's id."""
+        first = 0 if self.spec.driver is None else 1
+        if rank < self.spec.count:
+            return Worker(f"worker{rank + first}", rank, rank + first, *self._devices[rank])
+        return Worker(f"worker{rank + first}", rank, rank + 1, "cpu", None)
 
     @classmethod
     def of(cls, spec: Spec) -> Cluster:
@@ -245,6 +260,10 @@ class Cluster:
         AttributeError before `start`.
         """
         return str(self._lives.folder)
+
+    def is_as(self, spec: Spec) -> bool:
+        """Return whether this cluster was started as ``spec`` says, but for the timeout; or has grown to its size."""
+        return self.spec.same_as(spec) or replace(self.spec, count=len(self.workers)).same_as(spec)
 
     def find(self, name: str) -> Worker:
         """Return the worker called ``name``. Raises UnknownWorker if there is none.
@@ -338,6 +357,8 @@ class Cluster:
             raise
         self._state = "running"
         atexit.register(self.shutdown)
+        if self._growth is not None:
+            self._growth.begin()
         return self
 
     def _start(self) -> None:
@@ -368,6 +389,17 @@ class Cluster:
         failures.on_text(labels.rename_frames)
         self._lives.bring_up(self.workers, deadline)
         process_memory.mark_start()
+        if self.spec.may_grow:
+            self._growth = Growth(
+                self.workers,
+                self._make_worker,
+                self._lives,
+                self._inviting_launcher(),
+                self._changing,
+                self._is_member,
+                self.spec.timeout,
+                self._on_joined,
+            )
 
     # -- ending -------------------------------------------------------------------------------
 
@@ -431,26 +463,41 @@ class Cluster:
         """
         self.start()
         self.awaited = []
-        chosen = self._dead() if targets is None else self.select(targets)
-        deadline = time.monotonic() + self.spec.timeout
-        if chosen:
-            with refusals_in_words("the workers cannot be restarted"):
-                self._lives.kill(chosen, self._is_member, deadline)
-                if self._losses is not None:
-                    self._losses.wait()
-                self._lives.launch(chosen)
-                self._lives.bring_up(chosen, deadline)
-        if process_group and len(chosen) < len(self.workers):
-            self._lives.form_group(deadline)
-        elif chosen and len(chosen) < len(self.workers):
-            self.awaited = self._lives.form_group_once_idle(deadline)
+        with self._changing_workers():
+            chosen = self._dead() if targets is None else self.select(targets)
+            deadline = time.monotonic() + self.spec.timeout
+            if chosen:
+                with refusals_in_words("the workers cannot be restarted"):
+                    self._lives.kill(chosen, self._is_member, deadline)
+                    if self._losses is not None:
+                        self._losses.wait()
+                    self._lives.launch(chosen)
+                    self._lives.bring_up(chosen, deadline)
+            if process_group and len(chosen) < len(self.workers):
+                self._lives.form_group(deadline)
+            elif chosen and len(chosen) < len(self.workers):
+                self.awaited = self._lives.form_group_once_idle(deadline)
         return [worker.name for worker in chosen]
+
+    @contextlib.contextmanager
+    def _changing_workers(self) -> Iterator[None]:
+        """Exclude other changes of the workers during the block, such as workers that join; these come afterwards."""
+        try:
+            with self._changing:
+                yield
+        finally:
+            if self._growth is not None:
+                self._growth.look_soon()
 
     def invite(self, file: str, *, uses: int = 1, expires: float = 3600.0) -> None:
         """Write another invitation, by which workers of other hosts join: see ``python -m nbdist worker --help``.
 
-        `start` has written the first one, for as many workers as the cluster has. Another one is for workers that take
-        the places of lost ones.
+        With the launcher ``"join"``, `start` has written the first one, for as many workers as it has waited for. A
+        worker that joins later first takes the place of one whose host is lost: it waits for the `restart`. If no place
+        is open, the cluster grows by a worker of the next rank: ``worker4`` after ``worker3``. `on_joined` is then
+        called, and `wait_for_workers` waits for that. Cells that run keep their workers. The process group forms anew,
+        with the new worker, once all workers are idle; groups, DDP and FSDP wrappers from before cannot be used any
+        more. The new worker is no worker of executors and views that were made before.
 
         Args:
             file: The file to write, which only this user may read. An earlier one is replaced.
@@ -458,26 +505,66 @@ class Cluster:
             expires: For how many seconds it is valid.
 
         Raises:
-            UsageError: The launcher is not ``"join"``, a number is not more than 0, or the file cannot be written.
+            UsageError: The launcher is neither ``"join"`` nor ``"local"`` with a ``host``, a number is not more than 0,
+                or the file cannot be written.
         """
-        self._join_launcher().invite(Path(file).expanduser(), expires, uses)
+        self.start()
+        self._inviting_launcher().invite(Path(file).expanduser(), expires, uses)
 
     def revoke_invitations(self) -> int:
         """Make all invitations invalid; return how many were valid. Workers that have joined stay.
 
-        Raises UsageError if the launcher is not ``"join"``.
+        Raises UsageError as `invite` does.
         """
-        return self._join_launcher().revoke()
-
-    def _join_launcher(self) -> JoinLauncher:
-        """Return this cluster's launcher. Raises UsageError if it is not ``"join"``."""
         self.start()
-        launcher = self._lives.launcher
-        if self.spec.launcher != "join":
-            raise UsageError(
-                "no worker can join this cluster: only one with `%dist_init --launcher join` has invitations"
+        return self._inviting_launcher().revoke()
+
+    def wait_for_workers(self, count: int, *, timeout: float | None = None) -> None:
+        """Wait until the cluster has at least ``count`` workers, dead ones included; new ones join by an invitation.
+
+        Returns at once if it has. The process group may still have to form: it does once all workers are idle.
+
+        Args:
+            count: How many workers.
+            timeout: Seconds to wait, more than 0; None for the cluster's timeout.
+
+        Raises:
+            UsageError: The cluster has fewer workers, and none can join it: see `invite`.
+            StartError: It has fewer workers after the timeout.
+
+        Example:
+            ::
+
+                cluster.invite("invitation.json", uses=2)  # python -m nbdist worker --connect invitation.json
+                cluster.wait_for_workers(4)
+        """
+        seconds = self.spec.timeout if timeout is None else durations.positive(timeout)
+        self.start()
+        if len(self.workers) >= count:
+            return
+        self._inviting_launcher()
+        assert self._growth is not None
+        if not self._growth.wait_for(count, seconds):
+            raise StartError(
+                f"the cluster has {counted(len(self.workers), 'worker')}, and not {count}, after {seconds:g} s: invite "
+                "workers with %dist_invite, and start them by `python -m nbdist worker --connect FILE`"
             )
-        return cast("JoinLauncher", launcher)
+
+    def _on_joined(self, line: str) -> None:
+        """Let calls from the new workers find their cells, and pass a line on to the user. In another thread."""
+        self._router.origins.know(self.names)
+        if self.on_joined is not None:
+            self.on_joined(line)
+
+    def _inviting_launcher(self) -> InvitingLauncher:
+        """Return this cluster's launcher. Raises UsageError if no worker can join the cluster."""
+        launcher = self._lives.launcher
+        if not self.spec.may_grow:
+            raise UsageError(
+                "no worker can join this cluster: start one with `%dist_init -n N --host ADDRESS`, the address at "
+                "which other hosts reach this one, or with `--launcher join`"
+            )
+        return cast("InvitingLauncher", launcher)
 
     def rebuild_process_group(self) -> None:
         """Form the process group of all workers anew, as is needed after an interrupt has broken off a collective.
@@ -489,7 +576,8 @@ class Cluster:
             StartError: The group did not form within the cluster's timeout, or a worker failed to form it.
         """
         self.start()
-        self._lives.form_group(time.monotonic() + self.spec.timeout)
+        with self._changing_workers():
+            self._lives.form_group(time.monotonic() + self.spec.timeout)
 
     def _dead(self) -> list[Worker]:
         """Return the workers that have died, or could not be started again."""
@@ -613,57 +701,61 @@ class Cluster:
         if timeout is not None:
             timeout = durations.positive(timeout)
         self.start()
-        workers = self.select(targets)
-        sink = sink or current_sink()
-        self._counter += 1
-        number = labels.cell_number() or self._counter
-        cell = Cell(
-            code,
-            [worker.name for worker in workers],
-            sink,
-            make_arranger([worker.name for worker in workers], sink, grouped=group_outputs),
-            self._thread,
-            self._interrupt_cell,
-            self._answer,
-            number=number,
-            above=above,
-            foreground=block,
-            quiet=quiet,
-            fail_fast=fail_fast,
-        )
-        cell.keeps_values = keep
-        allow_stdin = block and sink.interactive
-        request = {
-            "code": code,
-            "silent": False,
-            "store_history": True,
-            "user_expressions": {},
-            "allow_stdin": allow_stdin,
-            "stop_on_error": False,
-        }
-        told = {METADATA: {"number": number, "keep": keep, "above": above, "origin": self._router.origins.current()}}
-        packed = pack(request), pack(told)  # once, for all workers
+        with self._lives.choosing() as token:
+            workers = self.select(targets)
+            sink = sink or current_sink()
+            self._counter += 1
+            number = labels.cell_number() or self._counter
+            cell = Cell(
+                code,
+                [worker.name for worker in workers],
+                sink,
+                make_arranger([worker.name for worker in workers], sink, grouped=group_outputs),
+                self._thread,
+                self._interrupt_cell,
+                self._answer,
+                number=number,
+                above=above,
+                foreground=block,
+                quiet=quiet,
+                fail_fast=fail_fast,
+            )
+            cell.keeps_values = keep
+            allow_stdin = block and sink.interactive
+            request = {
+                "code": code,
+                "silent": False,
+                "store_history": True,
+                "user_expressions": {},
+                "allow_stdin": allow_stdin,
+                "stop_on_error": False,
+            }
+            told = {
+                METADATA: {"number": number, "keep": keep, "above": above, "origin": self._router.origins.current()}
+            }
+            packed = pack(request), pack(told)  # once, for all workers
 
-        def send() -> None:
-            if not self._thread.soon(self._send, cell, workers, *packed):
-                raise UsageError("this cluster has been shut down; make another")
-            if progress_after > 0 and sink.interactive and not quiet:
-                self._thread.soon(Lookout(self._thread, self.agent, cell, progress_after).start)
+            def send() -> None:
+                if not self._thread.soon(self._send, token, cell, workers, *packed):
+                    raise UsageError("this cluster has been shut down; make another")
+                if progress_after > 0 and sink.interactive and not quiet:
+                    self._thread.soon(Lookout(self._thread, self.agent, cell, progress_after).start)
 
-        if block:
-            cell.wait(timeout, begin=send)
+            if block:
+                cell.wait(timeout, begin=send)
+                return cell
+            send()
+            if timeout is not None:
+                self._thread.soon(self._thread.loop.call_later, timeout, self._cancel_late, cell)
             return cell
-        send()
-        if timeout is not None:
-            self._thread.soon(self._thread.loop.call_later, timeout, self._cancel_late, cell)
-        return cell
 
-    def _send(self, cell: Cell, workers: Sequence[Worker], content: bytes, metadata: bytes) -> None:
+    def _send(self, token: object, cell: Cell, workers: Sequence[Worker], content: bytes, metadata: bytes) -> None:
         """Send a cell to its workers; the cell fails at once on those that are dead. In the kernel thread.
 
-        ``content`` and ``metadata`` are those of the execute request, as JSON. A dead worker does not keep the others
-        from running the cell.
+        ``content`` and ``metadata`` are those of the execute request, as JSON; ``token`` is that of
+        `Lifecycle.choosing`. A dead worker does not keep the others from running the cell.
         """
+        self._lives.unsent.discard(token)  # no other work of this thread runs before the end of this method
         cell.when_part_ends(self._part_ended)
         lost: dict[str, str | None] = {}
         for worker in workers:

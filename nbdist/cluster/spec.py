@@ -92,8 +92,18 @@ class Spec:
 
     @property
     def is_remote(self) -> bool:
-        """Return whether the launcher is one of nbdist's for other hosts, which find the devices there."""
-        return self.launcher in ("join", "ray")
+        """Return whether workers can be on other hosts by nbdist's own launchers, which find the devices there."""
+        return self.launcher in ("join", "ray") or self.is_open_local
+
+    @property
+    def is_open_local(self) -> bool:
+        """Return whether the workers run on this host, and workers of other hosts may join them."""
+        return self.launcher == "local" and self.host is not None
+
+    @property
+    def may_grow(self) -> bool:
+        """Return whether workers may join the running cluster, by invitations."""
+        return self.launcher == "join" or self.is_open_local
 
     def check(self) -> None:
         """Raise UsageError if a value is impossible on any machine, TypeError if the timeout is no number."""
@@ -137,14 +147,18 @@ class Spec:
             "sync_code": ("join", "ray"),
         }
         for name, launchers in belongs.items():
+            if self.is_open_local and name in ("host", "ports", "sync_code"):
+                continue
             if getattr(self, name) != getattr(plain, name) and self.launcher not in launchers:
                 raise UsageError(
                     f"{name} is for the launcher {' or '.join(launchers)}, not for {self.launcher}: leave it out, or "
                     f"name the launcher, as in `--launcher {launchers[0]}`"
                 )
         if self.is_remote and (self.gpu_ids is not None or self.isolate_gpus):
+            remedy = ", or leave host out" if self.is_open_local else ""
             raise UsageError(
                 f"the launcher {self.launcher} gives each worker GPUs of its host: leave gpu_ids and isolate_gpus out"
+                f"{remedy}"
             )
         if self.ports is not None and not 1 <= self.ports[0] <= self.ports[1] <= 65535:
             raise UsageError(f"ports are two numbers from 1 to 65535, the smaller first, not {self.ports}")

@@ -49,7 +49,7 @@ from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
 from nbdist.views.passes.watching import Watcher
 from nbdist.views.workers.difference import DiffTable
-from nbdist.views.workers.line import line_in_place
+from nbdist.views.workers.line import line_in_place, lines_below
 from nbdist.views.workers.memory import FreedTable, MemoryTable
 from nbdist.views.workers.panel import Panel
 from nbdist.views.workers.printed import LineRange
@@ -139,7 +139,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         --launcher            the launcher that starts the workers: local; join for workers of any host, which
                               `python -m nbdist worker` starts there; ray for workers that Ray places; or the name
                               of an installed one (local)
-        --host                for workers on other hosts: the address at which they reach this one
+        --host                for workers on other hosts: the address at which they reach this one. With the local
+                              launcher, the workers run here, and %dist_invite lets others join them
         --ports               for workers on other hosts: the ports for the entrance, where workers join, as 40000-40100
                               (any); RPC, gloo and NCCL use other ports
         --invitation          for --launcher join: the file to write the invitation to (nbdist-invitation.json)
@@ -157,8 +158,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         --preload             import these modules once, before the workers start. Forked workers then have them at no
                               cost of time or memory. A changed module is imported again by the next %dist_init
 
-        If a cluster with the same options runs already, it is kept; one with other options is an error.
-        %dist_shutdown ends it.
+        If a cluster with the same options runs already, it is kept; one with other options is an error. A cluster that
+        has grown (%dist_invite) is also kept with its present number of workers. %dist_shutdown ends it.
 
         Example:
             %dist_init -n 4 --seed 1
@@ -166,8 +167,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         spec = parse_init(line)
         running = Cluster.current
         if running is not None and running.running:
-            if not running.spec.same_as(spec):
-                raise UsageError(f"another cluster runs, of {running.spec.count} workers; end it with %dist_shutdown")
+            if not running.is_as(spec):
+                raise UsageError(f"another cluster runs, of {len(running.names)} workers; end it with %dist_shutdown")
             print(f"The cluster runs: {', '.join(running.names)}.")
             return
         cluster = Cluster.of(spec)
@@ -175,6 +176,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         if spec.launcher == "join":
             invitation = Path(spec.invitation or DEFAULT_INVITATION)
             print(f"Waiting for {counted(spec.count, 'worker')}: {how_to_join(invitation)}.", flush=True)
+            cluster.on_joined = lines_below()
         cluster.start()
         given = {
             "rpc": rpc,
@@ -251,13 +253,15 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @line_magic
     @_shortly
     def dist_invite(self, line: str) -> None:
-        """Invite workers of other hosts into a cluster of `%dist_init --launcher join`, or revoke all invitations.
+        """Invite more workers, on any host, into a cluster of `%dist_init --host ADDRESS`; or revoke all invitations.
 
         %dist_invite [FILE] [--uses N] [--expires SECONDS] | --revoke
 
         Writes an invitation to FILE (nbdist-invitation.json), which only you may read. Copy it to another host and run
-        `python -m nbdist worker --connect FILE` there: this starts a worker in place of a lost or missing one. Anyone
-        who has the file can do that, and so run code in the cluster.
+        `python -m nbdist worker --connect FILE` there: the cluster grows by a worker, and a line below this cell says
+        so. But if a worker has lost its host, the newcomer takes its place, with the next %dist_restart. Cells that run
+        keep their workers. Once all workers are idle, the process group is formed anew, with the new one: make groups,
+        DDP and FSDP wrappers again. Anyone who has the file can add a worker, and so run code in the cluster.
         --uses                how many workers may join with it (1)
         --expires             for how many seconds it is valid (3600)
         --revoke              make all invitations invalid; workers that have joined stay
@@ -276,6 +280,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             print(f"Revoked {counted(cluster.revoke_invitations(), 'invitation')}.")
             return
         cluster.invite(found.file, uses=found.uses, expires=found.expires)
+        cluster.on_joined = lines_below()
         print(f"Invited {counted(found.uses, 'worker')}: {how_to_join(Path(found.file))}.")
 
     @line_magic

@@ -39,7 +39,8 @@ def refused_ray(spec: Spec, monkeypatch, **init):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"host": "10.0.0.1"}, r"host is for the launcher join or ray, not for local: leave it out, or name"),
+        ({"ports": (1, 2)}, r"ports is for the launcher join or ray, not for local: leave it out, or name"),
+        ({"host": "10.0.0.1", "gpu_ids": (0,)}, r"the launcher local gives each worker .* out, or leave host out"),
         ({"launcher": "join", "placement": "spread"}, r"placement is for the launcher ray, not for join"),
         ({"launcher": "ray", "gpu_ids": (0,)}, r"the launcher ray gives each worker GPUs of its host"),
         (

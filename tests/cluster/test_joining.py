@@ -25,7 +25,7 @@ on_hosts = pytest.mark.skipif(
 
 
 def test_clusters_that_nobody_can_join_say_so():
-    said = r"only one with `%dist_init --launcher join` has invitations"
+    said = r"no worker can join this cluster: start one with `%dist_init -n N --host ADDRESS`"
     with nbdist.Cluster(1) as cluster, pytest.raises(UsageError, match=said):
         cluster.invite("file")
     with pytest.raises(UsageError, match=r"name it with --host ADDRESS"):

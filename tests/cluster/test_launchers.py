@@ -40,6 +40,14 @@ class TestLocal(LauncherContract):
             yield cluster
 
 
+class TestOpenToOthers(LauncherContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def cluster(cls):
+        with nbdist.Cluster(2, host="127.0.0.1") as cluster:
+            yield cluster
+
+
 class TestJoinedOnThisHost(LauncherContract):
     @pytest.fixture(scope="class")
     @classmethod

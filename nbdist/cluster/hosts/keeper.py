@@ -54,6 +54,7 @@ __all__ = [
     "free_port",
     "preload",
     "probe_worker",
+    "send_away",
     "signal_worker",
     "start_worker",
     "take_code",
@@ -188,7 +189,7 @@ class Keeper:
         self._launcher.preload(modules).result()
 
     def start(self, setup: WorkerSetup, connection: Mapping[str, Any], environment: Mapping[str, str]) -> StartedWorker:
-        """Start a worker here, and the relay to its kernel.
+        """Start a worker here, and the relay to its kernel. It gets the place of its ``local_rank`` if that is free.
 
         ``connection`` is the content of the kernel's connection file in the notebook; the file that is written here has
         other sockets and the same key.
@@ -197,7 +198,8 @@ class Keeper:
         with self._lock:
             place = self._given.get(setup.name)
             if place is None:
-                place = self._given[setup.name] = min(set(range(self._room)) - set(self._given.values()))
+                free = set(range(self._room)) - set(self._given.values())
+                place = self._given[setup.name] = setup.local_rank if setup.local_rank in free else min(free)
         ip = str(folder / Path(connection["ip"]).name)
         file = folder / f"{Path(connection['ip']).name}.json"
         file.touch(mode=0o600)
@@ -346,6 +348,11 @@ def free_port() -> int:
     with socket.socket(family) as probe:
         probe.bind((_here().host, 0))
         return int(probe.getsockname()[1])
+
+
+def send_away(why: str) -> None:
+    """Let this keeper end, with a reason: its worker could not join."""
+    _here().finish(why)
 
 
 def end() -> int:

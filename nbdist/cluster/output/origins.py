@@ -75,6 +75,10 @@ class Origins:
                     self._known.popitem(last=False)
         return key
 
+    def know(self, names: Sequence[str]) -> None:
+        """Note the names of the workers, of which there are more now. Earlier cells stay as they are. In any thread."""
+        self._names = names
+
     def find(self, key: str) -> Origin | None:
         """Return the cell with this key; None if there is none.
 

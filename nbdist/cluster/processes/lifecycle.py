@@ -9,8 +9,9 @@ The words are those of `Worker.step`; ``progress`` is called with each of them, 
                   started      it answers   it has run     it has run                      close
                                requests     `join()`       `group(generation)`
 
-A worker that is restarted alone goes from "rpc" to "ready". The process group then forms again, as the next generation
-in a folder of its own: at once if all workers are idle, else in `after_cell` of the last cell (`_group_is_due`).
+A worker that is restarted alone, or that joins a running cluster (`bring_in`, `adopt`), goes from "rpc" to "ready". The
+process group then forms again, as the next generation in a folder of its own: at once if all workers are idle, else in
+`after_cell` of the last cell (`_group_is_due`).
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from nbdist.channel.resources import full_disk_in_words
 from nbdist.cluster.kernels.connection import KernelThread, Message
-from nbdist.cluster.processes.launchers import find_launcher
+from nbdist.cluster.processes.launchers import launcher_of
 from nbdist.cluster.processes.launchers.contract import GIVEN_UP, Launcher, StartedWorker
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.workers import StartError, Worker, first_error, lost_error
+from nbdist.errors import NbdistError
 
 __all__ = ["Lifecycle"]
 
@@ -43,6 +45,9 @@ _LAST_OUTPUT_WITHIN = 0.03
 
 _KERNELS_END_WITHIN = 1.0
 """Seconds for idle kernels to end by themselves when the cluster shuts down."""
+
+_KILLED_WITHIN = 20.0
+"""Seconds for workers to end that could not join a running cluster: a host that is cut off is lost after 12."""
 
 _POLL = 0.005
 """Seconds between two looks whether processes have ended."""
@@ -60,7 +65,7 @@ class Lifecycle:
         self,
         spec: Spec,
         backend: str,
-        workers: Sequence[Worker],
+        workers: list[Worker],
         thread: KernelThread,
         listener: Callable[[Worker, str, Message], None],
         reached: Callable[[Worker, str], None],
@@ -77,9 +82,17 @@ class Lifecycle:
         """The number of the process group that has formed last, or forms now; 0 for none."""
         self._group_is_due = False
         """True if the process group must form anew once all workers are idle. Only the kernel thread uses this."""
+        self._coming: list[Worker] = []
+        """The workers that are to join those of the cluster: see `bring_in`."""
+        self._told_size = len(workers)
+        """The number of workers that all workers know of. Only the kernel thread uses this."""
+        self._telling: list[asyncio.Task[None]] = []
+        """The tasks that wait until workers have learnt that number. A loop keeps only weak references to its tasks."""
+        self.unsent: set[object] = set()
+        """A token for each cell whose workers `Cluster.execute` has chosen, and which they have not been sent."""
         self._begun: dict[str, Future[StartedWorker]] = {}
         """By name: the futures of the starts that `launch` has asked for, until `bring_up` waits for them."""
-        self.launcher: Launcher = find_launcher(spec.launcher)(spec, self._on_end)
+        self.launcher: Launcher = launcher_of(spec)(spec, self._on_end)
         try:
             self.folder = self.launcher.folder
             self._preloading = self.launcher.preload(spec.preload) if spec.preload else None
@@ -88,6 +101,11 @@ class Lifecycle:
         except BaseException:
             self.launcher.close()
             raise
+
+    @property
+    def has_group(self) -> bool:
+        """Return whether the workers form a process group: the backend is not none."""
+        return self._backend != "none"
 
     # -- up -----------------------------------------------------------------------------------
 
@@ -123,7 +141,7 @@ class Lifecycle:
             name=worker.name,
             id=worker.id,
             rank=worker.rank,
-            world_size=self._spec.count,
+            world_size=len(self._workers) + len(self._coming),
             connection_file=str(worker.connection_file(self.folder)),
             folder=str(self.folder),
             meeting=self.launcher.rpc["init_method"],
@@ -154,22 +172,12 @@ class Lifecycle:
         dies, and UsageError if a module to preload cannot be imported.
         """
 
-        # Each await raises if the worker dies: `Worker.lose` closes the kernel, which fails its requests.
-        async def reach(worker: Worker) -> None:
-            worker.note_started(await self._started(worker))
-            self._note_reached(worker, "process")
-            assert worker.kernel is not None
-            await worker.kernel.open()
-            self._note_reached(worker, "kernel")
-            await worker.call("join()")
-            self._note_reached(worker, "rpc")
-
         async def all_steps() -> None:
             try:
                 if self._preloading is not None:
                     await asyncio.wrap_future(self._preloading)
                     self._preloading = None
-                await first_error([asyncio.create_task(reach(worker)) for worker in workers])
+                await first_error([asyncio.create_task(self._reach_rpc(worker)) for worker in workers])
             finally:
                 self._give_up(workers)
             # If only some were restarted, the others may be busy: `Cluster` then decides when the group forms.
@@ -179,6 +187,91 @@ class Lifecycle:
                 self._note_reached(worker, "ready")
 
         self._in_time(all_steps(), deadline)
+
+    async def _reach_rpc(self, worker: Worker) -> None:
+        """Wait until a launched worker is a member of the RPC world. Raises the error of the step that fails.
+
+        Each await raises if the worker dies: `Worker.lose` closes the kernel, which fails its requests.
+        """
+        worker.note_started(await self._started(worker))
+        self._note_reached(worker, "process")
+        assert worker.kernel is not None
+        await worker.kernel.open()
+        self._note_reached(worker, "kernel")
+        await worker.call("join()")
+        self._note_reached(worker, "rpc")
+
+    def bring_in(
+        self, workers: Sequence[Worker], is_member: Callable[[str], bool], deadline: float
+    ) -> dict[str, BaseException]:
+        """Start new workers beside those of the running cluster; return the errors of those that failed, by name.
+
+        If the result is empty, all of them are members of the RPC world, and `adopt` makes them workers of the cluster.
+        Else all of them have been killed. ``deadline`` and ``is_member`` are as for `bring_up` and `kill`. A call waits
+        for the end of the call before, and of a restart: the caller sees to that.
+        """
+        failed: dict[str, BaseException] = {}
+
+        async def reach(worker: Worker) -> None:
+            try:
+                await self._reach_rpc(worker)
+            except Exception as error:
+                failed[worker.name] = error
+                raise
+
+        async def reach_all() -> None:
+            try:
+                await first_error([asyncio.create_task(reach(worker)) for worker in workers])
+            finally:
+                self._give_up(workers)
+
+        self._coming = list(workers)
+        try:
+            self.launch(workers)
+            self._in_time(reach_all(), deadline)
+        except Exception as error:
+            if not failed:  # too late, or not even launched
+                failed.update({each.name: error for each in workers if each.step != "rpc"} or {workers[0].name: error})
+            try:
+                with contextlib.suppress(StartError):  # a host may be cut off: it ends its workers by itself
+                    self.kill(workers, is_member, time.monotonic() + _KILLED_WITHIN)
+            finally:
+                self._coming = []
+        return failed
+
+    def adopt(self, workers: Sequence[Worker], deadline: float) -> list[str]:
+        """Make workers of `bring_in` workers of the cluster, and form the process group anew once all are idle.
+
+        If all are idle, waits until it has formed, with the errors of `form_group`. Returns the names of the workers
+        that are not idle, dead ones included; empty if the group has formed, or if the cluster has no process group.
+        """
+
+        async def take_in() -> tuple[list[str], Coroutine[Any, Any, None] | None]:
+            for worker in workers:
+                self._note_reached(worker, "ready")
+            self._workers.extend(workers)
+            self._coming = []
+            # A cell for all workers, chosen before the line above, must not run in the new group without the new ones.
+            while self.unsent:
+                await asyncio.sleep(_POLL)
+            return self._begin_if_idle()
+
+        return self._await_group(take_in(), deadline)
+
+    @contextlib.contextmanager
+    def choosing(self) -> Iterator[object]:
+        """Return a token in `unsent` for a cell whose workers are chosen in this block.
+
+        The code that sends the cell removes the token from `unsent`, in the kernel thread. If the block raises an
+        error, it is removed here.
+        """
+        token = object()
+        self.unsent.add(token)
+        try:
+            yield token
+        except BaseException:
+            self.unsent.discard(token)
+            raise
 
     async def _started(self, worker: Worker) -> StartedWorker:
         """Wait until a launched worker has its process; raise the error of the start.
@@ -210,18 +303,31 @@ class Lifecycle:
         If all are idle, waits until it has formed, with the errors of `form_group`. Returns the names of the workers
         that are not idle, dead ones included; empty if the group has formed, or if the cluster has no process group.
         """
+
+        async def look() -> tuple[list[str], Coroutine[Any, Any, None] | None]:
+            return self._begin_if_idle()
+
+        return self._await_group(look(), deadline)
+
+    def _begin_if_idle(self) -> tuple[list[str], Coroutine[Any, Any, None] | None]:
+        """Begin to form the next process group if all workers are idle, else note that it is due. In the kernel thread.
+
+        Cells begin and end in that thread, so none does between the look and the beginning. Returns the names of the
+        workers that are not idle, and else the coroutine of `_begin_group`.
+        """
         if self._backend == "none":
-            return []
+            return [], self._begin_group() if self._told_size != len(self._workers) else None
+        busy = [worker.name for worker in self._workers if worker.state != "idle"]
+        self._group_is_due = bool(busy)
+        return busy, None if busy else self._begin_group()
 
-        # In the kernel thread, where cells begin and end: none can end between the look and the note.
-        async def look() -> list[str]:
-            busy = [worker.name for worker in self._workers if worker.state != "idle"]
-            self._group_is_due = bool(busy)
-            return busy
-
-        busy = self._thread.run(look()).result()
-        if not busy:
-            self.form_group(deadline)
+    def _await_group(
+        self, beginning: Coroutine[Any, Any, tuple[list[str], Coroutine[Any, Any, None] | None]], deadline: float
+    ) -> list[str]:
+        """Run a coroutine that returns what `_begin_if_idle` does; wait for the group, and return the busy workers."""
+        busy, forming = self._thread.run(beginning).result()
+        if forming is not None:
+            self._in_time(forming, deadline)
         return busy
 
     def after_cell(self) -> None:
@@ -257,14 +363,18 @@ class Lifecycle:
         """Tell all workers to form the next process group; return a coroutine that waits until it has formed.
 
         Raises WorkerLost at once if a worker is dead. If one fails, the others are released, and the coroutine raises
-        its error. The store of the previous generation is removed in the end. In the kernel thread.
+        its error. The store of the previous generation is removed in the end. In the kernel thread. With the backend
+        none, the workers only learn how many they are.
         """
+        if self._backend == "none":
+            return self._tell_size()
         for worker in self._workers:
             if not worker.alive:
                 raise lost_error(worker)
         stores, before, generation = self.launcher.group_stores, self._generation, self._generation + 1
         stores.make(generation)
         self._generation = generation
+        self._told_size = size = len(self._workers)
         self._group_is_due = False  # last: what fails before is tried again after the next cell
 
         async def formed(worker: Worker, call: Coroutine[Any, Any, None]) -> None:
@@ -272,7 +382,7 @@ class Lifecycle:
             if worker.step != "ready":
                 self._note_reached(worker, "process group")
 
-        forming = [formed(worker, worker.call(f"group({generation})")) for worker in self._workers]
+        forming = [formed(worker, worker.call(f"group({generation}, {size})")) for worker in self._workers]
 
         async def all_formed() -> None:
             try:
@@ -285,6 +395,23 @@ class Lifecycle:
                 stores.remove(before)
 
         return all_formed()
+
+    def _tell_size(self) -> Coroutine[Any, Any, None]:
+        """Tell all living workers how many there are; return a coroutine that sends it. A worker that dies is skipped.
+
+        Busy workers learn it after the cells that they were sent before, and nobody waits for that.
+        """
+        self._told_size = size = len(self._workers)
+        calls = [worker.call(f"group(0, {size})") for worker in self._workers if worker.alive]
+
+        async def see_through(call: Coroutine[Any, Any, None]) -> None:
+            with contextlib.suppress(NbdistError):
+                await call
+
+        async def tell() -> None:
+            self._telling = [asyncio.create_task(see_through(call)) for call in calls]
+
+        return tell()
 
     def _note_reached(self, worker: Worker, step: str) -> None:
         """Note that a worker has reached a step, and tell the user's ``progress``. In the kernel thread."""
@@ -321,7 +448,7 @@ class Lifecycle:
                 ) from None
             late = [
                 f"{each.name} ({f'last step: {each.step}' if each.lost in (None, GIVEN_UP) else each.lost})"
-                for each in self._workers
+                for each in (self._coming or self._workers)
                 if each.step != "ready"
             ]
             who = ", ".join(late) or otherwise
@@ -386,7 +513,7 @@ class Lifecycle:
 
     def _lose_all(self) -> None:
         """Fail the cells that still run, as the cluster has been shut down. In the kernel thread."""
-        for worker in self._workers:
+        for worker in [*self._workers, *self._coming]:
             worker.lose("has been shut down with its cluster", "`%dist_init` starts another")
             if worker.print_log is not None:
                 worker.print_log.close()
@@ -396,7 +523,9 @@ class Lifecycle:
 
         The delay lets the last output arrive first. ``how`` is as `Launcher` has it.
         """
-        worker = next(worker for worker in self._workers if worker.name == name)
+        worker = next((worker for worker in [*self._workers, *self._coming] if worker.name == name), None)
+        if worker is None:
+            return  # it could not join, and nobody waits for its end
         worker.exit(how)
         self._thread.soon(
             self._thread.loop.call_later, _LAST_OUTPUT_WITHIN, self._fail_cells_of, worker, worker.lives, how

@@ -84,8 +84,8 @@ _NOT_YET = (
     "this worker has no process group: it is formed anew once all workers are idle; `%dist_restart -p` forms it at once"
 )
 _OLD = (
-    "this process group is from before the last %dist_restart, after which a new one has formed: make it again with "
-    "dist.new_group, and wrap models again in DistributedDataParallel or FSDP"
+    "this process group is from before the last %dist_restart, or before the last worker joined, after which a new one "
+    "has formed: make it again with dist.new_group, and wrap models again in DistributedDataParallel or FSDP"
 )
 
 dist: Any = torch.distributed  # Any: torch does not declare what this module exports
@@ -383,10 +383,27 @@ def _wait_for_loss_elsewhere(agent: Agent) -> None:
         time.sleep(_POLL)
         silent &= {each.name for each in agent.membership.others()}
     # A lost worker leaves `membership` first; `_lose`, in another thread, adds it to `_lost` a moment later. Wait for
-    # that, so that the error names the worker. The others are as many as the group has ranks: one is the notebook.
+    # that, so that the error names the worker.
     deadline = time.monotonic() + _DEATH_KNOWN_WITHIN
-    while len(agent.membership.others()) < dist.get_world_size() and not _lost and time.monotonic() < deadline:
+    group = _group_members(agent)
+    while sum(agent.member(each) is not None for each in group) < dist.get_world_size() and not _lost:
+        if time.monotonic() > deadline:
+            return
         time.sleep(_POLL)
+
+
+def _group_members(agent: Agent) -> list[int]:
+    """Return the incarnations of the living members of the present group, this worker's included.
+
+    The RPC world has others, too: the notebook, and workers that have joined since the group formed.
+    """
+    with contextlib.suppress(NbdistError):  # the notebook, which may have the store, is lost as well
+        return [
+            record.incarnation
+            for record in agent.membership.members()
+            if _store is not None and _store.rank_of(record.incarnation) is not None
+        ]
+    return []
 
 
 def _answer() -> None:

@@ -23,7 +23,10 @@ import os
 import random
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from IPython import get_ipython
 
 from nbdist.cluster.processes.last_words import guard_streams, hand_over
 from nbdist.cluster.processes.setup import WHERE_SIGNAL, WorkerSetup, where_file
@@ -226,12 +229,29 @@ def join() -> None:
     process_memory.mark_start()
 
 
-def group(generation: int) -> None:
-    """Form the process group number ``generation`` with the other workers; destroy the previous one first.
+def group(generation: int, world_size: int) -> None:
+    """Form the process group number ``generation`` of ``world_size`` workers; destroy the previous one first.
 
-    Waits for them. Does nothing in a cluster without a process group. Raises RendezvousError if another worker fails to
-    form it, WorkerLost if a member has died.
+    Waits for the other workers. In a cluster without a process group, only the number of workers is noted. Raises
+    RendezvousError if another worker fails to form it, WorkerLost if a member has died.
     """
+    _note_world_size(world_size)
     told = setup()
     if told.backend != "none":
         collectives.initialise(told, generation)
+
+
+def _note_world_size(world_size: int) -> None:
+    """Note the number of workers, which grows as workers join: in the setup, the environment and the variables.
+
+    A variable to which the user has assigned another value stays as it is.
+    """
+    global _setup
+    told = setup()
+    if world_size == told.world_size:
+        return
+    _setup = msgspec.structs.replace(told, world_size=world_size)
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(told.local_world_size or world_size))
+    shell: Any = get_ipython()
+    names = [name for name in ("world_size", "__world_size__") if shell.user_ns.get(name) == told.world_size]
+    shell.push(dict.fromkeys(names, world_size), interactive=False)

@@ -1,13 +1,30 @@
-"""Shows the current step of a long operation in a line below the running cell. Imports only modules that load fast."""
+"""Shows lines below the running cell: the current step of a long operation, and news that come after the cell's end.
+
+Imports only modules that load fast.
+"""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 
 from nbdist.cluster.output.sinks import PlainSink, current_sink
 from nbdist.trace import Steps
 
-__all__ = ["line_in_place"]
+__all__ = ["line_in_place", "lines_below"]
+
+
+def lines_below() -> Callable[[str], None]:
+    """Return a function that prints its argument as a line below the running cell, in any thread.
+
+    The cell may have ended by then.
+    """
+    sink = current_sink()
+
+    def show(line: str) -> None:
+        sink.publish("stream", {"name": "stdout", "text": f"{line}\n"})
+
+    return show
 
 
 def line_in_place() -> Steps:

@@ -71,7 +71,7 @@ class StartProgress:
         Once all have reached the step "ready", the drawing is the last.
         """
         with self._lock:
-            if self._steps.get(worker) != step:
+            if worker in self._names and self._steps.get(worker) != step:  # others join later
                 self._steps[worker] = step
                 finished = all(self._steps.get(name) == "ready" for name in self._names)
                 self._text.draw(draw(self._names, self._steps), last=finished)

@@ -12,7 +12,7 @@ import msgspec
 from nbdist.amounts import counted
 from nbdist.cluster.hosts.invitations import Invitation
 from nbdist.cluster.processes.launchers.contract import OnEnd
-from nbdist.cluster.processes.launchers.remote import RemoteLauncher
+from nbdist.cluster.processes.launchers.inviting import InvitingLauncher
 
 if TYPE_CHECKING:
     from nbdist.cluster.spec import Spec
@@ -25,7 +25,7 @@ VALID_FOR = 3600.0
 """Seconds for which an invitation is valid, unless the user says otherwise."""
 
 
-class JoinLauncher(RemoteLauncher):
+class JoinLauncher(InvitingLauncher):
     """Waits for workers that join. It writes an invitation for as many workers as the cluster has."""
 
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
@@ -37,14 +37,6 @@ class JoinLauncher(RemoteLauncher):
         except BaseException:
             self.close()
             raise
-
-    def invite(self, file: Path, seconds: float, uses: int) -> None:
-        """Write an invitation, valid for so many seconds and workers. Raises UsageError if it cannot."""
-        self.hub.invite(seconds, uses).write(file)
-
-    def revoke(self) -> int:
-        """Make all invitations invalid; return how many were valid."""
-        return self.hub.revoke()
 
     def advice(self) -> str:
         """Return how to start the workers that are missing."""

@@ -132,7 +132,7 @@ class RemoteLauncher:
                 host,
                 self._folder,
                 spec.ports,
-                on_arrival=self._place,
+                on_arrival=self._on_arrival,
                 on_gone=self._on_gone,
                 on_end=self._on_worker_end,
                 on_parcels=self._on_parcels,
@@ -206,6 +206,14 @@ class RemoteLauncher:
         with self._lock:
             if start.setup.rank == 0 and self._master is None:
                 self._master = self._last_master
+
+    def _on_arrival(self) -> None:
+        """Give workers that wait for a keeper to one that has come in. A subclass does more. Must be quick."""
+        self._place()
+
+    def _may_wait(self, name: str) -> bool:
+        """Return whether a worker may wait for another keeper if its own is lost before the worker has started."""
+        return True
 
     def _provide(self) -> None:
         """Make keepers come for the workers in `_wanted` that have none. A person does that, or a subclass."""
@@ -343,7 +351,7 @@ class RemoteLauncher:
         except BaseException as error:
             is_lost = isinstance(error, WorkerLost) and self.hub.has_lost(member)
             was_mine = self._take_out(start)
-            if was_mine and is_lost and not start.future.cancelled():
+            if was_mine and is_lost and self._may_wait(name) and not start.future.cancelled():
                 self._want(start)  # another keeper may have room
                 return
             self._restore_master(start)

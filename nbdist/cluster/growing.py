@@ -1,0 +1,136 @@
+"""Takes new workers into a running cluster, as processes come that are to run them: by invitations, on any host.
+
+::
+
+    a keeper comes ──> InvitingLauncher.spare: is there room for new workers?
+                              │ yes
+                              v
+    Lifecycle.bring_in: all start ──> all are members of the RPC world ──> Lifecycle.adopt: they are workers ──> a line
+                              │
+                              └── one fails: all are killed; its keeper is sent away ──> a line; the others try again
+
+A new worker belongs to the cluster only when it is ready, and cells that run keep their workers. The process group
+forms anew once all workers are idle. While workers restart, newcomers wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from nbdist.amounts import counted
+from nbdist.cluster.output.arranger import say_names
+from nbdist.cluster.processes.launchers.inviting import InvitingLauncher
+from nbdist.cluster.processes.lifecycle import Lifecycle
+from nbdist.cluster.workers import Worker
+from nbdist.durations import LONGEST
+
+__all__ = ["Growth"]
+
+_log = logging.getLogger("nbdist.cluster")
+
+
+class Growth:
+    """Lets one cluster grow.
+
+    Args:
+        workers: The cluster's workers, to which `Lifecycle.adopt` adds.
+        make: Returns the worker of a rank.
+        lives: Starts the workers.
+        launcher: Knows for how many there is room.
+        changing: Held while workers are added; the cluster holds it while it restarts workers.
+        is_member: Returns whether the RPC world still has a member of a name.
+        timeout: Seconds within which new workers must be ready.
+        tell: Called with a line when workers have joined, or could not.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        make: Callable[[int], Worker],
+        lives: Lifecycle,
+        launcher: InvitingLauncher,
+        changing: threading.Lock,
+        is_member: Callable[[str], bool],
+        timeout: float,
+        tell: Callable[[str], object],
+    ) -> None:
+        self._workers = workers
+        self._make = make
+        self._lives = lives
+        self._launcher = launcher
+        self._changing = changing
+        self._is_member = is_member
+        self._timeout = timeout
+        self._tell = tell
+        self._changed = threading.Condition()
+        """Notified after each growth."""
+
+    def begin(self) -> None:
+        """Let the cluster, which now runs, grow from now on, also for processes that have come before."""
+        self._launcher.on_arrival = self.look_soon
+        self.look_soon()
+
+    def look_soon(self) -> None:
+        """Take workers in, in a thread of its own, if there is room for new ones. Returns at once. Any thread."""
+        if self._launcher.spare():
+            threading.Thread(target=self._look, name="nbdist-growing", daemon=True).start()
+
+    def wait_for(self, count: int, timeout: float) -> bool:
+        """Wait until the cluster has ``count`` workers, and no others are joining; return False after ``timeout`` s."""
+        deadline = time.monotonic() + min(timeout, LONGEST)
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._workers) >= count, max(0.0, deadline - time.monotonic()))
+
+    def _look(self) -> None:
+        """Take workers in until there is no room for new ones. In a thread of its own."""
+        try:
+            with self._changing:
+                while count := self._launcher.spare():
+                    self._take_in(count)
+        except Exception:
+            if not self._launcher.is_closing:
+                _log.exception("workers could not join")
+
+    def _take_in(self, count: int) -> None:
+        """Add so many workers to the cluster, all or none. Says so in a line. `_changing` is held."""
+        deadline = time.monotonic() + self._timeout
+        workers = [self._make(len(self._workers) + index) for index in range(count)]
+        names = [worker.name for worker in workers]
+        self._launcher.expect(names)
+        failed = self._lives.bring_in(workers, self._is_member, deadline)
+        if failed:
+            firsts = {name: str(error).partition("\n")[0] for name, error in failed.items()}
+            reasons = {name: f"{name} could not join the running cluster: {why}" for name, why in firsts.items()}
+            self._launcher.dismiss(names, reasons)
+            for worker in workers:
+                if worker.name in reasons and not self._launcher.is_closing:
+                    self._say(reasons[worker.name] + (f" (on {worker.host})" if worker.host else ""))
+            return
+        self._launcher.keep(names)
+        line = self._say_joined(workers)
+        try:
+            awaited = self._lives.adopt(workers, deadline)
+        except Exception as error:
+            awaited, group = [], f"The process group did not form anew: {error}; `%dist_restart -p` tries again."
+        else:
+            group = "The process group is formed anew"
+            group += f" once {say_names(awaited)} can take part." if awaited else "."
+        with self._changed:
+            self._changed.notify_all()
+        self._say(f"{line} {group}" if self._lives.has_group else line)
+
+    def _say_joined(self, workers: Sequence[Worker]) -> str:
+        """Return a line that says which workers have joined, from which hosts, and how many workers there are."""
+        hosts = list(dict.fromkeys(worker.host for worker in workers))
+        names = say_names([worker.name for worker in workers])
+        return f"{names} joined from {', '.join(hosts)}; {counted(len(self._workers) + len(workers), 'worker')}."
+
+    def _say(self, line: str) -> None:
+        """Tell the user a line."""
+        _log.info(line)
+        with contextlib.suppress(Exception):  # an error of a view must not keep workers from joining
+            self._tell(line)

@@ -1,0 +1,139 @@
+"""`InvitingLauncher`: what launchers have in common whose clusters grow as people start workers for them.
+
+A keeper that comes by an invitation gets the first of these that there is::
+
+    a worker that is asked for (the start of the cluster, a restart)     `RemoteLauncher._place`
+    an open place: a worker that has lost its keeper waits for           the next restart; the keeper waits until then
+    a new worker                                                         `spare`, which `nbdist.cluster.growing` reads
+
+A worker whose process has ended keeps its place at its keeper, so it leaves no open place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nbdist.cluster.hosts import keeper
+from nbdist.cluster.hosts.hub import KeeperMember
+from nbdist.cluster.processes.launchers.contract import OnEnd, StartedWorker
+from nbdist.cluster.processes.launchers.remote import RemoteLauncher
+from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.errors import NbdistError, WorkerLost
+
+if TYPE_CHECKING:
+    from nbdist.cluster.spec import Spec
+
+__all__ = ["InvitingLauncher"]
+
+
+class InvitingLauncher(RemoteLauncher):
+    """The common part of launchers with invitations. See `Launcher` for its other methods."""
+
+    def __init__(self, spec: Spec, on_end: OnEnd) -> None:
+        self.on_arrival: Callable[[], object] = lambda: None
+        """Called when a keeper has come in, and workers that waited for it have been given to it. Must be quick."""
+        self._ranks: dict[str, int] = {}
+        """The ranks of the workers that were ever asked for, by their names."""
+        self._joining: set[str] = set()
+        """The names of workers that start to join the running cluster, and do not belong to it yet."""
+        super().__init__(spec, on_end)
+
+    # -- invitations --------------------------------------------------------------------------
+
+    def invite(self, file: Path, seconds: float, uses: int) -> None:
+        """Write an invitation, valid for so many seconds and workers. Raises UsageError if it cannot."""
+        self.hub.invite(seconds, uses).write(file)
+
+    def revoke(self) -> int:
+        """Make all invitations invalid; return how many were valid."""
+        return self.hub.revoke()
+
+    # -- growing ------------------------------------------------------------------------------
+
+    def spare(self) -> int:
+        """Return how many new workers the keepers have room for, besides the open places; 0 once the cluster ends."""
+        with self._lock, self.hub.lock:
+            if self._closing or self._master is None:  # rank 0 has no place, and the others start after it
+                return 0
+            invited = [member for member in self.hub.members if self._is_invited(member)]
+            free = sum(max(0, member.room - len(member.workers)) for member in invited)
+            placed = {name for member in invited for name in member.workers}
+            known = {name for name, rank in self._ranks.items() if self._needs_invited(rank)}
+            return max(0, free - len(known - placed))
+
+    def _is_invited(self, member: KeeperMember) -> bool:
+        """Return whether a keeper came by an invitation of the user's."""
+        return True
+
+    def _needs_invited(self, rank: int) -> bool:
+        """Return whether the worker of a rank runs at a keeper of that kind."""
+        return True
+
+    def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
+        """Return the keeper for a worker: the one that it had, else the first of its kind with room; else None."""
+        with self.hub.lock:
+            needs = self._needs_invited(setup.rank)
+            members = [member for member in self.hub.members if self._is_invited(member) == needs]
+        had = [member for member in members if setup.name in member.workers]
+        return next(iter([*had, *(member for member in members if len(member.workers) < member.room)]), None)
+
+    @property
+    def is_closing(self) -> bool:
+        """Return whether the cluster ends, or has ended."""
+        return self._closing
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Let the next starts of these new workers fail if no keeper has room for them at once, or theirs is lost."""
+        with self._lock:
+            self._joining.update(names)
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Note that these new workers belong to the cluster: from now on, they may wait for a keeper as others do."""
+        with self._lock:
+            self._joining.difference_update(names)
+
+    def dismiss(self, names: Sequence[str], failed: Mapping[str, str]) -> None:
+        """Forget new workers that could not join, whose processes have ended.
+
+        The keepers of those in ``failed`` get no worker in that place any more; a keeper that has no other is told the
+        reason, and ends. The places of the others are free again.
+        """
+        ended = []
+        with self._lock, self.hub.lock:
+            for name in names:
+                self._ranks.pop(name, None)
+            self._joining.difference_update(names)
+            self._missed.difference_update(names)
+            for member in self.hub.members:
+                for name in member.workers & set(names):
+                    member.workers.discard(name)
+                    member.room -= name in failed
+                    if not member.room:
+                        ended.append((member, failed[name]))
+        for member, why in ended:
+            with contextlib.suppress(NbdistError):  # it is lost by now
+                self.hub.call(member, keeper.send_away, why)
+
+    def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
+        """Start a worker as soon as a keeper has room for it, or at once or never (`expect`); return a future."""
+        with self._lock:
+            self._ranks[setup.name] = setup.rank
+        future = super().start(setup, environment)
+        with self._lock:
+            waits = not self._may_wait(setup.name) and self._wanted.pop(setup.name, None) is not None
+        if waits:
+            future.set_running_or_notify_cancel()
+            future.set_exception(WorkerLost(f"{setup.name} has lost its place: the process that came for it has ended"))
+        return future
+
+    def _may_wait(self, name: str) -> bool:
+        """Return whether a worker may wait for another keeper: not if it is only to join the running cluster."""
+        return name not in self._joining
+
+    def _on_arrival(self) -> None:
+        super()._on_arrival()
+        self.on_arrival()

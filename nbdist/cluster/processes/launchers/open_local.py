@@ -1,0 +1,127 @@
+"""`OpenLocalLauncher`: workers of this host, in a cluster that workers of other hosts may join: ``%dist_init --host``.
+
+An agent that `LocalLauncher` starts listens at sockets of this host alone, and cannot listen elsewhere later. So here
+the workers of this host are started as those of every other host are: by a keeper, with addresses and encryption for
+other hosts. The keeper is a process that this launcher starts, and starts again if it has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from nbdist.amounts import counted
+from nbdist.cluster.hosts.hub import KeeperMember
+from nbdist.cluster.processes.launchers.contract import OnEnd, StartedWorker
+from nbdist.cluster.processes.launchers.inviting import InvitingLauncher
+from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.errors import ResourceError
+
+if TYPE_CHECKING:
+    from nbdist.cluster.spec import Spec
+
+__all__ = ["OpenLocalLauncher"]
+
+_INVITED_FOR = 600.0
+"""Seconds within which the keeper must come; it needs a few."""
+_ENDS_WITHIN = 5.0
+"""Seconds for the keeper to end by itself."""
+
+
+class OpenLocalLauncher(InvitingLauncher):
+    """Starts a keeper on this host with room for the cluster's first workers. Others join by invitations."""
+
+    def __init__(self, spec: Spec, on_end: OnEnd) -> None:
+        self._own: dict[str, subprocess.Popen[bytes]] = {}
+        """The keepers that this launcher has started, by the token with which they come."""
+        super().__init__(spec, on_end)
+
+    def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
+        """Start a worker; return a future. The first workers have the places on this host in the order of their ranks.
+
+        A worker that is to join starts at once or never: see `expect`.
+        """
+        if not self._needs_invited(setup.rank):
+            setup = msgspec.structs.replace(setup, local_rank=setup.rank)
+        return super().start(setup, environment)
+
+    def _provide(self) -> None:
+        """Start a keeper for the workers of this host, if some wait for one and none runs."""
+        with self._lock:
+            waiting = any(not self._needs_invited(start.setup.rank) for start in self._wanted.values())
+            if waiting and not self._closing and all(own.poll() is not None for own in self._own.values()):
+                self._start_keeper()
+
+    def _start_keeper(self) -> None:
+        """Start a keeper, which comes to the hub by itself. The caller holds the lock."""
+        invitation = self.hub.invite(_INVITED_FOR, self.spec.count)
+        command = [sys.executable, "-m", "nbdist", "worker", "--connect", "-", "--with-parent"]
+        command += ["-n", str(self.spec.count), "--host", self.hub.host]
+        said = self.folder / f"keeper-{len(self._own)}.log"
+        with open(said, "wb") as log:
+            own = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+        assert own.stdin is not None
+        with contextlib.suppress(OSError), own.stdin:  # it has ended already
+            own.stdin.write(msgspec.json.encode(invitation))
+        self._own[invitation.token] = own
+        watch = threading.Thread(
+            target=self._watch, args=(invitation.token, own, said), name="nbdist-own-keeper", daemon=True
+        )
+        watch.start()
+
+    def _watch(self, token: str, own: subprocess.Popen[bytes], said: Path) -> None:
+        """Wait until a keeper has ended. If it has never come, the workers that wait for it cannot start."""
+        own.wait()
+        with self._lock:
+            if self._closing or token in self.hub.came:
+                return  # if it is lost, the hub notices that
+            starts = [start for start in self._wanted.values() if not self._needs_invited(start.setup.rank)]
+            for start in starts:
+                del self._wanted[start.name]
+                self._has_no_place(start)
+        with contextlib.suppress(OSError):
+            why = said.read_text(errors="replace").strip().rpartition("\n")[2]
+            for start in starts:
+                if start.future.set_running_or_notify_cancel():
+                    start.future.set_exception(
+                        ResourceError(f"the process that starts the workers of this host has ended: {why}")
+                    )
+
+    def _is_invited(self, member: KeeperMember) -> bool:
+        return member.token not in self._own
+
+    def _needs_invited(self, rank: int) -> bool:
+        """Return whether a worker has joined later: the first ones stay on this host."""
+        return rank >= self.spec.count
+
+    def advice(self) -> str:
+        """Return how to start the workers of other hosts that are missing; those of this host start by themselves."""
+        with self._lock:
+            missing = [name for name in {*self._wanted, *self._missed} if self._needs_invited(self._ranks[name])]
+        return (
+            f"{counted(len(missing), 'worker')} must join again: write an invitation with %dist_invite"
+            if missing
+            else ""
+        )
+
+    def close(self) -> int:
+        """End all workers and this host's keeper, and remove the run directory."""
+        try:
+            return super().close()
+        finally:
+            for own in self._own.values():
+                own.terminate()  # does nothing if it has ended
+            for own in self._own.values():
+                try:
+                    own.wait(_ENDS_WITHIN)
+                except subprocess.TimeoutExpired:
+                    own.kill()
+                    own.wait()

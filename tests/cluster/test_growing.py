@@ -1,0 +1,422 @@
+"""Clusters of ``--launcher join`` that grow: workers join while the cluster runs.
+
+The keepers run on this host, as processes of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from frontend import Notebook
+from joined import cluster_on, until
+from other_hosts import can_make_hosts, hosts, wait_for_file
+
+import nbdist
+from nbdist import rpc
+from nbdist.cluster.processes.launchers.join import JoinLauncher
+from nbdist.cluster.processes.setup import WorkerSetup
+from nbdist.cluster.spec import Spec
+from nbdist.cluster.workers import StartError
+from nbdist.errors import NbdistError, ResourceError, UsageError, WorkerLost
+
+SIZES = "(dist.get_world_size(), world_size, __world_size__, os.environ['WORLD_SIZE'], os.environ['RANK'])"
+
+
+class Keepers:
+    """The processes that join a cluster, on this host."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "invitation.json"
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.told: list[str] = []
+        """The lines that the cluster has told about growth."""
+
+    def start(self, *options: str, file: Path | None = None, **more) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "nbdist", "worker", "--connect", str(file or self.file)]
+        command += ["--host", "127.0.0.1", *options]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **more)
+        self.processes.append(process)
+        return process
+
+    def another(self, cluster: nbdist.Cluster, *options: str, uses: int = 1, **more) -> subprocess.Popen[bytes]:
+        """Start one more, with a new invitation."""
+        file = self.file.with_name(f"another{len(self.processes)}.json")
+        cluster.invite(str(file), uses=uses)
+        return self.start(*options, file=file, **more)
+
+    def grow(self, cluster: nbdist.Cluster, *options: str, uses: int = 1) -> subprocess.Popen[bytes]:
+        """Start one more that becomes ``uses`` new workers, and wait until the line about it has been told."""
+        told, count = len(self.told), len(cluster.workers) + uses
+        process = self.another(cluster, *options, uses=uses)
+        cluster.wait_for_workers(count, timeout=60)
+        until(lambda: len(self.told) > told)
+        return process
+
+    @contextlib.contextmanager
+    def cluster(self, count: int = 1, **options) -> Iterator[nbdist.Cluster]:
+        def start() -> None:
+            wait_for_file(self.file)
+            self.start("-n", str(count))
+
+        threading.Thread(target=start, daemon=True).start()
+        options = {"host": "127.0.0.1", "invitation": str(self.file), "timeout": 60} | options
+        with nbdist.Cluster(count, launcher="join", **options) as cluster:
+            cluster.on_joined = self.told.append
+            cluster.execute("import os")
+            yield cluster
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(10)
+
+
+@pytest.fixture
+def keepers(tmp_path):
+    keepers = Keepers(tmp_path)
+    yield keepers
+    keepers.end()
+
+
+def sum_of_ranks(cluster: nbdist.Cluster) -> list[float]:
+    cluster.execute("total = torch.tensor(float(rank)); dist.all_reduce(total)")
+    return [float(total) for total in cluster.pull("total")]
+
+
+def keeper_of(cluster: nbdist.Cluster, name: str):
+    """The keeper that has a worker, as its hub knows it."""
+    (member,) = [each for each in cluster._lives.launcher.hub.members if name in each.workers]
+    return member
+
+
+def test_a_running_cluster_grows_by_one_and_by_two(keepers):
+    with keepers.cluster() as cluster:
+        pool = cluster.executor()
+        assert sum_of_ranks(cluster) == [0.0]
+        keepers.grow(cluster)
+        assert cluster.names == ["worker0", "worker1"]
+        assert sum_of_ranks(cluster) == [1.0, 1.0]
+        keepers.grow(cluster, "-n", "2", uses=2)
+        assert cluster.names == ["worker0", "worker1", "worker2", "worker3"]
+        cluster.execute("import os")
+        assert cluster.evaluate(SIZES) == [(4, 4, 4, "4", str(rank)) for rank in range(4)]
+        local = cluster.evaluate("(os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'])")
+        assert [*local[:2], *sorted(local[2:])] == [("0", "1"), ("0", "1"), ("0", "2"), ("1", "2")]
+        assert len(set(cluster.evaluate("(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"))) == 1
+        assert sum_of_ranks(cluster) == [6.0] * 4
+        host = cluster.find("worker1").host
+        assert keepers.told == [
+            f"worker1 joined from {host}; 2 workers. The process group is formed anew.",
+            f"worker2,3 joined from {host}; 4 workers. The process group is formed anew.",
+        ]
+        # Calls, in all directions, and output of calls below their cell.
+        call = "rpc.rpc_sync({!r}, torch.add, args=(torch.ones(2), 1)).tolist()"
+        assert cluster.evaluate(call.format("worker3"), "worker0") == [2.0, 2.0]
+        assert cluster.evaluate(call.format("worker0"), "worker3") == [2.0, 2.0]
+        assert rpc.rpc_sync("worker3", torch.add, args=(torch.ones(1_000_000), 1)).sum() == 2_000_000
+        assert cluster.evaluate("rpc.rpc_sync('notebook', max, args=(1, 2))", "worker2") == 2
+        ids = [rpc.get_worker_info(name).id for name in (*cluster.names, "notebook")]
+        assert ids == [0, 2, 3, 4, 1]
+        # Whatever names workers: targets, the executor, views, the status, an interrupt.
+        assert cluster.evaluate("rank", -1) == 3
+        assert cluster.evaluate("rank", "1:3") == [1, 2]
+        with cluster.executor() as larger:
+            futures = [larger.submit(time.sleep, 0.3) for _ in range(4)]
+            assert {future.result() or future.rank for future in futures} == {0, 1, 2, 3}
+        assert {pool.submit(max, 1, 2).result() for _ in range(3)} == {2}
+        assert len(cluster.view()) == 4
+        cell = cluster.execute("while True: pass", "worker3", block=False)
+        until(lambda: cell.parts["worker3"].began)
+        cluster.interrupt("worker3")
+        with pytest.raises(NbdistError, match="stopped in while True"):
+            cell.wait(20)
+        # A restart of all forms one group of all.
+        cluster.restart("all")
+        assert sum_of_ranks(cluster) == [6.0] * 4
+    assert [process.wait(20) for process in keepers.processes] == [0, 0, 0]
+
+
+def test_processes_that_come_together_all_become_workers(keepers):
+    with keepers.cluster() as cluster:
+        file = keepers.file.with_name("three.json")
+        cluster.invite(str(file), uses=3)
+        for _ in range(3):
+            keepers.start(file=file)
+        cluster.wait_for_workers(4, timeout=60)
+        until(lambda: "4 workers" in keepers.told[-1])
+        assert sum_of_ranks(cluster) == [6.0] * 4
+        assert len(keepers.told) <= 3
+
+
+def test_a_running_cell_keeps_its_workers_and_the_group_forms_after_it(keepers):
+    with keepers.cluster(2) as cluster:
+        code = "import time\nwhile not os.path.exists({!r}): time.sleep(0.01)\n"
+        code += "total = torch.tensor(1.0); dist.all_reduce(total)\nprint('total', total.item(), world_size)"
+        go = keepers.file.with_name("go")
+        cell = cluster.execute(code.format(str(go)), block=False)
+        until(lambda: all(part.began for part in cell.parts.values()))
+        keepers.grow(cluster)
+        assert keepers.told[-1].endswith("The process group is formed anew once worker0,1 can take part.")
+        assert cluster.evaluate("world_size", "worker2") == 3
+        with pytest.raises(nbdist.GroupError, match="formed anew once all workers are idle"):
+            cluster.execute("dist.barrier()", "worker2")
+        go.touch()
+        cell.wait(20)
+        assert set(cell.outputs) == {"worker0", "worker1"}
+        for outputs in cell.outputs.values():
+            assert "".join(output["text"] for output in outputs) == "total 2.0 2\n"
+        assert sum_of_ranks(cluster) == [3.0] * 3
+        assert cluster.evaluate("world_size") == [3, 3, 3]
+
+
+def test_cells_for_all_workers_and_workers_that_join_do_not_cross(keepers):
+    with keepers.cluster() as cluster:
+        with cluster._lives.choosing() as token:  # as for a cell whose workers are chosen, and that is not sent yet
+            keepers.another(cluster)
+            until(lambda: len(cluster.workers) == 2, 60)
+            time.sleep(0.5)
+            assert not keepers.told
+            assert cluster.evaluate("dist.get_world_size()", 0) == 1
+        cluster._lives.unsent.discard(token)
+        until(lambda: keepers.told)
+        # Cells with a collective of all workers run one after another while the cluster grows.
+        file = keepers.file.with_name("two.json")
+        cluster.invite(str(file), uses=2)
+        for _ in range(2):
+            keepers.start(file=file)
+        deadline = time.monotonic() + 60
+        seen = set()
+        while 4.0 not in seen and time.monotonic() < deadline:
+            cluster.execute("total = torch.tensor(1.0); dist.all_reduce(total)", timeout=30)
+            seen.add(cluster.pull("total", 0).item())
+        assert seen >= {2.0, 4.0}
+
+
+def test_an_open_place_is_filled_before_the_cluster_grows(keepers):
+    with keepers.cluster() as cluster:
+        first = keepers.grow(cluster)
+        keepers.grow(cluster)
+        # The process alone is killed: its keeper keeps the place, so a newcomer is another worker.
+        cluster.signal("worker1", signal.SIGKILL)
+        until(lambda: cluster.find("worker1").lost)
+        keepers.grow(cluster)
+        assert keepers.told[-1].endswith("4 workers. The process group is formed anew once worker1 can take part.")
+        assert cluster.restart() == ["worker1"]
+        assert sum_of_ranks(cluster) == [6.0] * 4
+        # The keeper is killed: the place is open, and the newcomer waits for the restart.
+        first.kill()
+        until(lambda: cluster.find("worker1").lost)
+        keepers.another(cluster)
+        until(lambda: len(cluster._lives.launcher.hub.members) == 4)
+        time.sleep(0.5)
+        assert len(cluster.workers) == 4
+        assert cluster.restart() == ["worker1"]
+        assert sum_of_ranks(cluster) == [6.0] * 4
+        keepers.grow(cluster)
+        assert cluster.names[-1] == "worker4"
+
+
+@pytest.fixture
+def importable(keepers, monkeypatch) -> Path:
+    """The folder of the test, from which the workers import modules."""
+    folder = keepers.file.parent
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return folder
+
+
+def test_a_newcomer_that_dies_leaves_no_trace(keepers, importable):
+    slow = "import os, time\nif os.path.exists('slow'):\n    time.sleep(5)\n"
+    (importable / "slow_to_import.py").write_text(slow)
+    with keepers.cluster(preload=("slow_to_import",)) as cluster:
+        folder = importable / "where"
+        folder.mkdir()
+        (folder / "slow").touch()
+        process = keepers.another(cluster, cwd=folder)
+        until(lambda: cluster._lives.launcher._placed.keys() >= {"worker1"})
+        process.kill()
+        until(lambda: keepers.told)
+        assert keepers.told[0].startswith("worker1 could not join the running cluster: ")
+        assert cluster.names == ["worker0"]
+        keepers.grow(cluster)
+        assert cluster.names == ["worker0", "worker1"]
+        assert sum_of_ranks(cluster) == [1.0, 1.0]
+
+
+def test_a_newcomer_that_cannot_start_is_sent_away_with_the_reason(keepers, importable):
+    module = importable / "only_here.py"
+    module.write_text("")
+    with keepers.cluster(preload=("only_here",)) as cluster:
+        module.unlink()
+        process = keepers.another(cluster, stderr=subprocess.PIPE)
+        said = process.stderr.read().decode()
+        assert process.wait(20) == 1
+        assert "worker1 could not join the running cluster: " in said
+        assert "only_here" in said
+        assert "only_here" in keepers.told[0]
+        module.write_text("")
+        keepers.grow(cluster)
+        assert sum_of_ranks(cluster) == [1.0, 1.0]
+
+
+def test_a_cluster_without_a_process_group_grows(keepers):
+    with keepers.cluster(backend="none") as cluster:
+        keepers.grow(cluster)
+        assert keepers.told[0].endswith("; 2 workers.")
+        until(lambda: cluster.evaluate("(world_size, __import__('os').environ['WORLD_SIZE'])") == [(2, "2")] * 2)
+
+
+def test_driver_and_seed_count_on(keepers):
+    with keepers.cluster(driver="master", seed=7) as cluster:
+        keepers.grow(cluster)
+        assert cluster.names == ["worker1", "worker2"]
+        assert [rpc.get_worker_info(name).id for name in ("master", *cluster.names)] == [0, 1, 2]
+        torch.manual_seed(8)
+        assert cluster.evaluate("torch.rand(1).item()", "worker2") == torch.rand(1).item()
+
+
+def test_a_newcomer_of_other_versions_is_refused(keepers):
+    with keepers.cluster() as cluster:
+        file = keepers.file.with_name("other.json")
+        cluster.invite(str(file))
+        program = "import nbdist; nbdist.__version__ = '0.0.1'\n"
+        program += f"import sys; sys.argv[1:] = ['worker', '--connect', {str(file)!r}, '--host', '127.0.0.1']\n"
+        program += "from nbdist.__main__ import main; sys.exit(main())"
+        refused = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        assert refused.returncode == 2
+        assert "install the same on all hosts" in refused.stderr
+        keepers.start(file=file)
+        cluster.wait_for_workers(2, timeout=60)
+
+
+def test_waiting_for_workers_that_do_not_come_ends(keepers):
+    with keepers.cluster() as cluster:
+        cluster.wait_for_workers(1)
+        with pytest.raises(StartError, match=r"the cluster has 1 worker, and not 2, after 0\.1 s: invite workers"):
+            cluster.wait_for_workers(2, timeout=0.1)
+        with pytest.raises(UsageError):
+            cluster.wait_for_workers(2, timeout=0)
+    with (
+        nbdist.Cluster(1) as local,
+        pytest.raises(UsageError, match=r"start one with `%dist_init -n N --host ADDRESS`"),
+    ):
+        local.wait_for_workers(2)
+
+
+def test_workers_of_this_host_are_joined_by_others(keepers):
+    with nbdist.Cluster(2, host="127.0.0.1", timeout=60) as cluster:
+        cluster.on_joined = keepers.told.append
+        cluster.execute("import os")
+        assert cluster.evaluate("(os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'])") == [
+            ("0", "2"),
+            ("1", "2"),
+        ]
+        assert sum_of_ranks(cluster) == [1.0, 1.0]
+        first = keepers.grow(cluster)
+        assert cluster.names == ["worker0", "worker1", "worker2"]
+        assert sum_of_ranks(cluster) == [3.0] * 3
+        # A worker of this host dies, then all of them with their keeper: they start here again, beside a newcomer.
+        cluster.signal("worker1", signal.SIGKILL)
+        until(lambda: cluster.find("worker1").lost)
+        assert cluster.restart() == ["worker1"]
+        os.kill(keeper_of(cluster, "worker0").record.pid, signal.SIGKILL)
+        until(lambda: cluster.find("worker0").lost and cluster.find("worker1").lost)
+        keepers.grow(cluster)
+        assert cluster.names[-1] == "worker3"
+        assert cluster.restart() == ["worker0", "worker1"]
+        assert sum_of_ranks(cluster) == [6.0] * 4
+        # The place of a worker that has joined is filled by another that joins.
+        first.kill()
+        until(lambda: cluster.find("worker2").lost)
+        keepers.another(cluster)
+        assert cluster.restart() == ["worker2"]
+        assert sum_of_ranks(cluster) == [6.0] * 4
+        folder, here = cluster.folder, keeper_of(cluster, "worker0").record.pid
+    assert not os.path.exists(folder)
+    until(lambda: not psutil.pid_exists(here))
+
+
+def test_a_start_on_this_host_that_fails_says_why(monkeypatch):
+    monkeypatch.setattr("nbdist.cluster.processes.launchers.open_local._INVITED_FOR", 1e-9)
+    with pytest.raises(ResourceError, match=r"the process that starts the workers of this host has ended: .*expired"):
+        nbdist.Cluster(1, host="127.0.0.1", timeout=60).start()
+
+
+def test_a_shutdown_while_a_worker_joins_leaves_nothing(keepers):
+    with keepers.cluster() as cluster:
+        folder = cluster.folder
+        process = keepers.another(cluster)
+        until(lambda: cluster._lives.launcher._wanted or len(cluster._lives.launcher._placed) > 1, 60)
+    assert process.wait(20) is not None
+    assert not os.path.exists(folder)
+    assert not [thread for thread in threading.enumerate() if thread.name == "nbdist-growing" and thread.is_alive()]
+
+
+@pytest.mark.skipif(not can_make_hosts(), reason="only root can make hosts, and only where the kernel allows it")
+def test_a_worker_of_another_host_joins_and_its_place_is_filled_again(tmp_path):
+    with hosts(3) as (address, others), cluster_on(others[:1], address, tmp_path, timeout=60) as cluster:
+        file = tmp_path / "another.json"
+        for other in others[1:]:
+            count = len(cluster.workers)
+            cluster.invite(str(file))
+            other.start("-m", "nbdist", "worker", "--connect", "-", stdin=file.read_bytes())
+            if count == 1:
+                cluster.wait_for_workers(2, timeout=60)
+                assert sum_of_ranks(cluster) == [1.0, 1.0]
+                module = nbdist.nn.RemoteModule("worker1", torch.nn.Linear, (3, 2))
+                assert module.forward(torch.ones(1, 3)).shape == (1, 2)
+                other.kill()
+                until(lambda: cluster.find("worker1").lost, 30)
+            else:
+                assert cluster.restart() == ["worker1"]
+        assert len(cluster.workers) == 2
+        assert sum_of_ranks(cluster) == [1.0, 1.0]
+
+
+def test_a_new_worker_without_a_keeper_does_not_wait_for_another(tmp_path):
+    spec = Spec(count=1, launcher="join", host="127.0.0.1", invitation=str(tmp_path / "invitation.json"))
+    launcher = JoinLauncher(spec, lambda name, how: None)
+    try:
+        file = tmp_path / "connection.json"
+        file.write_text("{}")
+        setup = WorkerSetup("worker1", 2, 1, 2, str(file), str(tmp_path), "", 0, "gloo")
+        launcher.expect(["worker1"])
+        with pytest.raises(WorkerLost, match=r"worker1 has lost its place: the process that came for it has ended"):
+            launcher.start(setup, {}).result(0)
+        launcher.keep(["worker1"])
+        assert not launcher.start(setup, {}).done()
+    finally:
+        launcher.close()
+
+
+def test_a_notebook_says_below_the_cell_that_invites_who_has_joined(keepers):
+    file = keepers.file.with_name("more.json")
+    with Notebook() as notebook:
+        assert notebook.run("%dist_init -n 1 --launcher local --host 127.0.0.1 -t 60").error is None
+        invited = notebook.run(f"%dist_invite {file}")
+        assert "Invited 1 worker: on each host, with a copy of the file, run `python -m nbdist" in invited.stdout
+        keepers.start(file=file)
+        notebook.until(lambda: "2 workers. The process group is formed anew." in invited.stdout, timeout=60)
+        assert notebook.run("%remote all world_size").result == "[2, 2]"
+        assert "worker1" in repr(notebook.run("%dist_status").result)
+        assert (
+            notebook.run("%dist_init -n 1 --launcher local --host 127.0.0.1").stdout
+            == "The cluster runs: worker0, worker1.\n"
+        )
+        assert (
+            notebook.run("%dist_init -n 2 --launcher local --host 127.0.0.1").stdout
+            == "The cluster runs: worker0, worker1.\n"
+        )
+        refused = notebook.run("%dist_init -n 3 --launcher local --host 127.0.0.1", check=False)
+        assert refused.error["evalue"].startswith("another cluster runs, of 2 workers")
+        assert notebook.run("%dist_shutdown").stdout == "0 processes left.\n"
