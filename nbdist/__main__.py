@@ -84,7 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             run([*(["-m"] if given.is_module else []), given.program, *programs])
         if given.command == "worker":
-            from nbdist.cluster.hosts.joining import join
+            from nbdist.cluster.processes.zygote import frozen_imports
+
+            with frozen_imports():  # the imports are most of what this process does
+                from nbdist.cluster.hosts.joining import join
 
             return join(given.connect, given.workers, given.host, given.with_parent)
         from nbdist.doctor import examine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import random
@@ -28,6 +29,8 @@ def tell(path: str, word: str) -> None:
         "interruptible": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         "stdin": sys.stdin.read(),
         "preloaded": "fractions" in sys.modules,
+        "collects": gc.isenabled(),
+        "frozen": gc.get_freeze_count() > 1000,
     }
     draft = Path(path + ".new")
     draft.write_text(json.dumps(facts))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -48,7 +49,7 @@ def parameter_rrefs(layer: rpc.RRef) -> list[rpc.RRef]:
 def main(address: str) -> None:
     import ray
 
-    ray_program = [sys.executable, "-m", "ray.scripts.scripts", "start"]
+    ray_program = [sys.executable, str(Path(__file__).with_name("ray_small.py")), "start"]
     head = [*ray_program, "--head", f"--node-ip-address={address}", "--port=6379", "--num-cpus=2"]
     subprocess.run([*head, "--include-dashboard=false", "--disable-usage-stats"], check=True, stdout=subprocess.DEVNULL)
     say("head")

@@ -177,7 +177,8 @@ def test_a_worker_has_the_owners_surroundings(owned, tmp_path):
     assert facts["argv"] == ["entries:tell", str(tmp_path / "told"), "hello"]
     assert facts["interruptible"]
     assert facts["stdin"] == ""
-    assert facts["preloaded"] == owned.processes.ready().forks
+    assert facts["preloaded"] == facts["frozen"] == owned.processes.ready().forks
+    assert facts["collects"]
     workers.eventually(lambda: owned.processes.log("worker0").read_text() == "told\nand complained\n")
     assert owned.end_of("worker0") == 0
 

@@ -23,6 +23,7 @@ from nbdist.cluster.processes.probe import Probe, probe
 from nbdist.cluster.processes.run_directory import make_folder
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.processes.worker_processes import Processes
+from nbdist.cluster.processes.zygote import frozen_imports
 
 if TYPE_CHECKING:
     from nbdist.cluster.processes.group_store import GroupStores
@@ -59,8 +60,9 @@ def prepare(*, by_fork: bool = False) -> None:
     if _prepared is None and _may_fork():
         if by_fork:
             os.environ.update(_ENVIRONMENT)
-            for module in _PRELOAD:
-                importlib.import_module(module)
+            with frozen_imports():
+                for module in _PRELOAD:
+                    importlib.import_module(module)
         _prepared = _start_zygote(by_fork=by_fork)
 
 

@@ -16,11 +16,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +28,8 @@ import msgspec
 from nbdist.amounts import counted
 from nbdist.cluster.hosts.hub import KeeperMember
 from nbdist.cluster.processes.launchers.contract import OnEnd
+from nbdist.cluster.processes.launchers.ray_actor import RayActor, address_of_this_node
+from nbdist.cluster.processes.launchers.ray_room import wait_for_room
 from nbdist.cluster.processes.launchers.remote import RemoteLauncher
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.errors import ResourceError, UsageError
@@ -47,6 +47,8 @@ _INVITED_FOR = 600.0
 """Seconds for which the invitation of an actor is valid."""
 _USUAL_TIMEOUT = 120.0
 """The timeout of a cluster for which the user has set none."""
+_ACTORS_TRIED = 3
+"""Actors to ask for, one after another, for one start of a worker, if they die before they have started the keeper."""
 
 
 _starting = threading.Lock()
@@ -70,11 +72,13 @@ class RayLauncher(RemoteLauncher):
         self._ray: Any = ray
         self._actors: dict[str, _Placed] = {}
         """The actor of each worker that has one, by the worker's name."""
+        self._died: Counter[str] = Counter()
+        """By worker: the actors that have died one after another before their keeper came."""
         self._group: Any = None
         self._disconnects = _connect(ray, spec)
         """True if this launcher has connected this process to Ray, and disconnects it."""
         try:
-            super().__init__(replace(spec, host=spec.host or _address_of_this_node(ray)), on_end)
+            super().__init__(replace(spec, host=spec.host or address_of_this_node()), on_end)
         except BaseException:
             self._leave_ray()
             raise
@@ -95,9 +99,7 @@ class RayLauncher(RemoteLauncher):
         self._needs = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
         self._group = placement_group([self._needs] * spec.count, strategy=spec.placement.upper())
         within = spec.timeout if spec.timeout != _USUAL_TIMEOUT else _ROOM_WITHIN
-        if not self._group.wait(within):
-            said = _say_room(_free_of_nodes(ray), self._needs, spec.count)
-            raise ResourceError(f"{said}. It waited for {within:g} s; -t SECONDS waits longer, -n N asks for fewer")
+        wait_for_room(ray, self._group, self._needs, spec.count, within)
 
     def _provide(self) -> None:
         """Ask Ray for an actor for each worker that waits for a keeper and has none."""
@@ -112,7 +114,10 @@ class RayLauncher(RemoteLauncher):
         if placed is None:
             return None
         with self.hub.lock:
-            return next((member for member in self.hub.members if member.token == placed.token), None)
+            came = next((member for member in self.hub.members if member.token == placed.token), None)
+        if came is not None:
+            self._died.pop(setup.name, None)
+        return came
 
     def _make_actor(self, setup: WorkerSetup) -> None:
         """Let Ray start an actor for a worker, whose keeper will come to the hub. The caller holds the lock."""
@@ -122,7 +127,7 @@ class RayLauncher(RemoteLauncher):
         invitation = self.hub.invite(_INVITED_FOR, 1)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=setup.rank)
         options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0), "max_restarts": 0}
-        actor = ray.remote(_Actor).options(scheduling_strategy=strategy, **options).remote()
+        actor = ray.remote(RayActor).options(scheduling_strategy=strategy, **options).remote()
         placed = self._actors[setup.name] = _Placed(actor, invitation.token)
         ended = actor.run.remote(msgspec.json.encode(invitation))
         threading.Thread(
@@ -130,23 +135,34 @@ class RayLauncher(RemoteLauncher):
         ).start()
 
     def _watch(self, name: str, placed: _Placed, ended: Any) -> None:
-        """Wait until an actor's work is over. If its keeper has never come, the worker cannot start."""
-        why = "its keeper has ended, see Ray's worker logs"
+        """Wait until an actor's work is over. If its keeper has never come, the worker cannot start.
+
+        But if the actor has died, another one is asked for. Ray takes half a minute to notice that a node is frozen or
+        cut off, and places actors there in the meantime, which die when it does.
+        """
+        why, died = "its keeper has ended, see Ray's worker logs", False
         try:
             self._ray.get(ended)
         except Exception as error:  # Ray raises errors of many classes
-            why = str(error).strip().partition("\n")[0]
+            died = isinstance(error, self._ray.exceptions.RayActorError)
+            why = str(error).strip().partition("\n")[0].rstrip(".")
         with self._lock:
             if self._actors.get(name) is not placed:
                 return  # its keeper was lost, or the cluster ends
             if placed.token in self.hub.came:
                 return  # the hub notices that it is lost
             del self._actors[name]
-            start = self._wanted.pop(name, None)
+            self._died[name] += died
+            again = died and self._died[name] < _ACTORS_TRIED
+            start = None if again else self._wanted.pop(name, None)
+            if not again:
+                self._died.pop(name, None)  # a restart tries as often again
             if start is not None:
                 self._has_no_place(start)
         self._kill(placed)
-        if start is not None and start.future.set_running_or_notify_cancel():
+        if again:
+            self._provide()
+        elif start is not None and start.future.set_running_or_notify_cancel():
             start.future.set_exception(ResourceError(f"Ray has not started {name}: {why}. Restart it to try again"))
 
     def _kill(self, placed: _Placed) -> None:
@@ -200,20 +216,6 @@ class _Placed(NamedTuple):
 
     actor: Any
     token: str
-
-
-class _Actor:
-    """The actor of one worker: it starts the keeper, and waits for its end."""
-
-    def run(self, invitation: bytes) -> int:
-        """Run a keeper with this invitation; return its exit code. It has this actor's GPUs and environment."""
-        import ray
-
-        command = [sys.executable, "-m", "nbdist", "worker", "--connect", "-", "--with-parent"]
-        host = _address_of_this_node(ray)
-        keeper = subprocess.Popen([*command, "--host", host], stdin=subprocess.PIPE, start_new_session=True)
-        keeper.communicate(invitation)
-        return keeper.returncode
 
 
 def _connect(ray: Any, spec: Spec) -> bool:
@@ -306,32 +308,3 @@ def _end_rays_processes(pids: set[int], folder: str) -> None:
             if os.fsencode(f"{folder}/") in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-
-
-def _address_of_this_node(ray: Any) -> str:
-    """Return the address by which the other nodes of Ray's reach this one."""
-    return str(ray.util.get_node_ip_address())
-
-
-def _free_of_nodes(ray: Any) -> list[dict[str, float]]:
-    """Return the resources that are free on each living node of Ray's."""
-    from ray._private import state
-
-    find: Any = state.available_resources_per_node
-    free: Mapping[str, dict[str, float]] = find()
-    return [free.get(node["NodeID"], {}) for node in ray.nodes() if node["Alive"]]
-
-
-def _say_room(free: list[dict[str, float]], needs: Mapping[str, float], count: int) -> str:
-    """Return how many of ``count`` workers Ray has room for, and what its nodes have free. Pure.
-
-    ``needs`` has what each worker needs; ``free`` what each node has free.
-    """
-    room = sum(min(int(node.get(name, 0.0) / needed) for name, needed in needs.items()) for node in free)
-    shown = "GPU" if "GPU" in needs else "CPU"
-    groups = Counter(node.get(shown, 0.0) for node in free)
-    nodes = ", ".join(
-        f"{counted(many, 'node')} with {each:g} free {shown}{'' if each == 1 else 's'}{' each' if many > 1 else ''}"
-        for each, many in sorted(groups.items(), reverse=True)
-    )
-    return f"Ray has room for {min(room, count)} of {counted(count, 'worker')}: {nodes or 'no node'}"
