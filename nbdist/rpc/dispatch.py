@@ -1,8 +1,8 @@
 """The thread pool of an agent: threads take turns at reading, and the thread that reads a request runs it.
 
-So a request never passes from one thread to another. Only the turn at reading passes on. Where the channel lets two
-threads wait for messages at once, and wakes one of them for each message, not even that: while one thread runs a
-request, the other one waits already for the next.
+So a request never passes from one thread to another; only the turn at reading does. Some channels let two threads wait
+for messages at once, and wake one of them for each message. Then even the turn need not pass: while one thread runs a
+request, the other one already waits for the next.
 
 The life of a thread of the pool::
 
@@ -178,7 +178,7 @@ class Pool:
     def _provide(self) -> None:
         """Give queued work a thread: wake an idle one; start one if there is none and the limit allows it.
 
-        Without both, a thread takes the work when it has finished its own. The caller holds the lock.
+        If neither is possible, a thread takes the work when it has finished its own. The caller holds the lock.
         """
         if self._idle:
             self._condition.notify()
