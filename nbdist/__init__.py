@@ -37,7 +37,7 @@ follows it step by step. Besides:
 - `rpc.shared_tensors` passes large tensors to an agent of the same host through shared memory.
 - `rpc.recording` asks `autograd.recorder` to record a call for a backward pass.
 
-A package with many modules has rooms, which are packages of their own; the ``__init__`` of each lists what is in it.
+A package with many modules is divided into subpackages, called *rooms*; the ``__init__`` of each lists its modules.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reports which objects have been collected, without running any Python code at that moment.
 
 Python may collect an object at any moment, in any thread, with any lock held. A ``__del__`` or a callback in Python
-could do little there; and Ctrl-C could interrupt it, Python would swallow the Ctrl-C, and what the object held would be
-held for ever. So an object keeps a `Hold`. When the hold is collected, Python's C code adds a note to a queue. Later, a
-thread that may run anything asks `Holds` which holds have ended, and releases what they held.
+could do little there. Ctrl-C could also interrupt it: Python would swallow the Ctrl-C, and the resources of the object
+would never be released. So an object keeps a `Hold`. When the hold is collected, Python's C code adds a note to a
+queue. Later, a thread that may run any code asks `Holds` which holds have ended, and releases their resources.
 """
 
 from __future__ import annotations

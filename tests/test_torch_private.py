@@ -35,6 +35,7 @@ OTHERS = {
     "linecache._ipython_cache",
     "lock._is_owned",
     "op._asdict",
+    "ray.experimental.internal_kv._internal_kv_get",
     "os._exit",
     "threading._shutdown",
     "kernel.shell.display_pub._hooks",

@@ -113,21 +113,22 @@ class ContextId(int):
 class context:
     """Record the tensors that are sent between workers inside a ``with`` block, for backward passes in that block.
 
-    The block's value is the context's id, a `ContextId`. The context goes along with every call that is made in the
-    block, and with the calls that those make on other workers. At the end of the block it ends on all workers, and its
-    record and its gradients are freed. Contexts do not nest: to enter a second one in a thread raises
+    The block's value is the context's id, a `ContextId`. Every call that is made in the block carries the context to
+    its worker, and so do the calls that this worker then makes. At the end of the block, the context ends on all
+    workers, and its record and its gradients are freed. Contexts do not nest: to enter a second one in a thread raises
     `nbdist.UsageError`.
 
-    The arguments ask for more, on every worker that the context reaches. What is not asked for costs nothing.
+    Each argument switches on a record or a check, on every worker that the context reaches. Without it, nothing is
+    paid for it.
 
     Args:
         lines: Note which module and which line of code made each node of the graph; `nbdist.autograd.trace` shows them.
-            That takes some 50 microseconds for each operation.
-        check: With ``"nan"``, raise `nbdist.ForwardNaN` at the first operation that makes a NaN, or that is given one
-            and returns one; the error names the worker, the module, the line and the operation. An Inf is no error.
-            That takes 10 to 20 microseconds for each operation, and one reading of what it returns: 0.1 ms for a
-            million numbers. The forward pass of a small network takes three times as long, one of large matrix
-            products hardly longer. On a GPU, every operation is waited for.
+            This takes about 50 microseconds for each operation.
+        check: With ``"nan"``, raise `nbdist.ForwardNaN` at the first operation that returns a NaN, whether it made the
+            NaN or was given one. The error names the worker, the module, the line and the operation. An Inf is no
+            error. This takes 10 to 20 microseconds for each operation, and 0.1 ms to read a million of its results.
+            The forward pass of a small network takes three times as long; one of large matrix products takes hardly
+            longer. On a GPU, the check waits for every operation.
 
     Raises:
         UsageError: ``check`` is neither ``"nan"`` nor None.
@@ -214,13 +215,13 @@ def backward(*arguments: Any, **options: Any) -> None:
     - ``context_id``: the id of the context in which the roots were computed.
     - ``roots``: one tensor, or a list of them, that depend on leaves here or on other workers.
     - ``retain_graph``: keep what the graph has saved, so that another pass can go over it.
-    - ``mode``: ``"smart"`` first finds out which of the tensors that were sent take part. ``"fast"`` saves that, but
+    - ``mode``: ``"smart"`` first finds out which of the tensors that were sent take part. ``"fast"`` skips this, but
       fails with `UnusedOutputs` if a tensor that was sent in the context does not contribute to the roots.
     - ``grad_tensors``: a gradient for each root; None for a root of one element. Other roots must have one.
     - ``accumulate``: add the gradients to the leaves' ``.grad``, as a local pass does, instead of to the context.
 
-    If the pass fails, or Ctrl-C ends the wait, the pass is given up on all workers and its gradients are dropped; with
-    ``accumulate``, those that are in ``.grad`` already stay there.
+    If the pass fails, or Ctrl-C ends the wait, all workers give the pass up and drop its gradients. With
+    ``accumulate``, gradients that are in ``.grad`` already stay there.
 
     Raises:
         UsageError: The context has ended, ``mode`` is unknown, a root does not require grad or is a leaf, or roots and
@@ -439,8 +440,9 @@ def get_gradients(context_id: int | None = None) -> dict[torch.Tensor, torch.Ten
 def watch(context_id: int | None = None, *, paused: bool = False, norms: bool = False) -> Watch:
     """Return a `Watch` of the backward passes that begin in a context from now on, on any worker.
 
-    It shows what every worker does in them, and can pause, resume and step them: the passes themselves, not a record.
-    It ends with its ``close()`` or with the context. While a pass is paused, no call of any worker times out.
+    The watch shows what every worker does in these passes, and can pause, resume and step them. It acts on the passes
+    themselves, not on a record. It ends with its ``close()`` or with the context. While a pass is paused, no call of
+    any worker times out.
 
     Args:
         context_id: The context; None for the one in which the calling thread is.

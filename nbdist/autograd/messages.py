@@ -1,4 +1,4 @@
-"""The messages that the workers of a context and of a pass send each other, each as the data of a `Cast`.
+"""The messages of contexts and passes between workers. Each travels as the data of a `Cast`, a one-way message.
 
 ================== ================================ ====================================================
 message            from, to                         sent when
@@ -9,16 +9,17 @@ message            from, to                         sent when
 `Gradients`        one worker, to another           the gradients of those tensors are computed
 `Report`           a worker, to the root            tokens were settled or sent
 `Marked`           the root, to a worker            the marking is over, and the pass has its turn
-`Turn`             the root, to one worker          a pass asks for its turn, or needs it no more
+`Turn`             the root, to one worker          a pass asks for its turn to reduce, or no longer needs it
 `Granted`          that worker, to the root         the pass has its turn
 `Failed`           a worker, to the root            the pass failed there
 `Cancel`           a worker, to others              the pass is given up
-`WatchChanged`            the watcher, to all workers      a watch begins or ends; the maker passes it on
-`Observed`         a worker, to the watcher         something was seen of a watched pass
+`WatchChanged`     the watcher, to all workers      a watch begins or ends; the maker passes it on
+`Observed`         a worker, to the watcher         a watched pass has done something on the worker
 `Over`             the root, to the watcher         a watched pass is over
-`Steer`            the watcher, to a worker         the control is new, or halts are over
+`Steer`            the watcher, to a worker         the user has changed the control, or ended halts
 `Go`               the watcher, to a worker         a halt is over: the node may run
-`Freeze`           the watcher, to all members      a pass is paused, so no call may time out; or none is
+`Freeze`           the watcher, to all members      no call may time out from now on, because a pass is paused;
+                                                    or calls may time out again
 ================== ================================ ====================================================
 
 Workers are named by their incarnations, and the tensors of a message by their indices.
@@ -101,7 +102,7 @@ class Missing(msgspec.Struct, array_like=True, frozen=True, order=True):
 class Control(NamedTuple):
     """The order of a watch to the passes of its context: go on, halt, or go on until something happens.
 
-    Of two controls, the one with the higher version holds.
+    Of two controls, the one with the higher version wins.
     """
 
     version: int
@@ -128,7 +129,7 @@ class Watching(NamedTuple):
 
 
 class Happening(NamedTuple):
-    """Something that was seen of a pass on one worker: an `Event` as it travels. Unknown numbers are negative."""
+    """One event of a watched pass on one worker, as it travels to the watcher. Unknown numbers are negative."""
 
     time: float
     what: str

@@ -87,20 +87,21 @@ class Cluster:
     workers. They raise `UnknownWorker` or `UsageError` where targets name no worker.
 
     Args:
-        n: How many workers, 1 to 1000. None for one for each GPU that they may get, or 2 without GPUs.
+        n: How many workers, 1 to 1000. None for one worker for each GPU that they may use, or 2 without GPUs.
         gpu_ids: The numbers of the GPUs to hand out, in turn, to the workers. None for all that torch sees; with the
             backend gloo, None for no GPU.
         backend: The process group's backend: ``"gloo"``, ``"nccl"``, or ``"none"`` for no process group. None for nccl
             if every worker has a GPU of its own, else gloo.
         driver: The name of this process in the RPC world. It then has id 0 and the workers are called ``worker1``,
             ``worker2`` and so on. None for ``"notebook"``, whose id is ``n``.
-        seed: The worker of rank r seeds its random numbers with ``seed + r``. None for other numbers in every run.
+        seed: The worker of rank r seeds its random numbers with ``seed + r``. None for different numbers in every run.
         timeout: Seconds within which all workers must be ready, at the start and after a restart.
         launcher: Which launcher starts the processes: ``"local"`` on this host; ``"join"`` waits for workers of any
             host, each started by ``python -m nbdist worker``; ``"ray"`` has Ray choose the hosts; or one of the entry
             points ``nbdist.launchers``.
         isolate_gpus: Whether each worker sees only its own GPU.
-        preload: Modules to import once, before the workers are forked, so that all share the memory and the time.
+        preload: Modules to import once, before the workers are forked. All workers then share the memory of these
+            modules, and none spends time on the import.
         gpu_memory: The part of its GPU's memory that torch may take in each worker, such as 0.45; None for all of it.
         rpc: Options for the RPC agents of all workers and of this process, such as ``rpc_timeout``, which limits calls
             but not the start. Device maps are for the workers only, and a worker's map for itself is left out. The
@@ -115,7 +116,7 @@ class Cluster:
         address: For ``"ray"``: the address of the Ray cluster. None for the Ray that this process has, else for
             ``RAY_ADDRESS``, else for a new Ray on this machine, which ends with the cluster.
         gpus_per_worker: For ``"ray"``: how many GPUs each worker gets; a part, such as 0.5, for a shared one. None for
-            one each where Ray has so many, else for none.
+            one GPU each if Ray has enough of them, else for no GPU.
         placement: For ``"ray"``: ``"pack"`` for few hosts, ``"spread"`` for many.
         sync_code: For workers on other hosts: whether each gets a copy of the Python files of this process's working
             directory when it starts, and can import them.
@@ -123,7 +124,7 @@ class Cluster:
 
     Raises:
         UsageError: A value is not possible, such as a GPU that does not exist.
-        TypeError: ``rpc`` is no `RpcBackendOptions`, or a time is no number.
+        TypeError: ``rpc`` is not an `RpcBackendOptions`, or a time is not a number.
 
     Example:
         In a script, as in README.md (in a notebook, ``%dist_init -n 3`` starts one: ``notebooks/00_tour.ipynb``)::
@@ -445,9 +446,9 @@ class Cluster:
     def restart(self, targets: Targets = None, *, process_group: bool = False) -> list[str]:
         """Kill workers and start them again, under the same names and ranks.
 
-        The process group of all workers forms anew: at once if all are idle, else once the last one becomes idle;
-        `awaited` then names the workers that were not idle. Groups, DDP and FSDP wrappers from before cannot be used
-        any more. RRefs to values of the killed workers are lost.
+        All workers form a new process group: at once if all are idle, else when the last one becomes idle; `awaited`
+        then names the workers that were not idle. Groups, DDP and FSDP wrappers of the old process group no longer
+        work. RRefs to values of the killed workers are lost.
 
         Args:
             targets: Which workers; None for those that have died.
@@ -490,14 +491,14 @@ class Cluster:
                 self._growth.look_soon()
 
     def invite(self, file: str, *, uses: int = 1, expires: float = 3600.0) -> None:
-        """Write another invitation, by which workers of other hosts join: see ``python -m nbdist worker --help``.
+        """Write another invitation, with which workers of other hosts join: see ``python -m nbdist worker --help``.
 
-        With the launcher ``"join"``, `start` has written the first one, for as many workers as it has waited for. A
-        worker that joins later first takes the place of one whose host is lost: it waits for the `restart`. If no place
-        is open, the cluster grows by a worker of the next rank: ``worker4`` after ``worker3``. `on_joined` is then
-        called, and `wait_for_workers` waits for that. Cells that run keep their workers. The process group forms anew,
-        with the new worker, once all workers are idle; groups, DDP and FSDP wrappers from before cannot be used any
-        more. The new worker is no worker of executors and views that were made before.
+        With the launcher ``"join"``, `start` has written the first invitation, for as many workers as it waits for. A
+        worker that joins later first takes the place of a worker whose host is lost: it waits for the `restart`. If no
+        place is open, the cluster grows by a worker of the next rank: ``worker4`` after ``worker3``. Then `on_joined`
+        is called, and `wait_for_workers` returns. Running cells keep their workers. A new process group, with the new
+        worker, forms once all workers are idle; groups, DDP and FSDP wrappers from before can no longer be used.
+        Executors and views that were made before do not use the new worker.
 
         Args:
             file: The file to write, which only this user may read. An earlier one is replaced.
@@ -567,9 +568,9 @@ class Cluster:
         return cast("InvitingLauncher", launcher)
 
     def rebuild_process_group(self) -> None:
-        """Form the process group of all workers anew, as is needed after an interrupt has broken off a collective.
+        """Form a new process group of all workers, as is needed after an interrupt has ended a collective.
 
-        Waits until all workers have taken part, which busy ones do after the cells that they were sent before.
+        Waits until all workers have taken part. A busy worker first ends the cells that it was sent before.
 
         Raises:
             WorkerLost: A worker is dead; `restart` it.
@@ -600,7 +601,8 @@ class Cluster:
     def _on_worker_end(self, worker: Worker, why: str) -> None:
         """Tell this process's agent that a worker has ended, and how. In the kernel thread.
 
-        The agent notices the end of a process of this host by itself; of another host it would learn by silence only.
+        For a process of this host, the agent notices the end by itself. For one of another host, it would notice only
+        the silence.
         """
         if worker.incarnation is not None and worker.host:
             self.agent.lose(worker.incarnation, why)
@@ -608,7 +610,7 @@ class Cluster:
     def _on_member_lost(self, record: Record, why: str) -> None:
         """Give up a worker on another host that the agent has lost, although its process may live. In any thread.
 
-        It may have been frozen, or cut off. Its process is killed as soon as its host can be reached.
+        The worker may be frozen, or its network may be down. Its process is killed as soon as its host can be reached.
         """
         worker = self._worker_of(record)
         if worker is None or not worker.host:
@@ -816,9 +818,10 @@ class Cluster:
     def examine(self, *, timeout: float = 60.0) -> Examination:
         """Ask each worker for its facts, measure the links between all members, and return what is wrong.
 
-        Asks for versions, clocks, memory, GPUs and NCCL. One pair after another calls and sends a tensor: about 0.7 s
-        for each pair, less where there are many. Busy workers take part. Dead workers, and workers that do not answer
-        within 3 s, are named in the result. The result shows itself as text and as tables. `%dist_doctor` shows it.
+        Asks for versions, clocks, memory, GPUs and NCCL. Then one pair of members after another makes calls and sends a
+        tensor, which takes about 0.7 s for each pair, and less if there are many. Busy workers take part. The result
+        names dead workers and those that do not answer within 3 s. A notebook shows the result as tables, and `print`
+        as text. `%dist_doctor` shows it.
 
         Args:
             timeout: Seconds for all pairs together, more than 0. Pairs for which there is no time are left out.
@@ -876,9 +879,9 @@ class Cluster:
     def interrupt(self, targets: Targets = None) -> None:
         """Interrupt everything that the workers in ``targets`` do: cells, begun or not, and calls from other workers.
 
-        Each of these cells fails with a `CellError` that is named KeyboardInterrupt, each of these calls with a
-        KeyboardInterrupt on the worker. Does not wait for that. Cells and calls that are sent afterwards run. Dead
-        workers are skipped.
+        Each of these cells fails with a `CellError` that is named KeyboardInterrupt. Each of these calls fails with a
+        KeyboardInterrupt on the worker. This method returns before they have ended. Cells and calls that are sent later
+        run. Dead workers are skipped.
         """
         self.start()
         interrupt_workers(self, [worker for worker in self.select(targets) if worker.alive])
@@ -887,7 +890,7 @@ class Cluster:
         """Interrupt a cell; return a text for each worker that does not stop.
 
         Waits until the workers have stopped, about 2 s at most, or 30 s if one is formatting its traceback. In the
-        kernel thread it does not wait and returns an empty list; the interrupt then continues by itself.
+        kernel thread, this method does not wait and returns an empty list; the interrupt goes on in the background.
         """
         if self._thread.is_current():
             self._thread.loop.create_task(interrupt_cell(self, cell))

@@ -1,6 +1,6 @@
 """Calls functions on workers, each on the first worker that is free: `Cluster.executor`.
 
-There is one rule: a worker that is free takes the oldest task that it may run. ::
+There is one rule: a free worker takes the oldest task that it may run. ::
 
     submit ── Task ──> Lanes ──> one thread for each worker that has tasks ── call ──> `worker.tasks.run`
     caller <── Task.settle ─────────────────────────┘ <── value, started, completed ──┘

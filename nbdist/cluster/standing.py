@@ -1,4 +1,4 @@
-"""Shows, below a cell that has no output for long, one line that says what its workers wait for.
+"""Shows one line below a cell that has been silent for some seconds: what its workers wait for.
 
 ::
 
@@ -6,9 +6,10 @@
 
     notebook: `Lookout` ── every 2 s of silence ──> worker: `place` ──> `Stands.saw` ──> `Stands.say` ──> the line
 
-A worker waits if its main thread is at the same instruction as at the last look, and has used hardly any processor time
-meanwhile. The line appears after ``progress_after`` seconds of silence, if all running workers wait, or if one waits
-and another has ended the cell. Each look updates the line, or removes it. A cell whose workers all compute has no line.
+A worker counts as waiting if its main thread is at the same instruction as at the last look, and has used hardly any
+processor time since then. The line appears after ``progress_after`` seconds of silence, if all running workers wait, or
+if one waits and another has ended the cell. Each look updates the line, or removes it. A cell whose workers all compute
+has no line.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _say_call(frame: FrameType) -> str:
 
 
 class Stands:
-    """The looks at the workers of one cell, and what they say. Pure: looks and times in, a line out."""
+    """Collects the positions of the workers of one cell and makes the line from them. Pure."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, Position]] = {}

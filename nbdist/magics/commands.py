@@ -129,11 +129,14 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
                    [--device-map WORKER:0=1,1=0] [--host ADDRESS] [--ports A-B] [--invitation FILE]
                    [--address ADDRESS] [--gpus-per-worker G] [--placement pack|spread] [--sync-code]
 
+        Defaults are in parentheses.
+
         -n, --num-processes   the number of workers (one for each GPU; 2 without GPUs)
         -g, --gpu-ids         the GPUs to use, by number (all; with --backend gloo, none)
         --backend             the backend of the process group; none for no group (nccl if each worker has its own GPU,
                               else gloo)
-        --driver              the notebook's name; the notebook then has id 0, and the first worker is worker1
+        --driver              the notebook's name in calls; the notebook then has id 0, and the first worker is worker1
+                              (notebook, and the first worker is worker0)
         --seed                seed random numbers: worker r with S + r
         -t, --timeout         seconds within which all workers must be ready (120)
         --launcher            the launcher that starts the workers: local; join for workers of any host, which
@@ -155,11 +158,12 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         --gpu-memory          the part of its GPU's memory that torch may take in each worker, such as 0.45 (1)
         --device-map          where a worker gets the arguments that others send it: with worker1:0=1, those on the
                               sender's cuda:0 arrive on cuda:1 of worker1. Once for each worker (on its own GPU)
-        --preload             import these modules once, before the workers start. Forked workers then have them at no
-                              cost of time or memory. A changed module is imported again by the next %dist_init
+        --preload             import these modules once, before the workers start. All forked workers share them, which
+                              saves time and memory. If a module changes, the next %dist_init imports it again
 
-        If a cluster with the same options runs already, it is kept; one with other options is an error. A cluster that
-        has grown (%dist_invite) is also kept with its present number of workers. %dist_shutdown ends it.
+        If a cluster with the same options runs already, this keeps it, also if it has grown (%dist_invite) and -n is
+        its present number of workers. If one with other options runs, this is an error; end that cluster with
+        %dist_shutdown first.
 
         Example:
             %dist_init -n 4 --seed 1
@@ -227,9 +231,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         %dist_restart [TARGET] [-p]
 
-        Without a target, the workers that have died are restarted. RRefs to values of the old workers are lost. The
-        process group of all workers is formed anew once all are idle. Make groups, DDP and FSDP wrappers again.
-        -p, --process-group   form the process group now, even if no worker is restarted; busy workers are waited for
+        Without a target, this restarts the workers that have died. RRefs to values of the old workers are lost. The
+        workers form a new process group once all are idle. Make your groups, DDP and FSDP wrappers again afterwards.
+        -p, --process-group   form the process group now, even if no worker is restarted, and wait for busy workers
 
         Example:
             %dist_restart worker1
@@ -258,10 +262,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         %dist_invite [FILE] [--uses N] [--expires SECONDS] | --revoke
 
         Writes an invitation to FILE (nbdist-invitation.json), which only you may read. Copy it to another host and run
-        `python -m nbdist worker --connect FILE` there: the cluster grows by a worker, and a line below this cell says
-        so. But if a worker has lost its host, the newcomer takes its place, with the next %dist_restart. Cells that run
-        keep their workers. Once all workers are idle, the process group is formed anew, with the new one: make groups,
-        DDP and FSDP wrappers again. Anyone who has the file can add a worker, and so run code in the cluster.
+        `python -m nbdist worker --connect FILE` there. The cluster grows by a worker, and a line below this cell says
+        so. But if a worker has lost its host, the newcomer takes its place, with the next %dist_restart. Running cells
+        keep their workers. Once all workers are idle, a new process group forms, with the new worker: make groups, DDP and
+        FSDP wrappers again. Keep the file secret: anyone who has it can run code in the cluster.
         --uses                how many workers may join with it (1)
         --expires             for how many seconds it is valid (3600)
         --revoke              make all invitations invalid; workers that have joined stay
@@ -288,7 +292,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def dist_status(self, line: str) -> StatusTable | None:
         """Show each worker's pid, device, state, memory and calls in flight.
 
-        Busy workers are shown too: within about a second, with what the notebook knows of them.
+        A busy worker may not answer. Then its row appears within about a second, with what the notebook knows of it.
 
         Example:
             %dist_status
@@ -324,10 +328,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         %dist_memory [TARGET] [-v]
 
-        For each worker and the notebook: values with RRefs, open contexts (graphs and gradients), the worker's own
-        variables, shared memory, and the rest: the interpreter, torch, and memory that allocators keep. Every tensor
-        is counted once, by its storage, even if several names hold it. "since last look" compares with the last
-        %dist_memory. None of your functions is called, and busy workers answer, too.
+        For each worker and the notebook, the table shows values with RRefs, open contexts (graphs and gradients), the
+        variables of your code, shared memory, and the rest: the interpreter, torch, and memory that allocators keep. A
+        tensor counts once, by its storage, even if several names hold it. "since last look" compares with the last
+        %dist_memory. This calls none of your functions, and busy workers answer, too.
 
         Small values share a row, and so do equal rows of several workers.
         TARGET       show each value on these workers: worker1, 0,2, all, notebook
@@ -360,8 +364,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def dist_free(self, line: str) -> FreedTable:
         """Free the values that only `Out`, `_` and tracebacks hold, in the notebook and on all workers.
 
-        Shows which values were freed. The entries of Out that held them are gone, and so is the error that %debug
-        shows, if its traceback held them. Your variables keep their values.
+        Shows which values were freed. Entries of Out that held these values are removed. So is the last error, which
+        %debug would show, if its traceback held one of them. Your variables keep their values.
 
         Example:
             %dist_free
@@ -413,9 +417,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         %dist_doctor [-t SECONDS]
 
-        One pair of workers after another is measured, by a few small calls and a tensor of up to 8 MB: about 0.7 s for
-        each pair. Busy workers take part; dead and silent ones are named. A line for each thing that is wrong says
-        what to do about it.
+        This measures one pair of workers after another, with a few small calls and a tensor of up to 8 MB. That takes
+        about 0.7 s for each pair. Busy workers take part; dead and silent ones are named. For each fault, a line says
+        what to do.
         -t, --timeout    seconds for all pairs together (60); pairs for which there is no time are left out
 
         `python -m nbdist doctor` in a terminal examines one machine, also before a cluster starts.
@@ -469,8 +473,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def dist_push(self, line: str) -> None:
         """Copy variables of the notebook to workers: %dist_push NAME [NAME ...] [-r TARGET].
 
-        Without -r, to all workers. Returns when all have the values, after the cells that they were sent before.
-        If the notebook lacks one of the variables, that is an error, and nothing is copied.
+        Without -r, copies to all workers. A worker first ends the cells that it was sent before; this returns when all
+        have the values. If the notebook lacks one of the variables, that is an error, and nothing is copied.
 
         Example:
             %dist_push model rate -r 0,2
@@ -486,9 +490,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def dist_pull(self, line: str) -> None:
         """Copy variables of workers to the notebook: %dist_pull NAME [NAME ...] [-r TARGET].
 
-        Without -r, from all workers. From several workers, each variable becomes the list of the workers' values. It
-        replaces the notebook's variable of that name; model.weight becomes weight. If
-        a worker lacks one of the variables, that is an error, and nothing is copied.
+        Without -r, copies from all workers. From several workers, you get a list of their values. The copy replaces the
+        notebook's variable of the same name; for model.weight, this name is weight. If a worker lacks one of the
+        variables, that is an error, and nothing is copied.
 
         Example:
             %dist_pull losses -r worker1
@@ -518,8 +522,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     def dist_diff(self, line: str) -> DiffTable:
         """Show whether a value is equal on all workers, or where it first differs: %dist_diff EXPRESSION [-r TARGET].
 
-        The expression runs on each worker. Its value may be a tensor, a module, a state_dict or any other. It stays on
-        its worker, and is compared with that of the first worker part by part.
+        The expression runs on each worker. Its value may be a tensor, a module, a state_dict or any other object. The
+        values stay on their workers. Each is compared with the value of the first worker, part by part.
 
         Example:
             %dist_diff model.state_dict() -r 0,1
@@ -545,11 +549,11 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         TARGET is 0, 0,2, [0-2], 0:2, ::2, -1, worker1, or all; a cell without TARGET runs on all workers.
         -a, --noblock      do not wait; return a handle: .wait(), await, .cancel(), .outputs
-        -o, --out NAME     bind NAME to an RRef to the last expression's value (a list of RRefs, for several workers)
+        -o, --out NAME     set NAME to an RRef to the last expression's value; for several workers, to a list of RRefs
         -t, --timeout      interrupt the cell after this many seconds
         --group-outputs    show the output at the end, by worker
         --fail-fast        interrupt the other workers when one has failed
-        --progress-after   seconds without output after which a line says where workers wait (10; 0 for never)
+        --progress-after   seconds without output after which a line says where workers wait; 0 for never (10)
         --local            run the cell in the notebook, too
 
         Example:
@@ -571,8 +575,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         %%timeline [FILE]
 
-        FILE, if it is given, is written for the viewer Perfetto (ui.perfetto.dev). If the cell fails, the timeline of
-        what was done until then is shown, too.
+        With FILE, this also writes the timeline to a file for the viewer Perfetto (ui.perfetto.dev). If the cell fails,
+        the timeline shows what was done until then.
 
         Example:
             %%timeline step.json
@@ -596,9 +600,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         %%watch [--paused] [-a] [-o NAME] [--no-norms]
 
-        --paused        hold each pass before its first node; the view has buttons to step and to run it
+        --paused        pause each pass before its first node; the view has buttons to step and to run it
         -a, --noblock   run the cell in the background; return a handle of the pass: .step(3), .run(until="nan"), …
-        -o, --out NAME  bind NAME to the handle
+        -o, --out NAME  set NAME to the handle
         --no-norms      do not compute the norms of gradients
 
         Example:

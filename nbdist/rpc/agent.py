@@ -1,9 +1,10 @@
 """The agent: the RPC endpoint of one worker, which makes the other parts and joins them.
 
 Every message passes here. `Agent.post` (the method of `Links`) numbers it, keeps a copy and sends it, on the caller's
-thread. `Agent.read`, which one or two threads of the pool run, receives. Then one thread at a time has the `Peer` judge
-the message, and calls the handler for the message's type. A handler is quick and runs no user code. Where user code has
-to run, the handler returns a job; the thread that has read the message runs the job, while another thread reads on.
+thread. One or two threads of the pool run `Agent.read`, which receives messages. Then, one thread at a time, the reader
+asks the `Peer` whether the message is new, and calls the handler for the message's type. A handler is quick and runs no
+user code. If user code must run, the handler returns a job. The thread that has read the message runs the job, while
+another thread reads the next message.
 
 The locks on the way of a call:
 
@@ -15,12 +16,12 @@ lock                    protects                                                
 `Links._lock`           connections, and the protocol state of each (`wire.peer`)  a message is numbered or judged
 ======================  =========================================================  ==================================
 
-A thread takes them from the top to the bottom. Neither of the last two is taken while the other is held, nor held
-while a user's function, a pickler or a send runs. Two things do run under them:
+A thread takes `Agent._turn` first, then one of the other two; it never holds both of these. It releases both before it
+runs a user's function, a pickler or a send. But some code does run while they are held:
 
 - A user's ``__del__``, which Python may call anywhere. A call that it makes under `Links._lock` is sent by another
   thread (`nbdist.finalisers`); `Exchange.lock` is reentrant.
-- Under `Links._lock` also the marking of blocks in shared memory as sent, and listeners of `nbdist.trace`.
+- Under `Links._lock`: the code that marks blocks in shared memory as sent, and the listeners of `nbdist.trace`.
 """
 
 from __future__ import annotations

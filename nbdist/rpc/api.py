@@ -1,4 +1,4 @@
-"""The functions of torch.distributed.rpc, name for name.
+"""The functions of torch.distributed.rpc, with the same names and arguments.
 
 Each function acts for one agent, the *current agent* of the calling thread. In a thread that runs something for an
 agent, this is that agent. In every other thread it is the agent that `init_rpc` started in this process.
@@ -106,9 +106,9 @@ def init_rpc(
     There are two kinds of world. With ``world_size`` the world is *fixed*: this function returns when all its workers
     have met. Without ``world_size`` the world is *dynamic*: workers may join and leave at any time.
 
-    On a worker of a notebook's cluster RPC runs already, so a program can call this all the same. It then sets only the
-    time limit of calls and the number of threads, if ``rpc_backend_options`` names them, and raises UsageError for a
-    name, a rank, a ``world_size`` or an option that a running worker cannot take.
+    On a worker of a notebook's cluster, RPC runs already. A program may still call this function there: it sets the
+    time limit of calls and the number of threads, if ``rpc_backend_options`` names them. It raises UsageError for a
+    name, a rank, a ``world_size`` or an option that the running worker cannot take.
 
     Args:
         name: this worker's name, unique in the world: fewer than 128 letters, digits, ``-``, ``_`` and ``:``.
@@ -120,7 +120,7 @@ def init_rpc(
             ``rpc_timeout`` also limits how long this function waits.
 
     Raises:
-        TypeError: ``name`` is no text, or the options are of another class.
+        TypeError: ``name`` is not a str, or the options are of another class.
         ValueError: ``init_method`` or the environment lacks a part, such as ``MASTER_ADDR``; the words are torch's.
         UsageError: RPC runs already in this process, or the name or the rank is not allowed.
         NotUnique: a living worker has the name or the rank.
@@ -214,11 +214,12 @@ def _give_up(agent: Agent) -> None:
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """End RPC in this process.
 
-    The agent ends in any case, also if the wait fails. Afterwards, calls raise NotInitialized, and references raise
-    RRefError or WorkerLost.
+    The agent ends even if the wait fails. Afterwards, calls raise NotInitialized, and references raise RRefError or
+    WorkerLost.
 
-    On a worker of a notebook's cluster, the agent runs on until the cluster ends it. There, if ``graceful``, this waits
-    until no call is open and releases this worker's references to values of others; else it does nothing.
+    On a worker of a notebook's cluster, the agent runs until the cluster ends it. If ``graceful``, this function waits
+    there until no call is open, and releases this worker's references to values of other workers. If not ``graceful``,
+    it does nothing there.
 
     Args:
         graceful: True to wait first. In a fixed world, the wait lasts until all workers have called `shutdown` and no
@@ -331,7 +332,7 @@ def rpc_sync(
             for none.
 
     Returns:
-        The result. On this worker itself, too, it is a copy.
+        The result. It is a copy, even if the worker is this one.
 
     Raises:
         UnknownWorker: there has never been such a worker.

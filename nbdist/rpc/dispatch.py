@@ -1,12 +1,13 @@
 """The thread pool of an agent: threads take turns at reading, and the thread that reads a request runs it.
 
-So a request never passes from one thread to another. Only the turn at reading passes on, and mostly not even that,
-because to wake a thread for each message takes longer than to run a small function:
+So a request never passes from one thread to another; only the turn at reading does. Mostly not even that, because
+waking a thread for each message takes longer than running a small function:
 
-- Where the channel lets two threads wait for messages at once, and wakes one of them for each message, one thread runs
-  a request while the other one waits already for the next.
-- Where only one thread may wait for messages, it keeps its turn while it runs a request, as long as requests are quick.
-  A *guard*, an idle thread that looks once in `QUICK_JOB_SECONDS`, takes the turn from a thread whose request is not.
+- Some channels let two threads wait for messages at once, and wake one of them for each message. While one thread runs
+  a request, the other one already waits for the next.
+- With other channels only one thread may wait for messages. It keeps its turn while it runs a request, as long as
+  requests are quick. A *guard*, an idle thread that looks every `QUICK_JOB_SECONDS`, takes the turn from a thread whose
+  request is not quick.
 
 The life of a thread of the pool::
 
@@ -188,7 +189,7 @@ class Pool:
     def _provide(self) -> None:
         """Give queued work a thread: wake an idle one; start one if there is none and the limit allows it.
 
-        Without both, a thread takes the work when it has finished its own. The caller holds the lock.
+        If neither is possible, a thread takes the work when it has finished its own. The caller holds the lock.
         """
         if self._idle:
             self._condition.notify()

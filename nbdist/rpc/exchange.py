@@ -1,4 +1,4 @@
-"""Decides what happens next to the calls and references of one agent. Pure: an event goes in, what to do comes out.
+"""Decides the next step of the calls and references of one agent. Pure: it is given an event and returns what to do.
 
 The life of a call. Events are in brackets, the stages of `nbdist.rpc.calls.arrivals.ArrivalStage` in capitals::
 
@@ -28,12 +28,11 @@ call makes a value (its result).
 The state has three files: `calls.pending` for the calls that this agent has made, `calls.arrivals` for the calls that
 have come, `references.forks` for references.
 
-Threads: whoever calls a method here holds `Exchange.lock`, and releases it before it runs, encodes or sends anything.
-It is the only lock around the state of calls and references; `nbdist.rpc.agent` has the order of all locks. Some
-methods need no lock, because each is one operation on a dict: `Exchange.came_alone` and `doing`, and `answered`, `pop`,
-`get` and `all` of `PendingCalls`. A finaliser may run at any moment in any thread, also while that thread holds the
-lock. So nbdist has no finalisers of its own that call these methods: the end of a reference is only noted
-(`nbdist.holds`).
+Threads: the caller of a method holds `Exchange.lock`, and releases it before it runs, encodes or sends anything. This
+is the only lock around the state of calls and references; `nbdist.rpc.agent` has the order of all locks. Some methods
+need no lock, because each is one operation on a dict: `Exchange.came_alone` and `doing`, and `answered`, `pop`, `get`
+and `all` of `PendingCalls`. A finaliser may run at any moment in any thread, even while that thread holds the lock. So
+nbdist's own finalisers never call these methods: the end of a reference is only noted in a queue (`nbdist.holds`).
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Exchange:
         self.is_deciding = guard(self.lock)
         """Returns whether the calling thread holds the lock.
 
-        It does where Python runs a finaliser in the middle of an event.
+        It holds the lock if Python runs a finaliser in the middle of an event.
         """
         self.calls = PendingCalls(self.lock)
         self.forks = Forks(me, ids)
@@ -108,8 +107,8 @@ class Exchange:
     def came(self, arrival: Arrival, forks: Sequence[GlobalId]) -> list[Arrival]:
         """Register a call that brought ``forks``, and count the value that it makes; return the calls that can go on.
 
-        These are the call itself, unless it has to wait, and calls that waited for the value which this one makes. The
-        caller runs them, without the lock.
+        The call itself is among them unless it must wait. The others are calls that waited for the value which this
+        call makes. The caller runs all of them, without the lock.
         """
         self.came_alone(arrival)
         self._refused.pop((arrival.sender, arrival.call.id), None)
@@ -189,7 +188,7 @@ class Exchange:
     def answered(self, arrival: Arrival) -> list[Instruction]:
         """Forget a call that has its answer; release the value that it worked on and the value that it made.
 
-        Returns the instructions to drop those of them to which nobody refers any more; the caller passes the list to
+        Returns instructions to drop these values if no agent refers to them any more. The caller passes the list to
         `References.perform` once it has released the lock. Must be called once for each call that came.
         """
         call, forks = arrival.call, self.forks

@@ -33,7 +33,7 @@ client       a room: models, sessions, routes, and what is known of the servers
 server       a room: blocks, caches and the computing thread, on each worker
 history      the inputs of a span, kept by the client to replay them on another server
 stacking     stacks several requests into one, and splits a request into micro-batches
-carriage     the time that large tensors may take on their way
+carriage     the extra time that a call with large tensors gets on a slow connection
 named_models models that can be served by name, such as "smollm2"
 adapter      everything that depends on transformers
 ============ ======================================================================================

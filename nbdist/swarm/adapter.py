@@ -1,9 +1,9 @@
-"""The one module that depends on transformers: what a model consists of, how parts of it are loaded, how caches work.
+"""Finds and loads the parts of a model, and works on caches. The one module that depends on transformers.
 
-No family of models is known by name. The model's own code prepares the call of each layer (masks, positions,
-rotations) and runs on the client; the arguments of a layer are sent to the server that has the layer, and the layer is
-called there with the same arguments. This module relies on two facts only: a model has a list of layers, and a cache
-has one entry for each layer.
+This module knows no family of models by name. The model's own code runs on the client and prepares the call of each
+layer (masks, positions, rotations). The client sends these arguments to the server that has the layer, and the server
+calls the layer with them. The module relies on two facts only: a model has a list of layers, and a cache has one entry
+for each layer.
 """
 
 from __future__ import annotations

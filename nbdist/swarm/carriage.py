@@ -1,4 +1,4 @@
-"""The time that large tensors may take on their way between a client and a server of a swarm, on a slow connection."""
+"""Extends the time limits of a swarm's calls by the time that large tensors need on a slow connection."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 __all__ = ["carriage", "seconds_for"]
 
 _SLOWEST = 1_000_000
-"""Bytes in a second on the slowest connection on which nobody is given up for being late."""
+"""Bytes per second of the slowest connection for which the extra time is enough."""
 
 
 def seconds_for(size: int) -> float:
@@ -18,7 +18,7 @@ def seconds_for(size: int) -> float:
 def carriage(*values: object) -> float:
     """Return the seconds to add to a call's time limit for these tensors: 2 s for each MB, 0 for less than 1 MB.
 
-    They are for the way to the server and, with a result of the same size, back. So a slow connection is not taken for
-    a server that hangs. Values that are no tensors do not count.
+    This is the time to the server and back, with a result of the same size. It keeps a slow connection from looking
+    like a server that hangs. Only tensors count.
     """
     return 2 * seconds_for(sum(value.nbytes for value in values if isinstance(value, torch.Tensor)))

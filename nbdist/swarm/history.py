@@ -1,7 +1,7 @@
 """The steps of one span of a session, as data: enough to bring the caches of another server to the same state.
 
-The client keeps a `History` for each span. Steps that are cropped away as a whole are dropped, so that trying many
-endings of a text (as assisted generation does) takes no more memory than the longest of them.
+The client keeps a `History` for each span. If a crop removes all tokens of a step, the history drops this step. So
+trying many endings of a text (as assisted generation does) takes no more memory than the longest of them.
 """
 
 from __future__ import annotations

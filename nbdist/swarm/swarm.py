@@ -46,20 +46,20 @@ def serve(
     """Load a model's blocks on workers and return the swarm that they form, once all blocks are loaded.
 
     Args:
-        model: a transformers model, a folder with one, or ``"smollm2"``. Its weights go into a file in the runtime
-            directory of this process's agent, unless a folder has them in the right form already. Workers that see this
-            file map it, so those of one host share its memory, unless they have a GPU or another ``dtype``. Other
-            workers get the weights of their blocks from this process.
+        model: a transformers model, a folder with one, or ``"smollm2"``. This process writes the weights to a file in
+            its runtime directory, unless a folder has them in the right form already. Workers that can read this file
+            map it, so workers of one host share its memory, unless they have a GPU or another ``dtype``. Other workers
+            get the weights of their blocks from this process.
         workers: the names or ids of the workers. With more workers than spans, the last workers are not used.
         spans: (begin, end) of the blocks for each worker. By default the blocks are divided so that the largest part
             is as small as possible. Blocks in no span are loaded by some worker when they are first needed.
         recover: how a session continues on another server when its server dies. "exact" replays its steps one by
             one: all later results are equal to the last bit. "fast" replays all steps at once: faster, and equal
             within rounding.
-        step_timeout: seconds within which a server has to answer. A server that does not is not called for 5 seconds,
-            for twice as long after each further failure in a row, and for 300 at most; others take its place.
+        step_timeout: seconds within which a server has to answer. A server that is late is not called for 5 seconds,
+            then for twice as long after each further failure in a row, up to 300. Others take its place meanwhile.
         cache_timeout: seconds to wait for cache memory when a session starts and ``cache_bytes`` are limited.
-        route_timeout: seconds to wait for a worker when nobody can serve a block, such as while all workers restart.
+        route_timeout: seconds to wait for a worker when none can serve a block, such as while all workers restart.
         chunk: a step of a session with more tokens is split into steps of this size.
         micro_batch: sequences in one part of a call without a cache. Up to 8 parts are computed at the same time.
         room: bytes of blocks up to which a worker takes over blocks from others. Blocks that are given to a worker by
@@ -72,9 +72,9 @@ def serve(
         The swarm. It ends with `Swarm.close`, or when the swarm and all models made from it are garbage-collected.
 
     Raises:
-        UsageError: ``model`` is no model, the spans do not fit the model or the workers, or ``recover`` or a time is
+        UsageError: ``model`` is not a model, the spans do not fit the model or the workers, or ``recover`` or a time is
             not valid.
-        TypeError: there is no such option, or a time is no number.
+        TypeError: there is no such option, or a time is not a number.
         WorkerLost: a worker died while it loaded its blocks.
 
     Example:
@@ -133,7 +133,7 @@ def serve(
 
 
 class Swarm:
-    """A model whose blocks are served by workers, as seen by the process that made the swarm. `serve` makes one.
+    """A model whose blocks run on workers, as seen by the process that made the swarm. `serve` makes one.
 
     `causal_lm`, `model`, `sequence_classifier` and `sequential` make models that use the blocks; `join`, `leave`,
     `move` and `kill` change which workers serve. Methods may be called from any thread. As the value of a notebook
@@ -204,22 +204,22 @@ class Swarm:
     def states(self) -> dict[str, str]:
         """The state of each worker that has ever served, by name.
 
-        One of "joining" (loads its first blocks), "online", "banned" (did not answer or could not load blocks, and is
-        not called for a while), "draining" (is about to leave), "offline" (has left, or the swarm was closed), "gone"
-        (died, or could not load its first blocks).
+        A state is "joining" (it loads its first blocks), "online", "banned" (it did not answer or could not load
+        blocks, and is not called for a while), "draining" (it is about to leave), "offline" (it has left, or the swarm
+        was closed), or "gone" (it died, or could not load its first blocks).
         """
         return {each["name"]: each["state"] for each in self._describe_members()}
 
     @property
     def log(self) -> list[str]:
-        """The last 200 events, oldest first, a line each: who loaded blocks, died, left; how sessions recovered."""
+        """The last 200 events, oldest first, a line each: workers load blocks, die or leave; sessions recover."""
         return self.journal.lines
 
     def info(self) -> dict[str, Info]:
         """Ask each server for its state; return the answers by worker, without the servers that do not answer.
 
-        It has no effect on the swarm, except that a server that is lost is noted as gone, and one that does not answer
-        may be banned for a while.
+        The call changes the swarm in two cases only: a lost server is noted as gone, and one that does not answer may
+        be banned for a while.
         """
         with self.crew.working():
             found = {}
@@ -234,7 +234,7 @@ class Swarm:
         Blocks that no worker has are loaded on one first.
 
         Raises:
-            NoRoute: a block is with nobody, and no worker can take it.
+            NoRoute: no worker has one of the blocks, and no worker can load it.
             UsageError: there are no such blocks, or the swarm is closed.
         """
         self.crew.check_open()
@@ -456,7 +456,7 @@ class Swarm:
     def sequence_classifier(self, num_labels: int | None = None, *, recover: Recover | None = None) -> Any:
         """Make a transformers model that classifies sequences. The other arguments are those of `causal_lm`.
 
-        If the model came without such a head, it gets a new one with random weights, which is to be trained.
+        If the model came without such a head, it gets a new one with random weights, which you have to train.
         ``num_labels`` is the number of classes; by default the number in the model's configuration.
         """
         return self._model("SequenceClassification", recover, num_labels)

@@ -521,7 +521,7 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
     back: list[tuple[int, int]] = []
     """Blocks of the receiver's arena, by segment and offset, that the sender needs no longer."""
     deletes: list[UserDelete] = []
-    """Forks that the sender has released. They ride on this message, which saves messages of their own."""
+    """Forks that the sender has released. This message carries their deletes, so they need no messages of their own."""
     is_large: bool = False
     """True if the numbers are those of large messages, which are counted apart."""
 

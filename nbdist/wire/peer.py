@@ -1,6 +1,6 @@
-"""The protocol with one other agent: each message that must arrive is handled exactly once, in any order.
+"""The protocol with one other agent: each message that must arrive is handled once, in any order.
 
-It is not handled at all if the peer is lost, or if the message is given up after many tries.
+A message stays unhandled only if the peer is lost, or if the sender gives the message up after many tries.
 
 Pure: messages and the time go in, frames to transmit come out. The life of a message that must arrive::
 
@@ -17,20 +17,20 @@ The `Standing` of a peer on another host (G3). `lose` makes any peer LOST; until
      ^                            │
      └───── a message arrives ────┘
 
-A message that must arrive gets a number and is kept until it is acknowledged. Acknowledgements ride on whatever goes
-the other way, or go alone after a moment. A `UserDelete`, for which nobody waits, rides on the next message that must
-arrive (`Peer.send_later`), or goes alone after a moment, too.
+A message that must arrive gets a number, and the sender keeps it until it is acknowledged. An acknowledgement travels
+inside the next message in the other direction, or alone after a moment. A `UserDelete`, for which no thread waits,
+travels inside the next message that must arrive (`Peer.send_later`), or alone after a moment.
 
-No message is sent again only because time has passed. A *ping* asks what has arrived. A message is sent again if it was
-sent before the ping and the answer does not acknowledge it, or if the channel refused it. The receiver drops a message
-that it has received before, so a call runs at most once (G2) on a channel that loses, doubles and reorders messages.
+Time alone is no reason to send a message again. A *ping* asks what has arrived. A message is sent again if it was sent
+before the ping and the answer does not acknowledge it, or if the channel refused it. The receiver drops a message that
+it has received before. So a call runs at most once (G2), even if the channel loses, doubles and reorders messages.
 
-Large messages travel over a link of their own, so that small ones do not wait behind them, nor heartbeats. A small
-message often arrives before a large one that was sent earlier, so each kind has a `Peer`, with numbers,
-acknowledgements and pings of its own. Only the `Peer` of the small messages calls an agent lost after silence.
+Large messages travel over a link of their own, so that neither small messages nor heartbeats wait behind them. A small
+message often arrives before a large one that was sent earlier. So each kind has its own `Peer`, with its own numbers,
+acknowledgements and pings. Only the `Peer` of the small messages declares an agent lost after silence.
 
-The silence of a peer in a process of this host proves nothing, because a long call into C explains it. There
-`nbdist.channel.liveness` watches the process instead.
+A peer on this host may be silent only because it is in a long call into C. So silence does not count there;
+`nbdist.channel.liveness` watches the peer's process instead.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ __all__ = [
 ]
 
 _ACK_DELAY = 0.05
-"""Seconds for which an acknowledgement waits for a message on which it can ride."""
+"""Seconds for which an acknowledgement waits for a message that can carry it."""
 _ACK_BYTES = 1 << 20
 """Bytes of messages above which the acknowledgement goes out at once, so that the sender can free them."""
 _DELETE_DELAY = 0.05
-"""Seconds for which the delete of a fork waits for a message on which it can ride."""
+"""Seconds for which the delete of a fork waits for a message that can carry it."""
 LARGE_BYTES = 1 << 18
 """Bytes of frames from which on a message is large. A connection of 10 MB/s takes 26 ms for as many."""
 PING_FIRST = 0.5
@@ -87,7 +87,7 @@ _RETRY_FIRST = 0.05
 """Seconds until a message that the channel refused is tried again; they double with each try, up to `_RETRY_MOST`."""
 _RETRY_MOST = 2.0
 _MOST_NUMBERS_ABOVE_MARK = 64
-"""The most numbers above the mark that one envelope acknowledges."""
+"""The most numbers above the mark (see `SeqSet`) that one envelope acknowledges."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class Peer:
         self._ack_bytes = 0
         """Bytes of messages that have arrived and are not acknowledged yet."""
         self._deletes: list[UserDelete] = []
-        """The deletes that wait for a message to ride on."""
+        """The deletes that wait for a message that can carry them."""
         self._deletes_due = math.inf
         """The moment at which they go alone."""
         self._pings = 0
@@ -469,7 +469,8 @@ class Peer:
     def _resend(self, kept: Outgoing, now: float) -> list[Action]:
         """Return the action for a kept message: send it again, with a new envelope, or give it up after too many tries.
 
-        The envelope is new because its acknowledgements are. The number stays, by which the receiver knows the message.
+        The envelope is new, with current acknowledgements. The number stays the same, so the receiver recognises the
+        message.
         """
         if kept.retry_at != math.inf:
             kept.retry_at = math.inf

@@ -1,13 +1,13 @@
 """Notes which module, and which line of the user's code, made each node of a graph: ``context(lines=True)``.
 
-The same mode of torch that notes lines has every operation checked for NaN (`nbdist.autograd.watching.forward_nans`),
-whose errors name the module and the line::
+One mode of torch does two jobs: it notes lines, and it checks every operation for NaN
+(`nbdist.autograd.watching.forward_nans`). The errors of the check name the module and the line::
 
     context(lines=True)   `noted` enters a `_Noting` mode   `_note_nodes` puts a `NodeOrigin` on each new node
     context(check="nan")  `noted` enters a `_Noting` mode   `Check.after` reads what was returned
 
-Noting costs some 50 microseconds for each operation; so it happens only in contexts that ask for it, on the threads
-that run in them, on all workers.
+Noting takes about 50 microseconds for each operation. So it happens only in contexts that ask for it, in the threads
+that run in such a context, on all workers.
 """
 
 from __future__ import annotations

@@ -10,17 +10,17 @@ The messages of a SMART pass that began on the root and needs a tensor of worker
       |<----------- Report: gradients settled --|
     the ledger has no open token: the pass is over
 
-Marks go ahead only where gradients must wait for others; what can run at once is not marked, and the gradients are the
-first message. A worker whose gradients may be held back by gates without a mark reports that it ``waits``. When the
-root's ledger says that no mark can come any more, the root sends `Marked` to the workers that wait. In FAST mode all
-gates of the context take part, and there are no marks.
+A worker sends a mark only for gradients that must wait for others. If it can compute the gradients at once, it sends no
+mark; the gradients are then its first message. A worker reports that it ``waits`` if gates without a mark may hold back
+its gradients. When the root's ledger says that no mark can come any more, the root sends `Marked` to the workers that
+wait. In FAST mode all gates of the context take part, and there are no marks.
 
 The ledger (`nbdist.autograd.passes.ledger`) accounts for every mark and gradient message, so the root knows when no
 worker has anything left to do. Then the pass is over; in FAST mode it fails if gates still wait for gradients, and the
 error names them.
 
-An error on any worker goes to the root (`Failed`), which gives the pass up on all workers (`Cancel`). The loss of a
-worker that takes part does the same, and so does Ctrl-C. The gradients of a pass that was given up are dropped.
+An error on any worker goes to the root (`Failed`), which gives the pass up on all workers (`Cancel`). The root also
+gives it up if a worker that takes part is lost, or after Ctrl-C. Then the gradients of the pass are dropped.
 
 The locks of autograd, and the order in which a thread may take them:
 
@@ -36,9 +36,9 @@ while it holds          a thread may take
 any other               no other lock of autograd: `Part._lock`, `leaves._lock`, `TurnTaking._lock`, ...
 ======================= ==========================================================================================
 
-No message is sent while `Run.lock`, `Part._lock` or `leaves._lock` is held: to send one may take long. No thread waits
-for claimed leaves while it holds a lock of the table. The handlers ``on_...`` run in threads of the agent's pool, but
-`on_report` runs in the thread that reads messages, and `on_lost` in the thread that notices the loss.
+A thread that holds `Run.lock`, `Part._lock` or `leaves._lock` sends no message, because sending may take long. A thread
+that holds a lock of the table does not wait for claimed leaves. The handlers ``on_...`` run in threads of the agent's
+pool, but `on_report` runs in the thread that reads messages, and `on_lost` in the thread that notices the loss.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ does not mark first::
 There are two kinds of steps:
 
 plain
-    No graph edge leads from the nodes that run into held-back ones, except into leaves at which nothing but
-    accumulation happens: those may get their gradient in instalments. This is one ordinary call of torch's engine.
+    No graph edge leads from the nodes that run into held-back ones, except into leaves at which only accumulation
+    happens: such a leaf may get its gradient in several parts. This is one ordinary call of torch's engine.
 contested
     Other graph edges lead into held-back nodes, as from ``a`` to ``c``. The pending gates become *barriers*: more roots
     of the call, with the lowest priority. The engine does not run ``c``, which still waits for a gradient from gate 2.
@@ -44,8 +44,8 @@ contested
     free nodes have kept the gradients for held-back nodes. A contested step runs alone, and only if a receive node is
     free: otherwise no other worker waits for its results, and its entries wait for the next gradient.
 
-Steps that have no nodes in common but leaves at which nothing but accumulation happens, and no received message, may
-run at the same time, in several threads; so a message does not wait for others that came with it.
+Two steps may run at the same time, in different threads, if they share no received message, and no nodes except leaves
+at which only accumulation happens. So a message does not wait for others that came with it.
 """
 
 from __future__ import annotations

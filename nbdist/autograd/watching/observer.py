@@ -1,4 +1,4 @@
-"""Observes one worker's part of a watched pass, sends what happens to the watcher, and halts the pass where it wants.
+"""Observes one worker's part of a watched pass, reports it to the watcher, and halts the pass where the watcher wants.
 
 ::
 

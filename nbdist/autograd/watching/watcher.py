@@ -19,7 +19,7 @@ none of these   run
 
 A worker numbers its halts 1, 2, … in each pass. `Share.halt` is the number of its last halt, `Share.at` the event of
 that halt while it lasts, and `Share.gone` the number up to which halts are ended by `run` or `step`. So an order to
-go on that crosses a new halt on its way does not end the new halt.
+go on does not end a halt that begins while the order is on its way.
 
 The pass itself is paused, not a record of it. Workers send what happens without being asked, and record nothing as
 long as there is no watch.
