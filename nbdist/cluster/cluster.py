@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -28,6 +30,7 @@ import torch
 
 from nbdist import durations, registry
 from nbdist.channel.resources import refusals_in_words
+from nbdist.cluster import mending
 from nbdist.cluster.executor import Lanes, WorkerExecutor
 from nbdist.cluster.hosts.losses import Losses
 from nbdist.cluster.inspection import process_memory
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster"]
 
+_log = logging.getLogger("nbdist.cluster")
 _OUTPUT_ARRIVES_WITHIN = 1.0
 """Seconds to wait for output, or for a dead worker's last words, that may be on the way."""
 
@@ -186,6 +190,8 @@ class Cluster:
         """The number of cells so far, which numbers them where there is no notebook."""
         self.awaited: list[str] = []
         """The workers that had to become idle, when `restart` was last called, for the process group to form anew."""
+        self._restarting = threading.RLock()
+        """Held while workers restart, which the user and a worker itself may ask for at the same time."""
         self.farewells: list[Callable[[], object]] = []
         """Functions that `shutdown` calls first, in this order and each once, while the workers are still there."""
         first = 0 if driver is None else 1
@@ -330,6 +336,7 @@ class Cluster:
         warn_of_untested()
         self._state = "starting"
         Cluster.current = self
+        mending.follow(self)
         try:
             with refusals_in_words("the cluster cannot start"):
                 self._start()
@@ -409,6 +416,7 @@ class Cluster:
         atexit.unregister(self.shutdown)
         if Cluster.current is self:
             Cluster.current = None
+            mending.follow(None)
 
     def restart(self, targets: Targets = None, *, process_group: bool = False) -> list[str]:
         """Kill workers and start them again, under the same names and ranks.
@@ -430,12 +438,19 @@ class Cluster:
             WorkerLost: A worker died meanwhile; or, with ``process_group``, a dead worker is not among the targets.
         """
         self.start()
+        with self._restarting:
+            return self._restart(self._dead() if targets is None else self.select(targets), process_group)
+
+    def _restart(self, chosen: Sequence[Worker], process_group: bool = False, because: str = "") -> list[str]:
+        """Kill and start these workers, and form the process group, as `restart` does; `_restarting` is held.
+
+        ``because`` is the reason, for the errors of the killed workers' cells.
+        """
         self.awaited = []
-        chosen = self._dead() if targets is None else self.select(targets)
         deadline = time.monotonic() + self.spec.timeout
         if chosen:
             with refusals_in_words("the workers cannot be restarted"):
-                self._lives.kill(chosen, self._is_member, deadline)
+                self._lives.kill(chosen, self._is_member, deadline, because)
                 if self._losses is not None:
                     self._losses.wait()
                 self._lives.launch(chosen)
@@ -445,6 +460,29 @@ class Cluster:
         elif chosen and len(chosen) < len(self.workers):
             self.awaited = self._lives.form_group_once_idle(deadline)
         return [worker.name for worker in chosen]
+
+    def form_group_later(self) -> None:
+        """Form the process group of all workers anew once all are idle: see `Lifecycle.form_group_later`.
+
+        Returns at once. Does nothing unless the cluster is running.
+        """
+        if self.running:
+            self._lives.form_group_later()
+
+    def replace(self, name: str, incarnation: int, because: str) -> None:
+        """Restart the worker called ``name`` for the reason ``because``, which the errors of its cells then say.
+
+        Waits until it is ready. Does nothing if the worker's agent has not this ``incarnation`` any more, or unless the
+        cluster is running. An error is only logged, because nobody waits for this: see `nbdist.cluster.mending`.
+        """
+        with self._restarting:
+            found = [worker for worker in self.workers if worker.name == name and worker.incarnation == incarnation]
+            if not (self.running and found):
+                return
+            try:
+                self._restart(found, because=because)
+            except Exception as error:
+                _log.error("%s could not be restarted, although %s: %s", name, because, error)
 
     def invite(self, file: str, *, uses: int = 1, expires: float = 3600.0) -> None:
         """Write another invitation, by which workers of other hosts join: see ``python -m nbdist worker --help``.
@@ -969,6 +1007,7 @@ def _is_single(targets: Targets, count: int) -> bool:
 
 def _after_fork() -> None:
     Cluster.current = None  # the cluster stays with the parent process
+    mending.follow(None)
 
 
 os.register_at_fork(after_in_child=_after_fork)
