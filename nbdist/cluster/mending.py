@@ -4,9 +4,9 @@
 worker              reason                                           notebook
 ==================  ===============================================  ==================================================
 `form_group_anew`   an interrupt has aborted the process group       forms it anew once all workers are idle
-`restart_worker`    an abort has not returned within 5 s, and so     kills the worker and starts it again; its cells
-                    the thread that waits can only end with the      fail with WorkerLost, which says why
-                    process
+`restart_worker`    an abort has not returned within 5 s, or a       kills the worker and starts it again; its cells
+                    thread stays in its collective after a death,    fail with WorkerLost, which says why
+                    and so can only end with the process
 ==================  ===============================================  ==================================================
 
 After a death there is nothing to ask: `%dist_restart` starts the dead worker, and forms the group anew.

@@ -45,7 +45,6 @@ def cluster(shared, folder):
     shared.execute(f"import time; from nccl_stand_in import gpu; folder = {str(folder)!r}")
     shared.execute("t = torch.ones(1); dist.all_reduce(t); gpu.item(); assert t.item() == 3", timeout=LIMIT)
     yield shared
-    (folder / "never").unlink(missing_ok=True)
     for file in folder.iterdir():
         file.unlink()
 
@@ -64,8 +63,8 @@ def reach(folder, *ranks):
     time.sleep(0.3)  # from the mark into the wait: of that nothing tells
 
 
-def wait_for(cell):
-    deadline = time.monotonic() + LIMIT
+def wait_for(cell, limit=LIMIT):
+    deadline = time.monotonic() + limit
     while not cell.done:
         assert time.monotonic() < deadline, f"{cell} stands still"
         time.sleep(0.01)
@@ -170,6 +169,17 @@ def test_an_abort_after_a_death_that_does_not_return_restarts_the_worker(cluster
     (folder / "never").unlink()
 
 
+def test_a_communicator_that_is_not_made_after_a_death_restarts_the_worker(cluster, folder):
+    (folder / "making").touch()
+    cell = cluster.execute(f"{MARK}dist.all_reduce(torch.ones(1))", 0, block=False)
+    reach(folder, 0)
+    os.kill(cluster.find("worker2").pid, signal.SIGKILL)
+    error = wait_for(cell, 2 * LIMIT)
+    assert isinstance(error, nbdist.WorkerLost), error
+    assert "worker0 was restarted, because a collective of NCCL did not end, although a member had died" in str(error)
+    (folder / "making").unlink()
+
+
 def test_a_group_whose_abort_does_not_return_is_not_formed_anew(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -216,7 +226,11 @@ def test_a_thread_that_runs_in_c_waits_and_one_that_runs_python_or_sleeps_does_n
         thread.start()
     time.sleep(0.2)
     try:
-        assert nccl.waits([thread.ident for thread in threads]) == [threads[0].ident]
+        idents = [thread.ident for thread in threads]
+        found = nccl.waits(idents)
+        assert list(found) == idents[:1]
+        assert not nccl.is_stuck(found), "it is in no collective"
+        assert not nccl.waits(idents, collectives_only=True)
     finally:
         end.set()
         for thread in threads:

@@ -30,7 +30,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,8 @@ _ABORTED = "its process group was aborted, and forms anew once all workers are i
 """The note on an interrupt that has aborted NCCL's collectives."""
 _NOT_ABORTED = "an abort of NCCL's collectives did not return within 5 s"
 """The reason of a restart, which follows "was restarted, because"."""
+_NOT_ENDED = "a collective of NCCL did not end, although a member had died and it was aborted"
+"""The reason of a restart, too."""
 _OLD = (
     "this process group is from before the last %dist_restart, after which a new one has formed: make it again with "
     "dist.new_group, and wrap models again in DistributedDataParallel or FSDP"
@@ -294,13 +296,33 @@ def _abort(groups: Iterable[Any], *, tell: bool = False) -> bool:
     backends = [backend for group in groups for backend in nccl.abortable(group)]
     if not backends:
         return True
-    if tell and _agent is not None and any(map(nccl.is_used, backends)):
-        stopping = _agent.stopping
-        nccl.tell(nccl.waits([threading.main_thread().ident or 0, *stopping.threads()]), stopping.raise_in)
+    told = dict[int, nccl.WaitingPlace]()
+    if tell and _agent is not None:
+        stopping, are_used = _agent.stopping, any(map(nccl.is_used, backends))
+        threads = [threading.main_thread().ident or 0, *stopping.threads()]
+        told = nccl.waits(threads, collectives_only=not are_used)
+        nccl.tell(told, stopping.raise_in)
     done = nccl.abort(backends)
-    if not done and _agent is not None:
-        _ask_notebook(mending.restart_worker, _agent.me.name, _agent.me.incarnation, _NOT_ABORTED)
+    if not done:
+        _ask_for_restart(_NOT_ABORTED)
+    elif told:
+        threading.Thread(target=_restart_if_stuck, args=(told,), name="nbdist-stuck", daemon=True).start()
     return done
+
+
+def _restart_if_stuck(told: Mapping[int, nccl.WaitingPlace]) -> None:
+    """Ask for a restart of this worker if a thread does not leave its collective although that was aborted.
+
+    NCCL cannot abort the making of a communicator, which waits for all members. Runs in a thread of its own.
+    """
+    if nccl.is_stuck(told):
+        _ask_for_restart(_NOT_ENDED)
+
+
+def _ask_for_restart(because: str) -> None:
+    """Ask the notebook to restart this worker, for a reason that follows "was restarted, because"."""
+    if _agent is not None:
+        _ask_notebook(mending.restart_worker, _agent.me.name, _agent.me.incarnation, because)
 
 
 def _ask_notebook(function: Callable[..., None], *arguments: object) -> None:

@@ -28,16 +28,28 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed
 
 from nbdist.cluster.worker import gloo
 from nbdist.code_places import is_nbdists, is_pythons, is_torchs, is_users
 
-__all__ = ["LEFT", "CollectiveAborted", "abort", "abortable", "follow", "is_used", "set_environment", "tell", "waits"]
+__all__ = [
+    "LEFT",
+    "CollectiveAborted",
+    "WaitingPlace",
+    "abort",
+    "abortable",
+    "follow",
+    "is_stuck",
+    "is_used",
+    "set_environment",
+    "tell",
+    "waits",
+]
 
 _ENVIRONMENT = {
     # The watchdog does nothing about a failed collective. By default it ends the process, a minute later; torch's
@@ -57,6 +69,9 @@ _ENVIRONMENT = {
 _ABORTS_WITHIN = 5.0
 """Seconds for the aborts to return. NCCL itself would wait for the group's time limit, 10 minutes."""
 
+_ENDS_WITHIN = 15.0
+"""Seconds within which a thread leaves its collective after an abort. gloo may need 10 of them for a cut transfer."""
+
 _LOOKS, _LOOK_EVERY = 3, 0.03
 """The number of looks at a thread, and the seconds between two, to see that it stays at one instruction."""
 
@@ -71,6 +86,17 @@ _LEAVE_SIGNAL = signal.SIGRTMAX - 4
 
 LEFT = re.compile(r"NCCL communicator was aborted|remote process exited|setting up NCCL communicator")
 """The texts of torch's errors after an abort, or after the death of a member."""
+
+
+class WaitingPlace(NamedTuple):
+    """The place at which a thread waits in C++."""
+
+    frame: int
+    """The id of the innermost frame."""
+    instruction: int
+    """The offset of the instruction in the frame's code."""
+    in_collective: bool
+    """True if the thread is inside of a function of `torch.distributed`."""
 
 
 class CollectiveAborted(RuntimeError):
@@ -146,8 +172,11 @@ def _abort(backend: Any) -> None:
 # -- who waits --------------------------------------------------------------------------------------------------
 
 
-def waits(idents: Iterable[int]) -> list[int]:
+def waits(idents: Iterable[int], *, collectives_only: bool = False) -> dict[int, WaitingPlace]:
     """Return those of these threads, by ident, that wait in C++ for the GPU or a collective, or compute in C++.
+
+    Each comes with its place. With ``collectives_only``, only threads that are inside of a function of
+    `torch.distributed` count, as where NCCL makes a communicator for the first collective.
 
     Takes about 0.1 s. A thread waits if it is at one instruction of the user's code, of a package's or of torch's all
     the time, and runs or yields there although this thread holds the GIL; or calls one of `_WAITING_METHODS`; or is in
@@ -157,11 +186,24 @@ def waits(idents: Iterable[int]) -> list[int]:
     for _ in range(_LOOKS - 1):
         time.sleep(_LOOK_EVERY)
         found = {ident: place for ident, place in found.items() if _place(ident) == place}
-    return list(found)
+    return {ident: place for ident, place in found.items() if place.in_collective or not collectives_only}
 
 
-def _place(ident: int) -> tuple[int, int] | None:
-    """Return the frame, by id, and the instruction at which a thread may wait in C++; None if it does not wait."""
+def is_stuck(places: Mapping[int, WaitingPlace]) -> bool:
+    """Return whether one of these threads, as `waits` has found them, still is in a collective at the same place.
+
+    Waits `_ENDS_WITHIN` seconds for them to leave. A thread that waits for the GPU, or computes, does not count.
+    """
+    deadline = time.monotonic() + _ENDS_WITHIN
+    left = {ident: place for ident, place in places.items() if place.in_collective}
+    while left and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY)
+        left = {ident: place for ident, place in left.items() if _place(ident) == place}
+    return bool(left)
+
+
+def _place(ident: int) -> WaitingPlace | None:
+    """Return where a thread may wait in C++; None if it does not wait."""
     frame = sys._current_frames().get(ident)
     thread = next((thread for thread in threading.enumerate() if thread.ident == ident), None)
     if frame is None or thread is None:
@@ -172,7 +214,16 @@ def _place(ident: int) -> tuple[int, int] | None:
     call = gloo.system_call(thread.native_id or 0)
     if not (call[0] in ("running", *_YIELDS) or is_torchs(file) or gloo.method_called(frame) in _WAITING_METHODS):
         return None
-    return id(frame), frame.f_lasti
+    return WaitingPlace(id(frame), frame.f_lasti, _is_in_collective(frame))
+
+
+def _is_in_collective(frame: FrameType | None) -> bool:
+    """Return whether a frame, or one that has called it, is of torch's module with the collectives."""
+    while frame is not None:
+        if frame.f_code.co_filename == torch.distributed.distributed_c10d.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _runs_user_code(frame: FrameType | None) -> bool:
@@ -187,7 +238,7 @@ def _runs_user_code(frame: FrameType | None) -> bool:
 # -- telling them -----------------------------------------------------------------------------------------------
 
 
-def tell(idents: Sequence[int], tell_calls: Callable[[type[BaseException], Sequence[int]], object]) -> None:
+def tell(idents: Collection[int], tell_calls: Callable[[type[BaseException], Collection[int]], object]) -> None:
     """Raise CollectiveAborted in these threads when they return from C++; call this before `abort`.
 
     ``tell_calls(error, idents)`` raises an error in the threads that run calls for other workers.

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from nbdist.code_places import NBDIST, is_nbdists, is_pythons, is_torchs
@@ -155,7 +155,7 @@ class Stopping:
         with self._lock:
             return list(self._threads.values())
 
-    def raise_in(self, error: type[BaseException], threads: Sequence[int]) -> None:
+    def raise_in(self, error: type[BaseException], threads: Collection[int]) -> None:
         """Raise an error in those of these threads that run calls, as soon as they run Python code again.
 
         The caller has seen that they wait in C code that a user's function has called. If the call ends first, the

@@ -4,7 +4,8 @@ Its collectives return at once, as NCCL's do. Whoever needs the result waits for
 all members have come or the group is aborted; after an abort the wait ends without an error. It says so to the methods
 that torch's users wait with: `gpu.item()`, and ``wait`` of a collective with ``async_op=True``.
 
-A file named "never" in the directory ``NCCL_STAND_IN`` makes aborts hang.
+A file named "never" in the directory ``NCCL_STAND_IN`` makes aborts hang, one named "making" makes collectives wait for
+a communicator that is never made.
 """
 
 import ctypes
@@ -53,6 +54,8 @@ class Gpu:
 
 
 gpu = Gpu()
+stuck = ctypes.create_string_buffer(64)
+"""A mutex that nobody unlocks, for a communicator that is not made as long as a member is missing."""
 
 
 class Done(dist.Work):
@@ -72,6 +75,7 @@ class StandIn(dist.ProcessGroup):
     def __init__(self, store, rank, size):
         super().__init__(rank, size)
         self.store, self.number, self.aborted = store, 0, threading.Event()
+        self.wait = _libc.pthread_mutex_lock
 
     def getBackendName(self):
         return "nccl_stand_in"
@@ -79,6 +83,9 @@ class StandIn(dist.ProcessGroup):
     def allreduce(self, tensors, opts=None):
         if self.aborted.is_set():
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}.")
+        if Path(os.environ["NCCL_STAND_IN"], "making").exists():
+            self.wait(stuck)
+            self.wait(stuck)
         number, self.number = self.number, self.number + 1
         gpu.begin()
         threading.Thread(target=self._run, args=(number, tensors[0]), daemon=True).start()
