@@ -3,9 +3,11 @@
 Not run on a GPU: what the real NCCL does at an abort was read in torch's source.
 """
 
+import asyncio
 import hashlib
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import nbdist
-from nbdist.cluster.worker import collectives, nccl
+from nbdist.cluster.worker import collective_errors, collectives, nccl
 from nbdist.errors import RendezvousError
 
 LIMIT = 20
@@ -235,6 +237,33 @@ def test_a_thread_that_runs_in_c_waits_and_one_that_runs_python_or_sleeps_does_n
         end.set()
         for thread in threads:
             thread.join()
+
+
+class Shell:
+    """A shell that keeps what it shows."""
+
+    async def run_code(self, code, result):
+        try:
+            exec(code)
+        except Exception as error:
+            result.error_in_exec = error
+            self.showtraceback(running_compiled_code=True)
+        return True
+
+    def showtraceback(self, exc_tuple=None, running_compiled_code=False):
+        self.shown = exc_tuple or sys.exc_info()
+
+
+def test_an_interrupt_in_the_store_is_an_interrupt():
+    shell, result = Shell(), SimpleNamespace(error_in_exec=None)
+    collective_errors.install(shell)
+    text = "[1] is setting up NCCL communicator ... got error: KeyboardInterrupt: <EMPTY MESSAGE>"
+    asyncio.run(shell.run_code(f"raise RuntimeError({text!r})", result))
+    assert shell.shown[0] is KeyboardInterrupt
+    assert type(result.error_in_exec) is KeyboardInterrupt
+    asyncio.run(shell.run_code("raise RuntimeError('of the user')", result))
+    assert shell.shown[0] is RuntimeError
+    assert type(result.error_in_exec) is RuntimeError
 
 
 class Backend:

@@ -44,6 +44,7 @@ __all__ = [
     "abort",
     "abortable",
     "follow",
+    "is_interrupt",
     "is_stuck",
     "is_used",
     "set_environment",
@@ -86,6 +87,10 @@ _LEAVE_SIGNAL = signal.SIGRTMAX - 4
 
 LEFT = re.compile(r"NCCL communicator was aborted|remote process exited|setting up NCCL communicator")
 """The texts of torch's errors after an abort, or after the death of a member."""
+
+
+_INTERRUPTED = re.compile(r"setting up NCCL communicator.*KeyboardInterrupt", re.DOTALL)
+"""The text of torch's error after an interrupt in the group's store, where NCCL's members first meet."""
 
 
 class WaitingPlace(NamedTuple):
@@ -233,6 +238,14 @@ def _runs_user_code(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def is_interrupt(error: BaseException | None) -> bool:
+    """Return whether torch's error came from an interrupt while NCCL's members met in the group's store.
+
+    torch has caught the KeyboardInterrupt of the store there, and raised an error with its text.
+    """
+    return isinstance(error, RuntimeError) and bool(_INTERRUPTED.search(str(error)))
 
 
 # -- telling them -----------------------------------------------------------------------------------------------
