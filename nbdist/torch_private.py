@@ -35,6 +35,7 @@ __all__ = [
     "direct_apply",
     "function_modes",
     "graph_task",
+    "groups_by_name",
     "innermost_transform",
     "is_in_a_mode",
     "is_process_group_known",
@@ -112,6 +113,9 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_forward_hooks": ("a module", "Pipeline cannot cut a model"),
     "_forward_pre_hooks": ("a module", "Pipeline cannot cut a model"),
     "_class_reducer_dict": ("the pickler of torch's RPC", "compat.install() fails with AttributeError"),
+    "_device_types": ("a process group", "a worker leaves no collective, and forms no group anew"),
+    "_get_backend": ("a process group", "a worker leaves no collective, and forms no group anew"),
+    "_is_initialized": ("a backend of NCCL", "an interrupt in gloo's collectives aborts NCCL's of the group, too"),
     "_set_unwrap_func": ("a torch.futures.Future", "torch.futures.wait_all does not raise the errors of calls"),
 }
 """Private attributes of torch's objects: which object has it, and what happens if it is missing."""
@@ -340,6 +344,12 @@ def process_groups() -> dict[str, list[int]]:
     """Return the global ranks of each process group of which this process is a member, by the group's name."""
     groups = _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
     return {name: torch.distributed.get_process_group_ranks(group) for group, name in list(groups.items())}
+
+
+def groups_by_name() -> dict[str, Any]:
+    """Return each process group of which this process is a member, by the group's name."""
+    groups = _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
+    return {name: group for group, name in list(groups.items())}
 
 
 def is_process_group_known(group: Any) -> bool:

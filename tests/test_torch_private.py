@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -177,6 +178,8 @@ def objects():
         "a storage": [leaf.untyped_storage()],
         "a module": [torch.nn.Linear(1, 1)],
         "a state of a module": [torch.nn.Linear(1, 1).state_dict()],
+        "a process group": [torch.distributed.ProcessGroup],
+        "a backend of NCCL": [getattr(torch.distributed, "ProcessGroupNCCL", SimpleNamespace(_is_initialized=None))],
         "a torch.futures.Future": [torch.futures.Future()],
         "the pickler of torch's RPC": [torch.distributed.rpc.internal._internal_rpc_pickler],
     }

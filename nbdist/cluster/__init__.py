@@ -6,6 +6,7 @@ cluster      `Cluster`: what users call
 spec         the description of a cluster, which checks itself; `targets` parses texts such as ``0,2``
 workers      one worker as the notebook sees it, through all its restarts
 interrupting every interrupt, whatever caused it
+mending      what workers ask for after they have aborted collectives of NCCL
 executor     calls functions on the first free worker, as an executor of `concurrent.futures` does
 standing     the line below a cell that says what its workers wait for
 errors       the errors with which cells fail

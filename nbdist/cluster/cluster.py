@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -31,6 +32,7 @@ import torch
 from nbdist import durations, registry
 from nbdist.amounts import counted
 from nbdist.channel.resources import refusals_in_words
+from nbdist.cluster import mending
 from nbdist.cluster.executor import Lanes, WorkerExecutor
 from nbdist.cluster.growing import Growth
 from nbdist.cluster.hosts.losses import Losses
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster"]
 
+_log = logging.getLogger("nbdist.cluster")
 _OUTPUT_ARRIVES_WITHIN = 1.0
 """Seconds to wait for output, or for a dead worker's last words, that may be on the way."""
 
@@ -350,6 +353,7 @@ class Cluster:
         warn_of_untested()
         self._state = "starting"
         Cluster.current = self
+        mending.follow(self)
         try:
             with refusals_in_words("the cluster cannot start"):
                 self._start()
@@ -442,6 +446,7 @@ class Cluster:
         atexit.unregister(self.shutdown)
         if Cluster.current is self:
             Cluster.current = None
+            mending.follow(None)
 
     def restart(self, targets: Targets = None, *, process_group: bool = False) -> list[str]:
         """Kill workers and start them again, under the same names and ranks.
@@ -463,21 +468,27 @@ class Cluster:
             WorkerLost: A worker died meanwhile; or, with ``process_group``, a dead worker is not among the targets.
         """
         self.start()
-        self.awaited = []
         with self._changing_workers():
-            chosen = self._dead() if targets is None else self.select(targets)
-            deadline = time.monotonic() + self.spec.timeout
-            if chosen:
-                with refusals_in_words("the workers cannot be restarted"):
-                    self._lives.kill(chosen, self._is_member, deadline)
-                    if self._losses is not None:
-                        self._losses.wait()
-                    self._lives.launch(chosen)
-                    self._lives.bring_up(chosen, deadline)
-            if process_group and len(chosen) < len(self.workers):
-                self._lives.form_group(deadline)
-            elif chosen and len(chosen) < len(self.workers):
-                self.awaited = self._lives.form_group_once_idle(deadline)
+            return self._restart(self._dead() if targets is None else self.select(targets), process_group)
+
+    def _restart(self, chosen: Sequence[Worker], process_group: bool = False, because: str = "") -> list[str]:
+        """Kill and start these workers, and form the process group, as `restart` does; `_changing` is held.
+
+        ``because`` is the reason, for the errors of the killed workers' cells.
+        """
+        self.awaited = []
+        deadline = time.monotonic() + self.spec.timeout
+        if chosen:
+            with refusals_in_words("the workers cannot be restarted"):
+                self._lives.kill(chosen, self._is_member, deadline, because)
+                if self._losses is not None:
+                    self._losses.wait()
+                self._lives.launch(chosen)
+                self._lives.bring_up(chosen, deadline)
+        if process_group and len(chosen) < len(self.workers):
+            self._lives.form_group(deadline)
+        elif chosen and len(chosen) < len(self.workers):
+            self.awaited = self._lives.form_group_once_idle(deadline)
         return [worker.name for worker in chosen]
 
     @contextlib.contextmanager
@@ -489,6 +500,29 @@ class Cluster:
         finally:
             if self._growth is not None:
                 self._growth.look_soon()
+
+    def form_group_later(self) -> None:
+        """Form the process group of all workers anew once all are idle: see `Lifecycle.form_group_later`.
+
+        Returns at once. Does nothing unless the cluster is running.
+        """
+        if self.running:
+            self._lives.form_group_later()
+
+    def replace(self, name: str, incarnation: int, because: str) -> None:
+        """Restart the worker called ``name`` for the reason ``because``, which the errors of its cells then say.
+
+        Waits until it is ready. Does nothing if the worker's agent has not this ``incarnation`` any more, or unless the
+        cluster is running. An error is only logged, because nobody waits for this: see `nbdist.cluster.mending`.
+        """
+        with self._changing_workers():
+            found = [worker for worker in self.workers if worker.name == name and worker.incarnation == incarnation]
+            if not (self.running and found):
+                return
+            try:
+                self._restart(found, because=because)
+            except Exception as error:
+                _log.error("%s could not be restarted, although %s: %s", name, because, error)
 
     def invite(self, file: str, *, uses: int = 1, expires: float = 3600.0) -> None:
         """Write another invitation, with which workers of other hosts join: see ``python -m nbdist worker --help``.
@@ -1064,6 +1098,7 @@ def _is_single(targets: Targets, count: int) -> bool:
 
 def _after_fork() -> None:
     Cluster.current = None  # the cluster stays with the parent process
+    mending.follow(None)
 
 
 os.register_at_fork(after_in_child=_after_fork)

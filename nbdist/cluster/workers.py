@@ -204,10 +204,11 @@ class Worker:
     def exit(self, how: int | str) -> None:
         """Note that the process has ended; ``how`` is as for `end`. Called in the launcher's thread.
 
-        After SIGKILL the worker is lost from now on, otherwise from `end` on. Its cells fail by `end`, because their
-        last output may still be on its way.
+        After SIGKILL the worker is lost from now on, otherwise from `end` on: a process that is killed in this way
+        leaves no last words to wait for. Its cells fail by `end`, because their last output may still be on its way.
+        The reason of an earlier `lose` stays.
         """
-        if how == -signal.SIGKILL:  # a process that is killed in this way leaves no last words to wait for
+        if how == -signal.SIGKILL and not self._let_go:
             self.lost = describe_exit(how)
         self.exited.set()
 

@@ -264,8 +264,8 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Writes an invitation to FILE (nbdist-invitation.json), which only you may read. Copy it to another host and run
         `python -m nbdist worker --connect FILE` there. The cluster grows by a worker, and a line below this cell says
         so. But if a worker has lost its host, the newcomer takes its place, with the next %dist_restart. Running cells
-        keep their workers. Once all workers are idle, a new process group forms, with the new worker: make groups, DDP and
-        FSDP wrappers again. Keep the file secret: anyone who has it can run code in the cluster.
+        keep their workers. Once all workers are idle, a new process group forms, with the new worker: make groups, DDP
+        and FSDP wrappers again. Keep the file secret: anyone who has it can run code in the cluster.
         --uses                how many workers may join with it (1)
         --expires             for how many seconds it is valid (3600)
         --revoke              make all invitations invalid; workers that have joined stay

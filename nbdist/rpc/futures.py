@@ -43,6 +43,7 @@ from nbdist import durations
 from nbdist.code_places import is_torchs
 from nbdist.errors import RpcTimeout, UsageError
 from nbdist.finalisers import may_wait
+from nbdist.rpc.calls.streams import StreamMarks, mark
 
 __all__ = [
     "Future",
@@ -220,8 +221,18 @@ class Promise(Generic[T]):
         self._origin: TracebackType | None = None
         """The error's traceback when the promise was settled. Each wait starts from it; else each adds its frames."""
         self._callbacks: list[Callable[[Any], Any]] = []
+        self._marks: StreamMarks | None = None
+        """The CUDA streams that compute the value, if `note_streams` was called and it has tensors on GPUs."""
 
     # -- settling -----------------------------------------------------------------------------
+
+    def note_streams(self, value: Any) -> None:
+        """Note the CUDA streams that compute ``value``: those that are current in the calling thread.
+
+        Call this before `try_settle`, for a value that this process has computed. The current streams of the threads
+        that take the value then wait for these streams.
+        """
+        self._marks = mark(value)
 
     def try_settle(
         self,
@@ -292,6 +303,8 @@ class Promise(Generic[T]):
         try:
             if self._error is not None:
                 raise self._error.with_traceback(self._origin)
+            if self._marks is not None:
+                self._marks.wait()
             return cast(T, self._outcome)
         finally:
             del self  # else the error would keep its future alive, through its traceback and this frame
@@ -370,7 +383,7 @@ class Future(Promise[T], torch.futures.Future[T]):
     In an ``async def`` function, ``await future`` waits for it.
 
     Args:
-        devices: as in torch; nbdist does not need it.
+        devices: as in torch; nbdist finds the devices of a value by itself.
 
     Example:
         >>> future = rpc.rpc_async("worker1", max, args=(1, 2))
@@ -387,7 +400,8 @@ class Future(Promise[T], torch.futures.Future[T]):
     def set_result(self, result: T) -> None:
         """Complete the future with the value ``result``, and call its callbacks.
 
-        Raises RuntimeError if the future is complete already.
+        Raises RuntimeError if the future is complete already. If the GPU still computes tensors in the value, the
+        streams of those who wait for the future wait for the stream that is current here, as in torch.
 
         Example:
             >>> future = rpc.Future()
@@ -395,6 +409,8 @@ class Future(Promise[T], torch.futures.Future[T]):
             >>> future.wait()
             3
         """
+        if not self._done:
+            self.note_streams(result)
         self._settle(result, None)
 
     def set_exception(self, result: Any) -> None:
@@ -464,6 +480,7 @@ class Future(Promise[T], torch.futures.Future[T]):
             except BaseException as error:
                 child.try_settle(None, without_first_frame(error))  # this frame refers to the child
             else:
+                child.note_streams(result)
                 child.try_settle(result, None)
 
         self.add_done_callback(run)

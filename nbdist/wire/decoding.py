@@ -25,16 +25,31 @@ _QUICK_BYTES = 1 << 16
 
 
 def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
-    """Return whether the reading thread may decode a value: it is small, and decoding runs no user code.
+    """Return whether the reading thread may decode a value: it is small, and needs no user code and no GPU.
 
     Otherwise a *job* decodes it: a function that a thread of the agent's pool runs, while another thread reads on.
     """
-    if not payload.plain:
+    if not payload.plain or _copies_to_gpu(payload, frames):
         return False
     # Tensors in shared memory are not copied, so their size does not count.
     if payload.places:
         frames = frames[: len(frames) - len(payload.places)]
     return sum(map(len, frames)) < _QUICK_BYTES
+
+
+def _copies_to_gpu(payload: Payload, frames: Sequence[bytes]) -> bool:
+    """Return whether a tensor of a message has to be copied to another device, such as this process's GPU.
+
+    The copy waits for what the GPU does before, whatever the size: nobody would read messages meanwhile. A tensor that
+    lies in shared memory of the GPU is not copied.
+    """
+    for meta in payload.tensors:
+        if meta.device is not None:
+            place = payload.buffers[meta.buffer][0] if 0 <= meta.buffer < len(payload.buffers) else 0
+            count = len(payload.places)
+            if place >= 0 or -place > count or isinstance(frames[len(frames) - count - place - 1], bytes | memoryview):
+                return True
+    return False
 
 
 NOT_DECODED = object()
@@ -55,7 +70,7 @@ def decode_early(payload: Payload, frames: Sequence[bytes], references: Sequence
             if len(frames) == 1 and not payload.form and not payload.tensors:
                 return pickle.loads(frames[0])
             # A few small tensors or references among them.
-            if payload.form and not payload.recorded:
+            if payload.form and not payload.recorded and not _copies_to_gpu(payload, frames):
                 return quick.decode(payload, frames, (), references, None)
         return decode(payload, frames, references) if decodes_quickly(payload, frames) else NOT_DECODED
     except Exception:

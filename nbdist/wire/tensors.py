@@ -619,7 +619,7 @@ def _leased(leased: Sequence[Buffer | Lent], index: int, length: int) -> Buffer 
 def _finished(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """Return a tensor with its requires_grad, its class and its device here as its description says."""
     if meta.device is not None:
-        tensor = tensor.to(meta.device)
+        tensor = _moved(tensor, meta.device)
     if meta.flags & _PARAMETER:
         tensor = torch.nn.Parameter(tensor, requires_grad=bool(meta.flags & _REQUIRES_GRAD))
     elif meta.flags & _REQUIRES_GRAD:
@@ -635,8 +635,19 @@ def _on_device(storage: torch.UntypedStorage, device: str | None) -> torch.Untyp
     if (device or "cpu") == str(storage.device):
         return storage
     part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-    there: torch.UntypedStorage = part.to(device or "cpu").untyped_storage()
+    there: torch.UntypedStorage = _moved(part, device or "cpu").untyped_storage()
     return there
+
+
+def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Return a tensor on ``device``, complete when this returns, so that any thread may use it on any stream.
+
+    A copy between the host's memory and a GPU waits by itself; one from GPU to GPU only begins.
+    """
+    moved = tensor.to(device)
+    if tensor.is_cuda and moved.is_cuda and moved is not tensor:
+        torch.cuda.current_stream(moved.device).synchronize()
+    return moved
 
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -> torch.Tensor:

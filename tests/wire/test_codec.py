@@ -10,6 +10,7 @@ import threading
 import types
 from typing import ClassVar
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +20,8 @@ from mains import Main, run, send
 from nbdist import DecodeError, EncodeError, NbdistError, ProtocolError, RpcTimeout
 from nbdist.ids import GlobalId
 from nbdist.wire import codec, quick
-from nbdist.wire.messages import Fork, Payload
+from nbdist.wire.devices import Devices
+from nbdist.wire.messages import Fork, Payload, Place, TensorMeta
 from nbdist.wire.pickling import names, registered
 from nbdist.wire.tensors import OWN_FRAME_BYTES
 
@@ -589,3 +591,29 @@ def test_what_cannot_be_decoded_early_is_left_to_whoever_runs_it():
         codec.decode(encoded.payload, [b"", b"short"])
     own = codec.encode([Small(1)])
     assert codec.decode_early(own.payload, own.frames) is codec.NOT_DECODED  # it runs somebody's code
+
+
+@pytest.mark.usefixtures("usual_way")
+@pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2), 1], torch.ones(2, requires_grad=True)], ids=str)
+def test_the_reading_thread_copies_no_tensor_to_a_gpu(value):
+    encoded = codec.encode(value, devices=Devices("worker1", {"cpu": "meta"}))
+    assert not codec.decodes_quickly(encoded.payload, encoded.frames)
+    assert codec.decode_early(encoded.payload, encoded.frames) is codec.NOT_DECODED
+    decoded = codec.decode(encoded.payload, encoded.frames)
+    assert (decoded[0] if isinstance(decoded, list) else decoded).device.type == "meta"
+
+
+class OnGpu:
+    """Shared memory of a GPU, as a message's last frame."""
+
+    def __len__(self):
+        return 1 << 20
+
+
+def test_what_lies_in_shared_memory_is_copied_to_a_gpu_from_the_host_only():
+    meta = TensorMeta(0, 0, [1 << 18], None, 0, 0, "cuda:0")
+    payload = Payload([(-1, 0, 1 << 20)], [meta], form=quick.WHOLE, places=[Place(0, 0, 1 << 21, 0, 1 << 20)])
+    assert codec.decodes_quickly(payload, [b"", OnGpu()])
+    assert not codec.decodes_quickly(payload, [b"", memoryview(bytes(1 << 20))])
+    damaged = msgspec.structs.replace(payload, buffers=[(-3, 0, 1 << 20)])
+    assert not codec.decodes_quickly(damaged, [b"", OnGpu()])

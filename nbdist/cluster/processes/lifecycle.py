@@ -330,11 +330,25 @@ class Lifecycle:
             self._in_time(forming, deadline)
         return busy
 
+    def form_group_later(self) -> None:
+        """Form the process group of all workers anew as soon as all are idle; from any thread, without waiting.
+
+        Does nothing in a cluster without a process group, and if a worker is dead: its restart forms the group.
+        """
+
+        def note() -> None:
+            if self._backend != "none" and all(worker.alive for worker in self._workers):
+                self._group_is_due = True
+                self.after_cell()
+
+        self._thread.soon(note)
+
     def after_cell(self) -> None:
         """Begin to form the process group if it is due and all workers are idle. In the kernel thread, after each cell.
 
-        It is due after a restart of some workers while others were busy. Returns at once, but the workers are told
-        first: the cells that they are sent next run in the new group. A failure is only logged.
+        It is due after a restart of some workers while others were busy, and after an abort of NCCL's collectives.
+        Returns at once, but the workers are told first: the cells that they are sent next run in the new group. A
+        failure is only logged.
         """
         if not (self._group_is_due and all(worker.state == "idle" for worker in self._workers)):
             return
@@ -461,12 +475,15 @@ class Lifecycle:
 
     # -- down ---------------------------------------------------------------------------------
 
-    def kill(self, workers: Sequence[Worker], is_member: Callable[[str], bool], deadline: float) -> None:
+    def kill(
+        self, workers: Sequence[Worker], is_member: Callable[[str], bool], deadline: float, because: str = ""
+    ) -> None:
         """Kill workers; wait until their processes have ended and they are no members of the RPC world any more.
 
-        Their cells fail. ``is_member(name)`` returns whether the RPC world still counts a worker as a member. Raises
-        StartError after ``deadline``, by `time.monotonic`.
+        Their cells fail, with the reason ``because`` if there is one. ``is_member(name)`` returns whether the RPC world
+        still counts a worker as a member. Raises StartError after ``deadline``, by `time.monotonic`.
         """
+        why = f"was restarted, because {because}" if because else "was restarted"
 
         def is_gone(worker: Worker) -> bool:
             return worker.ended.is_set() and not is_member(worker.name)
@@ -474,7 +491,7 @@ class Lifecycle:
         async def kill() -> None:
             for worker in workers:
                 self.launcher.signal(worker.name, signal.SIGKILL)  # also a lost worker's: its process may live
-                worker.lose("was restarted", "run the cell again")
+                worker.lose(why, "run the cell again")
             while not all(map(is_gone, workers)):
                 await asyncio.sleep(_POLL)
 

@@ -8,6 +8,7 @@
 `status_report`       the worker's side of `%dist_status`
 `collectives`         the process group, and how its collectives end
 `gloo`, `gloo_waits`  gloo's connections and waits
+`nccl`                aborts of NCCL's collectives, and who waits for them
 `collective_errors`   torch's errors of collectives as ours
 ====================  ==========================================================
 """

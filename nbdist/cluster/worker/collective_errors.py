@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from nbdist.cluster.standing import say_where
-from nbdist.cluster.worker import gpu
+from nbdist.cluster.worker import gpu, nccl
 from nbdist.cluster.worker.collectives import translate
 from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, WorkerLost
@@ -57,6 +57,9 @@ def install(shell: Any) -> None:
         if options.get("running_compiled_code"):
             error = exc_tuple[1] if exc_tuple is not None else sys.exception()
             gpu.explain(error)
+            if error is not None and nccl.is_interrupt(error):
+                translated = error, KeyboardInterrupt()
+                error = translated[1].with_traceback(error.__traceback__)
             if error is not None and type(error) in (KeyboardInterrupt, CancelledError):
                 exc_tuple = _say_where_stopped(error)
             said = translate(error)

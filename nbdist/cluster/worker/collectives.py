@@ -1,7 +1,8 @@
 """Forms the process group of a worker, and ends collectives after the death of a member or an interrupt.
 
-A collective waits in C++ until all other members have come, and ignores signals. Shutting the connections of its
-process group down ends it (see `nbdist.cluster.worker.gloo`)::
+A collective waits in C++ until all other members have come, and ignores signals. With gloo, shutting the connections of
+its process group down ends it (see `nbdist.cluster.worker.gloo`); with NCCL, aborting its communicators does (see
+`nbdist.cluster.worker.nccl`)::
 
     initialise ──> formed ──┬── a member dies: `_on_lost` ──> all groups with the dead member are left
         ^                   └── an interrupt: `break_off` ──> the group of the collective that a thread waits in is left
@@ -9,9 +10,12 @@ process group down ends it (see `nbdist.cluster.worker.gloo`)::
         │                          torch raises RuntimeError in the threads that wait; `translate` turns it, outside
         │                          of the user's own ``try``, into WorkerLost (a member died) or GroupError
         └─── `%dist_restart`: the process group forms anew ───┘
+             after an abort of NCCL: by itself, once all workers are idle
 
-To leave a group is to shut its connections in this process. A group that was left, or that is from before the last
-forming, stays unusable, and so do DDP and FSDP wrappers that hold it. Other groups continue.
+To leave a group is to shut its connections in this process, and to abort its communicators. An abort that does not
+return within 5 s can only end with the process: the notebook restarts this worker then (`nbdist.cluster.mending`). A
+group that was left, or that is from before the last forming, stays unusable, and so do DDP and FSDP wrappers that hold
+it. Other groups continue.
 
 gloo forgets one kind of wait when a connection ends: the wait for a transfer that is half done. A worker that leaves a
 group ends these waits itself: `nbdist.cluster.worker.gloo_waits`. A limit: another worker that was just sending to an
@@ -21,28 +25,27 @@ interrupted one may continue to wait, because its group has other connections. A
 from __future__ import annotations
 
 import contextlib
-import dis
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
+from nbdist.cluster import mending
 from nbdist.cluster.hosts.group_board import BoardStore
 from nbdist.cluster.processes.group_store import FolderStore, GroupStore
 from nbdist.cluster.processes.setup import AUTO, WorkerSetup, choose_backend, group_folder
-from nbdist.cluster.worker import gloo, gpu
+from nbdist.cluster.worker import gloo, gpu, nccl
 from nbdist.cluster.worker.gloo_waits import CutTransfers
 from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, NbdistError, RendezvousError, WorkerLost
 from nbdist.rpc.asking import ask_each
-from nbdist.torch_private import is_process_group_known, process_groups, restart_group_numbers
+from nbdist.torch_private import groups_by_name, is_process_group_known, process_groups, restart_group_numbers
 
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
@@ -83,6 +86,12 @@ _BROKEN_OFF = (
 _NOT_YET = (
     "this worker has no process group: it is formed anew once all workers are idle; `%dist_restart -p` forms it at once"
 )
+_ABORTED = "its process group was aborted, and forms anew once all workers are idle"
+"""The note on an interrupt that has aborted NCCL's collectives."""
+_NOT_ABORTED = "an abort of NCCL's collectives did not return within 5 s"
+"""The reason of a restart, which follows "was restarted, because"."""
+_NOT_ENDED = "a collective of NCCL did not end, although a member had died and it was aborted"
+"""The reason of a restart, too."""
 _OLD = (
     "this process group is from before the last %dist_restart, or before the last worker joined, after which a new one "
     "has formed: make it again with dist.new_group, and wrap models again in DistributedDataParallel or FSDP"
@@ -91,6 +100,8 @@ _OLD = (
 dist: Any = torch.distributed  # Any: torch does not declare what this module exports
 _agent: Agent | None = None
 """This worker's agent, which reports the deaths of members."""
+_driver = ""
+"""The name of the notebook's agent, which forms the group anew and restarts this worker."""
 _store: GroupStore | None = None
 """The store of the process group. C++ does not keep the Python object alive, so this module does."""
 _formed = False
@@ -111,14 +122,15 @@ _breaking = threading.Lock()
 """Held while connections are shut and while the group changes, so that no connection of the next group is shut."""
 
 
-def follow(agent: Agent, backend: str) -> None:
+def follow(agent: Agent, told: WorkerSetup) -> None:
     """Let this worker's agent report members that die, and end collectives of calls that are interrupted.
 
-    `nbdist.cluster.worker.kernel.join` calls this once, when the agent has started. ``backend`` is that of its
-    setup: "none" for a cluster without a process group.
+    `nbdist.cluster.worker.kernel.join` calls this once, in the main thread, when the agent has started. ``told`` is
+    this worker's setup.
     """
-    global _agent, _forms_group
-    _agent, _forms_group = agent, backend != "none"
+    global _agent, _driver, _forms_group
+    _agent, _driver, _forms_group = agent, told.driver, told.backend != "none"
+    nccl.follow()
     agent.on_lost(_on_lost)
     agent.stopping.break_off = break_off
 
@@ -126,8 +138,8 @@ def follow(agent: Agent, backend: str) -> None:
 def initialise(told: WorkerSetup, generation: int) -> None:
     """Form the process group number ``generation`` with all other workers; destroy the previous group first.
 
-    ``told`` is this worker's setup. Waits for the others. Raises RendezvousError if another worker fails, WorkerLost if
-    a member has died.
+    ``told`` is this worker's setup. Waits for the others. Raises RendezvousError if another worker fails or the abort
+    of the previous group does not return, WorkerLost if a member has died.
     """
     global _backend, _broken, _formed, _loops_before, _spans_hosts, _store
     _spans_hosts = told.secret is not None
@@ -136,6 +148,9 @@ def initialise(told: WorkerSetup, generation: int) -> None:
             # No wait in an old group can end well any more, and code that still holds one must get an error.
             all_of_them = bool(_broken or _lost)
             _shut([loop for loop in _all_loops() if all_of_them or _is_known(loop.address)])
+            # NCCL would first wait for the collectives that the GPU has not ended, and some may never end.
+            if not _abort(groups_by_name().values()):
+                raise RendezvousError(f"{_NOT_ABORTED}: the notebook restarts this worker, and the group forms anew")
             dist.destroy_process_group()
         _loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
         _broken = _formed = False
@@ -269,6 +284,52 @@ def _leave_groups_of(rank: int) -> None:
     names = [(loop, _store.group_at(loop.address)) for loop in _all_loops()]
     # A group without a known name was made with a store of the user's own, or is just forming: it is left, too.
     _shut([loop for loop, name in names if name not in groups or rank in groups[name]])
+    _abort([group for name, group in groups_by_name().items() if rank in groups.get(name, ())], tell=True)
+
+
+def _abort(groups: Iterable[Any], *, tell: bool = False) -> bool:
+    """Abort NCCL's collectives of these process groups; return False if an abort did not return in time.
+
+    In that case the notebook is asked to restart this worker. With ``tell``, threads that run cells or calls and wait
+    for the GPU get a `nccl.CollectiveAborted`: without it they would read values that mean nothing.
+    """
+    backends = [backend for group in groups for backend in nccl.abortable(group)]
+    if not backends:
+        return True
+    told = dict[int, nccl.WaitingPlace]()
+    if tell and _agent is not None:
+        stopping, are_used = _agent.stopping, any(map(nccl.is_used, backends))
+        threads = [threading.main_thread().ident or 0, *stopping.threads()]
+        told = nccl.waits(threads, collectives_only=not are_used)
+        nccl.tell(told, stopping.raise_in)
+    done = nccl.abort(backends)
+    if not done:
+        _ask_for_restart(_NOT_ABORTED)
+    elif told:
+        threading.Thread(target=_restart_if_stuck, args=(told,), name="nbdist-stuck", daemon=True).start()
+    return done
+
+
+def _restart_if_stuck(told: Mapping[int, nccl.WaitingPlace]) -> None:
+    """Ask for a restart of this worker if a thread does not leave its collective although that was aborted.
+
+    NCCL cannot abort the making of a communicator, which waits for all members. Runs in a thread of its own.
+    """
+    if nccl.is_stuck(told):
+        _ask_for_restart(_NOT_ENDED)
+
+
+def _ask_for_restart(because: str) -> None:
+    """Ask the notebook to restart this worker, for a reason that follows "was restarted, because"."""
+    if _agent is not None:
+        _ask_notebook(mending.restart_worker, _agent.me.name, _agent.me.incarnation, because)
+
+
+def _ask_notebook(function: Callable[..., None], *arguments: object) -> None:
+    """Call a function of `nbdist.cluster.mending` in the notebook; do not wait for it, and ignore that it is gone."""
+    with contextlib.suppress(NbdistError):
+        assert _agent is not None
+        _agent.call(_driver, function, *arguments)
 
 
 def _keep_new_groups_from_waiting() -> None:
@@ -343,17 +404,19 @@ def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
     """Return the error that explains torch's error of a collective, if nbdist knows the reason; else None.
 
     Returns a GroupError at once if the process group has not formed yet, or was destroyed or is from before a restart.
-    If a connection of the group has ended, waits up to `_DEATH_KNOWN_WITHIN` seconds for news of a death: WorkerLost
-    names the dead; without news, a GroupError says that an interrupt, or another worker, has ended the group. For a
-    member on another host that does not answer, waits until it is lost. Returns None for all other errors, also
-    nbdist's own, and for None.
+    If a connection of the group has ended or NCCL's collectives were aborted, waits up to `_DEATH_KNOWN_WITHIN` seconds
+    for news of a death: WorkerLost names the dead. Without news, a GroupError says that an interrupt, or another
+    worker, has ended the group; NCCL's errors say so themselves, unless this worker was interrupted. For a member on
+    another host that does not answer, waits until it is lost. Returns None for all other errors, also nbdist's own, and
+    for None.
     """
     if _agent is None or isinstance(error, NbdistError) or not isinstance(error, RuntimeError | ValueError):
         return None
     text = str(error)
     if isinstance(error, ValueError) and _NO_GROUP in text and not dist.is_initialized():
         return GroupError(_NOT_YET) if _forms_group else None
-    if _store is None or not (_GROUP_DESTROYED in text or _GLOO_LEFT.search(text)):
+    of_nccl = isinstance(error, nccl.CollectiveAborted) or bool(nccl.LEFT.search(text))
+    if _store is None or not (of_nccl or _GROUP_DESTROYED in text or _GLOO_LEFT.search(text)):
         return None
     if _GROUP_DESTROYED in text or _is_of_old_group(error):
         return GroupError(_OLD)
@@ -363,7 +426,7 @@ def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
     if not (_lost or _broken) and _spans_hosts:
         _wait_for_loss_elsewhere(_agent)
     if not _lost:
-        return GroupError(_BROKEN_OFF)
+        return None if of_nccl and not _broken else GroupError(_BROKEN_OFF)
     lost = WorkerLost(_say_lost())
     lost.__cause__ = error
     return lost
@@ -432,9 +495,9 @@ def _is_of_old_group(error: BaseException) -> bool:
 def break_off(thread: int | None = None) -> str:
     """End the collective that a thread waits in; return in words what was done, or an empty text for nothing.
 
-    Called, in another thread, when an interrupt has had no effect. Shuts the connections of the group of that
-    collective, and of groups without a known name; of all groups if the thread's frames do not tell which one it is.
-    These groups stay unusable. ``thread`` is the thread's ident; None for the main thread.
+    Called, in another thread, when an interrupt has had no effect. Leaves the group of that collective, and groups of
+    gloo without a known name; all groups if the thread's frames do not tell which one it is, as where it waits for the
+    GPU. These groups stay unusable. ``thread`` is the thread's ident; None for the main thread.
     """
     global _broken
     ident = threading.main_thread().ident if thread is None else thread
@@ -442,14 +505,23 @@ def break_off(thread: int | None = None) -> str:
         if not (dist.is_available() and dist.is_initialized()):
             return ""
         waits, group = _collective_of(ident or 0)
+        groups = [each for name, each in groups_by_name().items() if group in (name, None)]
+        groups = [each for each in groups if any(map(nccl.is_used, nccl.abortable(each)))]
+        if groups and not waits:
+            waits, group = bool(nccl.waits([ident or 0])), None
         if not waits:
             return ""
         name_of = _store.group_at if _store is not None else lambda _: None
         left = [loop for loop in _all_loops() if group is None or name_of(loop.address) in (group, None)]
-        if not _shut(left):
+        if not _shut(left) and not groups:
             return ""
         _broken = True
-    return "its process group was broken off; `%dist_restart -p` forms it anew"
+        if not groups:
+            return "its process group was broken off; `%dist_restart -p` forms it anew"
+        done = _abort(groups)
+    if done:
+        _ask_notebook(mending.form_group_anew)
+    return _ABORTED if done else ""
 
 
 def _collective_of(ident: int) -> tuple[bool, str | None]:
@@ -460,21 +532,10 @@ def _collective_of(ident: int) -> tuple[bool, str | None]:
     if frame is None or thread is None or gloo.system_call(thread.native_id or 0)[:1] == ["running"]:
         return False, None
     if not is_torchs(frame.f_code.co_filename):
-        return _method_called(frame) == "wait", None  # ``wait`` of the handle of an asynchronous collective
+        return gloo.method_called(frame) == "wait", None  # ``wait`` of the handle of an asynchronous collective
     while frame is not None and is_torchs(frame.f_code.co_filename):
         if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "group" in frame.f_locals:
             group = frame.f_locals["group"]
             return True, getattr(dist.group.WORLD if group is None else group, "group_name", None)
         frame = frame.f_back
     return True, None
-
-
-def _method_called(frame: FrameType) -> str:
-    """Return the name of the method that a frame is calling: the attribute that it has loaded last."""
-    name = ""
-    for instruction in dis.get_instructions(frame.f_code):
-        if instruction.offset > frame.f_lasti:
-            break
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            name = str(instruction.argval)
-    return name

@@ -15,6 +15,7 @@ group that the caller knows.
 from __future__ import annotations
 
 import contextlib
+import dis
 import os
 import re
 import socket
@@ -23,10 +24,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from nbdist.torch_private import torch_version
 
-__all__ = ["Loop", "connect_for_peers", "loops", "shut", "system_call"]
+__all__ = ["Loop", "connect_for_peers", "loops", "method_called", "shut", "system_call"]
 
 _NAME = "gloo_tcp_loop" if torch_version() >= (2, 13) else None
 """The name of a loop's thread; None where it has no name."""
@@ -102,6 +104,17 @@ def system_call(task: int) -> list[str]:
     with contextlib.suppress(OSError):
         return Path(f"/proc/self/task/{task}/syscall").read_text().split()
     return ["unknown"]
+
+
+def method_called(frame: FrameType) -> str:
+    """Return the name of the method that a frame is calling: the attribute that it has loaded last."""
+    name = ""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset > frame.f_lasti:
+            break
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            name = str(instruction.argval)
+    return name
 
 
 def _sorted(numbers: Iterator[int]) -> Loop:

@@ -30,7 +30,7 @@ from IPython import get_ipython
 
 from nbdist.cluster.processes.last_words import guard_streams, hand_over
 from nbdist.cluster.processes.setup import WHERE_SIGNAL, WorkerSetup, where_file
-from nbdist.cluster.worker import collectives
+from nbdist.cluster.worker import collectives, nccl
 from nbdist.errors import UsageError
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def _set_environment(told: WorkerSetup) -> None:
         MASTER_ADDR=told.master_address,
         MASTER_PORT=str(told.master_port),
     )
+    nccl.set_environment()
     if told.interface:
         # Connections of gloo and NCCL are not authenticated. If all workers are on this host, no other host may reach
         # them, whatever interface the environment names for programs that span hosts; else they keep to the interface
@@ -224,7 +225,7 @@ def join() -> None:
     agent.rpc_timeout = told.rpc.get("rpc_timeout", _JOINS_WITHIN)
     agent.stopping.patience = _CALLS_STOP_WITHIN
     output.follow(agent)
-    collectives.follow(agent, told.backend)
+    collectives.follow(agent, told)
     failures.on_text(labels.rename_frames)
     process_memory.mark_start()
 

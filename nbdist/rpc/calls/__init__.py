@@ -9,6 +9,7 @@
 `outcomes`, `repeats`   settle the call, or send it again with its definitions
 `stopping`              ends a call that its caller has given up
 `collecting`            waits for several futures at once
+`streams`               CUDA streams that compute the value of a future
 `keyboard_interrupts`   Ctrl-C in waits that Python cannot end
 ======================  ======================================================
 """

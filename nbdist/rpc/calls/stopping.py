@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from nbdist.code_places import NBDIST, is_nbdists, is_pythons, is_torchs
@@ -149,6 +149,23 @@ class Stopping:
             keys = [key for key, thread in self._threads.items() if thread != threading.get_ident()]
         for caller, id in keys:
             self.on_stop(Stop(id), caller, [])
+
+    def threads(self) -> list[int]:
+        """Return the idents of the threads that run calls for other agents."""
+        with self._lock:
+            return list(self._threads.values())
+
+    def raise_in(self, error: type[BaseException], threads: Collection[int]) -> None:
+        """Raise an error in those of these threads that run calls, as soon as they run Python code again.
+
+        The caller has seen that they wait in C code that a user's function has called. If the call ends first, the
+        error is taken back.
+        """
+        with self._lock:
+            for key, thread in self._threads.items():
+                if thread in threads:
+                    self._stopped[key] = None  # so that `end` takes the error back
+                    _raise_in(thread, error)
 
     def _give_up(self, nested: Sequence[Pending]) -> None:
         """Fail the calls that a stopped call has made, which ends its waits; their callees are not told here.

@@ -172,6 +172,8 @@ class References:
             # Calls and forks for this value may have come before the call that makes it.
             future = self._value(rref) if self.forks.owns(rref) and not self._links.closed else None
         if future is not None:
+            if error is None:
+                future.note_streams(value)
             future.try_settle(value, error)
             with self._lock:
                 going_on = self._exchange.made(rref)

@@ -1,0 +1,63 @@
+"""Requests of a worker to the notebook, after the worker has aborted collectives of NCCL: calls that run there.
+
+==================  ===============================================  ==================================================
+worker              reason                                           notebook
+==================  ===============================================  ==================================================
+`form_group_anew`   an interrupt has aborted the process group       forms it anew once all workers are idle
+`restart_worker`    an abort has not returned within 5 s, or a       kills the worker and starts it again; its cells
+                    thread stays in its collective after a death,    fail with WorkerLost, which says why
+                    and so can only end with the process
+==================  ===============================================  ==================================================
+
+After a death there is nothing to ask: `%dist_restart` starts the dead worker, and forms the group anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+__all__ = ["MendableCluster", "follow", "form_group_anew", "restart_worker"]
+
+
+class MendableCluster(Protocol):
+    """The parts of a `nbdist.cluster.cluster.Cluster` that these requests need."""
+
+    def form_group_later(self) -> None:
+        """Form the process group of all workers anew once all are idle; return at once."""
+        ...
+
+    def replace(self, name: str, incarnation: int, because: str) -> None:
+        """Restart the worker ``name`` for the reason ``because``, and wait for it; see `restart_worker`."""
+        ...
+
+
+_cluster: MendableCluster | None = None
+"""The cluster of this process, in the notebook; None before it starts and after it has ended."""
+
+
+def follow(cluster: MendableCluster | None) -> None:
+    """Let the requests of workers reach this process's cluster; None when it has ended."""
+    global _cluster
+    _cluster = cluster
+
+
+def form_group_anew() -> None:
+    """Form the process group of this process's cluster anew once all its workers are idle. Returns at once.
+
+    Does nothing if a worker is dead, or if there is no cluster any more.
+    """
+    if (cluster := _cluster) is not None:
+        cluster.form_group_later()
+
+
+def restart_worker(name: str, incarnation: int, because: str) -> None:
+    """Restart a worker of this process's cluster in a new thread. Returns at once.
+
+    ``incarnation`` is that of the worker's agent: does nothing if the worker has been restarted meanwhile, or if there
+    is no cluster any more. ``because`` is the reason, for the WorkerLost of the worker's cells.
+    """
+    if (cluster := _cluster) is not None:
+        threading.Thread(
+            target=cluster.replace, args=(name, incarnation, because), name="nbdist-mending", daemon=True
+        ).start()
