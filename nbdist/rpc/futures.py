@@ -43,7 +43,7 @@ from nbdist import durations
 from nbdist.code_places import is_torchs
 from nbdist.errors import RpcTimeout, UsageError
 from nbdist.finalisers import may_wait
-from nbdist.rpc.calls.streams import StreamMarks, mark
+from nbdist.rpc.calls.streams import CUDA_IS_BUILT, StreamMarks, mark
 
 __all__ = [
     "Future",
@@ -409,7 +409,7 @@ class Future(Promise[T], torch.futures.Future[T]):
             >>> future.wait()
             3
         """
-        if not self._done:
+        if CUDA_IS_BUILT and not self._done:
             self.note_streams(result)
         self._settle(result, None)
 
@@ -480,7 +480,8 @@ class Future(Promise[T], torch.futures.Future[T]):
             except BaseException as error:
                 child.try_settle(None, without_first_frame(error))  # this frame refers to the child
             else:
-                child.note_streams(result)
+                if CUDA_IS_BUILT:
+                    child.note_streams(result)
                 child.try_settle(result, None)
 
         self.add_done_callback(run)

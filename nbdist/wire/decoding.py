@@ -14,7 +14,7 @@ import torch
 from nbdist.errors import DecodeError, NbdistError
 from nbdist.wire import quick, usual
 from nbdist.wire.history import Attach, with_history
-from nbdist.wire.messages import Payload
+from nbdist.wire.messages import Payload, TensorMeta
 from nbdist.wire.pickling.unpickler import Unpickler
 from nbdist.wire.tensors import unpack_tensors
 
@@ -29,27 +29,26 @@ def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
 
     Otherwise a *job* decodes it: a function that a thread of the agent's pool runs, while another thread reads on.
     """
-    if not payload.plain or _copies_to_gpu(payload, frames):
+    if not payload.plain:
         return False
+    for meta in payload.tensors:
+        if meta.device is not None and _is_copied(meta, payload, frames):
+            return False
     # Tensors in shared memory are not copied, so their size does not count.
     if payload.places:
         frames = frames[: len(frames) - len(payload.places)]
     return sum(map(len, frames)) < _QUICK_BYTES
 
 
-def _copies_to_gpu(payload: Payload, frames: Sequence[bytes]) -> bool:
-    """Return whether a tensor of a message has to be copied to another device, such as this process's GPU.
+def _is_copied(meta: TensorMeta, payload: Payload, frames: Sequence[bytes]) -> bool:
+    """Return whether a tensor for another device, such as this process's GPU, has to be copied there.
 
     The copy waits for what the GPU does before, whatever the size: nobody would read messages meanwhile. A tensor that
     lies in shared memory of the GPU is not copied.
     """
-    for meta in payload.tensors:
-        if meta.device is not None:
-            place = payload.buffers[meta.buffer][0] if 0 <= meta.buffer < len(payload.buffers) else 0
-            count = len(payload.places)
-            if place >= 0 or -place > count or isinstance(frames[len(frames) - count - place - 1], bytes | memoryview):
-                return True
-    return False
+    place = payload.buffers[meta.buffer][0] if 0 <= meta.buffer < len(payload.buffers) else 0
+    count = len(payload.places)
+    return place >= 0 or -place > count or isinstance(frames[len(frames) - count - place - 1], bytes | memoryview)
 
 
 NOT_DECODED = object()
@@ -70,7 +69,10 @@ def decode_early(payload: Payload, frames: Sequence[bytes], references: Sequence
             if len(frames) == 1 and not payload.form and not payload.tensors:
                 return pickle.loads(frames[0])
             # A few small tensors or references among them.
-            if payload.form and not payload.recorded and not _copies_to_gpu(payload, frames):
+            if payload.form and not payload.recorded:
+                for meta in payload.tensors:
+                    if meta.device is not None and _is_copied(meta, payload, frames):
+                        return NOT_DECODED
                 return quick.decode(payload, frames, (), references, None)
         return decode(payload, frames, references) if decodes_quickly(payload, frames) else NOT_DECODED
     except Exception:

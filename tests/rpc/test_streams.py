@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from nbdist import rpc
+from nbdist.rpc import futures
 from nbdist.rpc.calls import streams
+from nbdist.rpc.references import table
 from nbdist.testing import World
 from nbdist.wire import tensors
 
@@ -62,6 +64,8 @@ def calls(monkeypatch):
         "device": device,
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
+    for module in (futures, table):
+        monkeypatch.setattr(module, "CUDA_IS_BUILT", True)
     return found
 
 

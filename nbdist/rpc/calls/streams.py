@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["StreamMarks", "mark"]
+__all__ = ["CUDA_IS_BUILT", "StreamMarks", "mark"]
 
+CUDA_IS_BUILT = torch.backends.cuda.is_built()
+"""True if this torch can use GPUs. Callers look here first, so that nothing is called where it cannot."""
 
 _LOOKS = 10_000
 """Entries of containers that are looked at: a list of a million numbers has no tensors."""

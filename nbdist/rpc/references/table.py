@@ -14,6 +14,7 @@ from nbdist.holds import Hold, Holds
 from nbdist.ids import GlobalId, IdSource
 from nbdist.rpc.calls.arrivals import Arrival
 from nbdist.rpc.calls.failures import Failure
+from nbdist.rpc.calls.streams import CUDA_IS_BUILT
 from nbdist.rpc.dispatch import Job
 from nbdist.rpc.exchange import Exchange
 from nbdist.rpc.futures import Promise
@@ -172,7 +173,7 @@ class References:
             # Calls and forks for this value may have come before the call that makes it.
             future = self._value(rref) if self.forks.owns(rref) and not self._links.closed else None
         if future is not None:
-            if error is None:
+            if CUDA_IS_BUILT and error is None:
                 future.note_streams(value)
             future.try_settle(value, error)
             with self._lock:
