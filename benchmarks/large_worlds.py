@@ -49,6 +49,7 @@ from nbdist.channel.security import Secret
 from nbdist.channel.zeromq import ZmqChannel, host_identity
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.hosts.losses import Losses
+from nbdist.compat import gathering
 from nbdist.compat.gathering import _FAN_OUT, all_gather
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
@@ -271,16 +272,29 @@ class Crowd:
         agent.pool = Jobs(self, index)  # type: ignore[assignment]
         agent.handshake._changed = Pausing(self)  # type: ignore[assignment]
         agent.ending._changed = Pausing(self)  # type: ignore[assignment]
+        if not self.full:
+            agent.links._members = self.living  # type: ignore[method-assign]  # those that it would have met
         agent.start()
         self.agents.append(agent)
         return agent
 
     def know_each_other(self, one: int, other: int) -> bool:
-        """Return whether two agents meet in this simulation: one is watched, or they are neighbours in a barrier."""
+        """Return whether two agents meet in this simulation: one is watched, or is above the other in a barrier."""
         if self.full or one == other or one in self.watched or other in self.watched:
             return True
-        places = self._places
-        return (places[one] - 1) // _FAN_OUT == places[other] or (places[other] - 1) // _FAN_OUT == places[one]
+        above, below = sorted((self._places[one], self._places[other]))
+        while below > above:
+            below = (below - 1) // _FAN_OUT
+        return below == above
+
+    def living(self) -> list[Record]:
+        """Return the records of all agents that are not gone."""
+        return [agent.me for index, agent in enumerate(self.agents) if index not in self.gone]
+
+    def changed(self) -> None:
+        """Let all agents choose again whom they watch: those that do not meet all others would not notice a change."""
+        for agent in self.agents:
+            agent.links._is_stale = True
 
     @functools.cached_property
     def _places(self) -> dict[int, int]:
@@ -369,6 +383,7 @@ class Crowd:
                 dead = agent.handshake.join_dynamic(met, PATIENCE)
             assert not dead
             self.settle()
+        self.changed()
         self.losses = Losses(self.agents[0])
         return store
 
@@ -389,7 +404,11 @@ class Crowd:
         names = [agent.me.name for agent in self.agents]
         # The first one by name comes last, so that it finds all parts; so does each one that collects them.
         order = sorted(range(self.size), key=self._places.__getitem__, reverse=True)
-        self.run({index: partial(all_gather, None, names, 0) for index in order})
+        pause, gathering._LOOK_FOR_LOST_EVERY = gathering._LOOK_FOR_LOST_EVERY, 0.0  # else each wait takes real time
+        try:
+            self.run({index: partial(all_gather, None, names, 0) for index in order})
+        finally:
+            gathering._LOOK_FOR_LOST_EVERY = pause
 
     def shut_down(self) -> None:
         """Let all agents of a fixed world end it together, up to the moment at which each closes its channel."""
@@ -412,6 +431,7 @@ class Crowd:
         victim.channel.close()
         with self.at_work(0):
             self.agents[0].lose(victim.me.incarnation, "died")
+        self.changed()
         self.settle()
 
     def leave(self, index: int) -> None:
@@ -419,6 +439,7 @@ class Crowd:
         with self.at_work(index):
             self.agents[index].links.close(Goodbye("has shut down", orderly=True))
         self.gone.add(index)
+        self.changed()
         self.settle()
 
 

@@ -254,21 +254,23 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
         sequence_id = _sequence_id(names, number)
         gathering = _rounds[agent.me.incarnation, sequence_id]
         gathering.timeout = timeout
+    near = [record.incarnation for name in place.neighbours if (record := agent.membership.names.get(name))]
     wait = _Wait(agent, names, number, place, time.monotonic() + timeout if timeout > 0 else math.inf)
     try:
-        objects = {me: obj}
-        if me == names[0] or place.children:
-            _add(sequence_id, me, objects, place.below)
-            objects = wait.until(gathering.collected)
-        if me == names[0]:
-            _broadcast(sequence_id, objects, place.children, timeout)
-            return objects
-        parent = place.above[0]
-        if len(names) > _FAN_OUT + 1:
-            api.rpc_sync(parent, gather_from_subtree, (sequence_id, me, objects), timeout=timeout)
-        else:
-            api.rpc_sync(parent, gather_to_leader, (sequence_id, me, obj, names), timeout=timeout)
-        return wait.until(gathering.whole)
+        with agent.links.attend(near):
+            objects = {me: obj}
+            if me == names[0] or place.children:
+                _add(sequence_id, me, objects, place.below)
+                objects = wait.until(gathering.collected)
+            if me == names[0]:
+                _broadcast(sequence_id, objects, place.children, timeout)
+                return objects
+            parent = place.above[0]
+            if len(names) > _FAN_OUT + 1:
+                api.rpc_sync(parent, gather_from_subtree, (sequence_id, me, objects), timeout=timeout)
+            else:
+                api.rpc_sync(parent, gather_to_leader, (sequence_id, me, obj, names), timeout=timeout)
+            return wait.until(gathering.whole)
     except (WorkerLost, UnknownWorker) as error:
         if gathering.fail(error, on_leader=me == names[0]):  # else another member told this one, and the others
             _tell_failed(agent, names, number, error)
@@ -312,14 +314,13 @@ class _Wait:
         """Tell the leader of a member that is lost, once. That member may have had its answer and left."""
         if self._near is self._names or self._looks >= _LOOKS_UNTIL_REPORT:
             return
+        membership = self._agent.membership
         for name in self._names:
-            try:
-                self._agent.find(name)
-            except UnknownWorker:
-                continue  # it may join later
-            except WorkerLost as error:
+            why = membership.why_gone(name)  # None, too, for a member that may join later
+            if why is not None:
                 self._looks += 1
                 if self._looks == _LOOKS_UNTIL_REPORT:
+                    error = WorkerLost(f"{name} {why}")
                     _tell_failed(self._agent, self._names, self._number, error, to_leader=True)
                 return
 

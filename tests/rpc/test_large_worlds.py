@@ -14,6 +14,7 @@ import pytest
 import nbdist.rpc.links
 from nbdist.cluster.kernels.connection import Kernel, KernelThread
 from nbdist.rpc.world.shutdown import _NAMES_SHOWN
+from nbdist.rpc.world.watching import ALL_WATCH_ALL, EACH_SIDE
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 
@@ -40,10 +41,11 @@ EXPECTED = {
     "barrier": lambda n: (min(3 * (n - 1), 50), 2),
     "shutdown": lambda n: (8 * (n - 1), 9),
     "broadcast": lambda n: (2 * (n - 1), 1),
-    "idle": lambda n: (n - 1, n - 1),
-    "talk": lambda n: (n - 1 - 4, n - 1 - 4),
-    "leave": lambda n: (2 * (n - 2), 1),
-    "loss": lambda n: (2 * (n - 3), 1),
+    "idle": lambda n: (n - 1, n - 1) if n <= ALL_WATCH_ALL else (2 * EACH_SIDE, 2 * EACH_SIDE),
+    "talk": lambda n: (n - 1 - 4, n - 1 - 4) if n <= ALL_WATCH_ALL else (EACH_SIDE, EACH_SIDE),
+    # In large worlds, the first agent tells its neighbours on the ring, of which the one that is gone was one.
+    "leave": lambda n: (2 * (n - 2), 1) if n <= ALL_WATCH_ALL else (2 * (n - 2) + 3, 1 + 2 * EACH_SIDE),
+    "loss": lambda n: (2 * (n - 3), 1) if n <= ALL_WATCH_ALL else (2 * (n - 3) + 3, 1 + 2 * EACH_SIDE),
 }
 
 
