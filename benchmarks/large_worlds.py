@@ -9,9 +9,10 @@ works at a time, with a clock that stands still until all is quiet, so the count
       │               CountedLink ── counts ──> Inbox of the receiver
       └── settle: the receivers read, one message after the other, until no message is left
 
-A world of n agents has n * n / 2 pairs. Up to `FULL` agents all pairs meet. In larger worlds only the two *watched*
-agents meet everybody: the first one, which keeps the list of members as a notebook does, and one in the middle. What an
-agent sends depends on its own pairs only, so the counts of these two are right. ``tests/rpc/test_large_worlds.py``
+A world of n agents has n * n / 2 pairs. Up to `FULL` agents all pairs meet. In larger worlds only the three *watched*
+agents meet everybody: the first one, which keeps the list of members as a notebook does, the second one, which is near
+the root of the tree of a barrier, and one in the middle. What an agent sends depends on its own pairs only, so the
+counts of these three are right. ``tests/rpc/test_large_worlds.py``
 compares them with worlds in which all meet.
 
 It also measures, with real sockets on this machine, the open files of a connection between two hosts, and with one and
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import random
 import resource
@@ -47,7 +49,8 @@ from nbdist.channel.security import Secret
 from nbdist.channel.zeromq import ZmqChannel, host_identity
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.hosts.losses import Losses
-from nbdist.compat.gathering import all_gather
+from nbdist.compat import gathering
+from nbdist.compat.gathering import _FAN_OUT, all_gather
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.futures import set_blocking_hook
@@ -210,12 +213,17 @@ class Program(threading.Thread):
         self._turn.acquire()
 
 
+def name_of(index: int) -> str:
+    """Return the name of the agent in this place."""
+    return "notebook" if index == 0 else f"worker{index - 1}"
+
+
 class Crowd:
     """A world of agents of which one thread at a time does the work."""
 
     def __init__(self, size: int, *, full: bool | None = None) -> None:
         self.size = size
-        self.watched = sorted({0, size // 2})
+        self.watched = sorted({0, min(1, size - 1), size // 2})
         """The places of the agents that meet everybody."""
         self.full = size <= FULL if full is None else full
         """True if all pairs of agents meet."""
@@ -252,7 +260,7 @@ class Crowd:
     def make(self, index: int, world_size: int | None = None) -> Agent:
         """Make and start the next agent, on a host of its own."""
         channel = Inbox(self, index)
-        name = "notebook" if index == 0 else f"worker{index - 1}"
+        name = name_of(index)
         # As long as the record of a worker on another host, whose bytes go into greetings and the list of members.
         folder = f"/run/user/1000/nbdist/cluster-{index:08}/agent-{10_000 + index}-{index:011x}"
         tcp = f"tcp://10.0.{index // 256}.{index % 256}"
@@ -264,13 +272,35 @@ class Crowd:
         agent.pool = Jobs(self, index)  # type: ignore[assignment]
         agent.handshake._changed = Pausing(self)  # type: ignore[assignment]
         agent.ending._changed = Pausing(self)  # type: ignore[assignment]
+        if not self.full:
+            agent.links._members = self.living  # type: ignore[method-assign]  # those that it would have met
         agent.start()
         self.agents.append(agent)
         return agent
 
     def know_each_other(self, one: int, other: int) -> bool:
-        """Return whether two agents meet in this simulation."""
-        return self.full or one == other or one in self.watched or other in self.watched
+        """Return whether two agents meet in this simulation: one is watched, or is above the other in a barrier."""
+        if self.full or one == other or one in self.watched or other in self.watched:
+            return True
+        above, below = sorted((self._places[one], self._places[other]))
+        while below > above:
+            below = (below - 1) // _FAN_OUT
+        return below == above
+
+    def living(self) -> list[Record]:
+        """Return the records of all agents that are not gone."""
+        return [agent.me for index, agent in enumerate(self.agents) if index not in self.gone]
+
+    def changed(self) -> None:
+        """Let all agents choose again whom they watch: those that do not meet all others would not notice a change."""
+        for agent in self.agents:
+            agent.links._is_stale = True
+
+    @functools.cached_property
+    def _places(self) -> dict[int, int]:
+        """The place of each agent among all agents, sorted by name."""
+        ordered = sorted(range(self.size), key=name_of)
+        return {index: place for place, index in enumerate(ordered)}
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -353,6 +383,7 @@ class Crowd:
                 dead = agent.handshake.join_dynamic(met, PATIENCE)
             assert not dead
             self.settle()
+        self.changed()
         self.losses = Losses(self.agents[0])
         return store
 
@@ -371,8 +402,13 @@ class Crowd:
     def wait_for_all(self) -> None:
         """Let all agents wait for each other (``_barrier`` of torch.distributed.rpc)."""
         names = [agent.me.name for agent in self.agents]
-        # The first one by name comes last, so that it finds all parts.
-        self.run({index: partial(all_gather, None, names, 0) for index in [*range(1, self.size), 0]})
+        # The first one by name comes last, so that it finds all parts; so does each one that collects them.
+        order = sorted(range(self.size), key=self._places.__getitem__, reverse=True)
+        pause, gathering._LOOK_FOR_LOST_EVERY = gathering._LOOK_FOR_LOST_EVERY, 0.0  # else each wait takes real time
+        try:
+            self.run({index: partial(all_gather, None, names, 0) for index in order})
+        finally:
+            gathering._LOOK_FOR_LOST_EVERY = pause
 
     def shut_down(self) -> None:
         """Let all agents of a fixed world end it together, up to the moment at which each closes its channel."""
@@ -395,6 +431,7 @@ class Crowd:
         victim.channel.close()
         with self.at_work(0):
             self.agents[0].lose(victim.me.incarnation, "died")
+        self.changed()
         self.settle()
 
     def leave(self, index: int) -> None:
@@ -402,6 +439,7 @@ class Crowd:
         with self.at_work(index):
             self.agents[index].links.close(Goodbye("has shut down", orderly=True))
         self.gone.add(index)
+        self.changed()
         self.settle()
 
 

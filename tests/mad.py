@@ -36,6 +36,7 @@ from nbdist.wire.messages import (
     Reply,
     RRefState,
     ShutdownState,
+    Silence,
     State,
     Stop,
     UserDelete,
@@ -223,6 +224,7 @@ def _control(agent: Agent, victim: int, chance: random.Random) -> tuple[Message,
         Welcome(agent.me),
         Pong(chance.randrange(100), "x"),
         ShutdownState(chance.randrange(5), 1, 2),
+        Silence(victim, chance.random() * 20),
         GiveBack([(chance.randrange(4), chance.choice([0, 1 << 20, chance.getrandbits(30)]))]),
     ]
     return chance.choice(made), []

@@ -1,36 +1,91 @@
 """Implements torch's private ``_all_gather``: all members of a group exchange an object each, by calls.
 
-The *leader* is the first member by name; all others are *followers*::
+The members, sorted by name, form a tree in which each one has at most `_FAN_OUT` children. The *leader* is the first
+member by name, the root of the tree. Objects travel up, and then all of them travel down::
 
-    follower ── gather_to_leader: its part ───────────────────> leader
-                                                                  │ has all parts
-    follower <── broadcast_to_followers: all parts, by name ──────┘
+                   ┌── gather_to_leader, gather_from_subtree: the objects below ──> parent ── ... ──> leader
+    member, child ─┤                                                                                    │ has all
+                   └── broadcast_to_followers: all objects, by name <────────────── parent <── ... ─────┘
+
+A member has its answer when all members below it have theirs. So no member above another one leaves before that one has
+its answer. In a group of 17 or fewer, all others are children of the leader.
 
 Every call has the usual time limit. The wait for slow members has a time limit only if the caller sets one, but it
-fails when one of the members is lost.
+fails when one of the members is lost:
+
+======================================  ======================================================================
+who notices the loss                    what it does
+======================================  ======================================================================
+the leader, before it has all objects   raises WorkerLost, and tells its children (`fail_gathering`)
+a member above or directly below        the same; it tells its parent, too
+any other member                        tells the leader, which knows whether the lost one is still needed
+======================================  ======================================================================
+
+Who is told raises the same error and tells its own parent and children, even if it has not called `all_gather` yet.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import hashlib
 import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nbdist import durations
-from nbdist.errors import RpcTimeout
+from nbdist.errors import NbdistError, RpcTimeout, UnknownWorker, WorkerLost
 from nbdist.rpc import api
+from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.futures import Future
 
-__all__ = ["all_gather", "broadcast_to_followers", "gather_to_leader"]
+__all__ = ["all_gather", "broadcast_to_followers", "fail_gathering", "gather_from_subtree", "gather_to_leader"]
 
 
+_FAN_OUT = 16
+"""The most children of a member. The groups of most programs are smaller, so one round trip to the leader is enough."""
 _LOOK_FOR_LOST_EVERY = 0.5
 """Seconds after which a waiting member looks whether another one is lost."""
+_LOOKS_UNTIL_REPORT = 3
+"""The looks with a lost member after which a waiting member tells the leader. Usually the leader has noticed before."""
+_TOLD_WITHIN = 5.0
+"""Seconds for a member to confirm that it knows of a failure. Nobody waits for that."""
+
+
+@dataclass
+class _Place:
+    """The place of a member in the tree of its group. Member i is the parent of 16i + 1 to 16i + 16, counted from 0."""
+
+    above: list[str]
+    """Its parent, its parent's parent, and so on; the leader comes last. Empty for the leader."""
+    children: list[str]
+    below: set[str]
+    """The members of its subtree, itself included."""
+
+    @property
+    def neighbours(self) -> list[str]:
+        """Return its parent and its children."""
+        return [*self.above[:1], *self.children]
+
+
+def _place(names: Sequence[str], me: str) -> _Place:
+    """Return the place of a member in the group of these names, which are sorted."""
+    size = len(names)
+    index = number = names.index(me) if me in names else size
+    above = []
+    while number > 0:
+        number = (number - 1) // _FAN_OUT
+        above.append(names[number])
+    first, last = index, index
+    below = {me}
+    while first < size:
+        below.update(names[first : last + 1])
+        first, last = first * _FAN_OUT + 1, (last + 1) * _FAN_OUT
+    return _Place(above, list(names[index * _FAN_OUT + 1 : (index + 1) * _FAN_OUT + 1]), below)
 
 
 class _Round:
@@ -38,17 +93,41 @@ class _Round:
 
     def __init__(self) -> None:
         self.parts: dict[str, Any] = {}
-        """The parts that the leader has, by the member's name."""
+        """The objects that have come up to this member, by name."""
+        self.needed: set[str] | None = None
+        """The members whose objects this member collects; None as long as that is not known."""
+        self.collected: Future[dict[str, Any]] = Future()
+        """The objects of all needed members, by name."""
         self.whole: Future[dict[str, Any]] = Future()
-        """All parts, by the member's name."""
+        """The objects of all members of the group, by name. Not used on the leader."""
+        self.timeout = -1.0
+        """The time limit, in seconds, of each call that passes the objects on to a child."""
+
+    def fail(self, error: NbdistError, *, on_leader: bool) -> bool:
+        """End the waits of this round with an error; return False if it had ended or failed before."""
+        is_new = self.collected.try_settle(None, error)
+        return is_new if on_leader else self.whole.try_settle(None, error)
 
 
 _lock = threading.Lock()
-"""Guards `_numbers`, `_rounds` and the parts of all rounds."""
-_numbers: defaultdict[tuple[str, ...], itertools.count[int]] = defaultdict(itertools.count)
+"""Guards `_numbers`, `_rounds`, and the parts and needed members of all rounds."""
+_numbers: defaultdict[tuple[str, ...], int] = defaultdict(int)
 """The number of the next round of each group, by the agent's incarnation and the members' names."""
 _rounds: defaultdict[tuple[int, str], _Round] = defaultdict(_Round)
 """The rounds that run, by the agent's incarnation and the round's id, which is the same on all members."""
+
+
+def _key(agent: Agent, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the key of a group of members in `_numbers`."""
+    return f"{agent.me.incarnation:x}", *names
+
+
+def _sequence_id(names: Sequence[str], number: int) -> str:
+    """Return the id of a round, which each message about it carries. In a large group it has a digest of the names."""
+    if len(names) <= _FAN_OUT + 1:
+        return f"{','.join(names)} #{number}"
+    digest = hashlib.sha256(",".join(names).encode()).hexdigest()[:32]
+    return f"{names[0]} to {names[-1]}, {len(names)} members, {digest} #{number}"
 
 
 def _round(sequence_id: str) -> _Round:
@@ -63,86 +142,196 @@ def _round(sequence_id: str) -> _Round:
 def gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: Collection[str]) -> None:
     """Add the object of one member to one call of `all_gather`, on the leader: the first member by name.
 
-    The other members call this on the leader; it returns at once. The objects of all ``worker_names`` end the leader's
-    wait. All members use the same ``sequence_id`` for one call of `all_gather`. Raises RuntimeError if the member has
-    sent its object before.
+    In a group of 17 members or fewer, the other members call this on the leader; it returns at once. The objects of all
+    ``worker_names`` end the leader's wait. All members use the same ``sequence_id`` for one call of `all_gather`.
+    Raises RuntimeError if the member has sent its object before.
+    """
+    _add(sequence_id, worker_name, {worker_name: obj}, set(worker_names))
+
+
+def gather_from_subtree(sequence_id: str, worker_name: str, objects: dict[str, Any]) -> None:
+    """Add the objects of one member and of all below it to one call of `all_gather`, on the member's parent.
+
+    Groups of more than 17 members use it in place of `gather_to_leader`. Raises RuntimeError if the member has sent its
+    objects before.
+    """
+    _add(sequence_id, worker_name, objects, None)
+
+
+def _add(sequence_id: str, worker_name: str, objects: dict[str, Any], needed: set[str] | None) -> None:
+    """Add objects to a round, by name; end this member's wait for them when all that are needed are there.
+
+    ``needed`` are the names of the members whose objects this member collects; None if the caller does not know them.
     """
     gathering = _round(sequence_id)
     with _lock:
-        if worker_name in gathering.parts:
+        if gathering.parts.keys() & objects.keys():
             raise RuntimeError(
                 f"{worker_name} has sent its part of {sequence_id} before: all workers must call _all_gather equally "
                 "often"
             )
-        gathering.parts[worker_name] = obj
-        complete = gathering.parts.keys() == set(worker_names)
+        gathering.parts.update(objects)
+        gathering.needed = gathering.needed or needed
+        complete = gathering.needed is not None and gathering.needed == gathering.parts.keys()
+        parts = dict(gathering.parts) if complete else {}
     if complete:
-        gathering.whole.try_settle(dict(gathering.parts), None)
+        gathering.collected.try_settle(parts, None)
 
 
 def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
-    """End a follower's wait in `all_gather` with the objects of all members, by name.
+    """Pass the objects of all members, by name, to the members below this one; then end this member's own wait.
 
-    The leader, which is the first member by name, calls this on each other member, once for each `all_gather`:
-    the one with this ``sequence_id``.
+    The parent, in a small group the leader, calls this on each child, once for each `all_gather`: the one with this
+    ``sequence_id``. Raises RpcTimeout, with torch's text, if a member below cannot be reached.
     """
-    _round(sequence_id).whole.set_result(objects_map)
+    agent = api.current_agent()
+    with _lock:
+        gathering = _rounds.get((agent.me.incarnation, sequence_id))
+    if gathering is None:
+        return  # this member has sent its object, and then given up
+    try:
+        if len(objects_map) > _FAN_OUT + 1:
+            _broadcast(sequence_id, objects_map, _place(sorted(objects_map), agent.me.name).children, gathering.timeout)
+    finally:
+        gathering.whole.try_settle(objects_map, None)
+
+
+def fail_gathering(names: Sequence[str], number: int, worker_name: str, error: NbdistError) -> None:
+    """End one call of `all_gather` on this member with an error, and tell its parent and its children the same.
+
+    ``worker_name`` is the member that has failed and calls this; empty if it has not failed. ``names`` and ``number``
+    say which call of `all_gather` it is. Does nothing if that call has ended here or has failed, or if this member
+    leads and has all objects: then the lost member is not needed any more.
+    """
+    agent = api.current_agent()
+    sequence_id = _sequence_id(names, number)
+    key = agent.me.incarnation, sequence_id
+    with _lock:
+        if key not in _rounds and number < _numbers[_key(agent, names)]:
+            return  # it has ended here
+        gathering = _rounds[key]
+    if gathering.fail(error, on_leader=agent.me.name == names[0]):
+        _tell_failed(agent, names, number, error, but=worker_name)
+
+
+def _tell_failed(
+    agent: Agent,
+    names: Sequence[str],
+    number: int,
+    error: NbdistError,
+    *,
+    but: str | None = None,
+    to_leader: bool = False,
+) -> None:
+    """Tell the parent and the children that a round has failed, except the member ``but``. Does not wait.
+
+    With ``to_leader``, tell only the leader, which then tells all, this member included.
+    """
+    plain = type(error)(str(error))  # without frames, notes and causes
+    teller = "" if to_leader else agent.me.name
+    for name in [names[0]] if to_leader else _place(names, agent.me.name).neighbours:
+        if name != but:
+            with contextlib.suppress(NbdistError):  # a lost member need not know
+                agent.call(name, fail_gathering, list(names), number, teller, plain, timeout=_TOLD_WITHIN)
 
 
 def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -> dict[str, Any]:
     """Return the object that each member of the group has given, by the member's name.
 
     All members must call this, with the same ``worker_names`` (None for all workers). Raises RpcTimeout after
-    ``timeout`` seconds; with 0 or less, it waits for slow members without a limit. The first member by name, the
-    leader, raises WorkerLost if any member is lost, the others only if the leader is lost.
+    ``timeout`` seconds; with 0 or less, it waits for slow members without a limit. All members raise WorkerLost if one
+    is lost before the first member by name, the leader, has all objects.
     """
     timeout = durations.limit(timeout)
     agent = api.current_agent()
     everybody = [record.name for record in agent.members()]
     names = sorted(set(worker_names) if worker_names else everybody)
-    leader, me = names[0], agent.me.name
-    key = (f"{agent.me.incarnation:x}", *names)
+    me = agent.me.name
+    place = _place(names, me)
     with _lock:
-        sequence_id = f"{','.join(names)} #{next(_numbers[key])}"
-    deadline = time.monotonic() + timeout if timeout > 0 else math.inf
+        number = _numbers[_key(agent, names)]
+        _numbers[_key(agent, names)] += 1
+        sequence_id = _sequence_id(names, number)
+        gathering = _rounds[agent.me.incarnation, sequence_id]
+        gathering.timeout = timeout
+    near = [record.incarnation for name in place.neighbours if (record := agent.membership.names.get(name))]
+    wait = _Wait(agent, names, number, place, time.monotonic() + timeout if timeout > 0 else math.inf)
     try:
-        if me != leader:
-            api.rpc_sync(leader, gather_to_leader, (sequence_id, me, obj, names), timeout=timeout)
-            return _wait(sequence_id, [leader], deadline)
-        gather_to_leader(sequence_id, me, obj, names)
-        whole = _wait(sequence_id, names, deadline)
-        _broadcast(sequence_id, whole, names[1:], timeout)
-        return whole
+        with agent.links.attend(near):
+            objects = {me: obj}
+            if me == names[0] or place.children:
+                _add(sequence_id, me, objects, place.below)
+                objects = wait.until(gathering.collected)
+            if me == names[0]:
+                _broadcast(sequence_id, objects, place.children, timeout)
+                return objects
+            parent = place.above[0]
+            if len(names) > _FAN_OUT + 1:
+                api.rpc_sync(parent, gather_from_subtree, (sequence_id, me, objects), timeout=timeout)
+            else:
+                api.rpc_sync(parent, gather_to_leader, (sequence_id, me, obj, names), timeout=timeout)
+            return wait.until(gathering.whole)
+    except (WorkerLost, UnknownWorker) as error:
+        if gathering.fail(error, on_leader=me == names[0]):  # else another member told this one, and the others
+            _tell_failed(agent, names, number, error)
+        raise
     finally:
         with _lock:
             _rounds.pop((agent.me.incarnation, sequence_id), None)
 
 
-def _wait(sequence_id: str, others: list[str], deadline: float) -> dict[str, Any]:
-    """Wait until this worker has the objects of all members in one call of `all_gather`; return them by name.
+class _Wait:
+    """The waits of one member in one call of `all_gather`."""
 
-    Raises WorkerLost if one of ``others`` is lost, UnknownWorker if one was never a member, and RpcTimeout at the
-    ``deadline``, a time of `time.monotonic`.
-    """
-    agent, whole = api.current_agent(), _round(sequence_id).whole
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            return whole.wait(min(_LOOK_FOR_LOST_EVERY, max(left, 0.0)))
-        except RpcTimeout:
-            if left <= 0:
-                raise
-        for name in others:
-            agent.find(name)  # raises if it is lost
+    def __init__(self, agent: Agent, names: Sequence[str], number: int, place: _Place, deadline: float) -> None:
+        """Begin with nobody lost. The waits end with RpcTimeout at the ``deadline``, a time of `time.monotonic`."""
+        self._agent = agent
+        self._names = names
+        self._number = number
+        self._near = [*place.above, *place.children] if place.above else names
+        """The members that do not leave before this member has its answer, unless they fail. The leader: all."""
+        self._deadline = deadline
+        self._looks = 0
+        """The number of looks that have found another member lost."""
+
+    def until(self, outcome: Future[dict[str, Any]]) -> dict[str, Any]:
+        """Wait until the objects are there; return them by name.
+
+        Raises WorkerLost if a member is lost, UnknownWorker if one was never a member, and RpcTimeout at the deadline.
+        """
+        while True:
+            left = self._deadline - time.monotonic()
+            try:
+                return outcome.wait(min(_LOOK_FOR_LOST_EVERY, max(left, 0.0)))
+            except RpcTimeout:
+                if left <= 0:
+                    raise
+            for name in self._near:
+                self._agent.find(name)  # raises if it is lost
+            self._look_for_others()
+
+    def _look_for_others(self) -> None:
+        """Tell the leader of a member that is lost, once. That member may have had its answer and left."""
+        if self._near is self._names or self._looks >= _LOOKS_UNTIL_REPORT:
+            return
+        membership = self._agent.membership
+        for name in self._names:
+            why = membership.why_gone(name)  # None, too, for a member that may join later
+            if why is not None:
+                self._looks += 1
+                if self._looks == _LOOKS_UNTIL_REPORT:
+                    error = WorkerLost(f"{name} {why}")
+                    _tell_failed(self._agent, self._names, self._number, error, to_leader=True)
+                return
 
 
-def _broadcast(sequence_id: str, whole: dict[str, Any], followers: list[str], timeout: float) -> None:
-    """Send the objects of all members to the followers, and wait until they have them; for the leader's `all_gather`.
+def _broadcast(sequence_id: str, whole: dict[str, Any], children: list[str], timeout: float) -> None:
+    """Send the objects of all members to the children, and wait until they and all below them have them.
 
-    Raises RpcTimeout, with torch's text, if that fails for any follower. ``timeout`` is in seconds, for each call.
+    Raises RpcTimeout, with torch's text, if that fails for any child. ``timeout`` is in seconds, for each call.
     """
     agent = api.current_agent()
-    told = dict.fromkeys(followers, (sequence_id, whole))
+    told = dict.fromkeys(children, (sequence_id, whole))
     errors = ask_each(agent, broadcast_to_followers, told, timeout=timeout).errors
     if errors:
         seconds = agent.timeout_of(timeout)

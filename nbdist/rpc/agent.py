@@ -32,7 +32,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ from nbdist.wire.messages import (
     Reply,
     RRefState,
     ShutdownState,
+    Silence,
     Stop,
     UserDelete,
     Welcome,
@@ -294,6 +295,7 @@ class Agent:
             Cast: self._on_cast,
             AskShutdown: self.ending.on_ask,
             ShutdownState: self.ending.on_state,
+            Silence: self._on_silence,
         }
         """The function that handles each type of message."""
         _agents.add(self)
@@ -478,10 +480,36 @@ class Agent:
 
         The caller holds `_turn`.
         """
-        for incarnation, why in self.links.tick(now):
+        lost, silent = self.links.tick(now, self.exchange.awaited)
+        for incarnation, why in lost:
             self.lose(incarnation, why)
+        for incarnation, seconds in silent:
+            others = [record.incarnation for record in self.membership.others()]
+            self._tell_of_silence(Silence(incarnation, seconds), others)
         self.outcomes.run_due(now)
         self.links.set_clock()
+
+    def _tell_of_silence(self, message: Silence, others: Iterable[int]) -> None:
+        """Tell others that a member has been silent: each asks that member itself."""
+        for other in others:
+            if other != message.of:
+                with contextlib.suppress(NbdistError):  # it is gone, too
+                    self.links.post(other, message)
+
+    def _on_silence(self, message: Silence, sender: int, _: list[bytes]) -> None:
+        """Ask a member that another one does not hear; or lose a member that does not hear this agent.
+
+        A member that has lost another one may still be awaited by that one, which must learn of it. No message goes
+        from one to the other, so this agent, which hears both, passes the news on.
+        """
+        if message.of == self.me.incarnation:
+            if message.lost_by:
+                self.lose(
+                    message.lost_by, f"has lost the connection to {self.me.name}, and has given {self.me.name} up"
+                )
+        elif self.links.doubt(message.of, message.silent) and message.lost_by == sender:
+            with contextlib.suppress(NbdistError):
+                self.links.post(message.of, message)
 
     def _take(self, frames: list[bytes]) -> Job | None:
         """Decode one message, call its handler, and return the handler's job.
@@ -624,6 +652,8 @@ class Agent:
                 listener(record, why)
             except Exception:  # the other listeners are called all the same
                 _log.exception("a listener to the loss of %s failed", record.name)
+        # In a large world, a neighbour that has missed the member's goodbye may not watch the member: now it asks.
+        self._tell_of_silence(Silence(incarnation, 0.0, self.me.incarnation), self.links.neighbours())
 
     # -- for the layers above -----------------------------------------------------------------
 

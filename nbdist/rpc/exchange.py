@@ -90,6 +90,16 @@ class Exchange:
         """The number of calls that have come and are not answered. Needs no lock."""
         return len(self._arrivals)
 
+    def awaited(self) -> set[int]:
+        """Return the agents, by incarnation, for whose answer this agent waits. Takes the lock.
+
+        They have its calls, or own a value whose reference must be confirmed before a call can run here.
+        """
+        callees = {call.to for call in self.calls.all()}
+        with self.lock:
+            owners = (self.forks.owner(fork) for fork in list(self._by_fork))
+            return callees.union(owner for owner in owners if owner is not None)
+
     def doing(self) -> list[Arrival]:
         """List the calls that have come and are not answered, the oldest first. Needs no lock."""
         return sorted(self._arrivals.copy().values(), key=lambda arrival: arrival.since)

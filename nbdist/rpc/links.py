@@ -14,7 +14,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +29,7 @@ from nbdist.rpc import devices
 from nbdist.rpc.calls.pending import Pending, PendingCalls
 from nbdist.rpc.shared_tensors import Sharing
 from nbdist.rpc.world.members import Membership
+from nbdist.rpc.world.watching import ALL_WATCH_ALL, watched_by
 from nbdist.signals import Deferral
 from nbdist.wire.devices import Devices
 from nbdist.wire.messages import (
@@ -56,6 +59,9 @@ A tick takes 2 to 5 µs for each, so ticks take a tenth of a core at most. An ag
 pauses for 1 ms, and one with 1,000 for 50 ms; acknowledgements, pings and repetitions are late by as much. Without the
 pause, the heartbeats of 1,000 connections, due at 1,000 moments of each second, would take more than one core.
 """
+
+_CHOOSE_EVERY = PING_FIRST
+"""Seconds after which an agent of a large world chooses again whom it watches: it has made calls meanwhile."""
 
 _FILE_SCHEMES = ("unix://", "ipc://")
 """The beginnings of addresses that are files. On another host the file does not exist, or belongs to another agent."""
@@ -154,6 +160,20 @@ class Links:
         self._sharing = sharing
         self._watch = watch
         self._on_undelivered = on_undelivered
+        self.meets_all = True
+        """True if every two members meet. False if one agent meets all, and the others meet only that one."""
+        self._chooses = False
+        """True if this agent watches some members only, as the world is large."""
+        self._is_large = False
+        """True if the world was large when `_ring` was computed."""
+        self._ring: set[int] = set()
+        """The members that this agent watches for the others, by incarnation; empty in a small world."""
+        self._is_stale = True
+        """True if `_ring` must be computed again: an agent was connected or lost."""
+        self._attended: Counter[int] = Counter()
+        """The members that a block of `attend` watches, with the number of blocks."""
+        self._doubted_all = -math.inf
+        """The moment of the last `doubt_all`."""
         self._lock = threading.Lock()
         """Guards `connections` and the `Peer` of each. Held for short steps only, never while something is sent."""
 
@@ -175,6 +195,7 @@ class Links:
             calls, results = devices.for_call(self._me, record), devices.for_result(self._me, record)
             link = self._channel.connect(addresses)
             self.connections[record.incarnation] = Connection(record, addresses, peer, link, calls, results)
+            self._is_stale = True
         if local and record.pid != os.getpid():
             self._watch(record.pid, record.started)
         self.hurry(peer.next_tick())
@@ -207,6 +228,7 @@ class Links:
         """
         connection = self.connections.pop(incarnation, None)
         if connection is not None:
+            self._is_stale = True
             self._sent_to_gone += sum(peer.next_seq - 1 for peer in connection.peers)
         return connection
 
@@ -472,17 +494,25 @@ class Links:
             self.due = due  # this thread is the reader: it looks at `due` before it sleeps
         return fresh
 
-    def tick(self, now: float) -> list[tuple[int, str]]:
+    def tick(
+        self, now: float, awaited: Callable[[], AbstractSet[int]] = frozenset
+    ) -> tuple[list[tuple[int, str]], list[tuple[int, float]]]:
         """Do what is due: resend, ping, acknowledge. Return the agents that were silent for too long, with the reason.
 
         Each is a pair of the incarnation and words that complete "worker1 ..."; the caller passes them to `Agent.lose`.
-        Called by the reading thread, under `Agent._turn`. Afterwards `set_clock` must be called. The lock is released
-        before anything is sent. ``now`` is as of `time.monotonic`.
+        The second list has the agents that the others must ask, each with the seconds of its silence: this agent
+        watches them for the others.
+        ``awaited()`` returns the agents for whose answer this one waits; called in a large world only, without the
+        lock. Called by the reading thread, under `Agent._turn`. Afterwards `set_clock` must be called. The lock is
+        released before anything is sent. ``now`` is as of `time.monotonic`.
         """
         lost: list[tuple[int, str]] = []
+        silent: list[tuple[int, float]] = []
         transmit: list[tuple[Connection, Peer, Outgoing]] = []
         self._ticked = now
+        waits_for = awaited() if self._chooses else frozenset()
         with self._lock:
+            self._choose(waits_for, now)
             for incarnation, connection in self.connections.items():
                 for peer in connection.peers:
                     for action in peer.tick(now):
@@ -494,11 +524,40 @@ class Links:
                             name = connection.record.name
                             _log.warning("%s has been silent for %s; calls to it wait", name, duration(action.silent))
                             trace.emit("peer.suspect", name=name, silent=action.silent)
+                            if incarnation in self._ring:
+                                silent.append((incarnation, action.silent))
                         elif isinstance(action, Undelivered):
                             self._gave_up(connection, action.message)
         for each in transmit:
             self._transmit(*each)
-        return lost
+        return lost, silent
+
+    def _choose(self, awaited: AbstractSet[int], now: float) -> None:
+        """Choose the members that are watched (`nbdist.rpc.world.watching`). The caller holds the lock."""
+        if self._is_stale:
+            members = self._members()
+            self._is_large = self.meets_all and len(members) > ALL_WATCH_ALL
+            self._ring = watched_by(self._me, members) if self._is_large else set()
+            self._is_stale = False
+        if not self._is_large and not self._chooses:
+            return
+        self._chooses, ring, attended = self._is_large, self._ring, self._attended
+        for incarnation, connection in self.connections.items():
+            peer = connection.peer
+            if (
+                not self._chooses
+                or incarnation in ring
+                or incarnation in awaited
+                or incarnation in attended
+                or any(each.outstanding for each in connection.peers)
+            ):
+                peer.watch(now - PING_FIRST)  # the message for whose answer this agent waits is older
+            else:
+                peer.rest()
+
+    def _members(self) -> list[Record]:
+        """Return the records of all connected agents, this one included. The caller holds the lock."""
+        return [connection.record for connection in self.connections.values()]
 
     def set_clock(self) -> None:
         """Set `due` to the next moment at which a connection or a call needs attention, after a `tick`.
@@ -510,6 +569,8 @@ class Links:
         with self._lock:
             due = min((connection.next_tick() for connection in self.connections.values()), default=math.inf)
             due = max(due, self._ticked + len(self.connections) * _PAUSE_PER_CONNECTION)
+            if self._chooses:
+                due = min(due, self._ticked + _CHOOSE_EVERY)
             self.due = min(due, self._pending.next_due())
         self.hurry(self.due)  # this thread may run a job now, and another reader be asleep
 
@@ -562,6 +623,54 @@ class Links:
                 self._transmit(connection, peer, action.outgoing)
             elif isinstance(action, Undelivered):
                 self._gave_up(connection, action.message)
+
+    # -- watching -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def attend(self, members: Iterable[int]) -> Iterator[None]:
+        """Watch some members, by incarnation, while the block runs: it waits for messages that they will send."""
+        members = list(members)
+        with self._lock:
+            self._attended.update(members)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._attended.subtract(members)
+                self._attended += Counter()  # forgets those with 0 blocks
+
+    def neighbours(self) -> list[int]:
+        """Return the members that this agent watches for the others, by incarnation; none in a small world."""
+        return [incarnation for incarnation in list(self._ring) if incarnation in self.connections]
+
+    def doubt(self, incarnation: int, silent: float) -> bool:
+        """Ask a member for a sign of life: another one has not heard it for ``silent`` seconds.
+
+        If it does not answer, it is lost after the usual time of silence, which includes these seconds. A member on
+        this host is not asked. Returns False if the member is not connected.
+        """
+        now = time.monotonic()
+        with self._lock:
+            connection = self.connections.get(incarnation)
+            if connection is None:
+                return False
+            connection.peer.doubt(min(silent, self._limits.suspect_after), now)
+        self.hurry(now)
+        return True
+
+    def doubt_all(self) -> None:
+        """Ask all members for a sign of life: one has given this agent up, so others may have done so, too.
+
+        Does nothing in a small world, and if it was done within the last second.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if not self._chooses or now - self._doubted_all < 1.0:
+                return
+            self._doubted_all = now
+            for connection in self.connections.values():
+                connection.peer.doubt(0.0, now)
+        self.hurry(now)
 
     # -- inspecting ---------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ __all__ = [
     "Refused",
     "Reply",
     "ShutdownState",
+    "Silence",
     "State",
     "Stop",
     "TensorMeta",
@@ -59,7 +60,7 @@ __all__ = [
     "encode_envelope",
 ]
 
-VERSION = 11
+VERSION = 12
 """Raised with every change of the bytes between agents, which include the names of modules and functions of nbdist.
 
 Agents of different versions refuse each other.
@@ -494,6 +495,22 @@ class GiveBack(Message, frozen=True, tag=19):
 
     shared: list[tuple[int, int]]
     """Blocks that a forked process may still read: they also go back, but must never be used again."""
+
+
+class Silence(Message, frozen=True, tag=20):
+    """Tells another member that a member has been silent for some time: the receiver asks that member itself.
+
+    The silent member gets it, too, by way of others, if the sender has lost it.
+    """
+
+    kind: ClassVar[str] = "silence"
+
+    of: int
+    """The incarnation of the silent member."""
+    silent: float
+    """Seconds of its silence."""
+    lost_by: int = 0
+    """The incarnation of the agent that has lost the silent member; 0 if that agent waits for a sign of life."""
 
 
 if TYPE_CHECKING:

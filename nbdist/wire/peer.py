@@ -11,7 +11,8 @@ Pure: messages and the time go in, frames to transmit come out. The life of a me
               └─────┼─────────────────────────────────── sent again (`_resend`)
                     └── sent 1 + `retries` times ──> `Undelivered` ──> forgotten
 
-The `Standing` of a peer on another host (G3). `lose` makes any peer LOST; until then, a peer on this host is LIVE::
+The `Standing` of a *watched* peer on another host (G3). `lose` makes any peer LOST; until then, a peer on this host, or
+one that is not watched, is LIVE::
 
     LIVE ── silent for 5 s ──> SUSPECT ── silent for 12 s ──> LOST
      ^                            │
@@ -28,6 +29,10 @@ it has received before. So a call runs at most once (G2), even if the channel lo
 Large messages travel over a link of their own, so that neither small messages nor heartbeats wait behind them. A small
 message often arrives before a large one that was sent earlier. So each kind has its own `Peer`, with its own numbers,
 acknowledgements and pings. Only the `Peer` of the small messages declares an agent lost after silence.
+
+A watched peer gets a heartbeat after each second of silence. `nbdist.rpc.world.watching` says which peers are watched:
+in a large world only those that matter to this agent, and a few more. The silence of a peer that is not asked proves
+nothing, so it counts only from the call of `Peer.watch`.
 
 A peer on this host may be silent only because it is in a long call into C. So silence does not count there;
 `nbdist.channel.liveness` watches the peer's process instead.
@@ -99,7 +104,7 @@ class PeerLimits:
     lost_after: float = 12.0
     """Seconds of silence after which it is lost."""
     heartbeat: float = 1.0
-    """Seconds of silence after which it is pinged, by one of the two agents: the other waits a quarter longer."""
+    """Seconds of silence after which a watched peer is pinged, by one of the two: the other waits a quarter longer."""
     retries: int = 20
 
 
@@ -219,8 +224,9 @@ class Peer:
     ) -> None:
         """Begin with nothing sent or received between the agents ``me`` and ``other``, which are incarnations.
 
-        ``watch_silence`` is True for a peer on another host, which silence makes suspect and then lost. ``is_large`` is
-        for the large messages. ``now`` here, and in all methods, is in seconds of one monotonic clock.
+        ``watch_silence`` is True for a peer on another host, which silence makes suspect and then lost; at first it is
+        watched. ``is_large`` is for the large messages. ``now`` here, and in all methods, is in seconds of one
+        monotonic clock.
         """
         self.is_large = is_large
         """True if this is about the large messages."""
@@ -241,8 +247,14 @@ class Peer:
         self._me = me
         self._other = other
         self._limits = limits
+        self._may_watch = watch_silence
+        """True for a peer on another host: its silence may count."""
         self._watch = watch_silence
-        """True for a peer on another host: its silence counts."""
+        """True while the peer is watched: it gets heartbeats, and its silence counts."""
+        self._watched_since = now
+        """The moment from which its silence counts. Silence before it proves nothing: nobody asked."""
+        self._doubted = -math.inf
+        """The moment at which another agent last said that it does not hear the peer."""
         self._heartbeat = limits.heartbeat * (_HEARTBEAT_OF_THE_OTHER if me > other else 1.0)
         """Seconds of silence after which the peer is pinged, if its silence counts."""
         self._heard = now
@@ -290,6 +302,31 @@ class Peer:
     def keeps(self, message: Message) -> bool:
         """Return whether a message that must arrive is kept: it is not known to have arrived, and not given up."""
         return any(kept.message is message for kept in self._kept.values())
+
+    # -- watching -----------------------------------------------------------------------------
+
+    def watch(self, since: float) -> None:
+        """Send heartbeats from now on, and count the peer's silence from ``since`` on, but not before.
+
+        Does nothing for a peer that is watched, and for one on this host.
+        """
+        if self._may_watch and not self._watch:
+            self._watch = True
+            self._watched_since = since
+
+    def rest(self) -> None:
+        """Stop watching the peer, unless it is suspect, or has not spoken since `doubt`."""
+        if self.standing is Standing.LIVE and self._heard >= self._doubted:
+            self._watch = False
+
+    def doubt(self, silent: float, now: float) -> None:
+        """Watch the peer until it speaks: another agent has not heard it for ``silent`` seconds.
+
+        The silence counts for this agent, too, unless it has heard the peer meanwhile.
+        """
+        self.watch(now - silent)
+        self._watched_since = min(self._watched_since, now - silent)
+        self._doubted = now
 
     # -- sending ------------------------------------------------------------------------------
 
@@ -496,7 +533,7 @@ class Peer:
         if self.standing is Standing.LOST:
             return []
         actions: list[Action] = []
-        silent = now - self._heard
+        silent = now - max(self._heard, self._watched_since)
         if self._watch and silent >= self._limits.lost_after:
             self.standing = Standing.LOST
             return [Lost(silent)]
@@ -520,8 +557,8 @@ class Peer:
     def _ping_due(self) -> float:
         """Return when to ping next: for messages that are not acknowledged, or as a heartbeat.
 
-        Pings for the oldest message begin 0.5 s after it was sent, and become rarer. A heartbeat goes to a peer on
-        another host after ``PeerLimits.heartbeat`` seconds of silence, and again after as many; the agent with the
+        Pings for the oldest message begin 0.5 s after it was sent, and become rarer. A heartbeat goes to a watched peer
+        after ``PeerLimits.heartbeat`` seconds of silence, and again after as many; the agent with the
         higher incarnation waits a quarter longer. Infinite if none is due.
         """
         due = math.inf
@@ -543,7 +580,7 @@ class Peer:
             due = min(due, *(kept.retry_at for kept in self._kept.values()))
         if self._watch:
             patience = self._limits.suspect_after if self.standing is Standing.LIVE else self._limits.lost_after
-            due = min(due, self._heard + patience)
+            due = min(due, max(self._heard, self._watched_since) + patience)
         return due
 
     def lose(self) -> None:

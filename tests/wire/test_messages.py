@@ -35,6 +35,7 @@ EVERY = [
     m.RRefState(ID, STATE),
     m.AskShutdown(1, True, ("worker1", "to call shutdown"), 7),
     m.ShutdownState(1, 2, 3, 4),
+    m.Silence(1 << 61, 5.0),
     m.Cast("topic", b"data", PAYLOAD),
     m.Cast("another topic", b"data", LYING),
     m.Stop(1),

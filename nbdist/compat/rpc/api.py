@@ -251,8 +251,8 @@ def _all_gather(
 ) -> dict[str, Any]:
     """Return the objects that all workers, or all ``worker_names``, have given, by name. All of them must call this.
 
-    Raises RpcTimeout after ``timeout`` seconds; without it, or with 0, this waits for slow workers without a limit. The
-    first worker by name raises WorkerLost if any of them is lost, the others only if that first one is lost.
+    Raises RpcTimeout after ``timeout`` seconds; without it, or with 0, this waits for slow workers without a limit. If
+    one of them is lost before the first one by name has all objects, all others raise WorkerLost.
     """
     try:
         return gathering.all_gather(obj, worker_names, timeout)
@@ -263,7 +263,7 @@ def _all_gather(
 def _barrier(worker_names: Collection[str]) -> None:
     """Wait, without a time limit, until all of ``worker_names`` have called this.
 
-    Logs errors, such as the loss of a worker, and returns, as in torch. See `_all_gather` for who learns of a loss.
+    Logs errors, such as the loss of a worker, and returns, as in torch.
     """
     try:
         _all_gather(None, worker_names)

@@ -168,6 +168,11 @@ class Forks:
             self._children
         )
 
+    def owner(self, fork: GlobalId) -> int | None:
+        """Return the incarnation of the owner of a value, given a fork that is held here; None for any other fork."""
+        user = self._users.get(fork)
+        return user.owner if user is not None else None
+
     def owns(self, rref: GlobalId) -> bool:
         """Return whether this agent owns the value, or is about to own it.
 

@@ -7,6 +7,7 @@
 `roster`                     the list of members in that store
 `members`                    names, ids and incarnations, as one agent knows them
 `handshake`                  what two agents exchange before any call
+`watching`                   which members an agent watches, so that a loss is noticed
 `clocks`                     how far another worker's clock is ahead
 `shutdown`                   the orderly end: nobody leaves while anything is under way
 ===========================  ===========================================================

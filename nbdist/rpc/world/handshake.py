@@ -274,6 +274,7 @@ class Handshake:
             self._changed.notify_all()
         if self._complete:
             self._lose(message.about, f"refused further messages: {message.reason}")
+            self._links.doubt_all()
 
     def on_lost(self, record: Record, why: str) -> None:
         """Give up forming the world if a member is lost that was not ready yet: `join_fixed` raises WorkerLost."""

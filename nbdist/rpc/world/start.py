@@ -127,6 +127,7 @@ def start_agent(
         )
         agent = Agent(me, channel, options, arena, gpus)
         agent.directory = zeromq.directory
+        agent.links.meets_all = present is None
         undo.callback(agent.close, "could not join its world")
         agent.start()
         if present is not None:
