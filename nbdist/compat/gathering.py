@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbdist import durations
-from nbdist.errors import NbdistError, RpcTimeout, UnknownWorker, WorkerLost
+from nbdist.errors import Interrupted, NbdistError, RpcTimeout, UnknownWorker, WorkerLost
 from nbdist.rpc import api
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
@@ -111,32 +111,35 @@ class _Round:
 
 _lock = threading.Lock()
 """Guards `_numbers`, `_rounds`, and the parts and needed members of all rounds."""
-_numbers: defaultdict[tuple[str, ...], int] = defaultdict(int)
-"""The number of the next round of each group, by the agent's incarnation and the members' names."""
+_numbers: defaultdict[tuple[int, str], int] = defaultdict(int)
+"""The number of the next round of each group, by the agent's incarnation and the group's id."""
 _rounds: defaultdict[tuple[int, str], _Round] = defaultdict(_Round)
 """The rounds that run, by the agent's incarnation and the round's id, which is the same on all members."""
 
 
-def _key(agent: Agent, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the key of a group of members in `_numbers`."""
-    return f"{agent.me.incarnation:x}", *names
+def _group_id(names: Sequence[str]) -> str:
+    """Return the id of a group of members. That of a large group has a digest of the names."""
+    if len(names) <= _FAN_OUT + 1:
+        return ",".join(names)
+    digest = hashlib.sha256(",".join(names).encode()).hexdigest()[:32]
+    return f"{names[0]} to {names[-1]}, {len(names)} members, {digest}"
 
 
 def _sequence_id(names: Sequence[str], number: int) -> str:
-    """Return the id of a round, which each message about it carries. In a large group it has a digest of the names."""
-    if len(names) <= _FAN_OUT + 1:
-        return f"{','.join(names)} #{number}"
-    digest = hashlib.sha256(",".join(names).encode()).hexdigest()[:32]
-    return f"{names[0]} to {names[-1]}, {len(names)} members, {digest} #{number}"
+    """Return the id of a round of a group, which each message about the round carries."""
+    return f"{_group_id(names)} #{number}"
 
 
-def _round(sequence_id: str) -> _Round:
-    """Return the current agent's state of one call of `all_gather`, the round with this id; make it at the first call.
+def _find_round(sequence_id: str) -> _Round | None:
+    """Return the current agent's round with this id, made if there is none; None if it has ended. `_lock` is held.
 
-    The parts of other members may arrive before this worker itself calls `all_gather`, so either makes it.
+    Messages of other members may arrive before this worker itself calls `all_gather`, so either makes the round.
     """
-    with _lock:
-        return _rounds[api.current_agent().me.incarnation, sequence_id]
+    incarnation = api.current_agent().me.incarnation
+    group, _, number = sequence_id.rpartition(" #")
+    if (incarnation, sequence_id) not in _rounds and int(number) < _numbers.get((incarnation, group), 0):
+        return None
+    return _rounds[incarnation, sequence_id]
 
 
 def gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: Collection[str]) -> None:
@@ -163,8 +166,10 @@ def _add(sequence_id: str, worker_name: str, objects: dict[str, Any], needed: se
 
     ``needed`` are the names of the members whose objects this member collects; None if the caller does not know them.
     """
-    gathering = _round(sequence_id)
     with _lock:
+        gathering = _find_round(sequence_id)
+        if gathering is None:
+            return  # this member has given up
         if gathering.parts.keys() & objects.keys():
             raise RuntimeError(
                 f"{worker_name} has sent its part of {sequence_id} before: all workers must call _all_gather equally "
@@ -187,13 +192,13 @@ def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> Non
     agent = api.current_agent()
     with _lock:
         gathering = _rounds.get((agent.me.incarnation, sequence_id))
-    if gathering is None:
-        return  # this member has sent its object, and then given up
     try:
         if len(objects_map) > _FAN_OUT + 1:
-            _broadcast(sequence_id, objects_map, _place(sorted(objects_map), agent.me.name).children, gathering.timeout)
+            timeout = -1.0 if gathering is None else gathering.timeout
+            _broadcast(sequence_id, objects_map, _place(sorted(objects_map), agent.me.name).children, timeout)
     finally:
-        gathering.whole.try_settle(objects_map, None)
+        if gathering is not None:  # else this member has sent its objects, and then given up
+            gathering.whole.try_settle(objects_map, None)
 
 
 def fail_gathering(names: Sequence[str], number: int, worker_name: str, error: NbdistError) -> None:
@@ -204,13 +209,9 @@ def fail_gathering(names: Sequence[str], number: int, worker_name: str, error: N
     leads and has all objects: then the lost member is not needed any more.
     """
     agent = api.current_agent()
-    sequence_id = _sequence_id(names, number)
-    key = agent.me.incarnation, sequence_id
     with _lock:
-        if key not in _rounds and number < _numbers[_key(agent, names)]:
-            return  # it has ended here
-        gathering = _rounds[key]
-    if gathering.fail(error, on_leader=agent.me.name == names[0]):
+        gathering = _find_round(_sequence_id(names, number))
+    if gathering is not None and gathering.fail(error, on_leader=agent.me.name == names[0]):
         _tell_failed(agent, names, number, error, but=worker_name)
 
 
@@ -248,9 +249,10 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
     names = sorted(set(worker_names) if worker_names else everybody)
     me = agent.me.name
     place = _place(names, me)
+    group = agent.me.incarnation, _group_id(names)
     with _lock:
-        number = _numbers[_key(agent, names)]
-        _numbers[_key(agent, names)] += 1
+        number = _numbers[group]
+        _numbers[group] += 1
         sequence_id = _sequence_id(names, number)
         gathering = _rounds[agent.me.incarnation, sequence_id]
         gathering.timeout = timeout
@@ -274,6 +276,14 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
     except (WorkerLost, UnknownWorker) as error:
         if gathering.fail(error, on_leader=me == names[0]):  # else another member told this one, and the others
             _tell_failed(agent, names, number, error)
+        raise
+    except (KeyboardInterrupt, RpcTimeout) as error:
+        # Those below and above would wait for ever: nothing goes past this member, which has not all objects below it.
+        is_own = isinstance(error, KeyboardInterrupt) or bool(place.above)
+        if place.children and is_own and not gathering.collected.done():
+            left = error if isinstance(error, RpcTimeout) else Interrupted(f"{me} was interrupted in _all_gather")
+            if gathering.fail(left, on_leader=me == names[0]):
+                _tell_failed(agent, names, number, left)
         raise
     finally:
         with _lock:

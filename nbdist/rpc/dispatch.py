@@ -6,8 +6,8 @@ waking a thread for each message takes longer than running a small function:
 - Some channels let two threads wait for messages at once, and wake one of them for each message. While one thread runs
   a request, the other one already waits for the next.
 - With other channels only one thread may wait for messages. It keeps its turn while it runs a request, as long as
-  requests are quick. A *guard*, an idle thread that looks every `QUICK_JOB_SECONDS`, takes the turn from a thread whose
-  request is not quick.
+  requests take less than `TINY_JOB_SECONDS`. A *guard*, an idle thread that looks every `QUICK_JOB_SECONDS`, takes the
+  turn from a thread whose request takes longer.
 
 The life of a thread of the pool::
 
@@ -43,6 +43,12 @@ QUICK_JOB_SECONDS = 0.005
 """Seconds. While jobs end within this time, the second reader leaves waiting messages to the thread that runs them.
 
 As long as Python lets a thread keep the GIL (5 ms), so that a job that had to wait for the GIL does not count as slow.
+"""
+
+TINY_JOB_SECONDS = 0.001
+"""Seconds. The only thread that may read keeps its turn while jobs end within this time.
+
+A job that takes longer may release the GIL for most of it, so others should run beside it.
 """
 
 STUCK_AFTER_SECONDS = 0.1
@@ -106,12 +112,16 @@ class Pool:
         self._finished_at = time.monotonic()
         self._brisk = False
         """True while jobs end within `QUICK_JOB_SECONDS` seconds."""
+        self._tiny = False
+        """True while jobs end within `TINY_JOB_SECONDS` seconds."""
         self._watching = False
         """True while the second reader waits in `_leave_to_the_other`."""
         self._needed = threading.Event()
         """Wakes the second reader from there."""
         self._keeping: threading.Thread | None = None
         """The thread that runs a job and has kept its turn at reading: it counts in `_reading` meanwhile."""
+        self._kept_at = 0.0
+        """The moment at which `_keeping` was set."""
         self._guarded = False
         """True while a thread is in `_guard`."""
         self._is_called = False
@@ -176,8 +186,8 @@ class Pool:
         """Start one more thread. The caller holds the lock."""
         self._count += 1
         thread = _PoolThread(target=self._run, name=f"{self._name}-{self._count}", daemon=True)
-        self._threads.add(thread)
         thread.start()
+        self._threads.add(thread)
 
     def _capacity(self) -> bool:
         """Return whether one more job may run now, by the limit of ``size`` threads. The caller holds the lock.
@@ -222,7 +232,8 @@ class Pool:
                         self._keeping = None
                         self._reading -= 1  # it may take its turn again at once, in `_next`
                     self._finished_at = time.monotonic()
-                    self._brisk = self._finished_at - started < QUICK_JOB_SECONDS
+                    took = self._finished_at - started
+                    self._brisk, self._tiny = took < QUICK_JOB_SECONDS, took < TINY_JOB_SECONDS
         finally:
             with self._condition:
                 self._threads.discard(thread)
@@ -302,12 +313,13 @@ class Pool:
                 self._idle -= 1
                 if self._closed or self._reading < self._readers or (self._queue and self._capacity()):
                     return False
-                if self._finished_at == finished:
-                    if self._keeping is None:
-                        return False
+                # Not "no job has ended": other threads may end theirs while this one is slow.
+                if self._keeping is not None and time.monotonic() - self._kept_at >= QUICK_JOB_SECONDS:
                     self._keeping = None
-                    self._brisk = False
+                    self._brisk = self._tiny = False
                     return True
+                if self._keeping is None and self._finished_at == finished:
+                    return False
         finally:
             self._guarded = False
 
@@ -346,11 +358,14 @@ class Pool:
                     self._queue.append(job)
                     job = self._queue.popleft()
                 self._running += 1
-                if self._brisk and self._readers == 1:
-                    self._keeping = threading.current_thread()
+                if self._tiny and self._readers == 1:
+                    self._keeping, self._kept_at = threading.current_thread(), time.monotonic()
                 else:
                     self._reading -= 1
-                self._provide_reader()
+                try:
+                    self._provide_reader()
+                except RuntimeError:  # this thread reads again after the job
+                    _log.exception("no thread could be started to read messages while a job runs")
                 return job
 
     def _leave_to_the_other(self) -> None:
@@ -391,7 +406,7 @@ class Pool:
             this_thread.is_closed = True  # the thread comes here from a job, where it is open
             with self._condition:
                 self._blocked += 1
-                self._brisk = False
+                self._brisk = self._tiny = False
                 if self._watching:
                     self._needed.set()
                 if self._keeping is threading.current_thread():

@@ -230,9 +230,13 @@ class Promise(Generic[T]):
         """Note the CUDA streams that compute ``value``: those that are current in the calling thread.
 
         Call this before `try_settle`, for a value that this process has computed. The current streams of the threads
-        that take the value then wait for these streams.
+        that take the value then wait for these streams. Without marks if CUDA has failed: whoever uses the value then
+        gets the error.
         """
-        self._marks = mark(value)
+        try:
+            self._marks = mark(value)
+        except Exception:
+            self._marks = None
 
     def try_settle(
         self,

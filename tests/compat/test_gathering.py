@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from nbdist import RpcTimeout, UnknownWorker, WorkerLost
+from nbdist import Interrupted, RpcTimeout, UnknownWorker, WorkerLost
 from nbdist.compat import gathering
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.testing import World
@@ -38,7 +38,7 @@ class Gatherings:
         with self.agents[name].activate():
             try:
                 self.results[name] = gathering.all_gather(objects(name), group, timeout)
-            except Exception as error:
+            except (Exception, KeyboardInterrupt) as error:
                 self.results[name] = error
 
     def ends(self):
@@ -184,6 +184,46 @@ def test_a_member_that_has_its_answer_may_leave_before_the_others_have_theirs(na
         slow.set()
         expected = {name: name.upper() for name in names}
         assert all(result == expected for result in gatherings.ends().values())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("interrupted", [0, 1], ids=["leader", "inner"])
+def test_nobody_waits_for_a_member_that_is_interrupted(names, monkeypatch, interrupted, when):
+    """Before it has all objects below it, all others fail; after that, all others have the objects."""
+    who, until = names[interrupted], gathering._Wait.until
+
+    def interrupt(self, outcome):
+        of_all = (
+            outcome is not gathering._rounds[self._agent.me.incarnation, gathering._sequence_id(names, 0)].collected
+        )
+        if self._agent.me.name == who and (of_all or when == "before"):
+            raise KeyboardInterrupt
+        return until(self, outcome)
+
+    monkeypatch.setattr(gathering._Wait, "until", interrupt)
+    with World(MANY) as world:
+        gatherings = Gatherings(world)
+        gatherings.begin(names)
+        results = gatherings.ends()
+        if (interrupted, when) != (0, "after"):  # a leader waits only for the objects below it
+            assert isinstance(results.pop(who), KeyboardInterrupt)
+        expected = {name: name.upper() for name in names}
+        for name, result in results.items():
+            if when == "before":
+                assert isinstance(result, Interrupted), name
+                assert who in str(result), name
+            else:
+                assert result == expected, name
+        assert not left_behind(world)
+
+
+def test_what_comes_for_a_round_that_has_failed_is_dropped(names):
+    with World(MANY) as world, world[0].activate():
+        number = gathering._numbers[world[0].me.incarnation, gathering._group_id(names)] = 3
+        gathering.gather_from_subtree(gathering._sequence_id(names, number - 1), names[1], {names[1]: 1})
+        assert not left_behind(world)
+        gathering.gather_from_subtree(gathering._sequence_id(names, number), names[1], {names[1]: 1})
+        assert len(left_behind(world)) == 1
 
 
 def test_an_unknown_member_fails_all(names):

@@ -11,7 +11,7 @@ What comes from another process needs no mark: it is complete when it arrives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -74,6 +74,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         each = left.pop()
         if isinstance(each, torch.Tensor):
             yield each
-        elif isinstance(each, list | tuple | set | frozenset | Mapping) and id(each) not in seen:
+        elif isinstance(each, list | tuple | set | frozenset | dict) and id(each) not in seen:
             seen.add(id(each))
-            left.extend(each.values() if isinstance(each, Mapping) else each)
+            left.extend(each.values() if isinstance(each, dict) else each)
