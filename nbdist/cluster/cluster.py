@@ -205,6 +205,8 @@ class Cluster:
         self._lanes = Lanes(self)
         self._changing = threading.Lock()
         """Held while workers restart, join, or form the process group at the user's wish: one of these at a time."""
+        self._is_ending = False
+        """True from the beginning of `shutdown`."""
         self._growth: Growth | None = None
         """Takes workers into the running cluster; None if the launcher lets none join."""
 
@@ -424,6 +426,7 @@ class Cluster:
         if self._state in ("new", "ended") or os.getpid() != self._pid:
             return 0
         agent, lives, thread = (getattr(self, name, None) for name in ("agent", "_lives", "_thread"))
+        self._is_ending = True
         left: list[int] = []
         with contextlib.ExitStack() as steps:  # runs the last step first, and all of them even if one fails
             steps.callback(self._forget)
@@ -517,12 +520,13 @@ class Cluster:
         """
         with self._changing_workers():
             found = [worker for worker in self.workers if worker.name == name and worker.incarnation == incarnation]
-            if not (self.running and found):
+            if not (self.running and found) or self._is_ending:
                 return
             try:
                 self._restart(found, because=because)
             except Exception as error:
-                _log.error("%s could not be restarted, although %s: %s", name, because, error)
+                if not self._is_ending:
+                    _log.error("%s could not be restarted, although %s: %s", name, because, error)
 
     def invite(self, file: str, *, uses: int = 1, expires: float = 3600.0) -> None:
         """Write another invitation, with which workers of other hosts join: see ``python -m nbdist worker --help``.

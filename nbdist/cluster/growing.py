@@ -113,7 +113,7 @@ class Growth:
         self._launcher.keep(names)
         line = self._say_joined(workers)
         try:
-            awaited = self._lives.adopt(workers, deadline)
+            awaited = self._lives.adopt(workers, time.monotonic() + self._timeout)
         except Exception as error:
             awaited, group = [], f"The process group did not form anew: {error}; `%dist_restart -p` tries again."
         else:

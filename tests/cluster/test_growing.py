@@ -269,6 +269,29 @@ def test_a_newcomer_that_cannot_start_is_sent_away_with_the_reason(keepers, impo
         assert sum_of_ranks(cluster) == [1.0, 1.0]
 
 
+def test_a_newcomer_that_fails_does_not_send_another_one_away(keepers, importable):
+    """Both come at the same time, so both start or none; then the good one starts again, under the other's name."""
+    (importable / "picky.py").write_text("import os\nassert not os.path.exists('bad'), 'a bad place'\n")
+    folder = importable / "where"
+    folder.mkdir()
+    (folder / "bad").touch()
+    with keepers.cluster(preload=("picky",)) as cluster:
+        members = cluster._lives.launcher.hub.members
+        with cluster._changing:
+            bad = keepers.another(cluster, cwd=folder)
+            until(lambda: len(members) == 2)
+            good = keepers.another(cluster)
+            until(lambda: len(members) == 3)
+        cluster.wait_for_workers(2, timeout=60)
+        until(lambda: len(keepers.told) == 2)
+        assert "could not join the running cluster: " in keepers.told[0]
+        assert "a bad place" in keepers.told[0]
+        assert keepers.told[1].startswith("worker1 joined from ")
+        assert bad.wait(20) == 1
+        assert good.poll() is None
+        assert sum_of_ranks(cluster) == [1.0, 1.0]
+
+
 def test_a_cluster_without_a_process_group_grows(keepers):
     with keepers.cluster(backend="none") as cluster:
         keepers.grow(cluster)

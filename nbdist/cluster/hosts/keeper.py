@@ -51,6 +51,7 @@ __all__ = [
     "Keeper",
     "deliver",
     "end",
+    "free_places",
     "free_port",
     "preload",
     "probe_worker",
@@ -239,6 +240,12 @@ class Keeper:
             raise
         return StartedWorker(started.pid, platform.node(), told.device)
 
+    def free_places(self, names: Sequence[str]) -> None:
+        """Free the places of workers that will not start again; else they keep them, also when they have ended."""
+        with self._lock:
+            for name in names:
+                self._given.pop(name, None)
+
     def _on_end(self, name: str, how: int | str) -> None:
         """Tell the notebook that a worker has ended, and its last words, after its last output. In a launcher's thread.
 
@@ -348,6 +355,11 @@ def free_port() -> int:
     with socket.socket(family) as probe:
         probe.bind((_here().host, 0))
         return int(probe.getsockname()[1])
+
+
+def free_places(names: list[str]) -> None:
+    """Free the places of workers that could not join, whose processes have ended."""
+    _here().free_places(names)
 
 
 def send_away(why: str) -> None:

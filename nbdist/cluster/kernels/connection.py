@@ -83,8 +83,11 @@ class KernelThread:
         """Run a coroutine in this thread; return the future of its outcome. Any other thread may wait for it.
 
         In this thread itself, await the coroutine instead: waiting would block it for ever. RuntimeError once the
-        thread has ended and its loop is closed.
+        thread is ending.
         """
+        if self._closing:
+            work.close()
+            raise RuntimeError("the thread of the kernels is ending")
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def is_current(self) -> bool:
@@ -105,9 +108,9 @@ class KernelThread:
             if self.context is not None:
                 self.context.destroy(linger=0)
 
+        self._closing = True  # nothing is begun any more that nobody would cancel
         with contextlib.suppress(Exception):
-            self.run(cancel_all()).result(2.0)
-        self._closing = True
+            asyncio.run_coroutine_threadsafe(cancel_all(), self.loop).result(2.0)
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(2.0)

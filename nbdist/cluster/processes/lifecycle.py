@@ -271,6 +271,7 @@ class Lifecycle:
             yield token
         except BaseException:
             self.unsent.discard(token)
+            self._thread.soon(self.after_cell)
             raise
 
     async def _started(self, worker: Worker) -> StartedWorker:
@@ -350,7 +351,8 @@ class Lifecycle:
         Returns at once, but the workers are told first: the cells that they are sent next run in the new group. A
         failure is only logged.
         """
-        if not (self._group_is_due and all(worker.state == "idle" for worker in self._workers)):
+        # A cell that is about to be sent counts as one that runs: it was meant for the group that there is.
+        if self.unsent or not (self._group_is_due and all(worker.state == "idle" for worker in self._workers)):
             return
 
         async def see_through(forming: Coroutine[Any, Any, None]) -> None:

@@ -254,5 +254,6 @@ def _note_world_size(world_size: int) -> None:
     _setup = msgspec.structs.replace(told, world_size=world_size)
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(told.local_world_size or world_size))
     shell: Any = get_ipython()
-    names = [name for name in ("world_size", "__world_size__") if shell.user_ns.get(name) == told.world_size]
+    own = [name for name in ("world_size", "__world_size__") if type(shell.user_ns.get(name)) is int]
+    names = [name for name in own if shell.user_ns[name] == told.world_size]
     shell.push(dict.fromkeys(names, world_size), interactive=False)

@@ -102,21 +102,23 @@ class InvitingLauncher(RemoteLauncher):
         The keepers of those in ``failed`` get no worker in that place any more; a keeper that has no other is told the
         reason, and ends. The places of the others are free again.
         """
-        ended = []
+        told: list[tuple[KeeperMember, Callable[..., None], object]] = []
         with self._lock, self.hub.lock:
             for name in names:
                 self._ranks.pop(name, None)
             self._joining.difference_update(names)
             self._missed.difference_update(names)
             for member in self.hub.members:
-                for name in member.workers & set(names):
-                    member.workers.discard(name)
-                    member.room -= name in failed
-                    if not member.room:
-                        ended.append((member, failed[name]))
-        for member, why in ended:
+                gone = member.workers & set(names)
+                member.workers -= gone
+                member.room -= len(gone & failed.keys())
+                if gone and member.room:
+                    told.append((member, keeper.free_places, sorted(gone)))
+                elif gone:
+                    told.append((member, keeper.send_away, next(failed[name] for name in gone if name in failed)))
+        for member, function, argument in told:
             with contextlib.suppress(NbdistError):  # it is lost by now
-                self.hub.call(member, keeper.send_away, why)
+                self.hub.call(member, function, argument).wait()  # before the next start there
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
         """Start a worker as soon as a keeper has room for it, or at once or never (`expect`); return a future."""

@@ -87,13 +87,15 @@ class OpenLocalLauncher(InvitingLauncher):
             for start in starts:
                 del self._wanted[start.name]
                 self._has_no_place(start)
-        with contextlib.suppress(OSError):
+        try:
             why = said.read_text(errors="replace").strip().rpartition("\n")[2]
-            for start in starts:
-                if start.future.set_running_or_notify_cancel():
-                    start.future.set_exception(
-                        ResourceError(f"the process that starts the workers of this host has ended: {why}")
-                    )
+        except OSError:  # the run directory is gone
+            why = "its last words are lost"
+        for start in starts:
+            if start.future.set_running_or_notify_cancel():
+                start.future.set_exception(
+                    ResourceError(f"the process that starts the workers of this host has ended: {why}")
+                )
 
     def _is_invited(self, member: KeeperMember) -> bool:
         return member.token not in self._own

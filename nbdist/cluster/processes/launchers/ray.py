@@ -153,7 +153,7 @@ class RayLauncher(RemoteLauncher):
                 return  # the hub notices that it is lost
             del self._actors[name]
             self._died[name] += died
-            again = died and self._died[name] < _ACTORS_TRIED
+            again = died and self._died[name] < _ACTORS_TRIED and name in self._wanted
             start = None if again else self._wanted.pop(name, None)
             if not again:
                 self._died.pop(name, None)  # a restart tries as often again
