@@ -1,6 +1,6 @@
-"""Takes new workers into a running cluster, as processes come that are to run them: by invitations, on any host.
+"""Adds workers to a running cluster when new keepers come, on any host, by an invitation.
 
-::
+A *keeper* is the process on a host that starts and ends the workers there::
 
     a keeper comes ──> InvitingLauncher.spare: is there room for new workers?
                               │ yes
@@ -9,8 +9,8 @@
                               │
                               └── one fails: all are killed; its keeper is sent away ──> a line; the others try again
 
-A new worker belongs to the cluster only when it is ready, and cells that run keep their workers. The process group
-forms anew once all workers are idle. While workers restart, newcomers wait.
+"A line" is a line of text for the user. A new worker belongs to the cluster only when it is ready, and running cells
+keep their workers. The process group forms again once all workers are idle. While workers restart, new keepers wait.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Growth:
     """Lets one cluster grow.
 
     Args:
-        workers: The cluster's workers, to which `Lifecycle.adopt` adds.
-        make: Returns the worker of a rank.
+        workers: The cluster's workers, a list to which `Lifecycle.adopt` adds the new ones.
+        make: Makes the object for the worker of a rank, and returns it.
         lives: Starts the workers.
-        launcher: Knows for how many there is room.
+        launcher: Knows how many new workers its keepers have room for.
         changing: Held while workers are added; the cluster holds it while it restarts workers.
         is_member: Returns whether the RPC world still has a member of a name.
         timeout: Seconds within which new workers must be ready.
-        tell: Called with a line when workers have joined, or could not.
+        tell: Called with a line for the user when workers have joined, or could not join.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Growth:
         """Notified after each growth."""
 
     def begin(self) -> None:
-        """Let the cluster, which now runs, grow from now on, also for processes that have come before."""
+        """Let the cluster, which now runs, grow from now on; keepers that have come before are used at once."""
         self._launcher.on_arrival = self.look_soon
         self.look_soon()
 
     def look_soon(self) -> None:
-        """Take workers in, in a thread of its own, if there is room for new ones. Returns at once. Any thread."""
+        """Add workers, in a new thread, if keepers have room for new ones. Returns at once. Any thread may call it."""
         if self._launcher.spare():
             threading.Thread(target=self._look, name="nbdist-growing", daemon=True).start()
 
@@ -86,7 +86,7 @@ class Growth:
             return self._changed.wait_for(lambda: len(self._workers) >= count, max(0.0, deadline - time.monotonic()))
 
     def _look(self) -> None:
-        """Take workers in until there is no room for new ones. In a thread of its own."""
+        """Add workers until no keeper has room for a new one. Runs in a thread of its own."""
         try:
             with self._changing:
                 while count := self._launcher.spare():
@@ -96,7 +96,7 @@ class Growth:
                 _log.exception("workers could not join")
 
     def _take_in(self, count: int) -> None:
-        """Add so many workers to the cluster, all or none. Says so in a line. `_changing` is held."""
+        """Add ``count`` workers to the cluster, all or none, and tell the user. The caller holds `_changing`."""
         deadline = time.monotonic() + self._timeout
         workers = [self._make(len(self._workers) + index) for index in range(count)]
         names = [worker.name for worker in workers]

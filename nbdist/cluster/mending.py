@@ -1,15 +1,17 @@
-"""Requests of a worker to the notebook, after the worker has aborted collectives of NCCL: calls that run there.
+"""Lets a worker ask the notebook for help after it has aborted collectives of NCCL: these functions run there.
 
 ==================  ===============================================  ==================================================
 worker              reason                                           notebook
 ==================  ===============================================  ==================================================
-`form_group_anew`   an interrupt has aborted the process group       forms it anew once all workers are idle
+`form_group_anew`   an interrupt has aborted the process group       forms it again once all workers are idle
 `restart_worker`    an abort has not returned within 5 s, or a       kills the worker and starts it again; its cells
-                    thread stays in its collective after a death,    fail with WorkerLost, which says why
-                    and so can only end with the process
+                    thread stays in its collective although a        fail with WorkerLost, which says why
+                    member has died: it can only end with the
+                    process
 ==================  ===============================================  ==================================================
 
-After a death there is nothing to ask: `%dist_restart` starts the dead worker, and forms the group anew.
+If the abort after a death succeeds, the worker asks for nothing: the user's `%dist_restart` starts the dead worker, and
+forms the group again.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ class MendableCluster(Protocol):
     """The parts of a `nbdist.cluster.cluster.Cluster` that these requests need."""
 
     def form_group_later(self) -> None:
-        """Form the process group of all workers anew once all are idle; return at once."""
+        """Form the process group of all workers again once all are idle; return at once."""
         ...
 
     def replace(self, name: str, incarnation: int, because: str) -> None:
@@ -37,13 +39,13 @@ _cluster: MendableCluster | None = None
 
 
 def follow(cluster: MendableCluster | None) -> None:
-    """Let the requests of workers reach this process's cluster; None when it has ended."""
+    """Let requests of workers reach ``cluster``, the one of this process; None when the cluster has ended."""
     global _cluster
     _cluster = cluster
 
 
 def form_group_anew() -> None:
-    """Form the process group of this process's cluster anew once all its workers are idle. Returns at once.
+    """Form the process group of this process's cluster again once all its workers are idle. Returns at once.
 
     Does nothing if a worker is dead, or if there is no cluster any more.
     """
@@ -54,8 +56,9 @@ def form_group_anew() -> None:
 def restart_worker(name: str, incarnation: int, because: str) -> None:
     """Restart a worker of this process's cluster in a new thread. Returns at once.
 
-    ``incarnation`` is that of the worker's agent: does nothing if the worker has been restarted meanwhile, or if there
-    is no cluster any more. ``because`` is the reason, for the WorkerLost of the worker's cells.
+    ``incarnation`` is the incarnation of the worker's agent. Does nothing if another incarnation runs by now, because
+    the worker has been restarted meanwhile, or if there is no cluster any more. ``because`` is the reason, for the text
+    of the WorkerLost of the worker's cells.
     """
     if (cluster := _cluster) is not None:
         threading.Thread(

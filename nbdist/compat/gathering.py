@@ -1,27 +1,28 @@
-"""Implements torch's private ``_all_gather``: all members of a group exchange an object each, by calls.
+"""Implements torch's private ``_all_gather``: each member of a group gives one object, and gets those of all.
 
-The members, sorted by name, form a tree in which each one has at most `_FAN_OUT` children. The *leader* is the first
-member by name, the root of the tree. Objects travel up, and then all of them travel down::
+The members, sorted by name, form a tree in which each one has at most `_FAN_OUT` children. The *leader*, the root of
+the tree, is the first member by name. Objects travel up by RPC, and then all of them travel down::
 
                    ┌── gather_to_leader, gather_from_subtree: the objects below ──> parent ── ... ──> leader
     member, child ─┤                                                                                    │ has all
                    └── broadcast_to_followers: all objects, by name <────────────── parent <── ... ─────┘
 
-A member has its answer when all members below it have theirs. So no member above another one leaves before that one has
-its answer. In a group of 17 or fewer, all others are children of the leader.
+A member returns the objects only after all members below it have them. So no member leaves before all below it have the
+objects. In a group of 17 or fewer, all other members are children of the leader.
 
-Every call has the usual time limit. The wait for slow members has a time limit only if the caller sets one, but it
-fails when one of the members is lost:
+Every call by RPC has the usual time limit. The wait for slow members has a time limit only if the caller sets one. The
+wait fails when a member is lost:
 
 ======================================  ======================================================================
 who notices the loss                    what it does
 ======================================  ======================================================================
 the leader, before it has all objects   raises WorkerLost, and tells its children (`fail_gathering`)
 a member above or directly below        the same; it tells its parent, too
-any other member                        tells the leader, which knows whether the lost one is still needed
+any other member                        tells the leader, which knows whether it still needs the lost member
 ======================================  ======================================================================
 
-Who is told raises the same error and tells its own parent and children, even if it has not called `all_gather` yet.
+A member that is told raises the same error, and tells its own parent and children. If it has not called `all_gather`
+yet, it tells them at once, and its call then raises the error.
 """
 
 from __future__ import annotations
@@ -47,21 +48,21 @@ __all__ = ["all_gather", "broadcast_to_followers", "fail_gathering", "gather_fro
 
 
 _FAN_OUT = 16
-"""The most children of a member. The groups of most programs are smaller, so one round trip to the leader is enough."""
+"""The most children of a member. Most programs have smaller groups: they need only one round trip to the leader."""
 _LOOK_FOR_LOST_EVERY = 0.5
-"""Seconds after which a waiting member looks whether another one is lost."""
+"""Seconds between two checks of a waiting member whether another member is lost."""
 _LOOKS_UNTIL_REPORT = 3
-"""The looks with a lost member after which a waiting member tells the leader. Usually the leader has noticed before."""
+"""The number of checks that find a lost member before it is reported: usually the leader has noticed by itself."""
 _TOLD_WITHIN = 5.0
-"""Seconds for a member to confirm that it knows of a failure. Nobody waits for that."""
+"""The time limit, in seconds, of a call that tells a member of a failure. No thread waits for its end."""
 
 
 @dataclass
 class _Place:
-    """The place of a member in the tree of its group. Member i is the parent of 16i + 1 to 16i + 16, counted from 0."""
+    """The place of a member in the tree of its group. Member i, from 0, is the parent of 16i + 1 to 16i + 16."""
 
     above: list[str]
-    """Its parent, its parent's parent, and so on; the leader comes last. Empty for the leader."""
+    """Its parent, its parent's parent, and so on, up to the leader. Empty for the leader."""
     children: list[str]
     below: set[str]
     """The members of its subtree, itself included."""
@@ -73,7 +74,7 @@ class _Place:
 
 
 def _place(names: Sequence[str], me: str) -> _Place:
-    """Return the place of a member in the group of these names, which are sorted."""
+    """Return the place of member ``me`` in the group of ``names``, which are sorted."""
     size = len(names)
     index = number = names.index(me) if me in names else size
     above = []
@@ -93,18 +94,18 @@ class _Round:
 
     def __init__(self) -> None:
         self.parts: dict[str, Any] = {}
-        """The objects that have come up to this member, by name."""
+        """The objects that this member has and its children have sent up, by the name of the member that gave each."""
         self.needed: set[str] | None = None
-        """The members whose objects this member collects; None as long as that is not known."""
+        """The members whose objects this member collects; None until it is known."""
         self.collected: Future[dict[str, Any]] = Future()
         """The objects of all needed members, by name."""
         self.whole: Future[dict[str, Any]] = Future()
         """The objects of all members of the group, by name. Not used on the leader."""
         self.timeout = -1.0
-        """The time limit, in seconds, of each call that passes the objects on to a child."""
+        """The time limit, in seconds, of each call that passes all objects on to a child."""
 
     def fail(self, error: NbdistError, *, on_leader: bool) -> bool:
-        """End the waits of this round with an error; return False if it had ended or failed before."""
+        """End the waits of this round with an error; return False if the round had ended or failed before."""
         is_new = self.collected.try_settle(None, error)
         return is_new if on_leader else self.whole.try_settle(None, error)
 
@@ -114,7 +115,7 @@ _lock = threading.Lock()
 _numbers: defaultdict[tuple[int, str], int] = defaultdict(int)
 """The number of the next round of each group, by the agent's incarnation and the group's id."""
 _rounds: defaultdict[tuple[int, str], _Round] = defaultdict(_Round)
-"""The rounds that run, by the agent's incarnation and the round's id, which is the same on all members."""
+"""The unfinished rounds, by the agent's incarnation and the round's id, which is the same on all members."""
 
 
 def _group_id(names: Sequence[str]) -> str:
@@ -145,9 +146,9 @@ def _find_round(sequence_id: str) -> _Round | None:
 def gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: Collection[str]) -> None:
     """Add the object of one member to one call of `all_gather`, on the leader: the first member by name.
 
-    In a group of 17 members or fewer, the other members call this on the leader; it returns at once. The objects of all
-    ``worker_names`` end the leader's wait. All members use the same ``sequence_id`` for one call of `all_gather`.
-    Raises RuntimeError if the member has sent its object before.
+    In a group of 17 members or fewer, the other members call this on the leader by RPC; it returns at once. The
+    leader's wait ends when it has the objects of all ``worker_names``. All members use the same ``sequence_id`` for one
+    call of `all_gather`. Raises RuntimeError if the member has sent its object before.
     """
     _add(sequence_id, worker_name, {worker_name: obj}, set(worker_names))
 
@@ -155,14 +156,14 @@ def gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names:
 def gather_from_subtree(sequence_id: str, worker_name: str, objects: dict[str, Any]) -> None:
     """Add the objects of one member and of all below it to one call of `all_gather`, on the member's parent.
 
-    Groups of more than 17 members use it in place of `gather_to_leader`. Raises RuntimeError if the member has sent its
-    objects before.
+    Groups of more than 17 members use this in place of `gather_to_leader`. Raises RuntimeError if the member has sent
+    its objects before.
     """
     _add(sequence_id, worker_name, objects, None)
 
 
 def _add(sequence_id: str, worker_name: str, objects: dict[str, Any], needed: set[str] | None) -> None:
-    """Add objects to a round, by name; end this member's wait for them when all that are needed are there.
+    """Add objects to a round, by name; end this member's wait for objects when it has all that it needs.
 
     ``needed`` are the names of the members whose objects this member collects; None if the caller does not know them.
     """
@@ -186,8 +187,8 @@ def _add(sequence_id: str, worker_name: str, objects: dict[str, Any], needed: se
 def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
     """Pass the objects of all members, by name, to the members below this one; then end this member's own wait.
 
-    The parent, in a small group the leader, calls this on each child, once for each `all_gather`: the one with this
-    ``sequence_id``. Raises RpcTimeout, with torch's text, if a member below cannot be reached.
+    A parent calls this on each child by RPC, once for each `all_gather`; ``sequence_id`` names that `all_gather`.
+    Raises RpcTimeout, with torch's text, if a member below cannot be reached.
     """
     agent = api.current_agent()
     with _lock:
@@ -204,9 +205,9 @@ def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> Non
 def fail_gathering(names: Sequence[str], number: int, worker_name: str, error: NbdistError) -> None:
     """End one call of `all_gather` on this member with an error, and tell its parent and its children the same.
 
-    ``worker_name`` is the member that has failed and calls this; empty if it has not failed. ``names`` and ``number``
-    say which call of `all_gather` it is. Does nothing if that call has ended here or has failed, or if this member
-    leads and has all objects: then the lost member is not needed any more.
+    ``worker_name`` is the member that calls this because its own round has failed; empty if the caller's round has not
+    failed. ``names`` and ``number`` tell which call of `all_gather` it is. Does nothing if that call has ended or
+    failed here, or if this member is the leader and has all objects: then it needs the lost member no longer.
     """
     agent = api.current_agent()
     with _lock:
@@ -232,7 +233,7 @@ def _tell_failed(
     teller = "" if to_leader else agent.me.name
     for name in [names[0]] if to_leader else _place(names, agent.me.name).neighbours:
         if name != but:
-            with contextlib.suppress(NbdistError):  # a lost member need not know
+            with contextlib.suppress(NbdistError):  # if this member is lost, nobody must tell it
                 agent.call(name, fail_gathering, list(names), number, teller, plain, timeout=_TOLD_WITHIN)
 
 
@@ -240,8 +241,8 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
     """Return the object that each member of the group has given, by the member's name.
 
     All members must call this, with the same ``worker_names`` (None for all workers). Raises RpcTimeout after
-    ``timeout`` seconds; with 0 or less, it waits for slow members without a limit. All members raise WorkerLost if one
-    is lost before the first member by name, the leader, has all objects.
+    ``timeout`` seconds; with 0 or less, waits for slow members without a limit. If a member is lost before the leader,
+    the first member by name, has all objects, all members raise WorkerLost.
     """
     timeout = durations.limit(timeout)
     agent = api.current_agent()
@@ -274,7 +275,7 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
                 api.rpc_sync(parent, gather_to_leader, (sequence_id, me, obj, names), timeout=timeout)
             return wait.until(gathering.whole)
     except (WorkerLost, UnknownWorker) as error:
-        if gathering.fail(error, on_leader=me == names[0]):  # else another member told this one, and the others
+        if gathering.fail(error, on_leader=me == names[0]):  # False if another member has told this one and the others
             _tell_failed(agent, names, number, error)
         raise
     except (KeyboardInterrupt, RpcTimeout) as error:
@@ -294,20 +295,21 @@ class _Wait:
     """The waits of one member in one call of `all_gather`."""
 
     def __init__(self, agent: Agent, names: Sequence[str], number: int, place: _Place, deadline: float) -> None:
-        """Begin with nobody lost. The waits end with RpcTimeout at the ``deadline``, a time of `time.monotonic`."""
+        """Prepare the waits, which end with RpcTimeout at the ``deadline``, a time of `time.monotonic`."""
         self._agent = agent
         self._names = names
         self._number = number
         self._near = [*place.above, *place.children] if place.above else names
-        """The members that do not leave before this member has its answer, unless they fail. The leader: all."""
+        """The members that leave before this member has the objects only if they fail; all members for the leader."""
         self._deadline = deadline
         self._looks = 0
-        """The number of looks that have found another member lost."""
+        """The number of checks that have found another member lost."""
 
     def until(self, outcome: Future[dict[str, Any]]) -> dict[str, Any]:
-        """Wait until the objects are there; return them by name.
+        """Wait until ``outcome`` has the objects; return them by name.
 
-        Raises WorkerLost if a member is lost, UnknownWorker if one was never a member, and RpcTimeout at the deadline.
+        Raises WorkerLost if a member of `_near` is lost, UnknownWorker if a name was never a member, and RpcTimeout at
+        the deadline.
         """
         while True:
             left = self._deadline - time.monotonic()
@@ -317,11 +319,11 @@ class _Wait:
                 if left <= 0:
                     raise
             for name in self._near:
-                self._agent.find(name)  # raises if it is lost
+                self._agent.find(name)  # raises if the member is lost
             self._look_for_others()
 
     def _look_for_others(self) -> None:
-        """Tell the leader of a member that is lost, once. That member may have had its answer and left."""
+        """Tell the leader, once, that a member outside of `_near` is gone: it may have died, or finished and left."""
         if self._near is self._names or self._looks >= _LOOKS_UNTIL_REPORT:
             return
         membership = self._agent.membership
@@ -336,7 +338,7 @@ class _Wait:
 
 
 def _broadcast(sequence_id: str, whole: dict[str, Any], children: list[str], timeout: float) -> None:
-    """Send the objects of all members to the children, and wait until they and all below them have them.
+    """Send the objects of all members to the children, and wait until all members below have received them.
 
     Raises RpcTimeout, with torch's text, if that fails for any child. ``timeout`` is in seconds, for each call.
     """

@@ -1,25 +1,26 @@
-"""The thread pool of an agent: threads take turns at reading, and the thread that reads a request runs it.
+"""The thread pool of an agent: threads take turns at reading messages, and the thread that reads a request runs it.
 
-So a request never passes from one thread to another; only the turn at reading does. Mostly not even that, because
-waking a thread for each message takes longer than running a small function:
+So a request never passes from one thread to another; only the turn at reading passes. To wake a thread for each message
+would take longer than to run a small function, so the turn rarely passes:
 
 - Some channels let two threads wait for messages at once, and wake one of them for each message. While one thread runs
   a request, the other one already waits for the next.
 - With other channels only one thread may wait for messages. It keeps its turn while it runs a request, as long as
-  requests take less than `TINY_JOB_SECONDS`. A *guard*, an idle thread that looks every `QUICK_JOB_SECONDS`, takes the
+  requests take less than `TINY_JOB_SECONDS`. A *guard*, an idle thread that checks every `QUICK_JOB_SECONDS`, takes the
   turn from a thread whose request takes longer.
 
 The life of a thread of the pool::
 
     start ─> idle: sleep until there is work ──> take a queued job ────────────┐
               ^        │                                                       v
-              │        └── fewer than `readers` read? ──> read, until a job ─> run the job
+              │        └── fewer than `readers` read? ──> read until a job  ─> run the job
               │                                           comes              │
               └──────────────────────────────────────────────────────────────┘
 
-Up to ``size`` threads may run user code. A thread that waits for another call does not count, so nested and recursive
-calls cannot use up the pool. The pool also grows when work is queued and no job has finished for a while: a function
-may sleep in a lock that another call must release. An idle thread ends if more than ``size`` others are idle.
+A *job* is a function for the pool, such as one that runs a request. Up to ``size`` threads may run jobs. A thread that
+waits for another call does not count, so nested and recursive calls cannot use up the pool. The pool also grows when
+jobs are queued and no job has finished for a while: a job may wait for a lock that another call must release. An idle
+thread ends if more than ``size`` others are idle.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ Job = Callable[[], object]
 """A function without arguments that a thread of the pool runs once; its result is ignored."""
 
 QUICK_JOB_SECONDS = 0.005
-"""Seconds. While jobs end within this time, the second reader leaves waiting messages to the thread that runs them.
+"""Seconds. While jobs end within this time, the second reader leaves waiting messages to the thread that runs jobs.
 
-As long as Python lets a thread keep the GIL (5 ms), so that a job that had to wait for the GIL does not count as slow.
+Python's default time for a thread to keep the GIL (5 ms), so a job that has waited for the GIL once is not slow.
 """
 
 TINY_JOB_SECONDS = 0.001
@@ -52,18 +53,19 @@ A job that takes longer may release the GIL for most of it, so others should run
 """
 
 STUCK_AFTER_SECONDS = 0.1
-"""Seconds without a finished job, with jobs queued, after which one more thread starts."""
+"""Seconds after which the pool may start more threads, if jobs are queued and none has finished for that long."""
 
 _log = logging.getLogger("nbdist.rpc")
 
 
 class _PoolThread(threading.Thread):
-    """A thread in which finalisers may not wait for calls, from its first step on: it is started under a lock."""
+    """A thread in which finalisers may not wait for calls, from its first step on: the pool's lock is held then."""
 
     def _bootstrap(self) -> None:
         """Mark the thread as closed to finalisers before any other Python code runs in it.
 
-        In a closed thread, a call that a user's ``__del__`` makes is sent by another thread, and cannot be waited for.
+        If a user's ``__del__`` makes a call in a closed thread, another thread sends the call, and ``__del__`` cannot
+        wait for it.
         """
         this_thread.is_closed = True
         super()._bootstrap()  # type: ignore[misc]
@@ -83,15 +85,15 @@ class Pool:
         has_more: Callable[[], bool] = lambda: False,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make a pool without threads; `start` starts the first.
+        """Make a pool without threads; `start` starts the first thread.
 
         Up to ``size`` threads run jobs at a time, at least 1; those that wait for other calls are not counted. The
         names of the threads begin with ``name``. Each new thread calls ``begin()`` first.
 
-        ``read(timeout, soon)`` waits for a message and returns a job, or None. Up to ``readers`` threads are in it at a
-        time. ``soon`` is True if the thread has just finished the last job and no other thread has anything to do. One
-        of the threads in ``read`` must return when ``wake()`` is called; the pool calls it if ``has_more()`` says that
-        messages are there for which no reader will be woken.
+        ``read(timeout, soon)`` waits for a message and returns a job, or None. Up to ``readers`` threads call it at a
+        time. ``soon`` is True if the thread has just finished the last job and no other thread has anything to do. When
+        the pool calls ``wake()``, one of the threads in ``read`` must return. The pool does so if ``has_more()`` says
+        that there are messages for which the channel will wake no reader.
         """
         self._size = max(1, size)
         self._read = read
@@ -117,7 +119,7 @@ class Pool:
         self._watching = False
         """True while the second reader waits in `_leave_to_the_other`."""
         self._needed = threading.Event()
-        """Wakes the second reader from there."""
+        """Wakes the second reader in `_leave_to_the_other`."""
         self._keeping: threading.Thread | None = None
         """The thread that runs a job and has kept its turn at reading: it counts in `_reading` meanwhile."""
         self._kept_at = 0.0
@@ -125,7 +127,7 @@ class Pool:
         self._guarded = False
         """True while a thread is in `_guard`."""
         self._is_called = False
-        """True from when a thread is woken or started to be the guard until it has the lock."""
+        """True from the moment when a thread is woken or started to be the guard, until this thread has the lock."""
         self._closed = False
         self._count = 0
 
@@ -153,8 +155,8 @@ class Pool:
     def submit(self, job: Job) -> None:
         """Run ``job`` on a thread of the pool. Any thread may call this; after `close` the job may never run.
 
-        An error of the job is logged. Meanwhile the calling thread holds the lock of the pool, so a finaliser that runs
-        in it may not wait for calls (`nbdist.finalisers`).
+        An error of the job is logged. This method holds the pool's lock, so a finaliser that runs during it must not
+        wait for calls (`nbdist.finalisers`).
         """
         was_closed = this_thread.is_closed
         try:
@@ -168,7 +170,7 @@ class Pool:
     def close(self, timeout: float) -> bool:
         """End all threads, waiting ``timeout`` seconds at most; return whether all have ended.
 
-        A thread in user code ends when the user code returns. Queued jobs do not run.
+        A thread that runs user code ends when that code returns. Queued jobs do not run.
         """
         with self._condition:
             self._closed = True
@@ -197,9 +199,9 @@ class Pool:
         return self._running - self._blocked < self._size + self._extra
 
     def _provide(self) -> None:
-        """Give queued work a thread: wake an idle one; start one if there is none and the limit allows it.
+        """Give queued jobs a thread: wake an idle one, or start one if none is idle and the limit allows it.
 
-        If neither is possible, a thread takes the work when it has finished its own. The caller holds the lock.
+        If neither is possible, a thread takes the next job when it has finished its own. The caller holds the lock.
         """
         if self._idle:
             self._condition.notify()
@@ -207,9 +209,10 @@ class Pool:
             self._spawn()
 
     def _run(self) -> None:
-        """Run jobs, and read in between, until the pool is closed. The errors of jobs are logged.
+        """Run jobs, and read messages in between, until the pool is closed. The errors of jobs are logged.
 
-        The body of each thread. Between jobs, a call that a finaliser makes in the thread is sent by another thread.
+        Each thread of the pool runs this. If a finaliser makes a call in the thread between jobs, another thread sends
+        the call.
         """
         set_blocking_hook(self._blocking)
         self._begin()
@@ -239,10 +242,10 @@ class Pool:
                 self._threads.discard(thread)
 
     def _next(self) -> Job | None:
-        """Return the next job for this thread, which may read it itself; None if the thread is to end.
+        """Return the next job for this thread, which may read it itself; None if the thread must end.
 
-        Queued jobs come first, then reading. A thread that finds neither sleeps, or ends if enough others sleep
-        already. The caller does not hold the lock.
+        Queued jobs come first. If there are none, the thread reads. If enough others read, it sleeps, or it ends if
+        enough others sleep. The caller does not hold the lock.
         """
         while True:
             with self._condition:
@@ -256,7 +259,7 @@ class Pool:
                         if self._queue:
                             self._provide()  # one idle thread may have been woken for two jobs
                         return queued
-                    # Nothing is stuck any more when the queue is empty.
+                    # With an empty queue, no job is stuck any more.
                     self._extra = 0 if not self._queue else self._extra
                     if self._reading < self._readers:
                         self._reading += 1
@@ -278,8 +281,8 @@ class Pool:
     def _provide_reader(self) -> None:
         """Make sure that a thread reads messages while this thread runs a job. The caller holds the lock.
 
-        If none reads, an idle thread is woken, or a new one is started. A thread that is reading is woken only if there
-        are messages for which the channel wakes no reader.
+        If no thread reads, wakes an idle one or starts a new one. If a thread reads already, wakes it only if there are
+        messages for which the channel wakes no reader.
         """
         if self._keeping is not None:
             if not (self._guarded or self._is_called):
@@ -301,8 +304,9 @@ class Pool:
     def _guard(self) -> bool:
         """Wait while another thread keeps its turn at reading and ends its jobs quickly.
 
-        Returns True if that thread's job takes longer than `QUICK_JOB_SECONDS`: then the turn is this thread's. Returns
-        False if there is something else to do, or nothing at all. The caller holds the lock, which is free meanwhile.
+        Returns True if that thread's job takes longer than `QUICK_JOB_SECONDS`: then this thread takes the turn.
+        Returns False if this thread has something else to do, or if the other thread keeps its turn no longer. The
+        caller holds the lock; other threads may take it while this one waits.
         """
         self._guarded, self._is_called = True, False
         try:
@@ -327,8 +331,8 @@ class Pool:
         """Read until there is a job for this thread, and return it; None once the pool is closed.
 
         `_next` calls this, without the lock, in a thread that may read. A job beyond the limit of `_capacity` is
-        queued. Before this returns a job, it makes sure that another thread reads, or will if the job is not quick.
-        Errors of reading are logged.
+        queued. Before this returns a job, it makes sure that another thread reads, or will read if the job is not
+        quick. Errors of reading are logged.
         """
         is_first = True
         while True:
@@ -369,11 +373,12 @@ class Pool:
                 return job
 
     def _leave_to_the_other(self) -> None:
-        """Wait while the thread that runs jobs ends them quickly, and messages are there that it can read itself.
+        """Wait while the other thread ends its jobs quickly and there are messages that it can read itself.
 
-        Called by a thread that is about to read: for quick jobs, a switch to this thread costs more than it gains. Many
-        small calls that come at once then run one after the other, on one thread. Returns when a job takes longer than
-        `QUICK_JOB_SECONDS` or waits for another call; this thread then reads, and the rest runs beside that job.
+        A thread that is about to read calls this: for quick jobs, a switch to this thread costs more than it gains. If
+        many small calls come at once, they run one after another on the other thread. Returns when a job takes longer
+        than `QUICK_JOB_SECONDS` or waits for another call. This thread then reads, and the next calls run beside that
+        job.
         """
         while self._brisk and self._reading < self._readers and self._has_more() and not self._closed:
             finished = self._finished_at
@@ -387,8 +392,8 @@ class Pool:
     def _unstick(self) -> None:
         """Allow more threads if no job has finished for `STUCK_AFTER_SECONDS` seconds; give queued jobs a thread.
 
-        The number of threads allowed beyond ``size`` rises by half, at least by 1; it is 0 again once no job is queued.
-        So the pool grows quickly when many jobs wait for one another. The caller holds the lock.
+        The number of threads allowed beyond ``size`` rises by half, at least by 1, and falls to 0 once no job is
+        queued. So the pool grows quickly when many jobs wait for one another. The caller holds the lock.
         """
         if time.monotonic() - self._finished_at >= STUCK_AFTER_SECONDS:
             self._extra += max(1, self._extra // 2)
@@ -398,9 +403,9 @@ class Pool:
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
-        """Surround a wait for another call: this thread does not count towards ``size`` meanwhile.
+        """Leave this thread out of the count towards ``size`` during the block, in which it waits for another call.
 
-        Another thread may start, and run a job.
+        So another thread may start, and run a job.
         """
         try:
             this_thread.is_closed = True  # the thread comes here from a job, where it is open

@@ -1,9 +1,12 @@
 """The connections of an agent to the others, and the clock that says when one of them needs attention.
 
 A `Connection` has two protocol states about another agent (`nbdist.wire.peer`, which is pure) and two links of the
-channel to it: one pair for messages of 256 KiB or more, one for all others. So no small message waits behind a large
-one. Many threads send, so the lock is here. The clock is here, too: a thread that sends may have to move the next alarm
-forward while the reader sleeps.
+channel to it: one state and one link for messages of 256 KiB or more, and one of each for all others. So no small
+message waits behind a large one. Many threads send, so the lock is here. The clock is here, too: if a thread that sends
+makes something due earlier, it may have to wake the sleeping reader.
+
+The *reader* is the thread of the agent that waits for messages (`nbdist.rpc.dispatch`). A *tick* is one look of the
+reader at all connections, in which it does what is due.
 """
 
 from __future__ import annotations
@@ -50,21 +53,25 @@ from nbdist.wire.tensors import Slot
 __all__ = ["Connection", "Links"]
 
 _LONGEST_NAP_SECONDS = 0.2
-"""Seconds after which a reader looks at the clock even if nothing comes, so that most senders need not wake it."""
+"""Seconds after which a reader looks at the clock even if nothing comes.
+
+Because of this, most senders need not wake the reader.
+"""
 
 _PAUSE_PER_CONNECTION = 5e-5
 """The shortest time between two ticks, in seconds for each connection: a tick looks at all connections.
 
-A tick takes 2 to 5 µs for each, so ticks take a tenth of a core at most. An agent with 20 connections
-pauses for 1 ms, and one with 1,000 for 50 ms; acknowledgements, pings and repetitions are late by as much. Without the
-pause, the heartbeats of 1,000 connections, due at 1,000 moments of each second, would take more than one core.
+A tick takes 2 to 5 µs for each connection, so ticks take at most a tenth of a core. An agent with 20 connections pauses
+for 1 ms, and one with 1,000 connections for 50 ms; acknowledgements, pings and repetitions are late by up to that time.
+Without the pause, the heartbeats of 1,000 connections, due at 1,000 moments of each second, would take more than one
+core.
 """
 
 _CHOOSE_EVERY = PING_FIRST
-"""Seconds after which an agent of a large world chooses again whom it watches: it has made calls meanwhile."""
+"""Seconds after which an agent of a large world chooses again which members it watches, as it has made calls since."""
 
 _FILE_SCHEMES = ("unix://", "ipc://")
-"""The beginnings of addresses that are files. On another host the file does not exist, or belongs to another agent."""
+"""The prefixes of addresses that are files. On another host the file does not exist, or belongs to another agent."""
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -79,17 +86,17 @@ class HeldByLinks(Protocol):
         """Undo what was done for the message, such as its forks, unless `is_sent` is True.
 
         If the message certainly does not go out, `Links.post` sets `is_sent` to False and calls this. The sender may
-        call it again.
+        call this a second time.
         """
 
 
 @dataclass
 class Connection:
-    """Another agent as this one knows it: who it is, the protocol states, and the links to it."""
+    """Another agent as this one knows it: its record, the protocol states, and the links to it."""
 
     record: Record
     addresses: list[str]
-    """Where it is reached from here."""
+    """The addresses at which this agent reaches it."""
     peer: Peer
     """The protocol state of all messages but the large ones."""
     link: Link
@@ -98,19 +105,19 @@ class Connection:
     results: Devices
     """Its devices for the results of its calls."""
     sent: int = 0
-    """Bytes that were sent there, those in shared memory included."""
+    """The bytes that were sent to it, those in shared memory included."""
     large_peer: Peer | None = None
-    """The protocol state of large messages, once there was one."""
+    """The protocol state of large messages; None before the first large message."""
     large_link: Link | None = None
-    """The link for large messages, once one was sent."""
+    """The link for large messages; None before the first one is sent."""
 
     @property
     def peers(self) -> list[Peer]:
-        """The protocol states, of large messages only if there was one."""
+        """The protocol states: that of small messages, and that of large ones if there was a large message."""
         return [self.peer] if self.large_peer is None else [self.peer, self.large_peer]
 
     def next_tick(self) -> float:
-        """Return the moment at which `Peer.tick` of some state has something to do."""
+        """Return the first moment at which `Peer.tick` of one of the states has something to do."""
         due = self.peer.next_tick()
         return due if self.large_peer is None else min(due, self.large_peer.next_tick())
 
@@ -138,12 +145,12 @@ class Links:
         """Make the table, without any connection.
 
         ``watch(pid, started)`` watches the process of a member of this host; ``started`` is as in `Record`.
-        ``on_undelivered(call)`` is told of a call that its callee has not acknowledged in any try.
+        ``on_undelivered(call)`` is called for a call that its callee has not acknowledged after all tries.
         """
         self.connections: dict[int, Connection] = {}
         """The connections, by the other agent's incarnation. Changed under the lock; a lookup needs none."""
         self.closed = False
-        """True once `close` was called: then nothing is sent any more."""
+        """True once `close` was called: from then on, nothing is sent."""
         self.due = math.inf
         """The moment at which some connection or call needs attention, as of `time.monotonic`."""
         self._ticked = -math.inf
@@ -161,9 +168,9 @@ class Links:
         self._watch = watch
         self._on_undelivered = on_undelivered
         self.meets_all = True
-        """True if every two members meet. False if one agent meets all, and the others meet only that one."""
+        """True if all members connect to each other. False if one agent connects to all, and the others only to it."""
         self._chooses = False
-        """True if this agent watches some members only, as the world is large."""
+        """True if this agent watches only some members, because the world is large."""
         self._is_large = False
         """True if the world was large when `_ring` was computed."""
         self._ring: set[int] = set()
@@ -180,10 +187,10 @@ class Links:
     # -- connecting and disconnecting ---------------------------------------------------------
 
     def connect(self, record: Record) -> None:
-        """Connect to another agent. A second call for the same incarnation does nothing, nor does a call after `close`.
+        """Connect to another agent. A second call for the same incarnation and a call after `close` do nothing.
 
-        The process of an agent on this host is watched; an agent on another host is judged by its silence. Of an agent
-        on another host, addresses that are files, such as unix sockets, are not used.
+        If the agent is on this host, watches its process. An agent on another host is lost after a time of silence, and
+        those of its addresses that are files, such as unix sockets, are not used.
         """
         with self._lock:
             if record.incarnation in self.connections or self.closed:
@@ -201,17 +208,17 @@ class Links:
         self.hurry(peer.next_tick())
 
     def disconnect(self, incarnation: int) -> None:
-        """Close the connection to an agent that never became a member. Does nothing if there is none."""
+        """Close the connection to an agent that never became a member. Does nothing without a connection."""
         with self._lock:
             connection = self._remove(incarnation)
         if connection is not None:
             connection.close()
 
     def lose(self, incarnation: int) -> Connection | None:
-        """Remove the connection to an agent that is gone, and return it.
+        """Remove the connection to an agent that is gone, and return the connection.
 
-        Returns None if that was done before, or after `close`. The caller closes the link. The messages that were kept
-        to be sent again are forgotten, with the references that they held.
+        Returns None if it was removed before, or after `close`. The caller closes the links. Forgets the messages that
+        were kept to be sent again, with the references that they held.
         """
         with self._lock:
             connection = self._remove(incarnation)
@@ -222,10 +229,7 @@ class Links:
         return connection
 
     def _remove(self, incarnation: int) -> Connection | None:
-        """Take a connection out of the table. The caller holds the lock.
-
-        Returns None if there is none.
-        """
+        """Take a connection out of the table and return it; None if there is none. The caller holds the lock."""
         connection = self.connections.pop(incarnation, None)
         if connection is not None:
             self._is_stale = True
@@ -233,9 +237,10 @@ class Links:
         return connection
 
     def close(self, goodbye: Goodbye | None) -> bool:
-        """Send nothing more, except a goodbye to the others; return False if that was done before.
+        """Stop sending, after a goodbye to the other agents; return False if the links are closed already.
 
-        Does not wait for answers, and closes no link. A forked child passes None: the agent lives on in the parent.
+        Does not wait for answers, and closes no link of the channel. A forked child passes None, and so sends no
+        goodbye, because the agent still lives in the parent.
         """
         with self._lock:
             if self.closed:
@@ -262,17 +267,17 @@ class Links:
     ) -> int:
         """Send a message; return its number, with which `status` can tell whether it has arrived.
 
-        The number of a large message is negative. ``is_large`` counts a small message among the large ones, such as the
-        answer to a ping for those; it still goes over the link for small ones.
+        The number of a large message is negative. With ``is_large``, a small message counts as a large one, such as the
+        answer to a ping of the large ones' `Peer`; it still goes over the link for small ones.
 
         Any thread may call this. ``holds`` is kept until the message has arrived; ``slots`` are the copies of its large
         tensors in shared memory. If `Message.gives_back` is True, the message also returns shared memory that the
         receiver owns and this agent has read.
 
-        Raises WorkerLost if the agent is not connected, and ChannelError if the channel refuses a call. Other messages
-        that must arrive are tried again later, and messages that need not arrive are dropped. If this raises and the
-        message certainly does not go out, ``take_back`` of ``holds`` and of each slot is called. After Ctrl-C the
-        message may still go out.
+        Raises WorkerLost if the agent is not connected, and ChannelError if the channel refuses a call. If the channel
+        refuses another message, it is sent again later if it must arrive, and dropped if not. If this method raises an
+        error and the message certainly does not go out, it calls ``take_back`` of ``holds`` and of each slot. After
+        Ctrl-C the message may still go out.
         """
         was_closed = this_thread.is_closed
         try:
@@ -282,7 +287,7 @@ class Links:
             back: list[tuple[int, int]] | None = None
             size = sum(map(len, frames))
             try:
-                # 1. Take along the blocks that the receiver should get back.
+                # 1. Find the blocks of shared memory that the message returns to the receiver.
                 if (sharing.ended or sharing.owing) and message.gives_back:
                     with Deferral():
                         back = sharing.owed(to)
@@ -300,7 +305,7 @@ class Links:
                     peer = self._large_peer(connection) if large else connection.peer
                     outgoing = peer.send(message, frames, now, holds, back)
                     connection.sent += size + len(outgoing.frames[0])
-            except BaseException:  # the receiver is gone, or Ctrl-C came
+            except BaseException:  # the receiver is gone, or the user pressed Ctrl-C
                 if not self._peer_keeps(to, message):
                     self._take_back(to, holds, slots, back)
                 raise
@@ -318,7 +323,7 @@ class Links:
                         raise self._no_connection(to) from None  # the receiver was lost in between
                     raise
                 self.hurry(self._postpone(peer, outgoing))
-            finally:  # also after Ctrl-C: the peer keeps the message, and will notice that it has not arrived
+            finally:  # also after Ctrl-C: `peer` keeps the message, and will notice that it has not arrived
                 if now + PING_FIRST < self.due:
                     self.hurry(now + PING_FIRST)
             return -outgoing.seq if large else outgoing.seq
@@ -328,7 +333,7 @@ class Links:
     def note_call(self, call: Pending) -> None:
         """Note that a call was sent: at half of its time limit the reader asks the callee what it is doing.
 
-        A call without a time limit needs no such question.
+        For a call without a time limit, the reader does not ask.
         """
         if call.timeout > 0 and call.started + call.timeout * 0.5 < self.due:
             self.hurry(call.started + call.timeout * 0.5)
@@ -336,9 +341,9 @@ class Links:
             trace.emit("call.sent", agent=self._me.name, to=call.worker, function=call.function, id=call.id)
 
     def _peer_keeps(self, to: int, message: Message) -> bool:
-        """Return whether the peer of agent ``to`` keeps a message: it was sent, or will be sent again.
+        """Return whether a `Peer` for agent ``to`` keeps a message: it was sent, or will be sent again.
 
-        Ctrl-C may come anywhere in `post`. Only the peer knows then whether the message goes out.
+        Ctrl-C may come anywhere in `post`. Then only the `Peer` knows whether the message goes out.
         """
         with self._lock:
             connection = self.connections.get(to)
@@ -350,22 +355,22 @@ class Links:
         """Undo what was done for a message to agent ``to`` that certainly does not go out.
 
         ``holds`` undoes the forks of the references in the message, and ``slots`` free the shared memory of its
-        tensors. ``back`` is the shared memory of that agent which the message was to return, as pairs of segment and
-        offset; it goes back with a later message. None for no memory.
+        tensors. ``back`` is the shared memory of agent ``to`` that the message should have returned, as pairs of
+        segment and offset; a later message returns it. None for no memory.
         """
         if holds is not None:
             holds.is_sent = False
             holds.take_back()
         for slot in slots:
             slot.take_back()
-        if back and to in self.connections and not self.closed:  # an owner that is gone does not need them
+        if back and to in self.connections and not self.closed:  # an owner that is gone does not need its memory
             self._sharing.owe(to, back)
 
     def post_later(self, to: int, message: UserDelete) -> None:
-        """Queue a delete for the next message to that agent.
+        """Queue a delete, which tells agent ``to`` that a reference was released, for the next message to that agent.
 
-        If none goes there within 50 ms, it goes alone, within 0.25 s. The second number is the first plus
-        `_LONGEST_NAP_SECONDS`, because no reader is woken for this. Raises WorkerLost if the agent is not connected.
+        If no message goes there within 50 ms, the delete goes alone, within 0.25 s. The second number is the first plus
+        `_LONGEST_NAP_SECONDS`, because this wakes no reader. Raises WorkerLost if the agent is not connected.
         """
         with self._lock:
             connection = self.connections.get(to)
@@ -375,9 +380,9 @@ class Links:
         self.note(due)
 
     def post_waiting(self) -> None:
-        """Send now what `post_later` has queued.
+        """Send now the deletes that `post_later` has queued.
 
-        A message that the channel refuses is tried again later.
+        If the channel refuses a message, it is sent again later.
         """
         now = time.monotonic()
         with self._lock:
@@ -387,7 +392,7 @@ class Links:
                 self._transmit(connection, connection.peer, outgoing)
 
     def _no_connection(self, to: int) -> NbdistError:
-        """Return the error for an agent that is not connected: this agent has ended, or that one is gone, and why."""
+        """Return the error for an agent that is not connected: either this agent has ended, or that one is gone."""
         if self.closed:
             return WorkerLost(
                 f"{self._me.name}, the agent of this process, has ended: RPC was shut down here. Start it again first: "
@@ -400,13 +405,13 @@ class Links:
         return WorkerLost(f"{name} {fate}{'; a new worker has taken its name' if name in membership.names else ''}")
 
     def _transmit(self, connection: Connection, peer: Peer, outgoing: Outgoing) -> None:
-        """Send an encoded message that no caller waits for, such as a ping or a repetition. Raises no ChannelError.
+        """Send an encoded message for which no caller waits, such as a ping or a repetition. Raises no ChannelError.
 
-        ``peer`` is the state of ``connection`` that has made it. If the channel refuses the message, ``peer`` tries
-        again later. The caller does not hold the lock.
+        ``peer`` is the protocol state of ``connection`` that has made the message. If the channel refuses the message,
+        ``peer`` repeats it later. The caller does not hold the lock.
         """
         try:
-            # Acknowledgements and pongs need not wait behind large messages; a ping must, to ask for those before it.
+            # Acknowledgements and pongs need not wait behind large messages. A ping must: it asks for those before it.
             goes_behind = peer.is_large and (outgoing.seq or isinstance(outgoing.message, Ping))
             link = self._link_for_large(connection) if goes_behind else connection.link
             link.send(outgoing.frames, outgoing.message.kind)
@@ -414,7 +419,7 @@ class Links:
             self._postpone(peer, outgoing)
 
     def _postpone(self, peer: Peer, outgoing: Outgoing) -> float:
-        """Note that the channel refused a message; return the moment when `tick` is needed next.
+        """Note that the channel refused a message; return the moment at which `tick` must run next.
 
         The moment is as of `time.monotonic`.
         """
@@ -435,7 +440,8 @@ class Links:
     def _link_for_large(self, connection: Connection) -> Link:
         """Return the link for large messages; the first call makes it. Raises ChannelError.
 
-        While this process cannot open another file, it is the link for small ones. The caller does not hold the lock.
+        Returns the link for small messages while this process cannot open another file. The caller does not hold the
+        lock.
         """
         link = connection.large_link
         if link is None:
@@ -451,7 +457,7 @@ class Links:
         return link
 
     def refuse(self, record: Record, refused: Refused) -> None:
-        """Tell an agent, member or not, that its message was refused. It is not an error if that cannot be sent.
+        """Tell an agent, member or not, that its message was refused. Does nothing if the channel cannot send this.
 
         The agent may not be connected, so this opens a link for this one message.
         """
@@ -469,7 +475,7 @@ class Links:
         At most `_LONGEST_NAP_SECONDS`, and at most ``timeout``, if that is given; 0 if something is due now. ``now`` is
         as of `time.monotonic`.
         """
-        # Announce the nap before measuring it: a thread that moves `due` forward then sees that it must wake us.
+        # Announce the nap before measuring it: a thread that makes `due` earlier then sees that it must wake this one.
         self._asleep_until = now + _LONGEST_NAP_SECONDS
         wait = self.due - now
         if not 0.0 <= wait <= _LONGEST_NAP_SECONDS:
@@ -477,10 +483,10 @@ class Links:
         return wait if timeout is None or wait < timeout else timeout
 
     def accept(self, connection: Connection, envelope: Envelope, size: int) -> bool:
-        """Note a received envelope in the sender's peer; return whether its message is new and must be handled.
+        """Note a received envelope in the sender's `Peer`; return whether its message is new and must be handled.
 
-        Called by the reading thread, under `Agent._turn`. False for a message that came before. ``size`` is the
-        message's bytes: after many bytes the acknowledgement goes out at once.
+        The reading thread calls this, under `Agent._turn`. Returns False for a message that came before. ``size`` is
+        the number of the message's bytes: after many bytes the acknowledgement goes out at once.
         """
         with self._lock:
             now = time.monotonic()
@@ -497,14 +503,15 @@ class Links:
     def tick(
         self, now: float, awaited: Callable[[], AbstractSet[int]] = frozenset
     ) -> tuple[list[tuple[int, str]], list[tuple[int, float]]]:
-        """Do what is due: resend, ping, acknowledge. Return the agents that were silent for too long, with the reason.
+        """Do what is due: resend, ping, acknowledge. Return two lists of agents that are silent.
 
-        Each is a pair of the incarnation and words that complete "worker1 ..."; the caller passes them to `Agent.lose`.
-        The second list has the agents that the others must ask, each with the seconds of its silence: this agent
-        watches them for the others.
-        ``awaited()`` returns the agents for whose answer this one waits; called in a large world only, without the
-        lock. Called by the reading thread, under `Agent._turn`. Afterwards `set_clock` must be called. The lock is
-        released before anything is sent. ``now`` is as of `time.monotonic`.
+        The first list has the agents that are lost, each as a pair of its incarnation and a text that completes
+        "worker1 ..."; the caller passes these to `Agent.lose`. The second list has silent agents that this agent
+        watches for the others, each with the seconds of its silence; the caller lets the other agents ask them.
+
+        ``awaited()`` returns the agents for whose answer this one waits; it is called only in a large world, without
+        the lock. The reading thread calls `tick`, under `Agent._turn`, and must call `set_clock` afterwards. The lock
+        is released before anything is sent. ``now`` is as of `time.monotonic`.
         """
         lost: list[tuple[int, str]] = []
         silent: list[tuple[int, float]] = []
@@ -533,7 +540,7 @@ class Links:
         return lost, silent
 
     def _choose(self, awaited: AbstractSet[int], now: float) -> None:
-        """Choose the members that are watched (`nbdist.rpc.world.watching`). The caller holds the lock."""
+        """Choose the members that this agent watches (`nbdist.rpc.world.watching`). The caller holds the lock."""
         if self._is_stale:
             members = self._members()
             self._is_large = self.meets_all and len(members) > ALL_WATCH_ALL
@@ -562,9 +569,9 @@ class Links:
     def set_clock(self) -> None:
         """Set `due` to the next moment at which a connection or a call needs attention, after a `tick`.
 
-        That is not before the pause after the tick is over, so one tick serves all connections that need one soon after
-        each other. The pause does not delay calls. Called by the reading thread. A reader that would sleep beyond that
-        moment is woken. A second call does no harm.
+        That moment lies after the pause that follows a tick. So one tick serves all connections that need one soon
+        after each other. The pause does not delay calls. Wakes a reader that would sleep beyond that moment. The
+        reading thread calls this. A second call is harmless.
         """
         with self._lock:
             due = min((connection.next_tick() for connection in self.connections.values()), default=math.inf)
@@ -572,13 +579,13 @@ class Links:
             if self._chooses:
                 due = min(due, self._ticked + _CHOOSE_EVERY)
             self.due = min(due, self._pending.next_due())
-        self.hurry(self.due)  # this thread may run a job now, and another reader be asleep
+        self.hurry(self.due)  # this thread may run a job next, while another reader sleeps
 
     def note(self, due: float) -> None:
         """Make sure that a reader does what is due by ``due``, or at most `_LONGEST_NAP_SECONDS` seconds later.
 
-        ``due`` is as of `time.monotonic`. No reader is woken: for the reading thread, which looks at `due` before it
-        sleeps, and for work that may be late.
+        ``due`` is as of `time.monotonic`. Wakes no reader: this is for the reading thread, which looks at `due` before
+        it sleeps, and for work that may be late.
         """
         if due < self.due:
             self.due = due
@@ -606,9 +613,9 @@ class Links:
             self._on_undelivered(message)
 
     def on_pong(self, message: Pong, sender: int, _: list[bytes]) -> None:
-        """Note what another agent says it is doing, and send again the messages that its pong shows to be missing.
+        """Note the activity that another agent's pong reports, and send again the messages that the pong shows missing.
 
-        A pong of an agent that is gone is ignored.
+        Ignores a pong of an agent that is gone.
         """
         connection = self.connections.get(sender)
         if connection is None:
@@ -628,7 +635,7 @@ class Links:
 
     @contextlib.contextmanager
     def attend(self, members: Iterable[int]) -> Iterator[None]:
-        """Watch some members, by incarnation, while the block runs: it waits for messages that they will send."""
+        """Watch some members, by incarnation, during the block, which waits for messages from them."""
         members = list(members)
         with self._lock:
             self._attended.update(members)
@@ -644,10 +651,10 @@ class Links:
         return [incarnation for incarnation in list(self._ring) if incarnation in self.connections]
 
     def doubt(self, incarnation: int, silent: float) -> bool:
-        """Ask a member for a sign of life: another one has not heard it for ``silent`` seconds.
+        """Ask a member for a sign of life, because another agent has not heard from it for ``silent`` seconds.
 
-        If it does not answer, it is lost after the usual time of silence, which includes these seconds. A member on
-        this host is not asked. Returns False if the member is not connected.
+        If the member does not answer, it is lost after the usual time of silence, which includes these seconds. Does
+        not ask a member on this host. Returns False if the member is not connected.
         """
         now = time.monotonic()
         with self._lock:
@@ -659,9 +666,9 @@ class Links:
         return True
 
     def doubt_all(self) -> None:
-        """Ask all members for a sign of life: one has given this agent up, so others may have done so, too.
+        """Ask all members for a sign of life: one has lost this agent, so others may have lost it, too.
 
-        Does nothing in a small world, and if it was done within the last second.
+        Does nothing in a small world, or if the last such call was less than a second ago.
         """
         now = time.monotonic()
         with self._lock:
@@ -675,7 +682,7 @@ class Links:
     # -- inspecting ---------------------------------------------------------------------------
 
     def ask(self, to: int) -> None:
-        """Ping an agent to ask what it is doing. Once it has answered, `status` says so.
+        """Ping an agent to ask what it is doing. Once it has answered, `status` includes its answer.
 
         Does not wait for the answer. Does nothing if the agent is not connected.
         """
@@ -686,11 +693,11 @@ class Links:
             self._transmit(connection, connection.peer, outgoing)
 
     def status(self, to: int, seq: int) -> str:
-        """Describe in a few words what is known of a call: whether it arrived, and what its worker was doing.
+        """Return a short text about a call: whether it has arrived, and what its worker was doing.
 
-        ``seq`` is the number of the call's message, which `post` returned. For the text of a timeout, which then says
-        whether the network or the function was slow. What the worker was doing is left out if it said so more than a
-        minute ago.
+        The error of a timeout has this text, which shows whether the network or the function was slow. ``seq`` is the
+        number of the call's message, which `post` returned. The text leaves out what the worker was doing if the worker
+        reported it more than a minute ago.
         """
         with self._lock:
             connection = self.connections.get(to)
@@ -706,16 +713,16 @@ class Links:
         return "it has acknowledged the call"
 
     def peer(self, incarnation: int) -> Peer | None:
-        """Return the protocol state about one agent, of its small messages; None if it is not connected."""
+        """Return the protocol state of one agent's small messages; None if the agent is not connected."""
         connection = self.connections.get(incarnation)
         return connection.peer if connection is not None else None
 
     def peers(self) -> list[Peer]:
-        """Return the protocol states about all connected agents, of small and of large messages."""
+        """Return the protocol states of all connected agents, for small and for large messages."""
         return [peer for connection in list(self.connections.values()) for peer in connection.peers]
 
     def connected(self, incarnation: int) -> Record | None:
-        """Return the record of a connected agent, member or not yet; None if it is not connected."""
+        """Return the record of a connected agent, even if it is not a member yet; None if it is not connected."""
         connection = self.connections.get(incarnation)
         return connection.record if connection is not None else None
 
@@ -724,7 +731,7 @@ class Links:
         return {each.record.name: each.sent for each in list(self.connections.values())}
 
     def traffic(self) -> tuple[int, int]:
-        """Return how many messages that must arrive were sent so far, and how many are not acknowledged.
+        """Return two counts of messages that must arrive: all that were sent so far, and those not acknowledged yet.
 
         The first number never falls: it includes messages to agents that are gone.
         """

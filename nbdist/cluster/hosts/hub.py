@@ -1,7 +1,8 @@
 """The hub: the notebook's side of the workers on other hosts.
 
-It lets keepers in at its entrance, knows which of them have room, and passes to each what concerns its workers. Its
-agent is in a world of its own, which has the keepers; they do not know each other::
+A *keeper* is the process on another host that starts the workers there. The hub lets keepers in at its entrance (an
+address of this host), knows which keepers have room for workers, and passes requests and messages between the notebook
+and each keeper. The hub's agent and the keepers are an RPC world of their own. Keepers do not know each other::
 
     keeper1 ─┐
     keeper2 ─┼─ RPC ── the hub's agent          and beside it, in the same process:
@@ -55,18 +56,18 @@ __all__ = ["Hub", "KeeperMember", "arrived", "deliver", "ended"]
 _ANSWERS_WITHIN = 30.0
 """Seconds for a keeper's answer, if the call names no other limit."""
 _ARRIVES_WITHIN = 60.0
-"""Seconds after which a keeper that was let in and has not come may not come any more; its invitation is valid again.
+"""Seconds from the admission of a keeper to its first call of `arrived`. Then its use of the invitation is given back.
 
-A keeper imports torch before it knocks, so it needs few.
+A keeper imports torch before it asks for admission, so it needs only a few of these seconds.
 """
 _LARGEST_TRIAL = 1 << 23
-"""Bytes that one trial may have sent back."""
+"""The most bytes that one trial (a request that measures the connection) may have sent back."""
 _CONNECTS_WITHIN = 0.5
-"""Seconds for a connection to a port that a trial names: the entrance answers nobody else meanwhile."""
+"""Seconds for a connection to a port that a trial names. It is short: the entrance answers nobody else meanwhile."""
 _CONNECTING_COUNTS = 1 << 22
-"""Bytes as which a connection counts, so that an invitation allows a bounded number a minute."""
+"""The bytes that a connection counts for, so that an invitation allows only some connections a minute."""
 _WARNINGS = 10
-"""Refused newcomers of which the log tells in a minute."""
+"""The most refused newcomers (keepers that ask for admission) that the log names in a minute."""
 _NAME = "hub"
 
 _log = logging.getLogger("nbdist.cluster")
@@ -86,7 +87,7 @@ class KeeperMember:
         self.host = host
         """The name of its host."""
         self.workers: set[str] = set()
-        """The names of its workers, also of those that have ended."""
+        """The names of its workers, including those that have ended."""
 
     @property
     def name(self) -> str:
@@ -95,7 +96,7 @@ class KeeperMember:
 
 
 class _Coming(NamedTuple):
-    """A keeper that was let in: its token, how many workers it has room for, and until when it may come."""
+    """A keeper that was let in and has not come: its token, its room for workers, and the end of its time to come."""
 
     token: str
     workers: int
@@ -110,11 +111,11 @@ class Hub:
         folder: The run directory.
         ports: The first and the last port that the entrance may use; None for any.
         on_arrival: Called when a keeper has come in.
-        on_gone: Called as ``on_gone(member, why)`` when a keeper is lost; ``why`` follows its name.
+        on_gone: Called as ``on_gone(member, why)`` when a keeper is lost; ``why`` is a text to follow its name.
         on_end: Called as ``on_end(worker, how, last_words)`` when a worker's process has ended.
         on_parcels: Called as ``on_parcels(worker, batch)`` with messages of a worker's kernel.
 
-    All are called in threads of the hub's agent, and the first two must be quick.
+    The hub's agent calls all four in its threads. The first two must be quick.
     """
 
     def __init__(
@@ -130,13 +131,13 @@ class Hub:
     ) -> None:
         self.host = host
         self.secret = secrets.token_hex(32)
-        """The secret of the cluster, for this life of it: all members have it."""
+        """The secret of the cluster, new for each start of it: all members have it."""
         self._shared = Secret(self.secret.encode(), shared_off_host=True)
         self.members: list[KeeperMember] = []
         """The keepers that have come in and are not lost. Changed under `lock`."""
         self.lock = threading.RLock()
         self.came: set[str] = set()
-        """The tokens with which keepers have come in, also of those that are lost."""
+        """The tokens with which keepers have come in, lost ones included."""
         self._on_arrival, self._on_gone, self.on_end, self.on_parcels = on_arrival, on_gone, on_end, on_parcels
         self._texts = Texts(self._shared)
         self._invitations = Invitations()
@@ -144,7 +145,7 @@ class Hub:
         self._warned: deque[float] = deque()
         """The times of the last minute's warnings about refused newcomers, by `time.monotonic`."""
         self._coming: dict[int, _Coming] = {}
-        """The keepers that were let in and have not come, by the id that they were given. Guarded by `lock`."""
+        """The keepers that were let in and have not come, by the id that each was given. Guarded by `lock`."""
         self._agent: Agent = start_agent(
             _NAME,
             0,
@@ -170,7 +171,7 @@ class Hub:
         return f"nbdist://{self._entrance.address.removeprefix('tcp://')}/members"
 
     def invite(self, seconds: float, uses: int) -> Invitation:
-        """Return a new invitation, valid for so many seconds and workers; UsageError unless both are positive."""
+        """Return a new invitation for ``uses`` workers, valid for ``seconds``; UsageError unless both are positive."""
         with self.lock:
             token = self._invitations.invite(time.time(), seconds, uses)
         until = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(time.time() + seconds, 1 << 37)))
@@ -194,15 +195,16 @@ class Hub:
             self._entrance.close()
 
     def has_lost(self, member: KeeperMember) -> bool:
-        """Return whether a keeper is lost. False, too, if nobody has noticed it yet."""
+        """Return whether a keeper is lost. Returns False as long as the hub's agent has not noticed the loss."""
         return self._agent.member(member.record.incarnation) is None
 
     # -- the entrance -------------------------------------------------------------------------
 
     def _answer(self, request: bytes) -> bytes:
-        """Answer a request at the entrance. It may be anybody's, so nothing is unpickled. In the entrance's thread.
+        """Answer a request at the entrance, in the entrance's thread.
 
-        Raises an error, which ends in the log, for bytes that no program of nbdist's sends.
+        Anybody may send a request, so nothing is unpickled. Raises an error, which is logged, for bytes that no program
+        of nbdist sends.
         """
         kind, content = request[:1], request[1:]
         if kind == STORE:
@@ -216,7 +218,7 @@ class Hub:
             with self.lock:
                 self._forget_the_late()
                 workers = max(1, newcomer.workers)
-                # First, so that a stranger does not learn the versions.
+                # Check the token first, so that a stranger does not learn the versions.
                 self._invitations.check(newcomer.token, time.time(), workers)
                 if kind == QUESTION:
                     return msgspec.msgpack.encode(describe_the_notebook(newcomer, self._agent.me.addresses))
@@ -230,7 +232,7 @@ class Hub:
         return msgspec.msgpack.encode(Admitted(id, self.secret, self._agent.me))
 
     def _warn_of(self, newcomer: Newcomer, error: Exception) -> None:
-        """Log that a newcomer was refused; no more than `_WARNINGS` times a minute, as anybody may come often."""
+        """Log that a newcomer was refused. At most `_WARNINGS` times a minute, since anybody may send requests."""
         now = time.monotonic()
         while self._warned and self._warned[0] < now - 60.0:
             self._warned.popleft()
@@ -239,7 +241,7 @@ class Hub:
             _log.warning("a worker of %.80r was refused: %s", newcomer.host, error)
 
     def _answer_trial(self, trial: Trial) -> bytes:
-        """Return the answer to a trial: bytes, or whether a port can be reached. In the entrance's thread.
+        """Return the answer to a trial: bytes, and whether a port can be reached. Runs in the entrance's thread.
 
         Without a valid invitation, or beyond what an invitation may move in a minute, the answer is `Denied`.
         """
@@ -260,7 +262,7 @@ class Hub:
         return msgspec.msgpack.encode(TrialAnswer(time.time(), bytes(wanted), unreached))
 
     def _forget_the_late(self) -> None:
-        """Give back the uses of keepers that were let in and have not come in time. The caller holds the lock."""
+        """Give back the invitations' uses of keepers that were let in and did not come in time, under the lock."""
         for id in [id for id, coming in self._coming.items() if coming.until < time.monotonic()]:
             coming = self._coming.pop(id)
             self._invitations.give_back(coming.token, coming.workers)
@@ -268,9 +270,9 @@ class Hub:
     # -- keepers ------------------------------------------------------------------------------
 
     def arrive(self, id: int, incarnation: int, address: str, host: str) -> None:
-        """Note a keeper that has come in, which was given ``id`` as it was let in.
+        """Note that a keeper has come in: the one that got ``id`` when it was let in.
 
-        Raises SecurityError if it is late.
+        Raises SecurityError if the keeper comes later than `_ARRIVES_WITHIN`.
         """
         record = self._agent.member(incarnation)
         with self.lock:
@@ -278,13 +280,13 @@ class Hub:
             coming = self._coming.pop(id, None)
             if coming is None:
                 raise SecurityError("this keeper came too late after it had been let in: start it again")
-            if record is None:  # it is lost already
+            if record is None:  # the keeper is lost already
                 self._invitations.give_back(coming.token, coming.workers)
                 return
             self.came.add(coming.token)
             member = KeeperMember(record, coming.token, coming.workers, address, host)
             self.members.append(member)
-            if self.has_lost(member):  # just now: `_lost` has not found it
+            if self.has_lost(member):  # lost a moment ago: `_lost` did not find it in `members`
                 self.members.remove(member)
                 return
         self._on_arrival()
@@ -303,11 +305,11 @@ _hubs: weakref.WeakKeyDictionary[Agent, Hub] = weakref.WeakKeyDictionary()
 """The hubs of this process, by their agents."""
 
 
-# -- what keepers call here -------------------------------------------------------------------------
+# -- functions that keepers call --------------------------------------------------------------------
 
 
 def _here() -> Hub:
-    """Return the hub whose agent runs the present call."""
+    """Return the hub whose agent runs the current call."""
     agent = active_agent()
     found = _hubs.get(agent) if agent is not None else None
     if found is None:
@@ -316,7 +318,7 @@ def _here() -> Hub:
 
 
 def arrived(id: int, incarnation: int, address: str, host: str) -> None:
-    """Note that a keeper has come in, which was given ``id`` as it was let in."""
+    """Note that a keeper has come in: the one that got ``id`` when it was let in."""
     _here().arrive(id, incarnation, address, host)
 
 
@@ -326,5 +328,5 @@ def ended(worker: str, how: int | str, last_words: str) -> None:
 
 
 def deliver(worker: str, batch: Sequence[Parcel]) -> None:
-    """Take messages of a worker's kernel."""
+    """Pass messages of a worker's kernel on to the notebook."""
     _here().on_parcels(worker, list(batch))

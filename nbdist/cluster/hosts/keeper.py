@@ -1,4 +1,4 @@
-"""The keeper: the process that starts the workers of one host for a notebook on another one, and ends them.
+"""The keeper: the process that starts and ends the workers of one host for a notebook on another host.
 
 ``python -m nbdist worker`` runs it, and so does an actor of Ray's. Its life::
 
@@ -10,7 +10,8 @@
             v the hub ends the cluster, or is lost (12 s of silence)
     all workers and their files are gone, the process ends
 
-The workers are started by a `LocalLauncher`, whose zygote ends them even if the keeper is killed.
+The *hub* is the notebook's side: it admits keepers at the *entrance*, an address of the notebook's host. A
+`LocalLauncher` starts the workers. Its zygote, the process that forks them, ends them even if the keeper is killed.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ __all__ = [
 ]
 
 _ANSWERS_WITHIN = 20.0
-"""Seconds for the notebook's answers while the keeper comes in."""
+"""Seconds for each answer of the notebook while the keeper comes in."""
 
 _LAST_OUTPUT_WITHIN, _OUTPUT_PASSES_WITHIN = 0.03, 5.0
-"""Seconds after the end of a process in which its last output may arrive here, and for it to reach the notebook."""
+"""Seconds after a worker's end in which its last output may arrive here, and seconds to bring it to the notebook."""
 
 _keeper: Keeper | None = None
 """The keeper of this process."""
@@ -76,15 +77,16 @@ class Keeper:
 
     Args:
         invitation: Where the cluster is, and the proof that this process may come in.
-        workers: How many workers there is room for.
-        host: The address at which the other hosts reach this one; None for the one on the way to the notebook.
-        gpus: The GPUs for the workers, in turn, as torch counts them here; None for all.
+        workers: The number of workers that it may start.
+        host: The address at which the other hosts reach this one; None for this host's address on the route to the
+            notebook.
+        gpus: The GPUs for the workers, in turn, by torch's numbers on this host; None for all.
 
     Raises:
         SecurityError: The notebook does not accept the invitation.
         VersionMismatch: The versions of Python, torch or nbdist do not fit.
         RendezvousError: The notebook does not answer.
-        UsageError: This host has no way to the notebook, or ``host`` is no address of it.
+        UsageError: This host has no route to the notebook, or ``host`` is not one of this host's addresses.
     """
 
     def __init__(
@@ -94,18 +96,18 @@ class Keeper:
         self._room = workers
         self._gpus = list(range(torch.cuda.device_count())) if gpus is None else list(gpus)
         self._first, self._places = _places_of_host(os.environ, workers)
-        """The place of its first worker on this host, and the number of places there."""
+        """The place of its first worker on this host, and the number of places on this host."""
         self._given: dict[str, int] = {}
         """The number of each worker's place here, from 0 to ``workers - 1``, by its name."""
         self._relays: dict[str, Relay] = {}
         self._lock = threading.Lock()
         """Guards `_given` and `_relays`: workers start and end in several threads."""
         self._closing = threading.Lock()
-        """Held by the thread that ends the workers: the hub asks for that, and so does the end of this process."""
+        """Held by the thread that ends the workers: the thread of the hub's call, or the one that ends this process."""
         self._ended = threading.Event()
         self.why = ""
         """The reason for which `run` has returned; empty if the cluster has ended in order."""
-        # Before the notebook counts this keeper in: an address that cannot be used is found now.
+        # Find an unusable address now, before the notebook admits this keeper.
         address, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
         self.host = host or own_address_towards(address.strip("[]"), int(port))
         _require_own_address(self.host)
@@ -144,7 +146,7 @@ class Keeper:
             raise
 
     def run(self) -> None:
-        """Serve the notebook until the cluster ends, or the notebook is lost: `why`. Then end all workers."""
+        """Serve the notebook until the cluster ends or the notebook is lost; then end all workers. Sets `why`."""
         try:
             self._ended.wait()
         finally:
@@ -153,7 +155,7 @@ class Keeper:
     def close(self) -> None:
         """End all workers, remove their files, and leave the cluster. A second call does nothing."""
         self._ended.set()
-        with self._closing, contextlib.ExitStack() as steps:  # all are done, also after Ctrl-C
+        with self._closing, contextlib.ExitStack() as steps:  # every step runs, also after Ctrl-C
             steps.callback(self._agent.close, "has ended")
             steps.callback(self._launcher.close)
             with self._lock:
@@ -183,16 +185,17 @@ class Keeper:
         with self._lock:
             code_copy.unpack(packed, folder)
             if str(folder) not in sys.path:
-                sys.path.insert(0, str(folder))  # which the launcher hands on to its workers
+                sys.path.insert(0, str(folder))  # the launcher passes `sys.path` on to its workers
 
     def preload(self, modules: Sequence[str]) -> None:
-        """Import modules ahead of all workers. Raises UsageError if one cannot be imported."""
+        """Import modules before the workers start. Raises UsageError if one cannot be imported."""
         self._launcher.preload(modules).result()
 
     def start(self, setup: WorkerSetup, connection: Mapping[str, Any], environment: Mapping[str, str]) -> StartedWorker:
-        """Start a worker here, and the relay to its kernel. It gets the place of its ``local_rank`` if that is free.
+        """Start a worker here, and the relay that passes messages between its kernel and the notebook.
 
-        ``connection`` is the content of the kernel's connection file in the notebook; the file that is written here has
+        The worker gets the place of its ``local_rank`` if that is free, else the first free one. ``connection`` is the
+        content of the kernel's connection file on the notebook's host. The file that this function writes here has
         other sockets and the same key.
         """
         folder = self._launcher.folder
@@ -225,7 +228,7 @@ class Keeper:
         def carry(batch: list[Parcel]) -> None:
             self._agent.call(self._hub, hub.deliver, name, batch, timeout=0).wait()
 
-        # Before the process, which may end at once: `_on_end` lets its relay pass the last output on.
+        # Make the relay before the process, which may end at once: `_on_end` needs the relay for the last output.
         relay = Relay.before_kernel(ip, ports, carry)
         with self._lock:
             earlier, self._relays[name] = self._relays.get(name), relay
@@ -247,9 +250,9 @@ class Keeper:
                 self._given.pop(name, None)
 
     def _on_end(self, name: str, how: int | str) -> None:
-        """Tell the notebook that a worker has ended, and its last words, after its last output. In a launcher's thread.
+        """Tell the notebook that a worker has ended, and its last words, after its last output.
 
-        Returns at once: another thread waits for the last output to pass.
+        The launcher calls this in its thread. Returns at once: another thread waits until the last output has passed.
         """
         with self._lock:
             relay = self._relays.pop(name, None)
@@ -257,7 +260,7 @@ class Keeper:
         def tell() -> None:
             if relay is not None and not self._ended.is_set():
                 relay.drain(_LAST_OUTPUT_WITHIN, _OUTPUT_PASSES_WITHIN)
-            with contextlib.suppress(NbdistError):  # the notebook has gone, too
+            with contextlib.suppress(NbdistError):  # the notebook is gone, too
                 self._agent.call(self._hub, hub.ended, name, how, self._launcher.last_words(name))
             if relay is not None:
                 relay.close()
@@ -282,8 +285,8 @@ class Keeper:
 def _places_of_host(environment: Mapping[str, str], workers: int) -> tuple[int, int]:
     """Return the place on this host of the first of a keeper's ``workers``, and the number of places of all keepers.
 
-    torchrun and Slurm start several keepers on one host, and tell each in its ``environment`` which one it is. Without
-    that, a keeper is taken for the only one. Pure.
+    torchrun and Slurm start several keepers on one host, and put a number into each one's ``environment``. A keeper
+    without such a number counts as the only one of its host. Pure.
     """
     for local, size in (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")):
         if (number := environment.get(local, "")).isdecimal():
@@ -294,12 +297,12 @@ def _places_of_host(environment: Mapping[str, str], workers: int) -> tuple[int, 
 
 
 def _agent_name(id: int) -> str:
-    """Return the name of a keeper's agent, which stands in the notebook's log: it names the host. Pure but for that."""
+    """Return the name of a keeper's agent. It names this host, because the notebook's log shows it."""
     return f"keeper{id}-of-{re.sub('[^A-Za-z0-9_-]', '-', platform.node())}"[:100]
 
 
 def _require_own_address(host: str) -> None:
-    """Raise UsageError if ``host`` is no address of this host."""
+    """Raise UsageError unless ``host`` is an address of this host."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -310,7 +313,7 @@ def _require_own_address(host: str) -> None:
         ) from error
 
 
-# -- what the hub calls here ------------------------------------------------------------------------
+# -- functions that the hub calls -------------------------------------------------------------------
 
 
 def _here() -> Keeper:
@@ -325,7 +328,7 @@ def take_code(packed: bytes) -> None:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import modules ahead of the workers of this host."""
+    """Import modules before the workers of this host start: `Keeper.preload`."""
     _here().preload(modules)
 
 
@@ -340,7 +343,7 @@ def signal_worker(name: str, number: int) -> None:
 
 
 def probe_worker(name: str) -> Probe:
-    """Return what this host knows of a worker's process."""
+    """Return this host's report about a worker's process: `Keeper.probe`."""
     return _here().probe(name).result()
 
 
@@ -363,12 +366,12 @@ def free_places(names: list[str]) -> None:
 
 
 def send_away(why: str) -> None:
-    """Let this keeper end, with a reason: its worker could not join."""
+    """Let this keeper end for the reason ``why``: its worker could not join the cluster."""
     _here().finish(why)
 
 
 def end() -> int:
-    """End the workers of this host and this keeper; return this process's id. The workers are gone when it returns."""
+    """End the workers of this host, then this keeper; return this process's id, once the workers are gone."""
     _here().end_workers()
     _here().finish("")
     return os.getpid()

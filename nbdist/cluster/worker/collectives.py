@@ -1,25 +1,25 @@
 """Forms the process group of a worker, and ends collectives after the death of a member or an interrupt.
 
-A collective waits in C++ until all other members have come, and ignores signals. With gloo, shutting the connections of
-its process group down ends it (see `nbdist.cluster.worker.gloo`); with NCCL, aborting its communicators does (see
-`nbdist.cluster.worker.nccl`)::
+A collective waits in C++ until all other members have come, and ignores signals. To end a collective of gloo, this
+module shuts down the connections of its process group (see `nbdist.cluster.worker.gloo`). To end a collective of NCCL,
+it aborts the group's communicators (see `nbdist.cluster.worker.nccl`)::
 
     initialise ──> formed ──┬── a member dies: `_on_lost` ──> all groups with the dead member are left
         ^                   └── an interrupt: `break_off` ──> the group of the collective that a thread waits in is left
         │                                                     │
         │                          torch raises RuntimeError in the threads that wait; `translate` turns it, outside
         │                          of the user's own ``try``, into WorkerLost (a member died) or GroupError
-        └─── `%dist_restart`: the process group forms anew ───┘
+        └─── `%dist_restart`: the process group forms again ──┘
              after an abort of NCCL: by itself, once all workers are idle
 
-To leave a group is to shut its connections in this process, and to abort its communicators. An abort that does not
-return within 5 s can only end with the process: the notebook restarts this worker then (`nbdist.cluster.mending`). A
-group that was left, or that is from before the last forming, stays unusable, and so do DDP and FSDP wrappers that hold
-it. Other groups continue.
+To leave a group is to shut its connections in this process, and to abort its communicators. If an abort does not return
+within 5 s, only the end of the process ends it, so the notebook restarts this worker (`nbdist.cluster.mending`). A
+group that was left, or that formed before the present process group, stays unusable, and so do DDP and FSDP wrappers
+that hold it. Other groups continue.
 
-gloo forgets one kind of wait when a connection ends: the wait for a transfer that is half done. A worker that leaves a
-group ends these waits itself: `nbdist.cluster.worker.gloo_waits`. A limit: another worker that was just sending to an
-interrupted one may continue to wait, because its group has other connections. An interrupt of that worker ends this.
+gloo forgets one kind of wait when a connection ends: the wait for a half-done transfer. A worker that leaves a group
+ends these waits itself: `nbdist.cluster.worker.gloo_waits`. A limit: if a worker was sending to an interrupted worker,
+it may continue to wait, because its group has other connections. An interrupt of the sending worker ends the wait.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 __all__ = ["backend", "break_off", "follow", "initialise", "translate"]
 
 _LOOK_EVERY = 0.05
-"""Seconds between two looks, while a group forms, whether another worker has failed to form it."""
+"""Seconds between two checks, while a group forms, whether another worker has failed to form it."""
 
 _DEATH_KNOWN_WITHIN = 1.0
 """Seconds within which a worker learns of a death, after another survivor has shut its connections."""
 
 _NEW_GROUP_WITHIN = 5.0
-"""Seconds after a death during which groups that are just forming are kept from waiting for the dead member."""
+"""Seconds after a death for which forming groups of ``new_group`` are kept from waiting for the dead member."""
 
 _LOOKS_FOR_CUT, _LOOK_FOR_CUT_EVERY = 40, 0.25
 """The number of looks for cut transfers after connections were shut, and the seconds between two looks.
@@ -70,7 +70,7 @@ Not a time limit, because the process may be stopped for a while at that moment.
 
 _POLL = 0.01
 _PROCESS = re.compile(r" \(process \d+ has ended\)")
-"""A part of the RPC agent's text that differs from one run to the next, and so is left out."""
+"""A part of the RPC agent's text about a death. It differs in each run, so the error of the user leaves it out."""
 
 _GLOO_LEFT = re.compile(r"/gloo/.*(Connection closed|Connection reset|Broken pipe|not connected)", re.DOTALL)
 """The texts of gloo's errors when a connection has been shut, at either end."""
@@ -91,7 +91,7 @@ _ABORTED = "its process group was aborted, and forms anew once all workers are i
 _NOT_ABORTED = "an abort of NCCL's collectives did not return within 5 s"
 """The reason of a restart, which follows "was restarted, because"."""
 _NOT_ENDED = "a collective of NCCL did not end, although a member had died and it was aborted"
-"""The reason of a restart, too."""
+"""Another reason of a restart, which also follows "was restarted, because"."""
 _OLD = (
     "this process group is from before the last %dist_restart, or before the last worker joined, after which a new one "
     "has formed: make it again with dist.new_group, and wrap models again in DistributedDataParallel or FSDP"
@@ -101,7 +101,7 @@ dist: Any = torch.distributed  # Any: torch does not declare what this module ex
 _agent: Agent | None = None
 """This worker's agent, which reports the deaths of members."""
 _driver = ""
-"""The name of the notebook's agent, which forms the group anew and restarts this worker."""
+"""The name of the notebook's agent. The notebook forms the group again and restarts this worker."""
 _store: GroupStore | None = None
 """The store of the process group. C++ does not keep the Python object alive, so this module does."""
 _formed = False
@@ -111,9 +111,9 @@ _backend = "none"
 _forms_group = False
 """True if the cluster has a process group: its backend is not "none"."""
 _lost: dict[int, str] = {}
-"""By rank: how each member of the present group that has died was lost, in words."""
+"""By rank: a text that says how each dead member of the present group was lost."""
 _loops_before: set[bytes] = set()
-"""The addresses of loops that are older than the present group: an object that holds an old group keeps its loop."""
+"""The addresses of loops (`gloo.Loop`) of groups before the present one, which live while an object holds the group."""
 _spans_hosts = False
 """True if members of the present group may be on other hosts."""
 _broken = False
@@ -148,7 +148,7 @@ def initialise(told: WorkerSetup, generation: int) -> None:
             # No wait in an old group can end well any more, and code that still holds one must get an error.
             all_of_them = bool(_broken or _lost)
             _shut([loop for loop in _all_loops() if all_of_them or _is_known(loop.address)])
-            # NCCL would first wait for the collectives that the GPU has not ended, and some may never end.
+            # `destroy_process_group` alone would wait for NCCL's unfinished collectives, and some may never end.
             if not _abort(groups_by_name().values()):
                 raise RendezvousError(f"{_NOT_ABORTED}: the notebook restarts this worker, and the group forms anew")
             dist.destroy_process_group()
@@ -187,7 +187,7 @@ def _follow_master(store: GroupStore, told: WorkerSetup) -> None:
 
 
 def _agree_on_backend(store: GroupStore, told: WorkerSetup) -> str:
-    """Return the backend that all workers use, according to the GPUs that they have: the worker of rank 0 chooses.
+    """Return the backend that all workers use. The worker of rank 0 chooses it, by the GPUs of all workers.
 
     Waits for the others. Raises RendezvousError if another worker fails, WorkerLost if a member has died.
     """
@@ -199,12 +199,15 @@ def _agree_on_backend(store: GroupStore, told: WorkerSetup) -> str:
 
 
 def backend() -> str:
-    """Return the backend of this worker's process group, as torch writes it: runs in a call of the notebook's."""
+    """Return the backend of this worker's process group, as torch writes it. The notebook calls this by RPC."""
     return _backend
 
 
 def _open_store(told: WorkerSetup, generation: int) -> GroupStore:
-    """Return the store of a generation of the process group: files, or the notebook's memory for several hosts."""
+    """Return the store of one generation of the process group: files, or, for several hosts, the notebook's memory.
+
+    Each forming of the group has its own number, the generation.
+    """
     agent = _agent
     if told.secret is None or agent is None:
         return FolderStore(Path(told.folder, group_folder(generation)))
@@ -219,8 +222,8 @@ def _open_store(told: WorkerSetup, generation: int) -> GroupStore:
 def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
     """End the forming of the group in this process, with RendezvousError, if another worker fails to form it.
 
-    Wrap the block that forms the group in this. A wait in the store raises by itself when another worker fails. But a
-    process that is done with the store waits in gloo for the connections of its peers, without end. A second thread
+    The group forms in the ``with`` block. A wait in the store raises by itself when another worker fails. But a process
+    that is done with the store waits in gloo for the connections of its peers, without a time limit. A second thread
     makes these connections in the peers' place.
     """
     formed = threading.Event()
@@ -248,7 +251,7 @@ def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
 def _on_lost(record: Record, why: str) -> None:
     """Shut the connections of the process groups that have the lost worker, in a new thread.
 
-    The agent calls this when a member of the RPC world is lost, and must not wait.
+    The agent calls this when a member of the RPC world is lost. It must not wait here.
     """
     threading.Thread(target=_lose, args=(record, why), name="nbdist-leaving", daemon=True).start()
 
@@ -257,15 +260,15 @@ def _lose(record: Record, why: str) -> None:
     """Shut the connections of the groups that contain a lost worker, and keep new groups from waiting for it.
 
     ``why`` follows the worker's name in the text of the WorkerLost. While the group still forms, only notes the loss.
-    Does nothing if the worker is no member of the present group, such as an earlier process of the same name.
+    Does nothing if the worker is not a member of the present group, such as an earlier process of the same name.
     """
     with _breaking:
-        # By incarnation, not by name: a worker that was restarted under the same name is another member.
+        # Look for the incarnation, not for the name: a restarted worker of the same name is another member.
         rank = None
         with contextlib.suppress(NbdistError):  # the notebook, which may have the store, is lost as well
             rank = _store.rank_of(record.incarnation) if _store is not None else None
         if rank is None:
-            return  # it is no member of the present group
+            return  # it is not a member of the present group
         _lost[rank] = f"{record.name} {_PROCESS.sub('', why)}"
         if not _formed:
             return  # the notebook learns of the death, too, and ends the forming
@@ -282,7 +285,7 @@ def _leave_groups_of(rank: int) -> None:
     _store.lost = _say_lost()
     groups = process_groups()
     names = [(loop, _store.group_at(loop.address)) for loop in _all_loops()]
-    # A group without a known name was made with a store of the user's own, or is just forming: it is left, too.
+    # A group without a known name was made with a store of the user's own, or is forming now: leave it, too.
     _shut([loop for loop, name in names if name not in groups or rank in groups[name]])
     _abort([group for name, group in groups_by_name().items() if rank in groups.get(name, ())], tell=True)
 
@@ -290,8 +293,9 @@ def _leave_groups_of(rank: int) -> None:
 def _abort(groups: Iterable[Any], *, tell: bool = False) -> bool:
     """Abort NCCL's collectives of these process groups; return False if an abort did not return in time.
 
-    In that case the notebook is asked to restart this worker. With ``tell``, threads that run cells or calls and wait
-    for the GPU get a `nccl.CollectiveAborted`: without it they would read values that mean nothing.
+    If an abort does not return, asks the notebook to restart this worker. With ``tell``, raises
+    `nccl.CollectiveAborted` in threads that run cells or calls and wait for the GPU. Without this error they would read
+    meaningless values.
     """
     backends = [backend for group in groups for backend in nccl.abortable(group)]
     if not backends:
@@ -311,37 +315,38 @@ def _abort(groups: Iterable[Any], *, tell: bool = False) -> bool:
 
 
 def _restart_if_stuck(told: Mapping[int, nccl.WaitingPlace]) -> None:
-    """Ask for a restart of this worker if a thread does not leave its collective although that was aborted.
+    """Ask for a restart of this worker if a thread does not leave its collective after the abort.
 
-    NCCL cannot abort the making of a communicator, which waits for all members. Runs in a thread of its own.
+    NCCL makes a communicator in a group's first collective, and waits there for all members. It cannot abort this wait.
+    Runs in a thread of its own.
     """
     if nccl.is_stuck(told):
         _ask_for_restart(_NOT_ENDED)
 
 
 def _ask_for_restart(because: str) -> None:
-    """Ask the notebook to restart this worker, for a reason that follows "was restarted, because"."""
+    """Ask the notebook to restart this worker; ``because`` is a text to follow "was restarted, because"."""
     if _agent is not None:
         _ask_notebook(mending.restart_worker, _agent.me.name, _agent.me.incarnation, because)
 
 
 def _ask_notebook(function: Callable[..., None], *arguments: object) -> None:
-    """Call a function of `nbdist.cluster.mending` in the notebook; do not wait for it, and ignore that it is gone."""
+    """Call a function of `nbdist.cluster.mending` in the notebook, without waiting; ignore a notebook that is gone."""
     with contextlib.suppress(NbdistError):
         assert _agent is not None
         _agent.call(_driver, function, *arguments)
 
 
 def _keep_new_groups_from_waiting() -> None:
-    """End the forming of groups by the user's ``new_group``, which may wait for connections of the dead member.
+    """End the waits of groups that form by the user's ``new_group``: they may wait for the dead member to connect.
 
-    Looks for `_NEW_GROUP_WITHIN` seconds, as long as there are such groups.
+    Looks for such groups until there are none, for at most `_NEW_GROUP_WITHIN` seconds.
     """
     deadline = time.monotonic() + _NEW_GROUP_WITHIN
     while time.monotonic() < deadline:
         with _breaking:
             if not _lost or _store is None:
-                return  # the group has formed anew meanwhile
+                return  # the group has formed again meanwhile
             groups = process_groups()
             unknown = [loop for loop in _all_loops() if _store.group_at(loop.address) not in groups]
             forming = [loop for loop in unknown if loop.address not in _loops_before]
@@ -361,7 +366,7 @@ def _all_loops() -> list[gloo.Loop]:
 
 
 def _is_known(address: bytes) -> bool:
-    """Return whether this process formed, by way of the present store, the group for which gloo listens at an address.
+    """Return whether the group whose gloo listens at this address formed here, by way of the present store.
 
     ``address`` is as in `GroupStore.group_at`.
     """
@@ -375,13 +380,13 @@ def _shut(loops: Sequence[gloo.Loop]) -> int:
     and is harmless.
     """
     count = sum(map(gloo.shut, loops))
-    # Even if none was open: gloo itself has closed the connections to a dead member, and has forgotten cut transfers.
+    # Also if no connection was open: gloo closes the connections to a dead member itself, and forgets cut transfers.
     threading.Thread(target=_end_cut_transfers, name="nbdist-cut-transfers", daemon=True).start()
     return count
 
 
 def _end_cut_transfers() -> None:
-    """End, for about 10 seconds, waits for transfers of which a part has arrived; gloo would end them after 30 minutes.
+    """End waits for transfers that were cut off halfway, for about 10 seconds; gloo would end them after 30 minutes.
 
     Runs in a thread of its own.
     """
@@ -403,12 +408,15 @@ def _say_lost() -> str:
 def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
     """Return the error that explains torch's error of a collective, if nbdist knows the reason; else None.
 
-    Returns a GroupError at once if the process group has not formed yet, or was destroyed or is from before a restart.
-    If a connection of the group has ended or NCCL's collectives were aborted, waits up to `_DEATH_KNOWN_WITHIN` seconds
-    for news of a death: WorkerLost names the dead. Without news, a GroupError says that an interrupt, or another
-    worker, has ended the group; NCCL's errors say so themselves, unless this worker was interrupted. For a member on
-    another host that does not answer, waits until it is lost. Returns None for all other errors, also nbdist's own, and
-    for None.
+    Returns a GroupError at once if the process group has not formed yet, or was destroyed, or is older than a restart.
+
+    If a connection of the group has ended, or NCCL's collectives were aborted, waits up to `_DEATH_KNOWN_WITHIN`
+    seconds for news of a death. If a member on another host does not answer, waits until that member is lost. Then
+    returns a WorkerLost that names the dead members. Without such news, returns a GroupError, which says that an
+    interrupt, or another worker, has ended the group. For an error of NCCL, which says so itself, it then returns None,
+    unless this worker was interrupted.
+
+    Returns None for None and for all other errors, including nbdist's own.
     """
     if _agent is None or isinstance(error, NbdistError) or not isinstance(error, RuntimeError | ValueError):
         return None
@@ -435,8 +443,8 @@ def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
 def _wait_for_loss_elsewhere(agent: Agent) -> None:
     """Wait until a member on another host that does not answer is lost; return at once if all answer.
 
-    The end of a connection of gloo may be the first sign that a host has died. RPC reports the loss after the silence
-    of `RpcBackendOptions.lost_after` seconds.
+    The end of a gloo connection may be the first sign that a host has died. RPC reports the loss only after
+    `RpcBackendOptions.lost_after` seconds of silence.
     """
     names = [each.name for each in agent.membership.others()]
     answers = ask_each(agent, _answer, dict.fromkeys(names, ()), timeout=_DEATH_KNOWN_WITHIN)
@@ -458,7 +466,7 @@ def _wait_for_loss_elsewhere(agent: Agent) -> None:
 def _group_members(agent: Agent) -> list[int]:
     """Return the incarnations of the living members of the present group, this worker's included.
 
-    The RPC world has others, too: the notebook, and workers that have joined since the group formed.
+    The RPC world has other members, too: the notebook, and workers that have joined since the group formed.
     """
     with contextlib.suppress(NbdistError):  # the notebook, which may have the store, is lost as well
         return [
@@ -474,9 +482,9 @@ def _answer() -> None:
 
 
 def _is_of_old_group(error: BaseException) -> bool:
-    """Return whether a group in the frames of an error, or of a DDP or FSDP wrapper there, has been destroyed.
+    """Return whether the frames of an error hold a destroyed group, or a DDP or FSDP wrapper with such a group.
 
-    It explains errors of torch that do not say that the group is gone, as after a restart.
+    Some errors of torch do not say that the group is gone, such as those after a restart.
     """
     tb = error.__traceback__
     while tb is not None:
@@ -493,11 +501,11 @@ def _is_of_old_group(error: BaseException) -> bool:
 
 
 def break_off(thread: int | None = None) -> str:
-    """End the collective that a thread waits in; return in words what was done, or an empty text for nothing.
+    """End the collective in which a thread waits; return a text that says what was done, empty for nothing.
 
-    Called, in another thread, when an interrupt has had no effect. Leaves the group of that collective, and groups of
-    gloo without a known name; all groups if the thread's frames do not tell which one it is, as where it waits for the
-    GPU. These groups stay unusable. ``thread`` is the thread's ident; None for the main thread.
+    Called in another thread when an interrupt has had no effect. Leaves the collective's group, and gloo's groups
+    without a known name. If the frames of the thread do not show the group, such as during a wait for the GPU, leaves
+    all groups. Groups that were left stay unusable. ``thread`` is the thread's ident; None for the main thread.
     """
     global _broken
     ident = threading.main_thread().ident if thread is None else thread

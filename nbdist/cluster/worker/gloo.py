@@ -1,15 +1,15 @@
 """Finds the connections of gloo's process groups in this process, tells the groups apart, and shuts connections down.
 
-A collective of gloo waits in C++ until all members have come. It ignores signals, and gloo has no way to cancel it. But
-shutting its connections down makes it fail. Each process group has a *loop*: a thread that polls the group's
-connections, and the *listener*, the socket to which other members connect. Linux tells which files a thread polls::
+A collective of gloo waits in C++ until all members have come. It ignores signals, and gloo cannot cancel it. But it
+fails if its connections are shut down. Each process group has a *loop*, a thread that polls the group's connections and
+its *listener*, the socket to which other members connect. Linux tells which files a thread polls::
 
     /proc/self/task/<thread>/comm        gloo_tcp_loop, since torch 2.13
     /proc/self/task/<thread>/syscall     the poller (epoll file) with which the thread waits
     /proc/self/fdinfo/<poller>           the files that the poller watches
 
-Before torch 2.13 the thread has no name. There, a thread that polls counts as a loop if it watches the listener of a
-group that the caller knows.
+Before torch 2.13 the thread has no name. With these versions, a thread that polls counts as a loop if it watches the
+listener of a group that the caller knows.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from nbdist.torch_private import torch_version
 __all__ = ["Loop", "connect_for_peers", "loops", "method_called", "shut", "system_call"]
 
 _NAME = "gloo_tcp_loop" if torch_version() >= (2, 13) else None
-"""The name of a loop's thread; None where it has no name."""
+"""The name of a loop's thread; None if the installed torch gives it no name."""
 _EPOLL_WAITS = ("232", "281", "441", "22")  # epoll_wait, epoll_pwait, epoll_pwait2 on x86-64; epoll_pwait on ARM
 _TRIES, _TRIES_FOR_ANY = 100, 3
-"""The number of looks, 1 ms apart, for a thread's poll: of a thread that is a loop by its name, of any other thread."""
+"""The most looks, 1 ms apart, whether a thread polls: if it has a loop's name or runs, and for any other thread."""
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 
 @dataclass
 class Loop:
-    """The sockets of one process group, as file numbers of gloo's, which must not be closed here."""
+    """The sockets of one process group, as gloo's file numbers, which must not be closed here."""
 
     address: bytes = b""
-    """The address of the listener, as the first bytes of a ``sockaddr``: so gloo writes it into the group's store."""
+    """The address of the listener, as the first bytes of C's ``sockaddr``, as gloo writes it into the group's store."""
     listeners: list[int] = field(default_factory=list)
     connections: list[int] = field(default_factory=list)
 
@@ -51,8 +51,8 @@ class Loop:
 def loops(is_known: Callable[[bytes], bool]) -> list[Loop]:
     """Return the sockets of all gloo process groups in this process, a `Loop` for each group.
 
-    Before torch 2.13 only those for whose address (of the listening socket) ``is_known`` is true. A thread that ends
-    during the search, or does not poll, is skipped.
+    Before torch 2.13, returns only the groups for which ``is_known`` returns True: it gets the address of the group's
+    listener. Skips a thread that ends during the search, or does not poll.
     """
     found = []
     for task in Path("/proc/self/task").glob("*"):
@@ -71,7 +71,7 @@ def loops(is_known: Callable[[bytes], bool]) -> list[Loop]:
 def shut(loop: Loop) -> int:
     """Shut all connections of a process group down; return how many were still open.
 
-    The file numbers stay open in gloo, so a second call is harmless.
+    gloo keeps the file numbers open, so a second call is harmless.
     """
     count = 0
     for number in loop.connections:
@@ -85,8 +85,8 @@ def shut(loop: Loop) -> int:
 def connect_for_peers(loop: Loop, world_size: int) -> None:
     """Connect to a loop's listener as each of the group's members would, and close the connections.
 
-    This ends gloo's waits for members that will never connect. A member says its rank in 8 bytes, which gloo does not
-    check. The wait for that rank then ends, and finds a closed connection.
+    This ends gloo's waits for members that will never connect. A member sends its rank in 8 bytes, which gloo does not
+    check. So here, gloo's wait for each rank ends, and finds a closed connection.
     """
     for number in loop.listeners:
         with contextlib.suppress(OSError), _copy(number) as listener:
@@ -96,10 +96,10 @@ def connect_for_peers(loop: Loop, world_size: int) -> None:
 
 
 def system_call(task: int) -> list[str]:
-    """Return the number and the arguments of the system call that one of this process's threads is in, as Linux says.
+    """Return the number and the arguments of the system call that a thread of this process is in, as Linux writes them.
 
-    ``task`` is the thread's native id. The first entry is ``running`` if the thread is in no system call, ``unknown``
-    if Linux does not say.
+    ``task`` is the thread's native id. The first entry is ``running`` if the thread is not in a system call,
+    ``unknown`` if Linux does not tell.
     """
     with contextlib.suppress(OSError):
         return Path(f"/proc/self/task/{task}/syscall").read_text().split()
@@ -107,7 +107,7 @@ def system_call(task: int) -> list[str]:
 
 
 def method_called(frame: FrameType) -> str:
-    """Return the name of the method that a frame is calling: the attribute that it has loaded last."""
+    """Return the name of the method that a frame is calling: the attribute that the frame has loaded last."""
     name = ""
     for instruction in dis.get_instructions(frame.f_code):
         if instruction.offset > frame.f_lasti:
@@ -147,13 +147,16 @@ def _poller(task: int) -> int | None:
         if call[0] in _EPOLL_WAITS:
             return int(call[1], 16)
         if _NAME is None and tried >= _TRIES_FOR_ANY and call[0] != "running":
-            break  # the thread waits for something else: it is no loop
+            break  # the thread waits for something else, so it is not a loop
         time.sleep(0.001)
     return None
 
 
 def _copy(number: int) -> socket.socket:
-    """Return a Python socket for a copy of gloo's file; closing it leaves gloo's file open. OSError if it is none."""
+    """Return a Python socket for a copy of gloo's file; closing it leaves gloo's file open.
+
+    Raises OSError if the file is not a socket.
+    """
     file = os.dup(number)
     try:
         return socket.socket(fileno=file)

@@ -1,22 +1,22 @@
 """Aborts NCCL's communicators in a worker, and ends the waits for their collectives.
 
-A collective of NCCL runs on the GPU. The thread that begins it does not wait in it, but later, in the first call that
-needs the GPU's result: ``t.item()``, ``t.cpu()``, ``torch.cuda.synchronize()``. These calls wait in C++, and are deaf
-to signals. Only an abort of the communicator, from another thread, ends them::
+A collective of NCCL runs on the GPU. The thread that begins it waits later, in the first call that needs the GPU's
+result: ``t.item()``, ``t.cpu()``, ``torch.cuda.synchronize()``. These calls wait in C++, and ignore signals. Only an
+abort of the communicator, from another thread, ends them::
 
     a thread waits for the GPU               the thread that aborts
     ──────────────────────────               ──────────────────────
-    t.item()                                 `waits`: is it at the same instruction all the time?
+    t.item()                                 `waits`: does it stay at one instruction?
        ┊                                     a member died: `tell`, so that the thread gets a CollectiveAborted
        ┊ <──── the GPU is free ───────────── `abort`: ``Backend.abort`` of each backend, in a thread of its own
     raises KeyboardInterrupt (interrupt)        │
     or CollectiveAborted (death)                └─ not back within `_ABORTS_WITHIN`: False; the worker must restart
 
-After an abort torch reports no error to the thread that waits: its call returns, with whatever the memory holds. So the
-thread needs an error of its own, which it must get before it reads the value.
+After an abort torch reports no error to the waiting thread: its call returns whatever the memory holds. So `tell`
+raises an error in the thread, before the thread can read the value.
 
-torch's `_abort_process_group` does the same, and also forgets the groups. Then errors could not say why a group is
-gone, and groups without the dead member would be lost with the others. So `abort` calls the backends itself.
+torch's `_abort_process_group` aborts, too, but also forgets all groups. Then errors could not say why a group is gone,
+and groups without the dead member would be lost, too. So `abort` calls the backends itself.
 """
 
 from __future__ import annotations
@@ -56,31 +56,35 @@ _ENVIRONMENT = {
     # The watchdog does nothing about a failed collective. By default it ends the process, a minute later; torch's
     # `_abort_process_group` asks for this value.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # The watchdog of one worker does not ask those of the others to write reports, after which they end the process.
+    # The watchdog of one worker does not ask the other workers' watchdogs for reports, after which they would end their
+    # processes.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # Even without a report, the watchdog holds the group's list of collectives for four times this time.
+    # Even without a report, the watchdog blocks the group's list of collectives for four times this number of ms.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
     # A watchdog that gets no answer from the GPU for 8 minutes does not end the process: the user may interrupt it.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     # An error of CUDA fails the cell, and does not end the process from the watchdog's thread.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-"""Variables that keep torch's watchdog of NCCL from ending a worker, each read when a process group is made."""
+"""Environment variables that keep torch's watchdog of NCCL, a thread for each group, from ending a worker.
+
+torch reads each of them when it makes a process group.
+"""
 
 _ABORTS_WITHIN = 5.0
 """Seconds for the aborts to return. NCCL itself would wait for the group's time limit, 10 minutes."""
 
 _ENDS_WITHIN = 15.0
-"""Seconds within which a thread leaves its collective after an abort. gloo may need 10 of them for a cut transfer."""
+"""Seconds for a thread to leave its collective after an abort. gloo may need 10 of them for a cut transfer."""
 
 _LOOKS, _LOOK_EVERY = 3, 0.03
 """The number of looks at a thread, and the seconds between two, to see that it stays at one instruction."""
 
 _YIELDS = ("24", "124")
-"""The system call ``sched_yield``, on x86-64 and ARM: CUDA's wait where more processes than cores wait."""
+"""The numbers of the system call ``sched_yield`` on x86-64 and ARM. CUDA waits with it if processes outnumber cores."""
 
 _WAITING_METHODS = ("cpu", "cuda", "item", "numpy", "synchronize", "to", "tolist", "wait")
-"""Methods that wait for the GPU, or for a collective."""
+"""The names of torch's methods that wait for the GPU, or for a collective."""
 
 _LEAVE_SIGNAL = signal.SIGRTMAX - 4
 """The number under which Python calls `_raise_in_cell` in the main thread. The system never sends this signal."""
@@ -101,13 +105,14 @@ class WaitingPlace(NamedTuple):
     instruction: int
     """The offset of the instruction in the frame's code."""
     in_collective: bool
-    """True if the thread is inside of a function of `torch.distributed`."""
+    """True if the thread is inside a function of `torch.distributed`."""
 
 
 class CollectiveAborted(RuntimeError):
     """A thread's wait for the GPU ended only because a collective of NCCL was aborted: a member of its group has died.
 
-    At the end of the cell it becomes WorkerLost. A user's ``except RuntimeError`` catches it, as it does gloo's errors.
+    At the end of the cell, nbdist turns this error into WorkerLost. A user's ``except RuntimeError`` catches it, as it
+    catches gloo's errors.
     """
 
     def __init__(self) -> None:
@@ -115,13 +120,13 @@ class CollectiveAborted(RuntimeError):
 
 
 def set_environment() -> None:
-    """Set the variables that keep torch's watchdog from ending this process; those that the user has set stay."""
+    """Set the variables that keep torch's watchdog from ending this process; variables that the user set stay."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def follow() -> None:
-    """Let `tell` raise an error in the main thread. Call once, in that thread."""
+    """Install the signal handler by which `tell` raises an error in the main thread. Call once, in that thread."""
     signal.signal(_LEAVE_SIGNAL, _raise_in_cell)
 
 
@@ -129,10 +134,10 @@ def follow() -> None:
 
 
 def abortable(group: Any) -> list[Any]:
-    """Return the backends of a process group whose collectives end by ``abort``: all but gloo's.
+    """Return the backends of a process group whose ``abort`` ends collectives: all backends but gloo's.
 
-    Backends are taken out of the wrapper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, which does not pass an abort on. A
-    process group that is written in Python has no backends, and is returned itself.
+    With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, torch wraps each backend. The wrapper does not pass an abort on, so this
+    returns the backend inside. A process group that is written in Python has no backends, and is returned itself.
     """
     gloos = getattr(torch.distributed, "ProcessGroupGloo", ())
     found = [group._get_backend(device) for device in group._device_types] or [group]
@@ -144,7 +149,7 @@ def abortable(group: Any) -> list[Any]:
 def is_used(backend: Any) -> bool:
     """Return whether a backend has a communicator, which NCCL makes for the group's first collective.
 
-    True for backends that do not say.
+    Returns True for a backend that does not tell.
     """
     return bool(getattr(backend, "_is_initialized", lambda: True)())
 
@@ -152,8 +157,9 @@ def is_used(backend: Any) -> bool:
 def abort(backends: Sequence[Any]) -> bool:
     """Abort all collectives of these backends; return whether this was done within `_ABORTS_WITHIN` seconds.
 
-    The aborts run at the same time: one communicator's may have to wait until the kernels of the others have left the
-    GPU. An error counts as done, because no more can be done. A second abort of a backend is harmless.
+    The aborts run at the same time: the abort of one communicator may have to wait until the kernels of the others have
+    left the GPU. An abort that raises an error counts as done, because nothing more can be done. A second abort of a
+    backend is harmless.
     """
     threads = [
         threading.Thread(target=_abort, args=(backend,), name="nbdist-aborting", daemon=True) for backend in backends
@@ -167,25 +173,26 @@ def abort(backends: Sequence[Any]) -> bool:
 
 
 def _abort(backend: Any) -> None:
-    """Abort one backend, and drop its error; runs in a thread of its own."""
+    """Abort one backend, and print its error, if any; runs in a thread of its own."""
     try:
         backend.abort()
     except Exception as error:
         print(f"nbdist: the abort of a process group failed: {error}", file=sys.__stderr__)
 
 
-# -- who waits --------------------------------------------------------------------------------------------------
+# -- finding threads that wait ----------------------------------------------------------------------------------
 
 
 def waits(idents: Iterable[int], *, collectives_only: bool = False) -> dict[int, WaitingPlace]:
-    """Return those of these threads, by ident, that wait in C++ for the GPU or a collective, or compute in C++.
+    """Return the places of the threads that wait in C++ for the GPU or a collective, or compute in C++, by ident.
 
-    Each comes with its place. With ``collectives_only``, only threads that are inside of a function of
-    `torch.distributed` count, as where NCCL makes a communicator for the first collective.
+    ``idents`` are the threads to look at. With ``collectives_only``, only threads inside a function of
+    `torch.distributed` count: there NCCL makes the communicator for the first collective.
 
-    Takes about 0.1 s. A thread waits if it is at one instruction of the user's code, of a package's or of torch's all
-    the time, and runs or yields there although this thread holds the GIL; or calls one of `_WAITING_METHODS`; or is in
-    torch's code. Computing in C++ cannot be told from waiting for a GPU, since CUDA waits by polling.
+    Takes about 0.1 s. A thread counts as waiting if it stays at one instruction of the user's code, a package's code or
+    torch's code, and one of these holds: it runs or yields although this thread holds the GIL, it calls one of
+    `_WAITING_METHODS`, or it is in torch's code. A thread that computes in C++ looks the same as one that waits for a
+    GPU, since CUDA waits by polling.
     """
     found = {ident: place for ident in idents if (place := _place(ident)) is not None}
     for _ in range(_LOOKS - 1):
@@ -195,9 +202,10 @@ def waits(idents: Iterable[int], *, collectives_only: bool = False) -> dict[int,
 
 
 def is_stuck(places: Mapping[int, WaitingPlace]) -> bool:
-    """Return whether one of these threads, as `waits` has found them, still is in a collective at the same place.
+    """Return whether a thread stays in its collective, at the place where `waits` has found it.
 
-    Waits `_ENDS_WITHIN` seconds for them to leave. A thread that waits for the GPU, or computes, does not count.
+    Waits up to `_ENDS_WITHIN` seconds for all threads to leave. A thread outside of a function of `torch.distributed`,
+    which waits for the GPU or computes, does not count.
     """
     deadline = time.monotonic() + _ENDS_WITHIN
     left = {ident: place for ident, place in places.items() if place.in_collective}
@@ -208,7 +216,7 @@ def is_stuck(places: Mapping[int, WaitingPlace]) -> bool:
 
 
 def _place(ident: int) -> WaitingPlace | None:
-    """Return where a thread may wait in C++; None if it does not wait."""
+    """Return the place at which a thread may wait in C++; None if it does not wait."""
     frame = sys._current_frames().get(ident)
     thread = next((thread for thread in threading.enumerate() if thread.ident == ident), None)
     if frame is None or thread is None:
@@ -223,7 +231,7 @@ def _place(ident: int) -> WaitingPlace | None:
 
 
 def _is_in_collective(frame: FrameType | None) -> bool:
-    """Return whether a frame, or one that has called it, is of torch's module with the collectives."""
+    """Return whether a frame, or one of its callers, belongs to torch's module with the collectives."""
     while frame is not None:
         if frame.f_code.co_filename == torch.distributed.distributed_c10d.__file__:
             return True
@@ -232,7 +240,7 @@ def _is_in_collective(frame: FrameType | None) -> bool:
 
 
 def _runs_user_code(frame: FrameType | None) -> bool:
-    """Return whether a frame, or one that has called it, holds the user's code."""
+    """Return whether a frame, or one of its callers, runs the user's code."""
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             return True
@@ -243,12 +251,12 @@ def _runs_user_code(frame: FrameType | None) -> bool:
 def is_interrupt(error: BaseException | None) -> bool:
     """Return whether torch's error came from an interrupt while NCCL's members met in the group's store.
 
-    torch has caught the KeyboardInterrupt of the store there, and raised an error with its text.
+    torch catches the store's KeyboardInterrupt there, and raises a RuntimeError with its text.
     """
     return isinstance(error, RuntimeError) and bool(_INTERRUPTED.search(str(error)))
 
 
-# -- telling them -----------------------------------------------------------------------------------------------
+# -- raising errors in them -------------------------------------------------------------------------------------
 
 
 def tell(idents: Collection[int], tell_calls: Callable[[type[BaseException], Collection[int]], object]) -> None:
@@ -262,15 +270,15 @@ def tell(idents: Collection[int], tell_calls: Callable[[type[BaseException], Col
 
 
 def _raise_in_cell(number: int, frame: FrameType | None) -> None:
-    """Raise CollectiveAborted in the main thread, if it runs the user's code or torch's for it: a signal handler.
+    """Raise CollectiveAborted in the main thread if it runs the user's code, or torch's code for it: a signal handler.
 
-    If torch has raised an error of its own, the main thread may be in IPython by now, which shows that error.
+    If torch has raised an error of its own, the main thread may be in IPython by now, which shows torch's error.
     """
     if frame is not None and not _is_shown(frame) and _runs_user_code(frame):
         raise CollectiveAborted
 
 
 def _is_shown(frame: FrameType) -> bool:
-    """Return whether a frame is of code that is neither the user's nor torch's nor of a package that both call."""
+    """Return whether a frame runs code of nbdist, IPython or ipykernel, which handle a cell's error."""
     file = frame.f_code.co_filename
     return is_nbdists(file) or "/IPython/" in file or "/ipykernel/" in file

@@ -1,12 +1,13 @@
 """Lets a future carry the CUDA streams on which its value is computed, as torch's futures do.
 
-A thread that completes a future with a tensor on a GPU may have the GPU still compute it, on the thread's current
-stream. Another thread has another current stream, and would read the tensor too early::
+A thread may complete a future with a tensor while the GPU still computes the tensor, on the thread's current stream.
+Another thread may have another current stream, and would read the tensor too early::
 
-    set_result(t)          `mark`               an event on the current stream of t's GPU, behind all that computes t
+    set_result(t)          `mark`               records an event on the current stream of t's GPU, behind all kernels
+                                                that compute t
     wait(), value()        `StreamMarks.wait`   the reader's current stream waits for the event; the thread does not
 
-What comes from another process needs no mark: it is complete when it arrives.
+A value from another process needs no mark: it is complete when it arrives.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import torch
 __all__ = ["CUDA_IS_BUILT", "StreamMarks", "mark"]
 
 CUDA_IS_BUILT = torch.backends.cuda.is_built()
-"""True if this torch can use GPUs. Callers look here first, so that nothing is called where it cannot."""
+"""True if this torch can use GPUs. Callers check it first, so that other builds of torch pay for no call."""
 
 _LOOKS = 10_000
-"""Entries of containers that are looked at: a list of a million numbers has no tensors."""
+"""The most objects that `mark` looks at: a list of a million numbers most likely has no tensors."""
 
 
 class StreamMarks:
-    """The tensors of a value that are on GPUs, and for each GPU an event behind which they are computed."""
+    """The tensors of a value that are on GPUs, and for each GPU an event: when it has happened, they are computed."""
 
     __slots__ = ("_events", "_tensors")
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        """Record an event on the current stream of each GPU on which one of ``tensors`` is; all are on GPUs."""
+        """Record an event on the current stream of each GPU that has one of ``tensors``, which are all on GPUs."""
         self._tensors = tensors
         self._events = []
         for device in dict.fromkeys(tensor.device for tensor in tensors):
@@ -41,22 +42,23 @@ class StreamMarks:
                 self._events.append((device, event))
 
     def wait(self) -> None:
-        """Have the calling thread's current streams wait for the events; returns at once. Any thread, any number.
+        """Let the calling thread's current streams wait for the events. Returns at once.
 
-        The tensors' memory is not used again before these streams have done what they are asked to do by then.
+        Any thread may call this, any number of times. torch's allocator does not reuse the tensors' memory before these
+        streams have finished the work that is queued on them when the tensors are freed.
         """
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
         for tensor in self._tensors:
-            if tensor.layout is torch.strided:  # torch has no such function for sparse tensors
+            if tensor.layout is torch.strided:  # torch has no `record_stream` for sparse tensors
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def mark(value: Any) -> StreamMarks | None:
     """Return marks of the streams that compute the tensors in ``value``; None if it has no tensors on GPUs.
 
-    Tensors are looked for in lists, tuples, sets and dicts, among the last 10,000 entries that are reached. Without
-    CUDA, this costs one call.
+    Looks into lists, tuples, sets and mappings, from their last entry on, at up to 10,000 objects. If this process does
+    not use CUDA, this costs one call.
     """
     if not torch.cuda.is_initialized():
         return None
@@ -65,7 +67,7 @@ def mark(value: Any) -> StreamMarks | None:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value: itself, or those in its containers."""
+    """Yield the tensors in a value: the value itself, or the tensors in its containers."""
     seen: set[int] = set()  # a list may contain itself
     left = [value]
     for _ in range(_LOOKS):

@@ -1,12 +1,13 @@
-"""`InvitingLauncher`: what launchers have in common whose clusters grow as people start workers for them.
+"""`InvitingLauncher`: the common part of the launchers whose clusters grow when people start workers by an invitation.
 
-A keeper that comes by an invitation gets the first of these that there is::
+A *keeper* is the process that starts the workers of one host. When a keeper comes by an invitation, the launcher uses
+its room for the first kind of worker in this table that there is::
 
-    a worker that is asked for (the start of the cluster, a restart)     `RemoteLauncher._place`
-    an open place: a worker that has lost its keeper waits for           the next restart; the keeper waits until then
-    a new worker                                                         `spare`, which `nbdist.cluster.growing` reads
+    a worker that a start of the cluster or a restart waits for     `RemoteLauncher._place` starts it at once
+    a worker that has lost its keeper: an open place                the keeper waits until a restart starts the worker
+    a new worker                                                    `nbdist.cluster.growing` adds `spare` of them
 
-A worker whose process has ended keeps its place at its keeper, so it leaves no open place.
+A worker whose process has ended keeps its place at its keeper: its place is not open.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ class InvitingLauncher(RemoteLauncher):
 
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
         self.on_arrival: Callable[[], object] = lambda: None
-        """Called when a keeper has come in, and workers that waited for it have been given to it. Must be quick."""
+        """Called when a keeper has come in, after the workers that waited for one were given to it. Must be quick."""
         self._ranks: dict[str, int] = {}
-        """The ranks of the workers that were ever asked for, by their names."""
+        """The rank of each worker that was ever started or waited for a keeper, by the worker's name."""
         self._joining: set[str] = set()
-        """The names of workers that start to join the running cluster, and do not belong to it yet."""
+        """The names of new workers that are starting, and do not belong to the running cluster yet."""
         super().__init__(spec, on_end)
 
     # -- invitations --------------------------------------------------------------------------
 
     def invite(self, file: Path, seconds: float, uses: int) -> None:
-        """Write an invitation, valid for so many seconds and workers. Raises UsageError if it cannot."""
+        """Write an invitation for ``uses`` workers, valid for ``seconds``, to ``file``. UsageError if that fails."""
         self.hub.invite(seconds, uses).write(file)
 
     def revoke(self) -> int:
@@ -55,7 +56,7 @@ class InvitingLauncher(RemoteLauncher):
     # -- growing ------------------------------------------------------------------------------
 
     def spare(self) -> int:
-        """Return how many new workers the keepers have room for, besides the open places; 0 once the cluster ends."""
+        """Return how many new workers the keepers have room for, open places not counted; 0 once the cluster ends."""
         with self._lock, self.hub.lock:
             if self._closing or self._master is None:  # rank 0 has no place, and the others start after it
                 return 0
@@ -66,15 +67,15 @@ class InvitingLauncher(RemoteLauncher):
             return max(0, free - len(known - placed))
 
     def _is_invited(self, member: KeeperMember) -> bool:
-        """Return whether a keeper came by an invitation of the user's."""
+        """Return whether a keeper came by one of the user's invitations, and not by one of the launcher's own."""
         return True
 
     def _needs_invited(self, rank: int) -> bool:
-        """Return whether the worker of a rank runs at a keeper of that kind."""
+        """Return whether the worker of a rank must run at a keeper for which `_is_invited` is True."""
         return True
 
     def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
-        """Return the keeper for a worker: the one that it had, else the first of its kind with room; else None."""
+        """Return a worker's keeper: the one that it had, else the first of the right kind with room; else None."""
         with self.hub.lock:
             needs = self._needs_invited(setup.rank)
             members = [member for member in self.hub.members if self._is_invited(member) == needs]
@@ -87,20 +88,20 @@ class InvitingLauncher(RemoteLauncher):
         return self._closing
 
     def expect(self, names: Sequence[str]) -> None:
-        """Let the next starts of these new workers fail if no keeper has room for them at once, or theirs is lost."""
+        """Let the next starts of these new workers fail if no keeper has room at once, or if their keeper is lost."""
         with self._lock:
             self._joining.update(names)
 
     def keep(self, names: Sequence[str]) -> None:
-        """Note that these new workers belong to the cluster: from now on, they may wait for a keeper as others do."""
+        """Note that these workers now belong to the cluster: from now on they may wait for a keeper, as others do."""
         with self._lock:
             self._joining.difference_update(names)
 
     def dismiss(self, names: Sequence[str], failed: Mapping[str, str]) -> None:
         """Forget new workers that could not join, whose processes have ended.
 
-        The keepers of those in ``failed`` get no worker in that place any more; a keeper that has no other is told the
-        reason, and ends. The places of the others are free again.
+        ``failed`` has the reasons, by name. The place of a worker in ``failed`` is never used again, and if its keeper
+        has no other place, the keeper gets the reason, and ends. The places of the other workers are free again.
         """
         told: list[tuple[KeeperMember, Callable[..., None], object]] = []
         with self._lock, self.hub.lock:
@@ -121,7 +122,10 @@ class InvitingLauncher(RemoteLauncher):
                 self.hub.call(member, function, argument).wait()  # before the next start there
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
-        """Start a worker as soon as a keeper has room for it, or at once or never (`expect`); return a future."""
+        """Start a worker as soon as a keeper has room for it; return a future.
+
+        If `expect` has named the worker, the future fails unless a keeper has room at once.
+        """
         with self._lock:
             self._ranks[setup.name] = setup.rank
         future = super().start(setup, environment)
@@ -133,7 +137,7 @@ class InvitingLauncher(RemoteLauncher):
         return future
 
     def _may_wait(self, name: str) -> bool:
-        """Return whether a worker may wait for another keeper: not if it is only to join the running cluster."""
+        """Return whether a worker may wait for another keeper: False for a new worker that `expect` has named."""
         return name not in self._joining
 
     def _on_arrival(self) -> None:

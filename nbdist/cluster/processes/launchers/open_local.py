@@ -1,8 +1,9 @@
 """`OpenLocalLauncher`: workers of this host, in a cluster that workers of other hosts may join: ``%dist_init --host``.
 
-An agent that `LocalLauncher` starts listens at sockets of this host alone, and cannot listen elsewhere later. So here
-the workers of this host are started as those of every other host are: by a keeper, with addresses and encryption for
-other hosts. The keeper is a process that this launcher starts, and starts again if it has died.
+A worker that `LocalLauncher` starts listens only at sockets of this host, and cannot listen elsewhere later. So this
+launcher starts the workers of this host as those of other hosts are started: by a *keeper*, a process that starts and
+ends the workers of one host, with addresses and encryption for other hosts. The launcher starts the keeper, and starts
+it again if it has died and workers wait for it.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["OpenLocalLauncher"]
 
 _INVITED_FOR = 600.0
-"""Seconds within which the keeper must come; it needs a few."""
+"""Seconds within which the keeper must come to the hub; it needs a few."""
 _ENDS_WITHIN = 5.0
-"""Seconds for the keeper to end by itself."""
+"""Seconds for the keeper to end after SIGTERM; then it gets SIGKILL."""
 
 
 class OpenLocalLauncher(InvitingLauncher):
@@ -41,13 +42,13 @@ class OpenLocalLauncher(InvitingLauncher):
 
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
         self._own: dict[str, subprocess.Popen[bytes]] = {}
-        """The keepers that this launcher has started, by the token with which they come."""
+        """The keepers that this launcher has started, by the token of the invitation that each one got."""
         super().__init__(spec, on_end)
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
         """Start a worker; return a future. The first workers have the places on this host in the order of their ranks.
 
-        A worker that is to join starts at once or never: see `expect`.
+        A worker that `expect` has named starts at once or never.
         """
         if not self._needs_invited(setup.rank):
             setup = msgspec.structs.replace(setup, local_rank=setup.rank)
@@ -61,7 +62,7 @@ class OpenLocalLauncher(InvitingLauncher):
                 self._start_keeper()
 
     def _start_keeper(self) -> None:
-        """Start a keeper, which comes to the hub by itself. The caller holds the lock."""
+        """Start a keeper, which then connects to the hub by itself. The caller holds the lock."""
         invitation = self.hub.invite(_INVITED_FOR, self.spec.count)
         command = [sys.executable, "-m", "nbdist", "worker", "--connect", "-", "--with-parent"]
         command += ["-n", str(self.spec.count), "--host", self.hub.host]
@@ -69,7 +70,7 @@ class OpenLocalLauncher(InvitingLauncher):
         with open(said, "wb") as log:
             own = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         assert own.stdin is not None
-        with contextlib.suppress(OSError), own.stdin:  # it has ended already
+        with contextlib.suppress(OSError), own.stdin:  # the keeper has ended already
             own.stdin.write(msgspec.json.encode(invitation))
         self._own[invitation.token] = own
         watch = threading.Thread(
@@ -78,11 +79,11 @@ class OpenLocalLauncher(InvitingLauncher):
         watch.start()
 
     def _watch(self, token: str, own: subprocess.Popen[bytes], said: Path) -> None:
-        """Wait until a keeper has ended. If it has never come, the workers that wait for it cannot start."""
+        """Wait until a keeper's process has ended. If it never came to the hub, fail the starts that wait for it."""
         own.wait()
         with self._lock:
             if self._closing or token in self.hub.came:
-                return  # if it is lost, the hub notices that
+                return  # the hub notices the end of a keeper that has come
             starts = [start for start in self._wanted.values() if not self._needs_invited(start.setup.rank)]
             for start in starts:
                 del self._wanted[start.name]
@@ -101,11 +102,11 @@ class OpenLocalLauncher(InvitingLauncher):
         return member.token not in self._own
 
     def _needs_invited(self, rank: int) -> bool:
-        """Return whether a worker has joined later: the first ones stay on this host."""
+        """Return whether a worker joined later, by its rank: the first ``spec.count`` workers are on this host."""
         return rank >= self.spec.count
 
     def advice(self) -> str:
-        """Return how to start the workers of other hosts that are missing; those of this host start by themselves."""
+        """Return how to start missing workers of other hosts, or ""; those of this host need no person's help."""
         with self._lock:
             missing = [name for name in {*self._wanted, *self._missed} if self._needs_invited(self._ranks[name])]
         return (
@@ -120,7 +121,7 @@ class OpenLocalLauncher(InvitingLauncher):
             return super().close()
         finally:
             for own in self._own.values():
-                own.terminate()  # does nothing if it has ended
+                own.terminate()  # does nothing if the keeper has ended
             for own in self._own.values():
                 try:
                     own.wait(_ENDS_WITHIN)

@@ -6,9 +6,10 @@
     RayLauncher ── ray.remote ──> actor ── starts ──> keeper (`python -m nbdist worker`) ── starts ──> worker
          │ <────────────────── RPC ───────────────────> │
 
-There is one actor for each worker, and one placement group for all. The actor only starts the keeper and waits for its
-end; the keeper ends with the actor, even if Ray kills that with SIGKILL. When a keeper is lost, its actor is killed,
-and the next start of the worker asks Ray for another one.
+There is one actor for each worker, and one placement group for all workers. The actor only starts the keeper, the
+process that starts the worker, and waits for the keeper's end. The keeper ends with the actor, even if Ray kills the
+actor with SIGKILL. When a keeper is lost, the launcher kills its actor, and the next start of the worker asks Ray for
+another actor.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ if TYPE_CHECKING:
 __all__ = ["RayLauncher"]
 
 _ROOM_WITHIN = 30.0
-"""Seconds to wait for Ray to have room for all workers, while the cluster's timeout is the usual one."""
+"""Seconds to wait for Ray to have room for all workers, if the user has not set the cluster's timeout."""
 _TRIES, _STARTS_WITHIN = 2, 60
-"""Times to try to start a Ray on this machine, and seconds for each: it takes 15 on two idle cores."""
+"""The number of tries to start a Ray on this machine, and the seconds for each: Ray takes 15 on two idle cores."""
 _INVITED_FOR = 600.0
-"""Seconds for which the invitation of an actor is valid."""
+"""Seconds for which the invitation that an actor gets is valid."""
 _USUAL_TIMEOUT = 120.0
-"""The timeout of a cluster for which the user has set none."""
+"""The default timeout of a cluster, in seconds."""
 _ACTORS_TRIED = 3
-"""Actors to ask for, one after another, for one start of a worker, if they die before they have started the keeper."""
+"""The most actors to ask for, one after another, for one start of a worker, if they die before their keeper comes."""
 
 
 _starting = threading.Lock()
@@ -59,9 +60,9 @@ class RayLauncher(RemoteLauncher):
     """The launcher for Ray. See `Launcher` for its methods."""
 
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
-        """Find Ray, or start it, and get room for all workers.
+        """Find Ray, or start it, and reserve room for all workers.
 
-        Raises UsageError if Ray is not installed or its address cannot be used, ResourceError if it has no room.
+        Raises UsageError if Ray is not installed or its address cannot be used, ResourceError if Ray has no room.
         """
         try:
             import ray
@@ -73,10 +74,10 @@ class RayLauncher(RemoteLauncher):
         self._actors: dict[str, _Placed] = {}
         """The actor of each worker that has one, by the worker's name."""
         self._died: Counter[str] = Counter()
-        """By worker: the actors that have died one after another before their keeper came."""
+        """By worker's name: how many of its actors have died one after another before their keeper came."""
         self._group: Any = None
         self._disconnects = _connect(ray, spec)
-        """True if this launcher has connected this process to Ray, and disconnects it."""
+        """True if this launcher has connected this process to Ray, and so must disconnect it."""
         try:
             super().__init__(replace(spec, host=spec.host or address_of_this_node()), on_end)
         except BaseException:
@@ -89,7 +90,7 @@ class RayLauncher(RemoteLauncher):
             raise
 
     def _reserve(self, spec: Spec) -> None:
-        """Get room for all workers, all or none. Raises ResourceError if Ray has none in time."""
+        """Reserve room for all workers, or for none. Raises ResourceError if Ray has no room for all in time."""
         from ray.util.placement_group import placement_group
 
         ray = self._ray
@@ -109,7 +110,7 @@ class RayLauncher(RemoteLauncher):
                     self._make_actor(start.setup)
 
     def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
-        """Return the keeper that the worker's own actor has started; None if it has not come."""
+        """Return the keeper that the worker's own actor has started; None if that keeper has not come."""
         placed = self._actors.get(setup.name)
         if placed is None:
             return None
@@ -120,7 +121,7 @@ class RayLauncher(RemoteLauncher):
         return came
 
     def _make_actor(self, setup: WorkerSetup) -> None:
-        """Let Ray start an actor for a worker, whose keeper will come to the hub. The caller holds the lock."""
+        """Let Ray start an actor for a worker; the actor's keeper will come to the hub. The caller holds the lock."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         ray = self._ray
@@ -135,10 +136,10 @@ class RayLauncher(RemoteLauncher):
         ).start()
 
     def _watch(self, name: str, placed: _Placed, ended: Any) -> None:
-        """Wait until an actor's work is over. If its keeper has never come, the worker cannot start.
+        """Wait for the end of an actor's `RayActor.run`. If its keeper never came, fail the start of the worker.
 
-        But if the actor has died, another one is asked for. Ray takes half a minute to notice that a node is frozen or
-        cut off, and places actors there in the meantime, which die when it does.
+        If the actor has died, ask Ray for another one instead, up to `_ACTORS_TRIED` actors. Ray takes half a minute to
+        notice that a node is frozen or cut off, and still places actors there, which die when Ray notices.
         """
         why, died = "its keeper has ended, see Ray's worker logs", False
         try:
@@ -150,13 +151,13 @@ class RayLauncher(RemoteLauncher):
             if self._actors.get(name) is not placed:
                 return  # its keeper was lost, or the cluster ends
             if placed.token in self.hub.came:
-                return  # the hub notices that it is lost
+                return  # the keeper has come, and the hub notices its end
             del self._actors[name]
             self._died[name] += died
             again = died and self._died[name] < _ACTORS_TRIED and name in self._wanted
             start = None if again else self._wanted.pop(name, None)
             if not again:
-                self._died.pop(name, None)  # a restart tries as often again
+                self._died.pop(name, None)  # the next restart may try as often
             if start is not None:
                 self._has_no_place(start)
         self._kill(placed)
@@ -166,12 +167,12 @@ class RayLauncher(RemoteLauncher):
             start.future.set_exception(ResourceError(f"Ray has not started {name}: {why}. Restart it to try again"))
 
     def _kill(self, placed: _Placed) -> None:
-        """Let Ray end an actor, so that it gives back its place. Does nothing for one that has ended."""
+        """Let Ray end an actor, and so free its place. Does nothing for an actor that has ended."""
         with contextlib.suppress(Exception):
             self._ray.kill(placed.actor, no_restart=True)
 
     def _release(self, member: KeeperMember) -> None:
-        """Let Ray end the actor of a keeper that is lost: it may still hold its place."""
+        """Let Ray end the actor of a keeper that is lost: the actor may still hold its place."""
         with self._lock:
             lost = {name: placed for name, placed in self._actors.items() if placed.token == member.token}
             for name in lost:
@@ -180,15 +181,15 @@ class RayLauncher(RemoteLauncher):
             self._kill(placed)
 
     def advice(self) -> str:
-        """Return that Ray has room for workers that have not joined; empty if no worker is missing."""
+        """Return a text that tells where to look if workers have not joined; empty if no worker is missing."""
         missing = self._missing()
         if not missing:
             return ""
         return f"Ray has reserved room for {counted(missing, 'worker')} that did not join: see Ray's worker logs"
 
     def close(self) -> int:
-        """End all workers, give back what Ray had reserved, and end Ray if this launcher has started it."""
-        with contextlib.ExitStack() as steps:  # all are done, also after Ctrl-C
+        """End all workers, give back the room that Ray has reserved, and end Ray if this launcher has started it."""
+        with contextlib.ExitStack() as steps:  # every step runs, also after Ctrl-C
             steps.callback(self._leave_ray)
             steps.callback(self._kill_all)
             return super().close()
@@ -201,7 +202,7 @@ class RayLauncher(RemoteLauncher):
             self._kill(placed)
 
     def _leave_ray(self) -> None:
-        """Give back the placement group; disconnect from Ray, which ends it if this launcher has started it."""
+        """Give back the placement group. Disconnect from Ray; this ends Ray if this launcher has started it."""
         from ray.util.placement_group import remove_placement_group
 
         if self._group is not None:
@@ -212,17 +213,17 @@ class RayLauncher(RemoteLauncher):
 
 
 class _Placed(NamedTuple):
-    """An actor that Ray was asked for, and the token with which its keeper comes."""
+    """An actor that Ray was asked for, and the token of the invitation with which the actor's keeper comes."""
 
     actor: Any
     token: str
 
 
 def _connect(ray: Any, spec: Spec) -> bool:
-    """Connect this process to Ray, unless it is; return whether it was connected here.
+    """Connect this process to Ray, unless it is connected; return True if this call has connected it.
 
-    Starts a new Ray on this machine if there is no other, with room for all workers. Raises UsageError for an address
-    by which workers could not reach this process.
+    If no address of a Ray is set, starts a new Ray on this machine, with room for all workers. Raises UsageError if Ray
+    cannot be reached or started, or for an address with which workers could not reach this process.
     """
     if ray.is_initialized():
         return False
@@ -244,10 +245,10 @@ def _connect(ray: Any, spec: Spec) -> bool:
 
 
 def _start_here(ray: Any, cpus: int) -> None:
-    """Start a Ray on this machine with room for ``cpus`` workers without GPUs; it ends with `ray.shutdown`.
+    """Start a Ray on this machine with room for ``cpus`` workers without GPUs; `ray.shutdown` ends this Ray.
 
-    Tries again if it fails, as on a busy machine. Raises Ray's error, after the last try and after Ctrl-C with no
-    process of that Ray left.
+    A start may fail on a busy machine, so it is tried `_TRIES` times. Raises Ray's error after the last try. After a
+    failed try, and after Ctrl-C, no process of that Ray is left.
     """
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(_STARTS_WITHIN))
     for number in range(1, _TRIES + 1):
@@ -270,11 +271,11 @@ def _start_here(ray: Any, cpus: int) -> None:
 
 @contextlib.contextmanager
 def _small_agent(ray: Any) -> Iterator[None]:
-    """Let a Ray that starts during the block run its agent without the parts for dashboards.
+    """Let a Ray that starts during the block run its agent process without the parts for dashboards.
 
-    Ray's raylet ends itself if its agent is not up after 15 s. With all that the extra `ray[default]` brings, the agent
-    needs 12 s on two idle cores. Ray runs the small one where that extra is not installed: here the function of Ray's
-    that looks for it returns an error during the block. Does nothing if Ray has no such function.
+    Ray's raylet ends itself if its agent is not up after 15 s. With the packages of the extra `ray[default]`, the agent
+    needs 12 s on two idle cores. Without this extra, Ray runs a smaller agent. So during the block, Ray's function that
+    looks for the extra returns an error, as if it were not installed. Does nothing if Ray has no such function.
     """
     name = "get_dashboard_dependency_error"
     utils = getattr(getattr(ray, "_private", None), "utils", None)
@@ -299,9 +300,9 @@ def _children() -> set[int]:
 
 
 def _end_rays_processes(pids: set[int], folder: str) -> None:
-    """Kill those of these children that are Ray's, and wait for their end: a Ray that did not start leaves them.
+    """Kill the children among ``pids`` that run programs of ``folder``, where Ray is installed; wait for their end.
 
-    They run programs of Ray's ``folder``.
+    A Ray that failed to start leaves such processes behind.
     """
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""`RayActor`: what runs in the process that Ray starts for a worker. It imports neither torch nor the launchers.
+"""`RayActor`: the code in the process that Ray starts for a worker. Imports neither torch nor the launchers.
 
-The class is apart from `RayLauncher` for that: Ray imports its module in every actor, and torch would take seconds and
-200 MB of memory in each of them, for nothing.
+Ray imports this module in every actor. If it also held `RayLauncher`, every actor would import torch, which takes
+seconds and 200 MB of memory, and never use it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["RayActor", "address_of_this_node"]
 
 
 class RayActor:
-    """The actor of one worker: it starts the keeper, and waits for its end."""
+    """The actor of one worker. It starts a keeper, the process that starts the worker, and waits for its end."""
 
     def run(self, invitation: bytes) -> int:
-        """Run a keeper with this invitation; return its exit code. It has this actor's GPUs and environment."""
+        """Run a keeper with this invitation; return its exit code. The keeper has the actor's GPUs and environment."""
         host = address_of_this_node()
         command = [sys.executable, "-m", "nbdist", "worker", "--connect", "-", "--with-parent"]
         keeper = subprocess.Popen([*command, "--host", host], stdin=subprocess.PIPE, start_new_session=True)
@@ -26,7 +26,7 @@ class RayActor:
 
 
 def address_of_this_node() -> str:
-    """Return the address by which the other nodes of Ray's reach this one. This process must be connected to Ray."""
+    """Return the address at which Ray's other nodes reach this one. This process must be connected to Ray."""
     import ray
 
     find: Any = ray.util.get_node_ip_address

@@ -1,7 +1,7 @@
 """Waits until Ray has room for workers, and says why there is none: what its nodes have free, and what is starting.
 
-A Ray cluster may have an autoscaler, which starts nodes for a placement group that has no room. There are two kinds of
-it, which tell what they do in two places: see `nodes_starting`.
+A Ray cluster may have an autoscaler, which starts nodes for a placement group that has no room. Ray has two kinds of
+autoscaler. Each reports what it does in another place: see `nodes_starting`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from nbdist.errors import ResourceError
 __all__ = ["nodes_starting", "say_room", "wait_for_room"]
 
 _LOOK_EVERY = 1.0
-"""Seconds between two looks at the autoscaler. Ctrl-C is heeded as often: Ray's own wait does not heed it."""
+"""Seconds between two looks at the autoscaler. Ctrl-C takes as long: it does not interrupt a wait of Ray's."""
 _ASKED_WITHIN = 2
-"""Seconds for Ray to tell what its autoscaler does."""
+"""Seconds for Ray to report what its autoscaler does."""
 _LONGER = 300.0
-"""Seconds that the error advises to wait for nodes, or twice the time that was too short if that is more."""
+"""The least ``-t`` that the error proposes, in seconds; it proposes twice the time that was too short if more."""
 
 
 def wait_for_room(ray: Any, group: Any, needs: Mapping[str, float], count: int, within: float) -> None:
     """Wait until Ray has room for a placement group of ``count`` workers, for ``within`` seconds at most.
 
-    While an autoscaler starts nodes, a line below the cell says so. ``needs`` has what each worker needs. Raises
-    ResourceError if there is no room in time, which says what is free and whether nodes were still starting.
+    While an autoscaler starts nodes, a line below the cell says so. ``needs`` has the resources of one worker, such as
+    ``{"CPU": 1.0}``. Raises ResourceError if there is no room in time; the error says what is free and whether nodes
+    were still starting.
     """
     show = trace.steps()
     deadline = time.monotonic() + within
@@ -57,7 +58,7 @@ def wait_for_room(ray: Any, group: Any, needs: Mapping[str, float], count: int, 
 
 
 def nodes_starting(ray: Any) -> int:
-    """Return how many nodes Ray's autoscaler is starting: 0 if there is no autoscaler, or if Ray does not tell."""
+    """Return how many nodes Ray's autoscaler is starting: 0 without an autoscaler, or if Ray does not say."""
     try:
         from ray.experimental.internal_kv import _internal_kv_get
 
@@ -70,14 +71,14 @@ def nodes_starting(ray: Any) -> int:
 
         status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=_ASKED_WITHIN)
         return sum(launch.count for launch in status.pending_launches) + len(status.pending_nodes)
-    except Exception:  # none of this is promised by Ray, and only a line depends on it
+    except Exception:  # Ray may change these functions at any time, and only a line depends on them
         return 0
 
 
 def say_room(free: list[dict[str, float]], needs: Mapping[str, float], count: int) -> str:
     """Return how many of ``count`` workers Ray has room for, and what its nodes have free. Pure.
 
-    ``needs`` has what each worker needs; ``free`` what each node has free.
+    ``needs`` has the resources of one worker, ``free`` the free resources of each node.
     """
     room = sum(min(int(node.get(name, 0.0) / needed) for name, needed in needs.items()) for node in free)
     shown = "GPU" if "GPU" in needs else "CPU"
@@ -90,12 +91,12 @@ def say_room(free: list[dict[str, float]], needs: Mapping[str, float], count: in
 
 
 def _living(ray: Any) -> list[str]:
-    """Return the ids of the living nodes of Ray's."""
+    """Return the ids of Ray's living nodes."""
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
 
 def _free_of_nodes(ray: Any) -> list[dict[str, float]]:
-    """Return the resources that are free on each living node of Ray's."""
+    """Return the free resources of each of Ray's living nodes."""
     from ray._private import state
 
     find: Any = state.available_resources_per_node

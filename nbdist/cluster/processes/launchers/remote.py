@@ -1,16 +1,18 @@
-"""`RemoteLauncher`: what launchers have in common whose workers run on other hosts. See `nbdist.cluster.hosts`.
+"""`RemoteLauncher`: the common part of the launchers whose workers run on other hosts. See `nbdist.cluster.hosts`.
 
-A subclass makes keepers come: a person starts them (`JoinLauncher`), or a scheduler does. A worker that is asked for
-waits here until a keeper has room for it. The worker of rank 0 is placed first: its host is the ``MASTER_ADDR`` of all
-that start from then on. The life of a start (`_Start`)::
+A *keeper* is a process on another host that starts and ends the workers there. A person starts keepers
+(`JoinLauncher`), or a subclass lets a scheduler start them. A worker that must start waits here until a keeper has room
+for it. The worker of rank 0 is placed first: its host is the ``MASTER_ADDR`` of all workers that start from then on.
+The life of a start (`_Start`)::
 
     wanted ── a keeper has room ──> placed ── its process runs ──> running ── it ends, or its keeper is lost ──> over
-      ^                               │                               (`on_end` is told)
+      ^                               │                               (calls `on_end`)
       └─── its keeper was lost ───────┤
                                       └── it cannot start (the future fails) ──────────────────────────────────> over
 
-A caller that cancels the future of a start gives it up: a process that has come of it, or comes yet, is killed. Only
-the thread that takes a start out of `_placed` reports its end or starts it again, so that this happens once.
+A caller that cancels the future of a start gives the start up: if its process runs already, or starts later, the
+process is killed. Only the thread that takes a start out of `_placed` reports its end or starts it again, so each
+happens once.
 """
 
 from __future__ import annotations
@@ -51,13 +53,13 @@ if TYPE_CHECKING:
 __all__ = ["RemoteLauncher"]
 
 _STARTS_WITHIN = 600.0
-"""Seconds for a keeper to start a worker. `Lifecycle` has a shorter limit, the user's."""
+"""Seconds for a keeper to start a worker. `Lifecycle` applies the user's limit, which is usually shorter."""
 _ENDS_WITHIN = 10.0
 """Seconds for all keepers to end their workers."""
 
 
 class _Start:
-    """One start of a worker: what is asked for, and how far it is."""
+    """One start of a worker: its setup, its keeper, and how far the start has come."""
 
     def __init__(
         self,
@@ -70,13 +72,13 @@ class _Start:
         self.environment = environment
         self.future: Future[StartedWorker] = Future()
         self.asked = time.monotonic()
-        """The moment at which it was asked for."""
+        """The moment at which `RemoteLauncher.start` was called, as of `time.monotonic`."""
         self.member: KeeperMember | None = None
-        """The keeper that it is given to."""
+        """The keeper that starts the worker; None while no keeper has room."""
         self.runs = False
-        """True once its process runs."""
+        """True once the worker's process runs."""
         self.how: int | str | None = None
-        """The end of its process, if its keeper has told of that before it told of the start."""
+        """The exit code of the process, or a text, if the keeper reported its end before its start; else None."""
 
     @property
     def name(self) -> str:
@@ -102,30 +104,31 @@ class RemoteLauncher:
         self._wanted: dict[str, _Start] = {}
         """The starts that have no keeper, by the worker's name."""
         self._missed: set[str] = set()
-        """The workers whose last start was given up before a keeper had room."""
+        """The names of the workers whose last start was given up before a keeper had room."""
         self._placed: dict[str, _Start] = {}
-        """The starts that have a keeper, whose process runs or may yet come."""
+        """The starts that have a keeper, and whose process runs or may still start, by the worker's name."""
         self._relays: dict[str, Relay] = {}
         self._words: dict[str, str] = {}
         self._master: tuple[str, int] | None = None
         """``MASTER_ADDR`` and ``MASTER_PORT`` of the workers that start now; None while rank 0 waits for a keeper."""
         self._last_master: tuple[str, int] | None = None
-        """The values before rank 0 was restarted; used again if it starts on the same host."""
+        """The value of `_master` before rank 0 was restarted; used again if rank 0 starts on the same host."""
         self._prepared: dict[int, Future[None]] = {}
-        """By incarnation of a keeper: the future of its imports of the modules to preload."""
+        """By incarnation of a keeper: the future that is done when it has imported the modules to preload."""
         self._codes: dict[int, bytes] = {}
-        """By incarnation of a keeper: the digest of the Python files that it has got last."""
+        """By incarnation of a keeper: the digest of the Python files that it got last."""
         self._sending_code: dict[int, threading.Lock] = {}
-        """By incarnation of a keeper: held while it gets Python files."""
+        """By incarnation of a keeper: the lock that is held while the keeper gets Python files."""
         self._packed = -math.inf, b""
-        """The moment at which Python files were packed last, and their archive."""
+        """The moment at which Python files were last packed, and their archive."""
         self._packing = threading.Lock()
         self._closing = False
         self._boards = Boards()
         with contextlib.ExitStack() as undo:
             self._folder = make_folder()
             undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            # It runs no worker. It removes the run directory if this process is killed.
+            # This zygote (a process that starts workers) starts none. It removes the run directory if this process
+            # is killed.
             self._warden = Processes(self._folder, lambda name, code: None, fork=False)
             undo.callback(self._warden.close)
             self.hub = Hub(
@@ -144,21 +147,24 @@ class RemoteLauncher:
 
     @property
     def folder(self) -> Path:
-        """The run directory on this host, with the sockets at which kernels seem to answer; `close` removes it."""
+        """The run directory on this host. Relays listen at its sockets in place of the kernels. `close` removes it."""
         return self._folder
 
     @property
     def rpc(self) -> Mapping[str, Any]:
-        """The options by which this process's agent joins the RPC world: the members meet at the hub."""
+        """The options with which this process's agent joins the RPC world: its members find each other at the hub."""
         return {"init_method": self.hub.meeting, "secret": self.hub.secret, "host": self.hub.host}
 
     @property
     def group_stores(self) -> GroupStores:
-        """The stores at which the workers form their process groups: in this process's memory, by RPC."""
+        """The stores with which workers form their process groups: in this process's memory, reached by RPC."""
         return self._boards
 
     def preload(self, modules: Sequence[str]) -> Future[None]:
-        """Let each keeper import modules before its first worker. The future is done; errors come with the worker."""
+        """Let each keeper import modules before it starts its first worker.
+
+        The returned future is done already: if an import fails, the starts of that keeper's workers fail.
+        """
         self._modules = tuple(modules)
         done: Future[None] = Future()
         done.set_result(None)
@@ -186,29 +192,29 @@ class RemoteLauncher:
         self._place()
 
     def _forget_if_given_up(self, start: _Start) -> None:
-        """Do not start a worker any more for whose start nobody waits. Other starts are not touched."""
+        """Drop a start whose future was cancelled, if it has no keeper yet. Does nothing else."""
         if start.future.cancelled():
             with self._lock:
                 if self._wanted.get(start.name) is not start:
-                    return  # it has a keeper: what comes of it ends as others do
+                    return  # it has a keeper: `_start_on` kills its process
                 del self._wanted[start.name]
                 self._has_no_place(start)
             self._on_end(start.name, GIVEN_UP)
             self._place()
 
     def _has_no_place(self, start: _Start) -> None:
-        """Note that a start is over for which no keeper had room. The lock is held."""
+        """Note that a start is over, and that no keeper had room for it. The caller holds the lock."""
         self._missed.add(start.name)
         self._restore_master(start)
 
     def _restore_master(self, start: _Start) -> None:
-        """If the start of rank 0 has failed, let the others start with the address and port from before."""
+        """If the start of rank 0 has failed, let the other workers start with the address and port from before."""
         with self._lock:
             if start.setup.rank == 0 and self._master is None:
                 self._master = self._last_master
 
     def _on_arrival(self) -> None:
-        """Give workers that wait for a keeper to one that has come in. A subclass does more. Must be quick."""
+        """Start workers that wait for a keeper, because one has come in. A subclass may do more. Must be quick."""
         self._place()
 
     def _may_wait(self, name: str) -> bool:
@@ -216,10 +222,10 @@ class RemoteLauncher:
         return True
 
     def _provide(self) -> None:
-        """Make keepers come for the workers in `_wanted` that have none. A person does that, or a subclass."""
+        """Start keepers for the workers in `_wanted`. Does nothing here: a person starts keepers, or a subclass."""
 
     def _release(self, member: KeeperMember) -> None:
-        """Free what was reserved for a keeper that is lost, such as its actor of Ray's. Does nothing here. May wait."""
+        """Free the resources of a lost keeper, such as its Ray actor. Does nothing here. A subclass's may wait."""
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a worker; do nothing if it has ended or its host cannot be reached. Does not wait."""
@@ -236,11 +242,11 @@ class RemoteLauncher:
         return found
 
     def advice(self) -> str:
-        """Return what a person can do so that more workers start; a subclass knows more."""
+        """Return a text that tells the user how to start missing workers. Empty here; a subclass may return one."""
         return ""
 
     def _missing(self) -> int:
-        """Return how many workers no keeper has had room for."""
+        """Return the number of workers for which no keeper has had room."""
         with self._lock:
             return len(self._wanted) + len(self._missed)
 
@@ -251,10 +257,10 @@ class RemoteLauncher:
     def close(self) -> int:
         """Let all keepers end their workers and themselves; remove the run directory.
 
-        Returns how many workers are on hosts that have not answered. Their keepers end them once they find that this
-        process has gone.
+        Returns the number of workers on hosts that have not answered. Their keepers end these workers once they notice
+        that this process has gone.
         """
-        with contextlib.ExitStack() as steps:  # all are done, also after Ctrl-C
+        with contextlib.ExitStack() as steps:  # every step runs, also after Ctrl-C
             steps.callback(self._warden.close)
             steps.callback(self._close_relays)
             steps.callback(self.hub.close)
@@ -272,7 +278,7 @@ class RemoteLauncher:
                 try:
                     end.wait()
                 except WorkerLost:
-                    pass  # it has ended before its answer went out
+                    pass  # the keeper has ended before it could send its answer
                 except Exception:
                     with self._lock:
                         left += sum(start.member is member for start in self._placed.values())
@@ -288,7 +294,7 @@ class RemoteLauncher:
     # -- placing ------------------------------------------------------------------------------
 
     def _place(self) -> None:
-        """Give the workers that are asked for to keepers that have room, the worker of rank 0 first. Does not wait."""
+        """Start the workers in `_wanted` for which a keeper has room, the worker of rank 0 first. Does not wait."""
         with self._lock:
             if self._closing:
                 return
@@ -296,7 +302,7 @@ class RemoteLauncher:
                 if self._master is None and start.setup.rank != 0:
                     return  # until the worker of rank 0 has its place
                 if start.name in self._placed:
-                    continue  # its process before, whose start was given up, has not ended
+                    continue  # the worker's earlier start was given up, but its process has not ended
                 member = self._keeper_for(start.setup)
                 if member is None:
                     continue
@@ -309,14 +315,14 @@ class RemoteLauncher:
                 ).start()
 
     def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
-        """Return the keeper for a worker: the one that it had, else the first with room; None if there is none."""
+        """Return a worker's keeper: the one that it had, else the first with room; None if no keeper has room."""
         with self.hub.lock:
             had = [member for member in self.hub.members if setup.name in member.workers]
             free = [member for member in self.hub.members if len(member.workers) < member.room]
         return next(iter([*had, *free]), None)
 
     def _start_on(self, member: KeeperMember, start: _Start) -> None:
-        """Start a worker by its keeper, and settle its future. In a thread of its own, because it waits."""
+        """Let a keeper start a worker, and settle the start's future. Runs in a thread of its own, because it waits."""
         name = start.name
         try:
             self._send_code(member, start)
@@ -355,12 +361,12 @@ class RemoteLauncher:
                 self._want(start)  # another keeper may have room
                 return
             self._restore_master(start)
-            if not is_lost:  # a process may have come of it, or come yet
+            if not is_lost:  # the worker's process may run, or may still start
                 with contextlib.suppress(NbdistError):
                     self.hub.call(member, keeper.signal_worker, name, signal.SIGKILL)
             if start.future.set_running_or_notify_cancel():
                 start.future.set_exception(error)
-            elif was_mine or start.how is not None:  # else `_lose` tells it
+            elif was_mine or start.how is not None:  # else `_lose` calls `_on_end`
                 self._on_end(name, GIVEN_UP)
             self._place()
             return
@@ -379,7 +385,7 @@ class RemoteLauncher:
             self._lose(member, "is lost")
 
     def _set_master(self, member: KeeperMember) -> None:
-        """Choose the address and port of ``env://`` on the host of rank 0, and place the others, which wait for it."""
+        """Choose the address and port of ``env://`` on the host of rank 0; start the workers that wait for them."""
         master = self._last_master
         if master is None or master[0] != member.address:
             master = member.address, self.hub.call(member, keeper.free_port).wait()
@@ -388,7 +394,7 @@ class RemoteLauncher:
         self._place()
 
     def _take_out(self, start: _Start) -> bool:
-        """Take a start out of `_placed`; return False if somebody else has done that."""
+        """Take a start out of `_placed`; return False if another thread has done that."""
         with self._lock:
             if self._placed.get(start.name) is not start:
                 return False
@@ -396,9 +402,9 @@ class RemoteLauncher:
             return True
 
     def _send_code(self, member: KeeperMember, start: _Start) -> None:
-        """Give a keeper the Python files of the working directory, unless it has got the same before.
+        """Send a keeper the Python files of the working directory, unless it has the same files already.
 
-        Does nothing if the user has not asked for that. Raises UsageError if there are too many.
+        Does nothing without ``--sync-code``. Raises UsageError if the files are too large.
         """
         if not self.spec.sync_code:
             return
@@ -414,7 +420,7 @@ class RemoteLauncher:
     def _pack_code(self, since: float) -> bytes:
         """Return an archive of the Python files of the working directory as they were at a moment after ``since``.
 
-        Workers that are asked for together so get the same code, and the files are read once for all.
+        So workers that are started together get the same code, and the files are read once for all of them.
         """
         with self._packing:
             if self._packed[0] < since:
@@ -436,7 +442,7 @@ class RemoteLauncher:
                 done.set_result(None)
         done.result()
 
-    # -- what keepers say ---------------------------------------------------------------------
+    # -- reports of keepers -------------------------------------------------------------------
 
     def _on_parcels(self, name: str, batch: list[Parcel]) -> None:
         """Pass messages of a worker's kernel on to the notebook."""
@@ -452,13 +458,13 @@ class RemoteLauncher:
                 return  # its keeper was lost before
             self._words[name] = words
             if not (start.runs or start.future.cancelled()):
-                start.how = how  # `_start_on` has not heard yet that it has started
+                start.how = how  # `_start_on` has not received the answer yet that the worker has started
                 return
         self._tell_end(start, how)
         self._place()  # the next start of the worker may have waited for this
 
     def _on_gone(self, member: KeeperMember, why: str) -> None:
-        """Note that a keeper is lost, and its workers with it. Called by the hub's agent, so another thread does it."""
+        """Note that a keeper is lost, and its workers with it. The hub's agent calls this, so a new thread does it."""
 
         def lose() -> None:
             self._release(member)
@@ -469,9 +475,9 @@ class RemoteLauncher:
         threading.Thread(target=lose, name="nbdist-keeper-lost", daemon=True).start()
 
     def _lose(self, member: KeeperMember, why: str) -> None:
-        """End the starts of a keeper that is lost, but for those that `_start_on` waits for: it looks for a new keeper.
+        """End the starts of a lost keeper whose futures are done.
 
-        A second call does nothing.
+        For the others `_start_on` handles the loss: it still waits for the keeper's answer. A second call does nothing.
         """
         with self._lock:
             lost = [start for start in self._placed.values() if start.member is member and start.future.done()]
@@ -482,7 +488,7 @@ class RemoteLauncher:
             self._tell_end(start, f"is lost: its keeper on {member.host} {why}")
 
     def _tell_end(self, start: _Start, how: int | str) -> None:
-        """Tell the cluster that a process has ended, or that there is none for a start that was given up."""
+        """Tell the cluster that a worker's process has ended, or that a start was given up and has no process."""
         self._on_end(start.name, how if start.runs else GIVEN_UP)
 
     def _tell(self, name: str, function: Any, *arguments: Any, timeout: float = -1.0) -> RpcFuture[Any] | None:
@@ -497,7 +503,7 @@ class RemoteLauncher:
 
 
 def _pass_on(done: RpcFuture[Any], to: Future[Any]) -> None:
-    """Settle a future of Python's with the outcome of a future of RPC's that is done."""
+    """Settle a future of `concurrent.futures` with the outcome of an RPC future that is done."""
     try:
         to.set_result(done.value())
     except BaseException as error:
