@@ -504,13 +504,14 @@ class Cluster:
             if self._growth is not None:
                 self._growth.look_soon()
 
-    def form_group_later(self) -> None:
-        """Form the process group of all workers anew once all are idle: see `Lifecycle.form_group_later`.
+    def form_group_later(self, generation: int) -> None:
+        """Form the process group of all workers again once all are idle: see `Lifecycle.form_group_later`.
 
-        Returns at once. Does nothing unless the cluster is running.
+        Returns at once. Does nothing unless the cluster is running, and if the present group has another number than
+        ``generation``.
         """
         if self.running:
-            self._lives.form_group_later()
+            self._lives.form_group_later(generation)
 
     def replace(self, name: str, incarnation: int, because: str) -> None:
         """Restart the worker called ``name`` for the reason ``because``, which the errors of its cells then say.

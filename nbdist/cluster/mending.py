@@ -25,7 +25,7 @@ __all__ = ["MendableCluster", "follow", "form_group_anew", "restart_worker"]
 class MendableCluster(Protocol):
     """The parts of a `nbdist.cluster.cluster.Cluster` that these requests need."""
 
-    def form_group_later(self) -> None:
+    def form_group_later(self, generation: int) -> None:
         """Form the process group of all workers again once all are idle; return at once."""
         ...
 
@@ -44,13 +44,14 @@ def follow(cluster: MendableCluster | None) -> None:
     _cluster = cluster
 
 
-def form_group_anew() -> None:
+def form_group_anew(generation: int) -> None:
     """Form the process group of this process's cluster again once all its workers are idle. Returns at once.
 
-    Does nothing if a worker is dead, or if there is no cluster any more.
+    ``generation`` is the number of the group that was aborted. Does nothing if another group has formed since, if a
+    worker is dead, or if there is no cluster any more.
     """
     if (cluster := _cluster) is not None:
-        cluster.form_group_later()
+        cluster.form_group_later(generation)
 
 
 def restart_worker(name: str, incarnation: int, because: str) -> None:

@@ -331,14 +331,19 @@ class Lifecycle:
             self._in_time(forming, deadline)
         return busy
 
-    def form_group_later(self) -> None:
+    def form_group_later(self, generation: int) -> None:
         """Form the process group of all workers anew as soon as all are idle; from any thread, without waiting.
 
-        Does nothing in a cluster without a process group, and if a worker is dead: its restart forms the group.
+        Does nothing if the present group has another number than ``generation``, because several workers ask for the
+        same; in a cluster without a process group; and if a worker is dead, because its restart forms the group.
         """
 
         def note() -> None:
-            if self._backend != "none" and all(worker.alive for worker in self._workers):
+            if (
+                self._backend != "none"
+                and generation == self._generation
+                and all(worker.alive for worker in self._workers)
+            ):
                 self._group_is_due = True
                 self.after_cell()
 

@@ -118,6 +118,8 @@ _spans_hosts = False
 """True if members of the present group may be on other hosts."""
 _broken = False
 """True once an interrupt has broken off a collective of the present group, on this worker."""
+_generation = 0
+"""The number of the present group, by `initialise`."""
 _breaking = threading.Lock()
 """Held while connections are shut and while the group changes, so that no connection of the next group is shut."""
 
@@ -141,7 +143,7 @@ def initialise(told: WorkerSetup, generation: int) -> None:
     ``told`` is this worker's setup. Waits for the others. Raises RendezvousError if another worker fails or the abort
     of the previous group does not return, WorkerLost if a member has died.
     """
-    global _backend, _broken, _formed, _loops_before, _spans_hosts, _store
+    global _backend, _broken, _formed, _generation, _loops_before, _spans_hosts, _store
     _spans_hosts = told.secret is not None
     with _breaking:
         if dist.is_initialized():
@@ -149,13 +151,13 @@ def initialise(told: WorkerSetup, generation: int) -> None:
             all_of_them = bool(_broken or _lost)
             _shut([loop for loop in _all_loops() if all_of_them or _is_known(loop.address)])
             # `destroy_process_group` alone would wait for NCCL's unfinished collectives, and some may never end.
-            if not _abort(groups_by_name().values()):
+            if not _abort(groups_by_name().values()):  # a call for another worker may still wait in one
                 raise RendezvousError(f"{_NOT_ABORTED}: the notebook restarts this worker, and the group forms anew")
             dist.destroy_process_group()
         _loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
         _broken = _formed = False
         _lost.clear()
-        _store = _open_store(told, generation)
+        _store, _generation = _open_store(told, generation), generation
     with contextlib.ExitStack() as stack:
         if told.device.startswith("cuda"):
             stack.enter_context(torch.cuda.device(told.device))
@@ -287,25 +289,26 @@ def _leave_groups_of(rank: int) -> None:
     names = [(loop, _store.group_at(loop.address)) for loop in _all_loops()]
     # A group without a known name was made with a store of the user's own, or is forming now: leave it, too.
     _shut([loop for loop, name in names if name not in groups or rank in groups[name]])
-    _abort([group for name, group in groups_by_name().items() if rank in groups.get(name, ())], tell=True)
+    _abort([group for name, group in groups_by_name().items() if rank in groups.get(name, ())])
 
 
-def _abort(groups: Iterable[Any], *, tell: bool = False) -> bool:
+def _abort(groups: Iterable[Any], *, but: int | None = None) -> bool:
     """Abort NCCL's collectives of these process groups; return False if an abort did not return in time.
 
-    If an abort does not return, asks the notebook to restart this worker. With ``tell``, raises
-    `nccl.CollectiveAborted` in threads that run cells or calls and wait for the GPU. Without this error they would read
-    meaningless values.
+    If an abort does not return, asks the notebook to restart this worker. Raises `nccl.CollectiveAborted` in threads
+    that run cells or calls and wait for the GPU: without this error they would read meaningless values. The thread with
+    the ident ``but`` gets no error: it has been interrupted.
     """
     backends = [backend for group in groups for backend in nccl.abortable(group)]
     if not backends:
         return True
     told = dict[int, nccl.WaitingPlace]()
-    if tell and _agent is not None:
+    if _agent is not None:
         stopping, are_used = _agent.stopping, any(map(nccl.is_used, backends))
-        threads = [threading.main_thread().ident or 0, *stopping.threads()]
-        told = nccl.waits(threads, collectives_only=not are_used)
-        nccl.tell(told, stopping.raise_in)
+        calls = stopping.threads()
+        threads = {threading.main_thread().ident or 0, *calls.values()} - {but}
+        told = nccl.waits([thread for thread in threads if thread is not None], collectives_only=not are_used)
+        nccl.tell(told, {key: thread for key, thread in calls.items() if thread in told}, stopping.raise_in)
     done = nccl.abort(backends)
     if not done:
         _ask_for_restart(_NOT_ABORTED)
@@ -526,9 +529,9 @@ def break_off(thread: int | None = None) -> str:
         _broken = True
         if not groups:
             return "its process group was broken off; `%dist_restart -p` forms it anew"
-        done = _abort(groups)
+        done, generation = _abort(groups, but=ident), _generation
     if done:
-        _ask_notebook(mending.form_group_anew)
+        _ask_notebook(mending.form_group_anew, generation)
     return _ABORTED if done else ""
 
 

@@ -97,6 +97,10 @@ _INTERRUPTED = re.compile(r"setting up NCCL communicator.*KeyboardInterrupt", re
 """The text of torch's error after an interrupt in the group's store, where NCCL's members first meet."""
 
 
+_Calls = Mapping[tuple[int, int], int]
+"""The idents of the threads that run calls for other agents, by call: see `nbdist.rpc.calls.stopping`."""
+
+
 class WaitingPlace(NamedTuple):
     """The place at which a thread waits in C++."""
 
@@ -259,14 +263,15 @@ def is_interrupt(error: BaseException | None) -> bool:
 # -- raising errors in them -------------------------------------------------------------------------------------
 
 
-def tell(idents: Collection[int], tell_calls: Callable[[type[BaseException], Collection[int]], object]) -> None:
+def tell(idents: Collection[int], calls: _Calls, raise_in: Callable[[type[BaseException], _Calls], object]) -> None:
     """Raise CollectiveAborted in these threads when they return from C++; call this before `abort`.
 
-    ``tell_calls(error, idents)`` raises an error in the threads that run calls for other workers.
+    ``calls`` are the calls for other workers that run in some of these threads. ``raise_in(error, calls)`` raises an
+    error in the threads of calls.
     """
     if threading.main_thread().ident in idents:
         _thread.interrupt_main(_LEAVE_SIGNAL)  # type: ignore[arg-type]  # any number will do
-    tell_calls(CollectiveAborted, idents)
+    raise_in(CollectiveAborted, calls)
 
 
 def _raise_in_cell(number: int, frame: FrameType | None) -> None:

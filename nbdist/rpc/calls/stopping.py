@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nbdist.code_places import NBDIST, is_nbdists, is_pythons, is_torchs
@@ -150,20 +150,20 @@ class Stopping:
         for caller, id in keys:
             self.on_stop(Stop(id), caller, [])
 
-    def threads(self) -> list[int]:
-        """Return the idents of the threads that run calls for other agents."""
+    def threads(self) -> dict[tuple[int, int], int]:
+        """Return the idents of the threads that run calls for other agents, by call."""
         with self._lock:
-            return list(self._threads.values())
+            return dict(self._threads)
 
-    def raise_in(self, error: type[BaseException], threads: Collection[int]) -> None:
-        """Raise an error in those of these threads that run calls, as soon as they run Python code again.
+    def raise_in(self, error: type[BaseException], calls: Mapping[tuple[int, int], int]) -> None:
+        """Raise an error in the threads of these calls, as `threads` returned them, once they run Python code again.
 
         The caller has seen that they wait in C code that a user's function has called. If the call ends first, the
-        error is taken back.
+        error is taken back. A call that has ended, or was stopped, gets no error.
         """
         with self._lock:
-            for key, thread in self._threads.items():
-                if thread in threads:
+            for key, thread in calls.items():
+                if self._threads.get(key) == thread and key not in self._stopped:
                     self._stopped[key] = None  # so that `end` takes the error back
                     _raise_in(thread, error)
 
