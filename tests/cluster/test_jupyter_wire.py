@@ -1,10 +1,11 @@
-"""Our reading and writing of Jupyter's messages agrees with jupyter_client's own."""
+"""Our reading and writing of Jupyter's messages agrees with jupyter_client's own; the thread that does it ends."""
 
 import datetime
 
 import pytest
 from jupyter_client.session import Session
 
+from nbdist.cluster.kernels.connection import KernelThread
 from nbdist.cluster.kernels.jupyter_wire import decode, encode, new_header, pack, unpack
 from nbdist.errors import ProtocolError
 
@@ -88,3 +89,15 @@ def test_what_json_does_not_know_is_packed_all_the_same(value):
 
 def test_nan_as_python_writes_it_is_read():
     assert str(unpack(b'{"x": NaN}')["x"]) == "nan"
+
+
+def test_the_thread_of_the_kernels_begins_nothing_while_it_ends():
+    async def work():
+        pass
+
+    thread = KernelThread()
+    thread.close()
+    begun = work()
+    with pytest.raises(RuntimeError, match="the thread of the kernels is ending"):
+        thread.run(begun)
+    assert begun.cr_frame is None  # closed, so that Python does not warn of it
