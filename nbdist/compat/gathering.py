@@ -138,7 +138,8 @@ def _find_round(sequence_id: str) -> _Round | None:
     """
     incarnation = api.current_agent().me.incarnation
     group, _, number = sequence_id.rpartition(" #")
-    if (incarnation, sequence_id) not in _rounds and int(number) < _numbers.get((incarnation, group), 0):
+    has_ended = number.isdecimal() and int(number) < _numbers.get((incarnation, group), 0)
+    if has_ended and (incarnation, sequence_id) not in _rounds:
         return None
     return _rounds[incarnation, sequence_id]
 

@@ -147,6 +147,7 @@ def test_a_running_cluster_grows_by_one_and_by_two(keepers):
     assert [process.wait(20) for process in keepers.processes] == [0, 0, 0]
 
 
+@pytest.mark.soak
 def test_processes_that_come_together_all_become_workers(keepers):
     with keepers.cluster() as cluster:
         file = keepers.file.with_name("three.json")
@@ -180,6 +181,7 @@ def test_a_running_cell_keeps_its_workers_and_the_group_forms_after_it(keepers):
         assert cluster.evaluate("world_size") == [3, 3, 3]
 
 
+@pytest.mark.soak
 def test_cells_for_all_workers_and_workers_that_join_do_not_cross(keepers):
     with keepers.cluster() as cluster:
         with cluster._lives.choosing() as token:  # as for a cell whose workers are chosen, and that is not sent yet
@@ -203,6 +205,7 @@ def test_cells_for_all_workers_and_workers_that_join_do_not_cross(keepers):
         assert seen >= {2.0, 4.0}
 
 
+@pytest.mark.soak
 def test_an_open_place_is_filled_before_the_cluster_grows(keepers):
     with keepers.cluster() as cluster:
         first = keepers.grow(cluster)
@@ -235,6 +238,7 @@ def importable(keepers, monkeypatch) -> Path:
     return folder
 
 
+@pytest.mark.soak
 def test_a_newcomer_that_dies_leaves_no_trace(keepers, importable):
     slow = "import os, time\nif os.path.exists('slow'):\n    time.sleep(5)\n"
     (importable / "slow_to_import.py").write_text(slow)
@@ -253,6 +257,7 @@ def test_a_newcomer_that_dies_leaves_no_trace(keepers, importable):
         assert sum_of_ranks(cluster) == [1.0, 1.0]
 
 
+@pytest.mark.soak
 def test_a_newcomer_that_cannot_start_is_sent_away_with_the_reason(keepers, importable):
     module = importable / "only_here.py"
     module.write_text("")
@@ -292,6 +297,7 @@ def test_a_newcomer_that_fails_does_not_send_another_one_away(keepers, importabl
         assert sum_of_ranks(cluster) == [1.0, 1.0]
 
 
+@pytest.mark.soak
 def test_a_cluster_without_a_process_group_grows(keepers):
     with keepers.cluster(backend="none") as cluster:
         keepers.grow(cluster)
@@ -299,6 +305,7 @@ def test_a_cluster_without_a_process_group_grows(keepers):
         until(lambda: cluster.evaluate("(world_size, __import__('os').environ['WORLD_SIZE'])") == [(2, "2")] * 2)
 
 
+@pytest.mark.soak
 def test_driver_and_seed_count_on(keepers):
     with keepers.cluster(driver="master", seed=7) as cluster:
         keepers.grow(cluster)
@@ -322,6 +329,7 @@ def test_a_newcomer_of_other_versions_is_refused(keepers):
         cluster.wait_for_workers(2, timeout=60)
 
 
+@pytest.mark.soak
 def test_waiting_for_workers_that_do_not_come_ends(keepers):
     with keepers.cluster() as cluster:
         cluster.wait_for_workers(1)
@@ -375,6 +383,7 @@ def test_a_start_on_this_host_that_fails_says_why(monkeypatch):
         nbdist.Cluster(1, host="127.0.0.1", timeout=60).start()
 
 
+@pytest.mark.soak
 def test_a_shutdown_while_a_worker_joins_leaves_nothing(keepers):
     with keepers.cluster() as cluster:
         folder = cluster.folder

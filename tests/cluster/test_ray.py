@@ -172,6 +172,7 @@ def test_a_keeper_that_never_comes_is_told_of_at_once_and_tried_again(ray):
         assert cluster.evaluate("rank") == [0]
 
 
+@pytest.mark.soak
 def test_an_actor_that_dies_before_its_keeper_comes_is_asked_for_again(ray, monkeypatch):
     """As where Ray places it on a node that is frozen, before Ray has noticed that. But not without end."""
     make = RayLauncher._make_actor
@@ -224,6 +225,7 @@ with nbdist.Cluster(2, launcher="ray", timeout=60) as cluster:
 """
 
 
+@pytest.mark.soak
 def test_a_runtime_env_of_rays_comes_to_the_workers(ray, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
