@@ -1,5 +1,6 @@
 """What a context has recorded, as data, as text and as a picture."""
 
+import gc
 import threading
 import xml.etree.ElementTree as ET
 
@@ -16,6 +17,7 @@ from nbdist.views.drawing.graph import as_svg
 
 @pytest.fixture
 def world():
+    gc.collect()  # hooks of a context that an earlier test has dropped without closing it end with the context
     with World(3, dynamic=True) as world, world[0].activate():
         yield world
 
