@@ -80,7 +80,7 @@ class Growth:
             threading.Thread(target=self._look, name="nbdist-growing", daemon=True).start()
 
     def wait_for(self, count: int, timeout: float) -> bool:
-        """Wait until the cluster has ``count`` workers, and no others are joining; return False after ``timeout`` s."""
+        """Wait until the cluster has at least ``count`` workers; return False after ``timeout`` seconds."""
         deadline = time.monotonic() + min(timeout, LONGEST)
         with self._changed:
             return self._changed.wait_for(lambda: len(self._workers) >= count, max(0.0, deadline - time.monotonic()))

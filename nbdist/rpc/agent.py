@@ -3,8 +3,8 @@
 Every message passes here. `Agent.post` (the method of `Links`) numbers it, keeps a copy and sends it, on the caller's
 thread. One or two threads of the pool run `Agent.read`, which receives messages. Then, one thread at a time, the reader
 asks the `Peer` whether the message is new, and calls the handler for the message's type. A handler is quick and runs no
-user code. If user code must run, the handler returns a job. The thread that has read the message runs the job, while
-another thread reads the next message.
+user code. If user code must run, the handler returns a job. The thread that has read the message runs the job.
+Another thread reads the next message meanwhile, unless the job is over too soon for that (`nbdist.rpc.dispatch`).
 
 The locks on the way of a call:
 

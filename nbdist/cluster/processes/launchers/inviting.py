@@ -130,8 +130,8 @@ class InvitingLauncher(RemoteLauncher):
             self._ranks[setup.name] = setup.rank
         future = super().start(setup, environment)
         with self._lock:
-            waits = not self._may_wait(setup.name) and self._wanted.pop(setup.name, None) is not None
-        if waits:
+            has_no_place = not self._may_wait(setup.name) and self._wanted.pop(setup.name, None) is not None
+        if has_no_place:
             future.set_running_or_notify_cancel()
             future.set_exception(WorkerLost(f"{setup.name} has lost its place: the process that came for it has ended"))
         return future
