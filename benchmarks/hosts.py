@@ -5,12 +5,15 @@ prints its tables and writes nothing. "plain" is nbdist without encryption, whic
 processes of this benchmark replace the functions that set the keys.
 
 Each round runs torch, plain and encrypted calls one after the other, each with two processes of its own. The process
-that is called runs on one core and the caller on another, if there are two.
+that is called runs on one core and the caller on another, if there are two. With ``--free``, the system places the
+threads of both, as it does for a notebook's workers.
 
 ``--delay`` measures something else: how long 100 calls that begin together take over a line of 50 ms, in round trips.
 The delay is that of the tests' relay, a process that holds each packet for 25 ms. A round trip is one message and its
 echo over a plain TCP connection through the same relay, in the same processes. 100 such messages at once stand beside
-the calls: they say what the relay itself costs. Both hosts use TCP with Reno: BBR spreads out bursts.
+the calls: they say what the relay itself costs. Both hosts use TCP with Reno: BBR spreads out bursts. Where the cores
+are chosen, ZeroMQ's thread shares the caller's core, and sends the first call only when the caller has made all of its
+100 calls, 2 ms later.
 """
 
 from __future__ import annotations
@@ -48,6 +51,8 @@ LIMIT_DELAYED, AIM_DELAYED = 1.2, 1.05
 """The limit and the aim of nbdist's calls that begin together, in round trips."""
 ECHO_PORT = 29600
 """The port of the callee at which bytes come back."""
+FREE = "NBDIST_BENCH_FREE"
+"""If this variable is set, the system places the threads of the processes."""
 LARGE = 1 << 24
 """Elements of a tensor of 64 MB."""
 
@@ -81,7 +86,8 @@ def spent(run: Any, times: int) -> list[float]:
 def join(side: str, rank: int, master: str, host: str, interface: str) -> Any:
     """Become agent ``rank`` of two; return the library's rpc module."""
     torch.set_num_threads(1)
-    os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
+    if FREE not in os.environ:
+        os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
     if side == "torch":
         import torch.distributed.rpc as rpc
 
@@ -144,13 +150,18 @@ def measure(side: str, streams: bool) -> dict[str, float]:
         for rank, host in enumerate((first, second)):
             arguments = [str(Path(__file__)), "--side", side, str(rank), first.address, host.address, host.interface]
             arguments += ["--streams"] if streams else []
-            sides.append(host.start(*arguments, stdout=subprocess.PIPE, environment={"OMP_NUM_THREADS": "1"}))
+            sides.append(host.start(*arguments, stdout=subprocess.PIPE, environment=_environment()))
         assert sides[0].stdout is not None
         said = sides[0].stdout.read()
         for each in sides:
             each.wait(60)
         found: dict[str, float] = json.loads(said.decode().splitlines()[-1])
         return found
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables for a process of this benchmark."""
+    return {"OMP_NUM_THREADS": "1"} | ({FREE: "1"} if FREE in os.environ else {})
 
 
 def serve_echoes(host: str) -> None:
@@ -224,7 +235,7 @@ def measure_far(side: str) -> dict[str, float]:
             host.use_reno()
             arguments = [str(Path(__file__)), "--side", side, str(rank), first.address, host.address, host.interface]
             arguments += ["--delay", "--callee", second.address]
-            sides.append(host.start(*arguments, stdout=subprocess.PIPE, environment={"OMP_NUM_THREADS": "1"}))
+            sides.append(host.start(*arguments, stdout=subprocess.PIPE, environment=_environment()))
         assert sides[0].stdout is not None
         found: dict[str, float] = json.loads(sides[0].stdout.read().decode().splitlines()[-1])
         if side == "plain TCP":
@@ -237,7 +248,8 @@ def measure_far(side: str) -> dict[str, float]:
 def report_far(count: int) -> None:
     """Measure calls over a line with delay in so many rounds, and print a table."""
     rounds = [{side: measure_far(side) for side in DELAYED_SIDES} for _ in range(count)]
-    print(f"{TOGETHER} empty calls that begin together, on a line of {2 * ONE_WAY * 1e3:g} ms")
+    where = "the system places the threads" if FREE in os.environ else "one core for each process"
+    print(f"{TOGETHER} empty calls that begin together, on a line of {2 * ONE_WAY * 1e3:g} ms; {where}")
     print(f"{'side':12}{'a round trip':>16}{'all calls':>16}{'in round trips':>16}{'the slowest':>16}")
     for side in DELAYED_SIDES:
         trip, together = (statistics.median(each[side][name] for each in rounds) for name in ("trip", "together"))
@@ -254,10 +266,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--delay", action="store_true", help="calls that begin together, on a line of 50 ms")
+    parser.add_argument("--free", action="store_true", help="let the system place the threads of the processes")
     parser.add_argument("--streams", action="store_true", help="also small calls while large tensors go both ways")
     parser.add_argument("--side", nargs=5)
     parser.add_argument("--callee", help="with --side, the address of the callee")
     given = parser.parse_args()
+    if given.free:
+        os.environ[FREE] = "1"
     if given.side:
         side, rank, master, host, interface = given.side
         if given.delay and rank == "1":

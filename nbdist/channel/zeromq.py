@@ -70,6 +70,8 @@ _LINGER_MS = 500
 """Milliseconds for which ZeroMQ still tries to send after a link was closed."""
 _LOOK_EVERY_MS = 10_000
 """Milliseconds between two looks for large messages of which no more comes."""
+_POLLIN = int(zmq.POLLIN)
+"""A plain number, since each ``&`` with pyzmq's enum takes as long as it takes to send a message, 1 µs."""
 MAX_MESSAGE = 1 << 40
 """The most bytes of a message, unless the caller or the machine's memory sets a lower bound."""
 
@@ -425,7 +427,7 @@ class ZmqChannel:
 
     def _has_message(self) -> bool:
         """Return whether the inbox has a message."""
-        return bool(int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(int(self._inbox.get(zmq.EVENTS)) & _POLLIN)
 
     def expect(self) -> None:
         """Do nothing: no thread reads its own answer here, so the reader is always woken."""
@@ -505,7 +507,7 @@ class _LargeInbox:
         poller.register(self._stop, zmq.POLLIN)
         while not any(which == self._stop for which, _ in poller.poll(_LOOK_EVERY_MS if self._assembly else None)):
             self._assembly.drop_idle()
-            while not self._closing and int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN:
+            while not self._closing and int(self._inbox.get(zmq.EVENTS)) & _POLLIN:
                 try:
                     self._take()
                 except Exception:  # the thread must go on: nobody else takes large messages
