@@ -18,7 +18,6 @@ The life of a call. Events are in brackets, the stages of `nbdist.rpc.calls.arri
 
 The events on the left are methods of `PendingCalls`. Its `due` (the call has timed out) and `pop` (the user gave up, or
 the callee is lost) end a call without an answer. The events on the right are methods of `Exchange`. `Exchange.lost`
-the callee is lost) end a call without an answer. The events on the right are methods of `Exchange`. `Exchange.lost`
 ends the waiting calls that a lost agent has made. It also ends the wait of calls for a value that the lost agent was to
 create; these calls then run, and fail.
 
