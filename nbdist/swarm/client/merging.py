@@ -1,4 +1,5 @@
 """Merges several steps of a session into one, and splits a long step into several. Neither needs to know the model.
+
 One step of many tokens fills a cache faster than many steps of one token. How the layers were called in each step is
 read from the shapes of their arguments:
 
