@@ -453,11 +453,11 @@ class Swarm:
         return self._model("CausalLM", recover)
 
     def model(self, *, recover: Recover | None = None) -> Any:
-        """Make a transformers model without a head; it returns hidden states. The arguments are as in `causal_lm`."""
+        """Make a transformers model without a head; it returns hidden states. Arguments are those of `causal_lm`."""
         return self._model("Model", recover)
 
     def sequence_classifier(self, num_labels: int | None = None, *, recover: Recover | None = None) -> Any:
-        """Make a transformers model that classifies sequences. The other arguments are as in `causal_lm`.
+        """Make a transformers model that classifies sequences. The other arguments are those of `causal_lm`.
 
         If the model came without such a head, it gets a new head with random weights, which you must train.
         ``num_labels`` is the number of classes; by default the number in the model's configuration.

@@ -1,4 +1,4 @@
-"""How agents meet: every pair of agents exchanges records before any call is accepted.
+"""Introduces agents to each other: every pair of agents exchanges records before any call is accepted.
 
 ::
 

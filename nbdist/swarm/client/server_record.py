@@ -1,4 +1,4 @@
-"""What the client knows about one server: its blocks, its state, its speed, and until when it is not called."""
+"""The client's record of one server: its blocks, its state, its speed, and until when it is not called."""
 
 from __future__ import annotations
 
