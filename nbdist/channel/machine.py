@@ -142,7 +142,7 @@ def _limits_of_memory() -> Iterator[tuple[int, int]]:
             most = int((folder / names[0]).read_text())
             if (
                 most >= _memory_of_the_machine()
-            ):  # no limit, as version 1 writes it; reading what is used would take 1 ms
+            ):  # version 1's number for no limit; reading the used bytes would take 1 ms
                 continue
             taken = 0
             with contextlib.suppress(OSError, ValueError, KeyError):

@@ -70,7 +70,7 @@ def ask_each(
     Args:
         agent: The agent that makes the calls.
         function: The function, as in `nbdist.rpc.agent.Agent.call`.
-        arguments: The arguments for each worker, by its name. ``dict.fromkeys(names, args)`` gives all the same.
+        arguments: The arguments for each worker, by its name. ``dict.fromkeys(names, args)`` gives each the same.
         timeout: Seconds until a worker counts as silent, even while a paused backward pass stops the clocks of calls.
             0 for no limit. Negative for the agent's own limit, whose clock a paused pass stops.
 

@@ -113,7 +113,7 @@ class Exchange:
         self._arrivals[number] = arrival
 
     def came(self, arrival: Arrival, forks: Sequence[GlobalId]) -> list[Arrival]:
-        """Register a call that brought ``forks``, and count the value that it makes; return the calls that can go on.
+        """Register a call that brought ``forks``, and count the value that it makes; return calls that can continue.
 
         The call itself is among them unless it must wait. The others are calls that waited for the value which this
         call makes. The caller runs all of them, without the lock.
@@ -166,13 +166,13 @@ class Exchange:
         return False
 
     def _look_again(self, target: GlobalId) -> list[Arrival]:
-        """Return the calls that waited for a value and can go on now; the others wait for the next thing they need."""
+        """Return the calls that waited for a value and can continue. The others wait for the next thing they need."""
         return [arrival for arrival in self._by_target.pop(target) if self._advance(arrival)]
 
     # -- the events that calls wait for -------------------------------------------------------
 
     def confirmed(self, fork: GlobalId) -> list[Arrival]:
-        """Note that a fork held here is confirmed by its owner, or is dead; return the calls that can go on.
+        """Record that a fork held here is confirmed by its owner, or is dead; return the calls that can continue.
 
         A second call for the same fork returns an empty list. `References.resume` runs the calls.
         """
@@ -184,7 +184,7 @@ class Exchange:
         return going_on
 
     def made(self, rref: GlobalId) -> list[Arrival]:
-        """Note that a value owned here exists, or the error in its place; return the calls that can go on.
+        """Record that a value owned here exists, or the error in its place; return the calls that can continue.
 
         `References.resume` runs them.
         """
@@ -226,9 +226,9 @@ class Exchange:
         return instructions
 
     def abandoned(self, caller: int, id: int) -> tuple[GlobalId | None, list[Arrival]]:
-        """Note that a refused call will not be repeated.
+        """Record that a refused call will not be repeated.
 
-        Returns the id of the value that the call will never make, and the calls that can go on. The caller of this
+        Returns the id of the value that the call will never make, and the calls that can continue. The caller of this
         method makes the value fail (`References.settle`) and runs the calls (`References.resume`). The id is None if
         the call was to make no value, or was not refused.
         """
@@ -241,7 +241,7 @@ class Exchange:
     # -- losing members -----------------------------------------------------------------------
 
     def lost(self, agent: int) -> tuple[list[Instruction], list[Arrival]]:
-        """Note that an agent is lost, and drop the forks it held; return the calls that can go on or must end.
+        """Record that an agent is lost, and drop the forks it held; return the calls that can continue or must end.
 
         Also returns instructions, such as to drop values. Without the lock, the caller passes these to
         `References.perform` and the calls to `References.resume`. A call that the lost agent had made must end; its

@@ -227,10 +227,10 @@ class Promise(Generic[T]):
     # -- settling -----------------------------------------------------------------------------
 
     def note_streams(self, value: Any) -> None:
-        """Note the CUDA streams that compute ``value``: those that are current in the calling thread.
+        """Remember the CUDA streams that compute ``value``: the current streams of the calling thread.
 
         Call this before `try_settle`, for a value that this process has computed. In each thread that takes the value,
-        the current streams then wait for the noted ones. If CUDA has failed, nothing is noted; using the value then
+        the current streams then wait for these. If CUDA has failed, nothing is remembered; using the value then
         raises CUDA's error.
         """
         try:
@@ -322,7 +322,7 @@ class Promise(Generic[T]):
 
         Args:
             timeout: how long to wait, in seconds; None for no limit, 0 for not at all. A wait that times out changes
-                nothing: the call goes on, and its own time limit stays.
+                nothing: the call continues, and its own time limit stays.
 
         Raises:
             RpcTimeout: the outcome did not come within ``timeout`` seconds, or the time limit of the call has passed.

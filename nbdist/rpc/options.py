@@ -45,7 +45,7 @@ class RpcBackendOptions:
     Args:
         num_worker_threads: how many threads may run functions for other workers at a time. Threads that wait for a
             call of their own do not count.
-        rpc_timeout: seconds after which a call without its own time limit fails; 0, infinity or more than 1e8 for none.
+        rpc_timeout: seconds after which a call without its own time limit fails; no limit if 0, infinite or above 1e8.
         init_method: where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
         device_maps: for each worker to which tensors are sent, a map from devices here to devices there.
         devices: the devices of this worker that device maps may name; by default all that torch sees.

@@ -49,7 +49,7 @@ class Served(Replied, Protocol):
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
         """Record that tensors go to an agent in a call of a function or its answer; return the note for the message.
 
-        ``tensors`` are those that require grad; the list may be empty.
+        ``tensors`` has the tensors that require grad; it may be empty.
         """
 
     def running(self, context: Any, recording: Recording) -> AbstractContextManager[None]:
@@ -71,7 +71,7 @@ class Calling(Protocol):
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
         """Record that tensors go to an agent in a call of a function or its answer; return the note for the message.
 
-        ``tensors`` are those that require grad; the list may be empty. If the message is not sent, `withdraw` must
+        ``tensors`` has the tensors that require grad; it may be empty. If the message is not sent, `withdraw` must
         follow.
         """
 

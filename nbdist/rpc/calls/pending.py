@@ -76,7 +76,7 @@ class Pending:
         return self.deadline if self.asked else self.started + self.timeout * 0.5 + self.spared
 
     def drop_repeat(self) -> None:
-        """Note that the call will not be sent again, and free the message that was encoded for that case.
+        """Record that the call will not be sent again, and free the message that was encoded for that case.
 
         A second call does nothing.
         """

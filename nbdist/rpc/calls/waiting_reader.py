@@ -136,7 +136,7 @@ class Guest:
                 self._channel.call()
 
     def _note_heard(self) -> None:
-        """Note that the guest has been woken, so that the channel stops waking it. The guest calls this.
+        """Record that the guest has been woken, so that the channel stops waking it. The guest calls this.
 
         Another thread has read the answer and called `_call`. So the guest's reading was of no use, and the next waits
         sleep on a lock (`_read_less_often`).

@@ -274,7 +274,7 @@ class Forks:
         return self._drop_if_free(rref, owned)
 
     def create(self, rref: GlobalId, fork: GlobalId, creator: int) -> None:
-        """Note that the call which makes ``rref`` has arrived, and count its caller's fork.
+        """Record that the call which makes ``rref`` has arrived, and count its caller's fork.
 
         The call itself counts as a reference to the value until it is answered. If the fork's delete arrived before,
         the fork is not counted; then the value is dropped as soon as the call has been answered, unless others refer
@@ -298,7 +298,7 @@ class Forks:
         return self._drop_if_free(rref, owned)
 
     def abandon(self, rref: GlobalId, fork: GlobalId) -> None:
-        """Note that the call which was to make ``rref`` will not be repeated: the value will never exist.
+        """Record that the call which was to make ``rref`` will not be repeated: the value will never exist.
 
         ``fork`` is the fork of the call's caller; an early delete of it is forgotten. Other agents may refer to the
         value already. They keep their forks until they release them.
@@ -323,7 +323,7 @@ class Forks:
         return [Send(holder, RRefState(rref, state)) for holder in told]
 
     def make(self, rref: GlobalId) -> None:
-        """Note that the value exists, or the error in its place.
+        """Record that the value exists, or the error in its place.
 
         Nothing happens if no one refers to the value any more.
         """
@@ -360,7 +360,7 @@ class Forks:
 
     @staticmethod
     def _remember_uninformed(owned: _Owned, holder: int) -> None:
-        """Note that a holder must be sent the value's description once the value exists."""
+        """Record that a holder must be sent the value's description once the value exists."""
         if owned.state is None:
             owned.uninformed[holder] = owned.uninformed.get(holder, 0) + 1
 
@@ -463,7 +463,7 @@ class Forks:
         return told
 
     def release(self, fork: GlobalId) -> list[Instruction]:
-        """Note that nothing here refers to ``fork`` any more.
+        """Record that nothing here refers to ``fork`` any more.
 
         The owner is told as soon as the fork is no longer pending, and all forks that were made from it are accepted.
         Returns that message if it can be sent now, for `References.perform`; else an empty list.

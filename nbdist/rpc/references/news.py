@@ -1,4 +1,4 @@
-"""Tells whoever displays a reference that its state has changed."""
+"""Tells displays of a reference that its state has changed."""
 
 from __future__ import annotations
 

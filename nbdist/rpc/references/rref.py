@@ -185,7 +185,7 @@ class RRef(Generic[T]):
     def keep(self) -> object:
         """Return an object that keeps the value alive for as long as the caller keeps the object.
 
-        Raises what `check_alive` raises.
+        Raises the errors of `check_alive`.
         """
         hold = self.hold
         if hold is None:
@@ -205,7 +205,7 @@ class RRef(Generic[T]):
         """Make a fork of this reference for a message that the agent with ``references`` sends to agent ``to``.
 
         ``references`` is None if the reference's own agent sends the message. ``child`` is the fork's id; None for a
-        new one. Raises RRefError if this reference belongs to another agent, and what `check_alive` raises.
+        new one. Raises RRefError if this reference belongs to another agent, and the errors of `check_alive`.
         """
         own = self._home.references
         if references is not None and own is not references:

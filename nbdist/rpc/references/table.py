@@ -315,7 +315,7 @@ class References:
         self._perform_locked(self.forks.on_user_delete, message, sender)
 
     def on_child_accept(self, message: ChildAccept, sender: int, _: list[bytes]) -> None:
-        """Note that the owner counts a fork which was made here for another agent, or that this fork is dead.
+        """Record that the owner counts a fork which was made here for another agent, or that this fork is dead.
 
         The fork here from which it was made need not wait for it any more.
         """

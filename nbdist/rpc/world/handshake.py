@@ -231,7 +231,7 @@ class Handshake:
         return record
 
     def on_welcome(self, message: Welcome, sender: int, _: list[bytes]) -> None:
-        """Note that a member has answered this agent's greeting."""
+        """Record that a member has answered this agent's greeting."""
         record = self._meet(sender, message.reads)
         if self.is_dynamic and record is not None:
             with contextlib.suppress(NotUnique):
@@ -241,7 +241,7 @@ class Handshake:
             self._changed.notify_all()
 
     def on_ready(self, message: Ready, sender: int, _: list[bytes]) -> None:
-        """Note that a member has met all others. `join_fixed` waits until all members have reported this."""
+        """Record that a member has met all others. `join_fixed` waits until all members have reported this."""
         with self._changed:
             self._ready.add(sender)
             self._changed.notify_all()

@@ -97,7 +97,7 @@ class Journal:
         self.news()
 
     def stepped(self, session: SteppedSession, tokens: int) -> None:
-        """Note that a session has taken a step of ``tokens`` new tokens of each sequence, and call all listeners.
+        """Record that a session has taken a step of ``tokens`` new tokens of each sequence, and call all listeners.
 
         A map shows the tokens per second over the session's last steps; a step of another session starts the count
         anew.
