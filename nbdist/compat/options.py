@@ -44,7 +44,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         )
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Set devices of worker ``to``, as `RpcBackendOptions.set_device_map`, but refuse only what torch refuses here.
+        """Set the devices of worker ``to`` on which tensors arrive, as `RpcBackendOptions` does, with torch's checks.
 
         Raises ValueError, with torch's text, if a device here is mapped to another device already. `init_rpc` refuses
         two devices here that share one there.

@@ -63,7 +63,7 @@ class Mapping:
             raise MemoryFailure(f"cannot map {amounts.size(size)}: {explain(OSError(error, os.strerror(error)))}")
         self.address: int = address
         self.size = size
-        self._unmap = _libc.munmap  # an attribute, because the last tensor may be collected after this module's globals
+        self._unmap = _libc.munmap  # the last tensor may be collected after this module's globals are gone
 
     def empty(self, offset: int, size: int) -> None:
         """Free the pages of a part of the file, in every process that has it mapped. They read as zeros afterwards.
