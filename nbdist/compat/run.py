@@ -33,5 +33,5 @@ def run(arguments: Sequence[str]) -> NoReturn:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     sys.stdout.flush()
     sys.stderr.flush()
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing
     os.execv(sys.executable, [sys.executable, *flags, *arguments])
