@@ -1,1 +1,1 @@
-"""Channels, which move frames between agents. Every channel keeps the contract in `nbdist.channel.contract`."""
+"""Channels, which move frames between agents. Each channel implements the contract in `nbdist.channel.contract`."""

@@ -1,16 +1,17 @@
-"""Cuts a large message into chunks that travel one by one over ZeroMQ, and puts it together again. Pure.
+"""Cuts a large message into chunks that travel one by one over ZeroMQ, and puts them together again. Pure.
 
-ZeroMQ encrypts a message in one go, and hands it over once all of it has come. So a large message is sent as several
-ZeroMQ messages of about 2 MiB: one chunk is copied while the next one travels, and the chunks of several senders come
-interleaved. A chunk has two parts::
+ZeroMQ encrypts a message in one go, and passes it on only when all of it has arrived. So a large message is sent as
+several ZeroMQ messages of about 2 MiB: one chunk is copied while the next one travels, and the chunks of several
+senders arrive interleaved. A chunk has two parts::
 
-    head    8 bytes   the link's random number, by which the chunks of several links are told apart
+    head    8 bytes   the link's random number, which tells the chunks of different links apart
             8 bytes   the number of the message on its link
             4 bytes   the number of the chunk in its message, from 0 on
             only in chunk 0: the length of each of the message's frames, 8 bytes each
     data    the next bytes of the frames, one after the other
 
-If a chunk is lost, as when a connection breaks, the whole message is dropped: `nbdist.wire.peer` sends it again.
+If a chunk is lost, for example because a connection breaks, the whole message is dropped, and `nbdist.wire.peer` sends
+it again.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ __all__ = ["Assembly", "chunks"]
 CHUNK_BYTES = 2 << 20
 """The most bytes of data in a chunk. With half as many, 64 MB take a tenth longer."""
 NOT_COPIED_FROM = 256 * 1024
-"""Frames from this many bytes on are sent without a copy. For smaller ones, a copy is cheaper."""
+"""Frames of this many bytes or more are sent without a copy. For smaller frames, a copy is cheaper."""
 _IDLE_SECONDS = 900.0
-"""Seconds after which a message of which no more chunks come is dropped: its sender has died, or is cut off."""
+"""Seconds without a further chunk after which an incomplete message is dropped: its sender is dead or cut off."""
 _HEAD = struct.Struct("<8sQI")
 
 _log = logging.getLogger("nbdist.channel")
 
 
 def chunks(frames: Sequence[Buffer], link: bytes, number: int) -> Iterator[tuple[bytes, Buffer]]:
-    """Yield the head and the data of each chunk of a message. ``link`` are 8 bytes that no other link has.
+    """Yield the head and the data of each chunk of a message. ``link`` is 8 bytes that no other link has.
 
     The data of a large frame is a view of it, without a copy.
     """
@@ -69,24 +70,24 @@ def _pieces(frames: Sequence[Buffer]) -> Iterator[Buffer]:
 
 
 class Assembly:
-    """Puts the chunks of all senders together to messages. One thread at a time may use it."""
+    """Puts the chunks of all senders together to form messages. Only one thread at a time may use it."""
 
     def __init__(self, max_message: int) -> None:
         """Accept messages of at most ``max_message`` bytes."""
         self._max_message = max_message
         self._parts: dict[bytes, _Part] = {}
-        """The messages of which some chunks have come, by link: a link sends one after the other."""
+        """The incomplete messages, by link. A link sends one message after the other."""
 
     def __len__(self) -> int:
-        """Return the number of messages that are incomplete."""
+        """Return the number of incomplete messages."""
         return len(self._parts)
 
     def add(self, head: bytes, data: Buffer) -> list[Buffer] | None:
         """Take a chunk; return the frames of its message if it was the last one, else None.
 
-        Frames of `NOT_COPIED_FROM` bytes or more are writable views, each of memory of its own (`unfilled`).
-        A chunk that does not continue its message is dropped, with what has come of the message. So is a message for
-        which there is no memory, with a line in the log.
+        Frames of `NOT_COPIED_FROM` bytes or more are writable views, each with its own memory (`unfilled`). A chunk
+        that does not continue its message is dropped, with the part of the message that has arrived. A message for
+        which there is no memory is dropped, too, with a line in the log.
         """
         try:
             link, number, index = _HEAD.unpack_from(head)
@@ -104,7 +105,7 @@ class Assembly:
 
     def _begin(self, link: bytes, number: int, head: bytes) -> _Part:
         """Begin a message with the head of its first chunk; raise MemoryError if it is too long."""
-        self._parts.pop(link, None)  # the rest of the message before it will not come any more
+        self._parts.pop(link, None)  # the rest of the previous message will not arrive any more
         rest = len(head) - _HEAD.size
         sizes = struct.unpack_from(f"<{rest // 8}Q", head, _HEAD.size)
         length = sum(sizes)
@@ -118,20 +119,20 @@ class Assembly:
         return part
 
     def drop_idle(self) -> None:
-        """Drop the messages of which no chunk has come for 15 minutes."""
+        """Drop the messages of which no chunk has arrived for 15 minutes."""
         before = time.monotonic() - _IDLE_SECONDS
         for link in [link for link, part in self._parts.items() if part.heard < before]:
             del self._parts[link]
 
 
 class _Part:
-    """A message of which some chunks have come."""
+    """An incomplete message."""
 
     def __init__(self, number: int, sizes: Sequence[int]) -> None:
         self.left = sum(sizes)
-        """The bytes that have not come."""
+        """The bytes that have not arrived."""
         self.heard = time.monotonic()
-        """The moment at which the last chunk came."""
+        """The moment at which the last chunk arrived."""
         self._number = number
         self._next = 0
         """The number of the next chunk."""
@@ -139,7 +140,7 @@ class _Part:
         self._frame = 0
         """The frame that is being filled."""
         self._filled = 0
-        """The bytes of that frame that have come."""
+        """The bytes of that frame that have arrived."""
 
     def take(self, number: int, index: int, data: Buffer) -> bool:
         """Add the data of chunk ``index`` of message ``number``; return False if it does not continue this message."""

@@ -3,9 +3,9 @@
 A channel sends a message, which is a list of frames, to an address. Any thread may send, and sending never waits for
 the receiver. A channel also returns the messages of all other agents, one at a time, to the threads in `receive`.
 
-A channel promises two things: all frames of a message arrive together, or none does; and each message that arrives was
-sent by a member (G6). It may lose, double and reorder messages: `nbdist.wire.peer` sends lost ones again, and drops
-second copies.
+A channel promises two things. All frames of a message arrive together, or none does. Each message that arrives was sent
+by a member (G6). It may lose, double and reorder messages: `nbdist.wire.peer` sends lost ones again, and drops second
+copies.
 
 Two kinds of threads wait in `receive`. The *readers* are threads of the agent's pool. The *guest* is a thread that
 waits for the answer of its own call, and reads that answer itself (`nbdist.rpc.calls.waiting_reader`); there is one at
@@ -15,7 +15,7 @@ a time::
     expect() ─────────────────> messages wake no reader
     send the call
     receive(guest=True) ──────> the next message wakes the guest
-      or call() by a reader ──> the guest returns None, until called()
+      or call() by a reader ──> the guest returns None, again and again until called()
     expect_no_more() ─────────> messages wake readers again
 """
 
@@ -70,7 +70,7 @@ class Channel(Protocol):
     def connect(self, addresses: Sequence[str], is_large: bool = False) -> Link:
         """Return a link to the agent with these ``addresses``, by the first of them that this process can reach.
 
-        Two links to one agent do not wait for each other. ``is_large`` is for the one that large messages take.
+        Two links to one agent do not wait for each other. ``is_large`` is True for the link of large messages.
 
         Raises ChannelError if none can be reached or the channel is closed, TooManyFiles if no file can be opened.
         """
@@ -80,26 +80,26 @@ class Channel(Protocol):
     def readers(self) -> int:
         """The number of pool threads that should wait in `receive`.
 
-        It is 2 where a message wakes only one of them: the other one can take the next message.
+        It is 2 if a message wakes only one of the waiting threads: then the other one can take the next message.
         """
         ...
 
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed.
 
-        A large frame may be a writable view instead of bytes: nobody else uses its memory, so a tensor may be made
+        A large frame may be a writable view instead of bytes. Nothing else uses its memory, so a tensor can be made
         there without copying it.
 
-        Up to `readers` threads of the agent's pool may wait here. One more may do so as the *guest*: a thread that
-        waits for the reply to its own call, and passes ``guest=True``. It may get any message. A message wakes the
+        Up to `readers` threads of the agent's pool may wait here. One more thread may wait as the *guest*, with
+        ``guest=True``: a thread that waits for the reply to its own call. It may get any message. A message wakes the
         guest rather than a reader, and `call` wakes only the guest. A reader passes ``soon=True`` if no other thread of
-        the agent has work: then the channel may look for a message for a millisecond without sleeping
+        the agent has work. Then the channel may poll for a message for a millisecond before it sleeps
         (`nbdist.channel.spinning`).
         """
         ...
 
     def has_more(self) -> bool:
-        """Return whether a message has come, or part of one, for which no thread in `receive` will be woken.
+        """Return whether a message, or part of one, has arrived for which no thread in `receive` will be woken.
 
         The caller must then call `receive`, or `wake` a thread that does.
         """
@@ -108,38 +108,32 @@ class Channel(Protocol):
     def wake(self) -> None:
         """Make one waiting `receive`, or else the next one, return None. Any thread may call this.
 
-        A thread that changes what the sleeping thread waits for, such as its next alarm, calls this. After `close` it
-        does no harm.
+        A thread calls this if it changes something that the sleeping thread waits for, such as its next timer. After
+        `close` it does nothing.
         """
         ...
 
     def expect(self) -> None:
         """Keep messages from waking readers, because the calling thread will read its reply itself, as guest.
 
-        Call it before the call is sent, and then ``receive(guest=True)``. Does nothing where the thread would sleep in
-        `receive` anyway. `expect_no_more` must follow. A second call before `expect_no_more` does no harm.
+        Call it before sending the call; then call ``receive(guest=True)`` and `expect_no_more`. Does nothing if the
+        thread would sleep in `receive` anyway. A second call before `expect_no_more` does no harm.
         """
         ...
 
     def expect_no_more(self) -> None:
-        """Let messages wake readers again, if the calling thread's `expect` still prevents it.
-
-        It does nothing if `expect` was not called, or if its effect has ended already.
-        """
+        """Let messages wake readers again, if the calling thread's `expect` still prevents it; else do nothing."""
         ...
 
     def call(self) -> None:
         """Make the guest's `receive` return None, again and again until `called`. Any thread may call this.
 
-        A reader that has handled the reply for which the guest waits calls this. After `close` it does no harm.
+        A reader calls this when it has handled the reply for which the guest waits. After `close` it does no harm.
         """
         ...
 
     def called(self) -> None:
-        """End the effect of `call`, because the guest has returned from `receive`.
-
-        It does nothing if nobody called `call`.
-        """
+        """End the effect of `call`, because the guest has returned from `receive`. Without a `call`, do nothing."""
         ...
 
     def close(self) -> None:

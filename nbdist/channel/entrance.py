@@ -6,8 +6,8 @@
     knock(address, key, request) ── DEALER ───────────────> ROUTER ──> answer(request), in the entrance's thread
               <──────────────────────────────────────────────────────── the answer
 
-Whoever knows the public key of the entrance can knock, and nobody can listen in on what is said. Who may come in, and
-by what proof, is up to ``answer``: it gets bytes that anybody may have sent, and must not unpickle them.
+Any process that knows the public key of the entrance can knock, and nobody can read the traffic. ``answer`` decides who
+may come in, and by what proof. It gets bytes that anybody may have sent, and must not unpickle them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from nbdist.channel.zeromq import in_brackets
 __all__ = ["Entrance", "Visit", "knock"]
 
 _LARGEST_REQUEST = 16 << 20
-"""Bytes of a request or an answer; ZeroMQ ends the connection of a process that sends more."""
+"""The most bytes of a request or an answer. ZeroMQ ends the connection of a process that sends more."""
 _HANDSHAKE_MS = 5000
-"""Milliseconds after which a connection is closed whose other end has not shown that it knows the public key."""
+"""Milliseconds after which a connection is closed if the other end has not proved that it knows the public key."""
 _WAITING, _ANSWERS_WAITING = 1000, 20
-"""Requests, and answers for each newcomer, that may wait: more are not read, or are dropped."""
+"""The most waiting requests, and waiting answers for one newcomer. Further ones are not read, or are dropped."""
 _FILES_NEEDED = 16
-"""Files that must be free before ZeroMQ starts its threads; it takes about ten."""
+"""The number of files that must be free before ZeroMQ starts its threads. It needs about ten."""
 
 _log = logging.getLogger("nbdist.channel")
 
@@ -49,9 +49,9 @@ class Entrance:
 
         Args:
             host: The address at which others reach this machine.
-            keys: The key pair of the entrance; newcomers know the public one.
-            answer: Returns the answer to a request. It must be quick. A request for which it raises has no answer:
-                strangers can send what they like, so such an error is only counted, in `refused`.
+            keys: The key pair of the entrance. Newcomers know the public key.
+            answer: Returns the answer to a request. It must be quick. If it raises an error, the request gets no
+                answer. Since strangers can send anything, such an error is only counted, in `refused`.
             ports: The first and the last port that may be used; None for any.
 
         Raises ChannelError if no port is free or the address is not this machine's, ResourceError if too few files can
@@ -60,7 +60,7 @@ class Entrance:
         require_files(_FILES_NEEDED, "the entrance for workers on other hosts cannot open")
         self._answer = answer
         self.refused = 0
-        """The number of requests that had no answer."""
+        """The number of requests that got no answer."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
@@ -86,7 +86,7 @@ class Entrance:
     def _serve(self) -> None:
         """Answer requests until `close`."""
         while not self._closing:
-            with contextlib.suppress(zmq.ZMQError):  # a newcomer that has gone meanwhile
+            with contextlib.suppress(zmq.ZMQError):  # the newcomer may have left meanwhile
                 if not self._socket.poll(100):
                     continue
                 who, *request = self._socket.recv_multipart()
@@ -107,7 +107,7 @@ class Entrance:
 
 
 def bind(sock: zmq.Socket[bytes], host: str, ports: tuple[int, int] | None) -> None:
-    """Bind a socket to a free port of ``host``; ``ports`` has the first and the last that may be used, None for any.
+    """Bind a socket to a free port of ``host``; ``ports`` is the first and the last that may be used, None for any.
 
     Raises ChannelError if none is free, or the address is not this machine's.
     """
@@ -133,14 +133,13 @@ def bind(sock: zmq.Socket[bytes], host: str, ports: tuple[int, int] | None) -> N
 class Visit:
     """A connection to an entrance, for several requests, one after another: ``with Visit(address, key) as visit``.
 
-    Once a request has had no answer in time, make another visit: its answer may still come, and would be taken for that
-    of the next request.
+    If a request got no answer in time, make a new visit: the late answer might be taken for that to the next request.
     """
 
     def __init__(self, address: str, key: bytes) -> None:
         """Begin to connect to the entrance at ``address``; ``key`` is its public key.
 
-        Raises ChannelError if no such address can be connected to, ResourceError if too few files can be opened.
+        Raises ChannelError if the address cannot be used, ResourceError if too few files can be opened.
         """
         require_files(_FILES_NEEDED, "this process cannot reach the entrance of a cluster")
         self._address = address

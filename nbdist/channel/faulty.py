@@ -1,4 +1,4 @@
-"""Injects faults into a channel: messages of chosen kinds fail, get lost, come late, twice or in another order.
+"""Injects faults into a channel: messages of chosen kinds fail, get lost, are late, come twice or in another order.
 
 `FaultyChannel` wraps any other channel, so everything above it runs unchanged. Programs use it through `nbdist.testing`
 to test how they handle failures.
@@ -24,8 +24,8 @@ __all__ = ["Faults", "FaultyChannel"]
 class Faults:
     """The faults to inject. Each rule maps a kind of messages, such as ``"call"`` or ``"reply"``, to a number.
 
-    Kinds are the values of `nbdist.wire.messages.Message.kind`; the kind ``"*"`` stands for all that a rule does not
-    name. Rules may be changed while the channel is in use.
+    Kinds are the values of `nbdist.wire.messages.Message.kind`. The kind ``"*"`` stands for all kinds that a rule does
+    not name. Rules may be changed while the channel is in use.
 
     Example:
         >>> with World(2, faults=Faults(fail={"call": 1})) as world:
@@ -40,23 +40,23 @@ class Faults:
     """
 
     fail: Mapping[str, int] = field(default_factory=dict)
-    """The number of first messages of a kind to each receiver that fail: `Link.send` raises ChannelError."""
+    """The number of messages of a kind, the first to each receiver, for which `Link.send` raises ChannelError."""
     drop: Mapping[str, float] = field(default_factory=dict)
     """The share of messages that are lost, from 0 to 1."""
     delay: Mapping[str, float] = field(default_factory=dict)
-    """The seconds by which messages come late."""
+    """The seconds by which messages are late."""
     duplicate: Mapping[str, float] = field(default_factory=dict)
     """The share of messages that are sent twice."""
     reorder: Mapping[str, float] = field(default_factory=dict)
-    """The share of messages that come up to 50 ms late, so that later messages overtake them."""
+    """The share of messages that are up to 50 ms late, so that later messages overtake them."""
     seed: int = 0
     """The seed of the random numbers that choose the messages."""
     match: Callable[[str, Sequence[Buffer]], str] | None = None
-    """A function that is called with a message's kind and frames, and returns the kind to look up in the rules."""
+    """A function that takes a message's kind and frames, and returns the kind to look up in the rules."""
 
 
 def _rule(rules: Mapping[str, float], word: str) -> float:
-    """Return the number to which a rule of `Faults` maps the kind ``word``, or else ``"*"``; 0 if it has neither."""
+    """Return the number to which a rule of `Faults` maps the kind ``word``, else ``"*"``; 0 if it has neither."""
     return rules.get(word, rules.get("*", 0))
 
 
@@ -73,7 +73,7 @@ class FaultyChannel:
     """
 
     def __init__(self, inner: Channel, faults: Faults) -> None:
-        """Wrap the channel ``inner``, which is closed together with this one; inject ``faults`` into what it sends."""
+        """Wrap the channel ``inner``, which is closed together with this one; inject ``faults`` into its messages."""
         self.inner = inner
         self.faults = faults
         self.random = random.Random(faults.seed)
@@ -92,24 +92,24 @@ class FaultyChannel:
     def connect(self, addresses: Sequence[str], is_large: bool = False) -> FaultyLink:
         """Return the wrapped channel's link to ``addresses``, with faults; ``is_large`` is passed on.
 
-        Raises the errors of its `connect`.
+        Raises the errors of the wrapped channel's `connect`.
         """
         return FaultyLink(self, self.inner.connect(addresses, is_large))
 
     @property
     def readers(self) -> int:
-        """The number of threads that should wait in `receive`, as of the wrapped channel."""
+        """The wrapped channel's number of threads that should wait in `receive`."""
         return self.inner.readers
 
     def has_more(self) -> bool:
-        """Return whether a message has come for which no thread in `receive` of the wrapped channel will be woken."""
+        """Return whether a message has arrived for which no thread in the wrapped channel's `receive` will be woken."""
         return self.inner.has_more()
 
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the wrapped channel's next message, without faults.
 
         Returns None after ``timeout`` seconds, after `wake`, for the guest also after `call`, and once closed.
-        ``guest`` and ``soon`` are passed on; `Channel.receive` explains them.
+        ``guest`` and ``soon`` are passed on (see `Channel.receive`).
         """
         return self.inner.receive(timeout, guest, soon)
 
@@ -118,9 +118,9 @@ class FaultyChannel:
         self.inner.wake()
 
     def expect(self) -> None:
-        """Keep messages from waking readers: the calling thread will read the reply to its own call.
+        """Keep messages from waking readers, because the calling thread will read the reply to its own call.
 
-        Passes the call on to the wrapped channel. `expect_no_more` must follow; a second call before it does no harm.
+        Passes the call on to the wrapped channel. `expect_no_more` must follow. A second call before it does no harm.
         """
         self.inner.expect()
 
@@ -134,14 +134,14 @@ class FaultyChannel:
     def call(self) -> None:
         """Make the guest's `receive` return None, again and again until `called`.
 
-        The guest is a thread in ``receive(guest=True)``. Passes the call on to the wrapped channel.
+        The guest is the thread in ``receive(guest=True)``. Passes the call on to the wrapped channel.
         """
         self.inner.call()
 
     def called(self) -> None:
         """End the effect of `call`, because the guest has returned from `receive`.
 
-        Passes the call on to the wrapped channel; if nobody called `call`, it does nothing.
+        Passes the call on to the wrapped channel. Without a `call` before, it does nothing.
         """
         self.inner.called()
 
@@ -153,7 +153,7 @@ class FaultyChannel:
         self.inner.close()
 
     def after(self, delay: float, action: Callable[[], None]) -> None:
-        """Call ``action`` in ``delay`` seconds, on a thread of this channel; never, if the channel is closed before."""
+        """Call ``action`` in ``delay`` seconds, in a thread of this channel; never, if the channel is closed before."""
         with self._changed:
             heapq.heappush(self._later, (time.monotonic() + delay, next(self._numbers), action))
             if self._thread is None:
@@ -174,7 +174,7 @@ class FaultyChannel:
 
 
 class FaultyLink:
-    """A `Link` that injects the faults of its channel. It counts failures of its own, by kind of message."""
+    """A `Link` that injects the faults of its channel. Each link counts its failures itself, by kind of message."""
 
     def __init__(self, channel: FaultyChannel, inner: Link) -> None:
         self._channel = channel
@@ -184,8 +184,8 @@ class FaultyLink:
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
         """Send a message with the faults that the rules name for its kind.
 
-        Raises ChannelError as ``fail`` demands, and where the wrapped link does. A message that is dropped raises
-        nothing. A delayed one is sent later, by the channel's thread, and raises nothing either.
+        Raises ChannelError if the ``fail`` rule demands it, or the wrapped link raises it. No error is raised for a
+        message that is dropped, or that is delayed and sent later by the channel's thread.
         """
         faults, chance = self._channel.faults, self._channel.random.random
         word = faults.match(kind, frames) if faults.match else kind
@@ -209,7 +209,7 @@ class FaultyLink:
     def _send_late(self, frames: Sequence[Buffer], kind: str) -> None:
         """Send a delayed message. If the wrapped link raises ChannelError, as when it is closed, the message is lost.
 
-        Runs in the thread of the channel.
+        Runs in the channel's thread.
         """
         with contextlib.suppress(ChannelError):
             self._inner.send(frames, kind)
@@ -217,7 +217,7 @@ class FaultyLink:
     def close(self, *, at_once: bool = False) -> None:
         """Close the wrapped link.
 
-        Delayed messages are then lost, except where closing the wrapped link does nothing, as in
-        `nbdist.channel.inprocess`. A second call does no harm.
+        Delayed messages are then lost, unless closing the wrapped link does nothing, as in `nbdist.channel.inprocess`.
+        A second call does no harm.
         """
         self._inner.close(at_once=at_once)

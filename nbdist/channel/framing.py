@@ -1,4 +1,4 @@
-"""Cuts messages out of a stream of bytes, and writes the head that goes in front of each message's frames.
+"""Cuts messages out of a stream of bytes, and makes the head that precedes each message's frames.
 
 A message in the stream::
 
@@ -7,13 +7,14 @@ A message in the stream::
     sizes    8 bytes each: the length of each frame
     frames   one after the other
 
-A message that has come as a whole is cut at once (`Cutter.feed`). For any other, the cutter allocates memory of the
-message's length as soon as it has read the length, and the caller reads the rest from the socket into this memory::
+If a message has arrived as a whole, it is cut at once (`Cutter.feed`). For any other message, the cutter allocates
+memory of the message's length as soon as it has read the length, and the caller reads the rest from the socket into
+this memory::
 
     feed(beginning) -> room -> wrote(count) -> room -> wrote(count) -> [Large] -> frames()
 
 The memory is not filled with zeros, as `bytearray(length)` would be. So a head that announces many bytes takes no
-memory until the bytes come. `Large.frames` copies the whole message, so it is called where no other thread waits.
+memory until the bytes arrive. `Large.frames` copies the whole message, so call it where no other thread waits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _HEADS = [struct.Struct(f"<QI{count}Q") for count in range(8)]
 def head(sizes: Sequence[int]) -> bytes:
     """Return the bytes to write before the frames of a message, from which `Cutter` learns where each frame ends.
 
-    ``sizes`` are those of the frames, in bytes.
+    ``sizes`` has the size of each frame, in bytes.
     """
     count = len(sizes)
     layout = _HEADS[count] if count < len(_HEADS) else struct.Struct(f"<QI{count}Q")
@@ -53,20 +54,20 @@ class Large:
     def frames(self) -> list[bytes]:
         """Return copies of the frames. Raises ProtocolError if their sizes do not add up to the message's length.
 
-        Copying takes long, so the thread that hands the message on calls this, without a lock.
+        Copying takes long, so the thread that passes the message on calls this, without a lock.
         """
         return _copy_frames(self._whole, 0, *_HEAD.unpack_from(self._whole))
 
 
 class Cutter:
-    """Cuts the bytes of one connection into messages. One thread at a time may use it."""
+    """Cuts the bytes of one connection into messages. Only one thread at a time may use it."""
 
     def __init__(self, max_message: int) -> None:
         """Accept messages of at most ``max_message`` bytes."""
         self._max_message = max_message
         self._rest = b""
         self.large: memoryview | None = None
-        """The memory of a message that has come in part. While it is set, read into `room`; else call `feed`."""
+        """The memory of a message that has arrived in part. While it is set, read into `room`; else call `feed`."""
         self._filled = 0
 
     @property
@@ -79,9 +80,9 @@ class Cutter:
         return self.large[self._filled :]
 
     def wrote(self, count: int) -> list[Large]:
-        """Note that ``count`` bytes were written to `room`. Returns the message in a list; [] if it is not whole yet.
+        """Record that ``count`` bytes were written to `room`. Call this after each read into `room`.
 
-        Must follow each read into `room`.
+        Returns the message in a list; [] if it is not whole yet.
         """
         assert self.large is not None
         self._filled += count
@@ -91,10 +92,10 @@ class Cutter:
         return [Large(whole)]
 
     def feed(self, data: bytes) -> list[list[bytes]]:
-        """Take bytes that have come while `large` is None. Returns the messages that are whole now, each as its frames.
+        """Take bytes that have arrived while `large` is None; return the whole messages, each as its frames.
 
-        The bytes of an incomplete message are kept. If they tell its length, `large` is set, and its rest is to be read
-        into `room`.
+        The bytes of an incomplete message are kept. If they tell its length, this sets `large`; then read the rest into
+        `room`.
 
         Raises:
             ProtocolError: no link of nbdist sends such bytes, or the message is longer than ``max_message``.
@@ -127,7 +128,7 @@ class Cutter:
         return messages
 
     def _begin_large(self, data: bytes, start: int, length: int) -> None:
-        """Set `large` to new memory for the message of ``length`` bytes at ``start``, and copy in what has come of it.
+        """Set `large` to new memory for the message of ``length`` bytes at ``start``, and copy the part that is there.
 
         Raises MemoryError if the message has 64 MiB or more and the machine has less memory left.
         """

@@ -1,8 +1,8 @@
 """Wakes sleeping threads when a file becomes readable, unless another thread has shut the gate to read it alone.
 
-When a file becomes readable, the kernel wakes one of the threads that sleep here, and now and then a second one, which
-finds nothing to read. A thread that looks for messages without sleeping (`nbdist.channel.spinning`) does not keep the
-kernel from waking others, and they would compete with it for the core. So that thread shuts the gate first::
+When a file becomes readable, the kernel wakes one of the threads that sleep here, and sometimes a second one, which
+then finds nothing to read. If another thread polls for messages without sleeping (`nbdist.channel.spinning`), the
+kernel wakes sleeping threads as well, and they compete with it for the core. So that thread shuts the gate first::
 
     file ── readable ──> `news` (an epoll of all files) ──┬──> the gate (an epoll of `news`) ──> threads in `wait`
                            │                              │
@@ -23,7 +23,7 @@ __all__ = ["Gate"]
 OPEN_AFTER = 0.01
 """Seconds after which a gate that is still shut is opened by the next thread whose `wait` times out.
 
-Ctrl-C may have kept the owner from opening it. An agent's threads wait for 0.2 s at most, so it opens within that time.
+This is for Ctrl-C, which may keep the owner from opening the gate. An agent's threads wait for 0.2 s at most.
 """
 
 
@@ -35,7 +35,7 @@ class Gate:
         """The epoll of all files. The thread that has shut the gate polls it directly."""
         self._gate = select.epoll()
         self._gate.register(self.news, select.EPOLLIN)
-        self._lock = threading.RLock()  # a user's ``__del__`` may run while it is held, and call in here again
+        self._lock = threading.RLock()  # reentrant: a user's ``__del__`` may run while it is held, and call this gate
         self._owner = 0
         """The ident of the thread that has shut the gate; 0 while it is open."""
         self._since = 0.0
@@ -44,7 +44,7 @@ class Gate:
     def wait(self, timeout: float | None) -> bool:
         """Sleep until a file is readable, for ``timeout`` seconds at most. Returns whether one is.
 
-        A gate that has been shut for too long, because Ctrl-C kept its owner from opening it, is opened here.
+        If the gate was shut for too long, because Ctrl-C kept its owner from opening it, this opens it.
         """
         if self._gate.poll(timeout, 1):
             return True
@@ -61,7 +61,7 @@ class Gate:
         with self._lock:
             if self._owner:
                 return False
-            # The owner is set first: if Ctrl-C comes here, `open` still knows that the gate may be shut.
+            # Set the owner first: if Ctrl-C comes right after, `open` still knows that the gate may be shut.
             self._since, self._owner = time.monotonic(), threading.get_ident()
             self._let_through(0)
             return True

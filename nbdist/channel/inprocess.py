@@ -1,4 +1,4 @@
-"""Connects agents of one process, by a queue for each. Tests, doctests and `nbdist.testing.World` use it."""
+"""Connects agents of one process, with a queue for each. Tests, doctests and `nbdist.testing.World` use it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["InProcessChannel", "Network"]
 
 
 class Network:
-    """A group of in-process channels that can reach each other, and no others. Any thread may use it.
+    """A group of in-process channels that reach only each other. Any thread may use it.
 
     Example:
         >>> network = Network()
@@ -29,10 +29,7 @@ class Network:
         self._lock = threading.Lock()
 
     def open(self) -> InProcessChannel:
-        """Return a new channel in this network.
-
-        `InProcessChannel.close` takes it out of the network.
-        """
+        """Return a new channel in this network. `InProcessChannel.close` removes it from the network."""
         channel = InProcessChannel(self, f"inprocess://{id(self):x}/{next(self._numbers)}")
         with self._lock:
             self._open[channel.address] = channel
@@ -43,7 +40,7 @@ class Network:
         return self._open.get(address)
 
     def remove(self, address: str) -> None:
-        """Remove the channel at ``address``, which has been closed: messages to it are lost from now on."""
+        """Remove the channel at ``address``, which has been closed. Messages to it are lost from now on."""
         with self._lock:
             self._open.pop(address, None)
 
@@ -69,7 +66,7 @@ class InProcessChannel:
     def connect(self, addresses: Sequence[str], is_large: bool = False) -> InProcessLink:
         """Return a link to the first of ``addresses`` of an in-process channel. Raises ChannelError if there is none.
 
-        The other channel need not be open: messages to a closed one are lost. ``is_large`` changes nothing here.
+        The other channel need not be open: messages to a closed channel are lost. ``is_large`` changes nothing here.
         """
         for address in addresses:
             if address.startswith("inprocess://"):
@@ -106,11 +103,11 @@ class InProcessChannel:
             return None
 
     def expect(self) -> None:
-        """Do nothing: no thread reads its own answer here, so readers are always woken."""
+        """Do nothing: no thread reads its own answer here, so messages always wake the reader."""
         pass
 
     def expect_no_more(self) -> None:
-        """Do nothing: `expect` has not kept readers from being woken."""
+        """Do nothing: messages always wake the reader."""
         pass
 
     def call(self) -> None:
@@ -124,7 +121,7 @@ class InProcessChannel:
     def wake(self) -> None:
         """Make one waiting `receive`, or else the next one, return None.
 
-        Whoever changes what the reader waits for calls this.
+        A thread calls this if it changes something that the reader waits for.
         """
         self._queue.put(None)
 

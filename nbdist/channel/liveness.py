@@ -3,13 +3,13 @@
 A process is identified by its pid and the time at which it started, because the kernel reuses pids. Each watched
 process is in one of two tables of `ProcessWatch`::
 
-    watch ──> _polled: asked every 50 ms ── a pidfd can be opened ──> _files: the kernel tells within a millisecond
+    watch ──> _polled: checked every 50 ms ─ a pidfd can be opened ──> _files: the kernel tells within a millisecond
                         │                                                              │
                         └── no such process, another start time, zombie ──> on_end <───┴── the pidfd is readable
 
 Only these answers of the kernel mean that a process has ended: no such process (ENOENT, ESRCH), another start time,
-or state Z (zombie) or X (dead). Any other error, such as EMFILE when this process has too many files open, means
-that the kernel did not answer: the process counts as alive, and the kernel is asked again.
+or state Z (zombie) or X (dead). Any other error, such as EMFILE when this process has too many files open, is no
+answer: the process counts as alive, and the kernel is asked again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nbdist.channel.resources import refusals_in_words
 __all__ = ["ProcessWatch", "is_alive", "started_at"]
 
 _LOOK_EVERY_MS = 50
-"""Milliseconds between two looks at the processes that have no pidfd."""
+"""Milliseconds between two checks of the processes that have no pidfd."""
 _ENDED = 0
 """The start time that `_look_up` returns for a process that has ended."""
 
@@ -42,7 +42,7 @@ def started_at(pid: int) -> int:
 def _look_up(pid: int) -> int | None:
     """Return when the process started, in clock ticks since boot.
 
-    Returns `_ENDED` (0) if it has ended, also for a zombie, and None if the kernel does not answer.
+    Returns `_ENDED` (0) if it has ended or is a zombie, and None if the kernel does not answer.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -57,8 +57,8 @@ def _look_up(pid: int) -> int | None:
 def is_alive(pid: int, started: int) -> bool:
     """Return whether the process with this pid and start time runs; True if the kernel does not answer.
 
-    ``started`` is as `started_at` returns it. With ``started`` 0, a start time that is not known, any process with this
-    pid counts, even a zombie.
+    ``started`` is the result of `started_at`. If it is 0, the start time is not known, and any process with this pid
+    counts, even a zombie.
     """
     if started:
         found = _look_up(pid)
@@ -85,7 +85,7 @@ class ProcessWatch:
         self._files: dict[int, int] = {}
         """The pid behind each open pidfd."""
         self._polled: dict[int, int] = {}
-        """The start time of each process that has no pidfd, or none yet, by pid."""
+        """The start time, by pid, of each process that has no pidfd yet, or can have none."""
         self._thread: threading.Thread | None = None
         self._closed = False
         with refusals_in_words("cannot watch other processes"):
@@ -94,8 +94,8 @@ class ProcessWatch:
     def watch(self, pid: int, started: int) -> None:
         """Report the end of this process by ``on_end(pid)``; at once if it has ended already.
 
-        ``started`` is as `started_at` returns it, 0 if it is not known.
-        Does nothing for a pid that is watched already, and nothing after `close`.
+        ``started`` is the result of `started_at`; 0 if it is not known. Does nothing for a pid that is watched already,
+        and nothing after `close`.
         """
         with self._lock:
             if self._closed or pid in self._polled or pid in self._files.values():
@@ -107,9 +107,9 @@ class ProcessWatch:
         self._wake()
 
     def _wake(self) -> None:
-        """Make the watch's thread look at once for processes to watch, and whether the watch is closed.
+        """Make the watch's thread check at once for new processes, and whether the watch is closed.
 
-        After `close`, nothing happens.
+        After `close`, this does nothing.
         """
         with contextlib.suppress(OSError):
             os.write(self._wake_in, b"w")
@@ -147,7 +147,7 @@ class ProcessWatch:
     def _has_ended(self, pid: int, started: int) -> bool:
         """Return whether a process in `_polled` has ended; False if the kernel does not answer.
 
-        If it runs, and a pidfd can be opened, it is moved to `_files`: the kernel then reports its end. The caller
+        If it runs, and a pidfd can be opened, moves it to `_files`: then the kernel reports its end. The caller
         holds the lock.
         """
         try:
@@ -156,11 +156,11 @@ class ProcessWatch:
             return True
         except (AttributeError, OSError):
             return not is_alive(pid, started)
-        # The start time is read after the pidfd is open. So if it is right, the pidfd belongs to this very process, and
-        # not to a later one with the same pid.
+        # Read the start time after opening the pidfd. If it is right, the pidfd belongs to this very process, and not
+        # to a later one with the same pid.
         found = _look_up(pid) if started else None
         if started and found is None:
-            os.close(file)  # the kernel did not answer; the next look asks again
+            os.close(file)  # the kernel did not answer; the next check asks again
             return False
         if started and found != started:
             os.close(file)
@@ -172,7 +172,7 @@ class ProcessWatch:
     def close(self) -> None:
         """Stop watching; a second call does nothing.
 
-        ``on_end`` is not called any more for processes that end later.
+        ``on_end`` is not called for processes that end later.
         """
         with self._lock:
             if self._closed:

@@ -1,9 +1,8 @@
 """Moves frames between processes of one host over unix sockets, and uses a ZeroMQ channel for all other agents.
 
-With ZeroMQ, each message goes through a thread of ZeroMQ's own on both sides, which is most of the time of a small
-call. Here the sending thread writes to the socket itself, and the kernel wakes the thread that reads. The agent is
-still reached over ZeroMQ (the channel ``beside``) by agents on other hosts, or without unix sockets. One `receive`
-waits for all of them::
+With ZeroMQ, each message goes through a thread of ZeroMQ's own on both sides, which takes most of the time of a small
+call. Here the sending thread writes to the socket itself, and the kernel wakes the thread that reads. Agents on other
+hosts, or without unix sockets, still use ZeroMQ (the channel ``beside``). One `receive` waits for all of these::
 
     a connection ──────────────┐                     ┌──> guests, an epoll: the guest polls or sleeps here; it is
     the ZeroMQ channel's file ─┼── becomes readable ─┤    woken first
@@ -11,9 +10,9 @@ waits for all of them::
     a new connection ──────────┘
     `call` ─────────────────────────────────────────────> guests only
 
-The epolls are edge-triggered: each reports a file once when bytes have come, not again while they are unread. So
+The epolls are edge-triggered: each reports a file once when bytes arrive, and not again while they are unread. So
 `receive` keeps a list of connections that may have unread bytes (`_ready`), reads a part of each in turn, and puts
-the messages that are whole into a queue (`_arrived`), from which it returns one at a time.
+whole messages into a queue (`_arrived`), from which it returns one at a time.
 
 Only processes of this user can connect: the socket is in the agent's own directory (mode 0700), and the kernel tells
 which user is at the other end (G6).
@@ -49,17 +48,17 @@ __all__ = ["WAITING_CODE", "LocalChannel", "is_available"]
 
 _SCHEME = "unix://"
 _BYTES_PER_READ = 64 * 1024
-"""The most bytes that are read from a connection before other connections have their turn."""
+"""The most bytes that are read from a connection before it is the turn of other connections."""
 _LINGER = 0.5
 """Seconds for which `LocalChannel.close` waits until all backlogs are sent."""
 _ACCEPT_AGAIN_AFTER = 0.1
 """Seconds after a failed accept before the next attempt."""
 _FEWEST_CONNECTIONS = 16
-"""The connections that are accepted even if this process may have very few files open."""
+"""The number of connections that are accepted even if this process may have very few files open."""
 _EVENTS_PER_POLL = 16
 """The most files that one poll reports."""
 _READABLE_ONCE = select.EPOLLIN | select.EPOLLET | select.EPOLLEXCLUSIVE if hasattr(select, "epoll") else 0
-"""The events of a file that wake threads: readable, reported once, to one thread rather than to all."""
+"""The events of a file that wake threads: readable, reported once, to one thread rather than to all threads."""
 
 _log = logging.getLogger("nbdist.channel")
 
@@ -97,17 +96,17 @@ class LocalChannel:
         self._closed = False
         self._lock = threading.Lock()
         self._turn = threading.Lock()
-        """Held while a thread reads connections, one thread at a time."""
+        """Held while a thread reads connections: one thread at a time."""
         self._waiting: set[int] = set()
         """The idents of the threads in `_wait`."""
         self._arrived: deque[list[bytes] | _Uncut] = deque()
-        """The messages that have come and that `receive` has not returned."""
-        self._more_beside = True  # messages may have come before the file of `beside` was watched
+        """The messages that have arrived and that `receive` has not returned."""
+        self._more_beside = True  # messages may have arrived before the file of `beside` was watched
         """True if the ZeroMQ channel may have messages."""
         self._links: weakref.WeakSet[LocalLink] = weakref.WeakSet()
         self._incoming: dict[int, _Incoming] = {}
         """The connections from other agents, by file number."""
-        # Half of the files that this process may have open are left to the program.
+        # Leave half of the files that this process may have open to the program.
         self._most_incoming = max(_FEWEST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._ready: set[int] = set()
         """The file numbers of connections that may have unread bytes."""
@@ -143,11 +142,11 @@ class LocalChannel:
 
     @property
     def addresses(self) -> list[str]:
-        """The channel's addresses: ``unix://`` first, then those of the ZeroMQ channel."""
+        """The channel's addresses: ``unix://`` first, then the addresses of the ZeroMQ channel."""
         return [self._address, *self._beside.addresses]
 
     def connect(self, addresses: Sequence[str], is_large: bool = False) -> Link:
-        """Return a link over a unix socket if one of the addresses is one and accepts, else a link over ZeroMQ.
+        """Return a link over a unix socket if an address names one that accepts the connection, else one over ZeroMQ.
 
         Raises ChannelError if no address can be reached or the channel is closed, TooManyFiles if no file can be
         opened.
@@ -157,7 +156,7 @@ class LocalChannel:
                 raise ChannelError("the channel is closed: RPC has been shut down in this process")
             for address in addresses:
                 if address.startswith(_SCHEME):
-                    # The address may be on another host, or its agent may have died: then the others are tried.
+                    # The address may be on another host, or its agent may have died: then try the other addresses.
                     try:
                         link = LocalLink(address.removeprefix(_SCHEME), self._outbox)
                     except TooManyFiles:
@@ -173,9 +172,9 @@ class LocalChannel:
     def _register(self, file: int) -> None:
         """Watch a file: when it becomes readable, the kernel wakes the guest, or a reader if no guest waits.
 
-        Both are threads in `receive`; the guest waits there for the reply to its own call.
-        The order matters: the kernel asks the epoll that was registered first, and stops where a thread was woken. So
-        readers sleep while a guest reads its answer.
+        Both are threads in `receive`; the guest waits there for the reply to its own call. The order matters: the
+        kernel asks the epoll that was registered first, and stops after it has woken a thread. So readers sleep while a
+        guest reads its answer.
         """
         self._guests.register(file, _READABLE_ONCE)
         self._gate.news.register(file, _READABLE_ONCE)
@@ -188,21 +187,21 @@ class LocalChannel:
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the next message's frames; None after ``timeout`` seconds, after `wake` or `call`, and once closed.
 
-        The arguments are those of `Channel.receive`. The thread that returns a large message cuts it into frames first,
-        outside of the lock.
+        The arguments are those of `Channel.receive`. If the message is large, the thread that returns it first cuts it
+        into frames, without the lock.
         """
         end = None
         if self._try_again_at != math.inf:
             self._try_to_accept()
         while True:
-            # Read once, here: by the time this thread has the lock, another one may have taken everything.
+            # Read this once, here: when this thread gets the lock, another thread may have taken everything.
             has_some = bool(self._arrived or self._ready or self._more_beside)
             if has_some:
                 events = () if self._arrived else self._wait(self._guests if guest else self._gate.news, 0) or ()
             elif (watched := self._watch(timeout, guest, soon)) is not None:
                 events = watched
             else:
-                events, has_some = (), True  # woken for nothing: wait again
+                events, has_some = (), True  # woken, but another thread has read the file: wait again
             with self._turn:
                 woken = False
                 for number, what in events:
@@ -224,7 +223,7 @@ class LocalChannel:
                     return frames
             if woken or self._closed or not (events or has_some):
                 return None
-            if timeout is not None:  # only a part of a message has come: wait for the rest of the time
+            if timeout is not None:  # only a part of a message has arrived: wait for the rest of the time
                 end = end or time.monotonic() + timeout
                 timeout = end - time.monotonic()
                 if timeout < 0:
@@ -234,7 +233,7 @@ class LocalChannel:
         """Wait until files are readable; return the number of each, with its epoll events.
 
         The arguments are those of `receive`. The thread first polls without sleeping, if earlier waits were short.
-        Returns () after ``timeout`` seconds, and None if this thread was woken but another one has read the file.
+        Returns () after ``timeout`` seconds, and None if this thread was woken but another thread has read the file.
         """
         me, begun, spinning = threading.get_ident(), time.monotonic(), self._spinning[guest]
         looks = (guest and self._gate.is_shut_by(me)) or (
@@ -257,13 +256,13 @@ class LocalChannel:
     def _wait(
         self, epoll: select.epoll | None, timeout: float | None, look_until: float = 0.0
     ) -> Sequence[tuple[int, int]] | None:
-        """Wait until files in ``epoll`` are readable, or behind the gate (None); return them as `_watch` does.
+        """Wait until files in ``epoll`` are readable; return them as `_watch` does. With None, wait behind the gate.
 
         With ``look_until``, a moment as of `time.monotonic`, the thread polls until then without sleeping, and yields
         its core between two polls.
 
         While a guest waits here, a signal handler or a finaliser of the user may run in its thread, make calls, and
-        wait for them: readers read the answers. So a guest's thread is not closed here (`nbdist.finalisers`).
+        wait for them, since readers read the answers. So this marks a guest's thread as open (`nbdist.finalisers`).
         """
         me = threading.get_ident()
         events: Sequence[tuple[int, int]] | None = ()
@@ -293,7 +292,7 @@ class LocalChannel:
             raise
 
     def _look_everywhere(self) -> None:
-        """Have a thread in `receive` read all connections: Ctrl-C may have lost the report that one is readable."""
+        """Make a thread in `receive` read all connections: Ctrl-C may have lost the report that one is readable."""
         with self._turn:
             self._ready.update(self._incoming)
             self._more_beside = True
@@ -303,15 +302,15 @@ class LocalChannel:
     def has_more(self) -> bool:
         """Return whether there may be messages that `receive` has not returned, and for which no thread is woken.
 
-        A thread must then call `receive`.
+        If so, a thread must call `receive`.
         """
         return bool(self._arrived or self._ready or self._more_beside)
 
     def _handle_own_file(self, number: int) -> bool:
-        """Handle one of the channel's own files, which is readable: accept connections, or note what it says.
+        """Handle one of the channel's own files, which is readable: accept connections, or note what it reports.
 
-        Returns True if it says that `wake` or `call` was called: `receive` then returns. The ZeroMQ channel's file says
-        that it may have messages. `_turn` is held.
+        Returns True if `wake` or `call` was called: then `receive` returns. The ZeroMQ channel's file reports that it
+        may have messages. The caller holds `_turn`.
         """
         if number == self._wake:
             with contextlib.suppress(BlockingIOError):
@@ -326,10 +325,10 @@ class LocalChannel:
         return False
 
     def _gather(self) -> None:
-        """Read a part from each connection that has bytes, and one message from ZeroMQ, so that none must wait long.
+        """Read a part from each connection that has bytes, and one message from ZeroMQ, so that none waits long.
 
-        Messages that are whole go to `_arrived`. A connection that fails is closed, with a line in the log. `_turn` is
-        held.
+        Whole messages go to `_arrived`. A connection that fails is closed, with a line in the log. The caller holds
+        `_turn`.
         """
         for number in [*self._ready]:
             incoming = self._incoming[number]
@@ -358,7 +357,7 @@ class LocalChannel:
     def _accept(self) -> None:
         """Accept all new connections; close those of other users, and those beyond half of this process's files.
 
-        If the system refuses one, logs a warning, and `_try_to_accept` tries again later. `_turn` is held.
+        If the system refuses one, logs a warning; then `_try_to_accept` tries again later. The caller holds `_turn`.
         """
         while True:
             sock = None
@@ -403,12 +402,12 @@ class LocalChannel:
     def _give_up(self, number: int, incoming: _Incoming, error: Exception) -> None:
         """Close a connection that has ended, failed, or carried bytes that no link of nbdist sends.
 
-        ``number`` is its file number. Logs ``error``, unless it is the EOFError of a connection that has ended. The
-        sender connects again if it lives, and sends again what has not been acknowledged. `_turn` is held.
+        ``number`` is its file number. Logs ``error``, unless it is the EOFError of a connection that has ended. If the
+        sender is alive, it connects again and repeats what has not been acknowledged. The caller holds `_turn`.
         """
         if not isinstance(error, EOFError):
             _log.warning("a connection from another agent is closed, because of an error: %s", error)
-        # Closing the socket would not be enough: while a forked process holds it, the epolls keep reporting it.
+        # Closing the socket is not enough: while a forked process has it, the epolls keep reporting it.
         self._guests.unregister(number)
         self._gate.news.unregister(number)
         del self._incoming[number]
@@ -418,7 +417,7 @@ class LocalChannel:
     def expect(self) -> None:
         """Keep messages from waking readers, if the calling thread will poll for its reply without sleeping.
 
-        The thread must then call ``receive(guest=True)``, and `expect_no_more`. Does nothing if it would sleep anyway.
+        The thread must then call ``receive(guest=True)`` and `expect_no_more`. Does nothing if it would sleep anyway.
         """
         if self._may_look and self._spinning[True].is_worth_while:
             self._gate.shut()
@@ -434,7 +433,7 @@ class LocalChannel:
 
     def called(self) -> None:
         """End the effect of `call`: the guest has returned from `receive`. Does nothing without one, or once closed."""
-        with contextlib.suppress(OSError, ValueError):  # nobody called, or the channel is closed
+        with contextlib.suppress(OSError, ValueError):  # no call, or the channel is closed
             os.eventfd_read(self._call)
 
     def wake(self) -> None:
@@ -445,9 +444,9 @@ class LocalChannel:
     # -- the end ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Send the backlogs, for half a second at most, then close everything, the ZeroMQ channel too.
+        """Send the backlogs, for half a second at most, then close everything, including the ZeroMQ channel.
 
-        Threads in `receive` return None first. A second call does nothing.
+        Before that, threads in `receive` return None. A second call does nothing.
         """
         with self._lock:
             if self._closed:
@@ -468,7 +467,7 @@ class LocalChannel:
             self._beside.close()
 
     def _release(self) -> None:
-        """Close all files of this channel but those of the links, the outbox and the ZeroMQ channel."""
+        """Close all files of this channel, except those of the links, the outbox and the ZeroMQ channel."""
         for incoming in self._incoming.values():
             incoming.socket.close()
         self._incoming.clear()
@@ -476,7 +475,7 @@ class LocalChannel:
         self._resources.close()
 
     def forked(self) -> None:
-        """Close all files in a forked process; else the parent's sockets would stay open after its death.
+        """Close all files in a forked process. Otherwise the parent's sockets would stay open after its death.
 
         A second call, or one after `close`, does nothing.
         """
@@ -492,22 +491,22 @@ class LocalChannel:
 
 
 WAITING_CODE = LocalChannel._wait.__code__
-"""The code in which a thread sleeps until a message comes. `nbdist.signals.Deferral` lets signal handlers run in it."""
+"""The code in which a thread sleeps until a message arrives. `nbdist.signals.Deferral` runs signal handlers there."""
 
 
 class _Incoming:
-    """A connection that another agent has made, over which it sends messages to this one."""
+    """A connection that another agent has made, on which it sends messages to this agent."""
 
     def __init__(self, sock: socket.socket, cutter: Cutter) -> None:
         self.socket = sock
         self.is_empty = False
-        """True if the last `read` took all bytes, so that the kernel reports when more have come."""
+        """True if the last `read` took all bytes: then the kernel reports when more have arrived."""
         self.has_ended = False
-        """True once the other end has closed the connection, perhaps with unread bytes in it."""
+        """True once the other end has closed the connection. It may still have unread bytes."""
         self._cutter = cutter
 
     def read(self) -> Sequence[list[bytes] | _Uncut]:
-        """Read some of the bytes that have come, without waiting; return the messages that are whole now.
+        """Read some of the bytes that have arrived, without waiting; return the messages that are whole now.
 
         Raises EOFError at the end of the connection, and the errors of `Cutter.feed`.
         """
@@ -533,7 +532,7 @@ class _Incoming:
 
 
 class _Uncut(NamedTuple):
-    """A large message that has come as a whole, and its connection."""
+    """A large message that has arrived as a whole, and its connection."""
 
     incoming: _Incoming
     large: Large

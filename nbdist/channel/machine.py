@@ -1,8 +1,8 @@
-"""Tells what this process may use of its machine: cores and memory, or fewer in a container; files; ports; a driver.
+"""Tells how much of its machine this process may use: cores, memory, files, ports, a GPU driver.
 
-Linux limits the processes of a container by *control groups*. They are folders, one inside of the other, and
-``/proc/self/cgroup`` names those of a process. A group's limit holds for all groups inside of it, so the lowest one
-counts. There are two versions of them, and a machine may use both::
+Linux limits the processes of a container by *control groups*. These are nested folders, and ``/proc/self/cgroup`` names
+those of a process. A group's limit holds for all groups inside it, so the lowest limit counts. There are two versions
+of control groups, and a machine may use both::
 
                           version 2, in /sys/fs/cgroup       version 1, in /sys/fs/cgroup/<controller>
     memory: limit         memory.max                         memory.limit_in_bytes
@@ -10,8 +10,8 @@ counts. There are two versions of them, and a machine may use both::
             cached files  inactive_file in memory.stat       total_inactive_file in memory.stat
     cores:  limit         cpu.max: "<quota> <period>"        cpu.cfs_quota_us and cpu.cfs_period_us
 
-A process in a container may find a name there that is the group's outside of the container. Then the folders of that
-name do not exist, and the controller's own folder is the group's.
+In a container, ``/proc/self/cgroup`` may name the group as it is called outside the container. Then no folder has that
+name, and the controller's own folder is the group's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 _COMPARED_WITH_MEMORY = 64 * 1024 * 1024
 """Messages of fewer bytes are not compared with the memory that is left.
 
-Asking takes 0.1 to 0.3 ms, and 1 ms in a container.
+Reading the memory takes 0.1 to 0.3 ms, and 1 ms in a container.
 """
 
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -47,18 +47,18 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 _NAMES_2 = "memory.max", "memory.current", "inactive_file"
 _NAMES_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-"""The files of the limit and of what is used, and the key in memory.stat, in the two versions."""
+"""The names, in the two versions, of the file of the limit, the file of the used bytes, and the key in memory.stat."""
 
 
 def open_files() -> int:
-    """Return how many files this process has open; 0 where the system does not tell."""
+    """Return how many files this process has open; 0 if the system does not tell."""
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/fd"))
     return 0
 
 
 def free_ports() -> tuple[int, int] | None:
-    """Return the first and the last port that Linux gives to programs that ask for any; None if it does not tell."""
+    """Return the first and the last port that Linux gives to programs that ask for any port; None if not known."""
     with contextlib.suppress(OSError, ValueError):
         first, last = map(int, _PORTS.read_text().split())
         return first, last
@@ -73,8 +73,8 @@ def has_nvidia_driver() -> bool:
 def cores() -> int:
     """Return how many cores this process may use at once, at least 1.
 
-    That is the number of those that it may run on, or its control groups' limit, rounded down, if this is lower. The
-    limit is read once: every backward pass asks.
+    That is the number of cores on which it may run, or its control groups' limit, rounded down, if that is lower. The
+    limit is read only once, because every backward pass asks.
     """
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(mine, _quota_of_cores())))
@@ -94,7 +94,7 @@ def memory() -> int:
 def available_memory() -> int:
     """Return the bytes of memory that this process can still take before the kernel must kill a process.
 
-    A number that cannot be read is left out; if none can be read, the result is the machine's memory.
+    Numbers that cannot be read are left out. If none can be read, returns the machine's memory.
     """
     found = [_memory_of_the_machine()]
     with contextlib.suppress(OSError, ValueError, StopIteration):  # reading fails while the file table is full
@@ -105,7 +105,7 @@ def available_memory() -> int:
 
 
 def require_memory(length: int) -> None:
-    """Raise MemoryError if a message of ``length`` bytes has 64 MiB or more and the machine has less memory left."""
+    """Raise MemoryError if a message of ``length`` bytes has 64 MiB or more and exceeds the memory that is left."""
     if length >= _COMPARED_WITH_MEMORY and length > (left := available_memory()):
         raise MemoryError(
             f"a message of {amounts.size(length)} does not fit: the machine has {amounts.size(left)} of memory "
@@ -114,7 +114,7 @@ def require_memory(length: int) -> None:
 
 
 def limits() -> str:
-    """Return in words what this process may use less of than the machine has, such as ``"2 of 64 cores"``.
+    """Return in words where this process may use less than the machine has, such as ``"2 of 64 cores"``.
 
     Empty if it may use everything.
     """
@@ -131,10 +131,10 @@ def _memory_of_the_machine() -> int:
 
 
 def _limits_of_memory() -> Iterator[tuple[int, int]]:
-    """Yield, for each control group that limits memory, the limit and the bytes that are used and cannot be dropped.
+    """Yield, for each control group that limits memory, the limit and the used bytes that the kernel cannot free.
 
-    The memory that a group uses includes files that were read and are not needed any more; the kernel drops those
-    before it kills a process.
+    A group's used memory includes file contents that are not needed any more. The kernel drops these before it kills a
+    process, so they are subtracted.
     """
     for folder in _groups("memory"):
         names = _NAMES_2 if (folder / _NAMES_2[0]).exists() else _NAMES_1
@@ -142,7 +142,7 @@ def _limits_of_memory() -> Iterator[tuple[int, int]]:
             most = int((folder / names[0]).read_text())
             if (
                 most >= _memory_of_the_machine()
-            ):  # no limit, as version 1 writes it; reading what is used would take 1 ms
+            ):  # version 1's number for no limit; reading the used bytes would take 1 ms
                 continue
             taken = 0
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -166,7 +166,7 @@ def _quota(folder: Path) -> float | None:
 def _groups(controller: str) -> Sequence[Path]:
     """Return the folders of the control groups of this process that may limit ``controller``, "memory" or "cpu".
 
-    Empty where they cannot be read, as while the file table is full.
+    Empty if they cannot be read, for example while the file table is full.
     """
     with contextlib.suppress(OSError, ValueError):
         return _read_groups(controller)
@@ -175,9 +175,9 @@ def _groups(controller: str) -> Sequence[Path]:
 
 @functools.cache
 def _read_groups(controller: str) -> Sequence[Path]:
-    """Return what `_groups` returns, read once, because the channel asks under its lock; raise OSError or ValueError.
+    """Read the folders for `_groups`, once, because the channel asks under its lock. Raises OSError or ValueError.
 
-    A failure is not kept: the next call reads again. Folders that say nothing of the controller are left out.
+    A failure is not cached: the next call reads again. Folders without files of the controller are left out.
     """
     found = []
     for line in (_PROC / "self/cgroup").read_text().splitlines():

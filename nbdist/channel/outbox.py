@@ -9,7 +9,7 @@ room again::
                                         socket has room ──> `flush` <─────┘
                                                                └── backlog empty ──> `Outbox.forget`
 
-So no thread ever waits for a receiver. If two agents send each other much at once, both keep reading.
+So no thread ever waits for a receiver. Two agents that send each other much at the same time both keep reading.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from nbdist.finalisers import this_thread
 __all__ = ["LocalLink", "Outbox", "is_own_user"]
 
 _JOINED_BELOW = 64 * 1024
-"""A message of fewer bytes is copied into one piece before it is written: one piece costs less to send than several."""
+"""A message of fewer bytes is copied into one piece before it is written: sending one piece costs less than several."""
 _PIECES_PER_WRITE = 64
 """The most pieces that are passed to the kernel in one call; Linux allows 1024."""
 _SEND_BUFFER = 4 << 20
-"""The bytes that are asked for as the socket's send buffer."""
+"""The requested size of the socket's send buffer, in bytes."""
 
 
 def is_own_user(sock: socket.socket) -> bool:
@@ -46,7 +46,7 @@ def is_own_user(sock: socket.socket) -> bool:
 
 
 class Outbox:
-    """Writes the backlogs of links, bytes for which their sockets had no room, in a thread that starts when needed."""
+    """Writes the backlogs of links, bytes for which their sockets had no room. Its thread starts when needed."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, LocalLink] = {}
@@ -77,7 +77,7 @@ class Outbox:
         A socket that is not watched is ignored.
         """
         with self._lock:
-            # Closing the socket would not be enough: while a forked process holds it, the epoll keeps reporting it.
+            # Closing the socket is not enough: while a forked process has it, the epoll keeps reporting it.
             if self._waiting.pop(number, None) is not None and not self._closed:
                 self._epoll.unregister(number)
 
@@ -92,7 +92,7 @@ class Outbox:
     def close(self, linger: float) -> None:
         """Stop the thread and close the files, once all backlogs are sent or ``linger`` seconds have passed.
 
-        Call it once. What has not been sent by then is lost.
+        Call it once. Bytes that have not been sent by then are lost.
         """
         deadline = time.monotonic() + linger
         while self._waiting and time.monotonic() < deadline:
@@ -112,7 +112,7 @@ class Outbox:
 
 
 class LocalLink:
-    """A `Link` to another agent of this host, over one unix socket; bytes for which it has no room go to a backlog."""
+    """A `Link` to another agent of this host, over one unix socket. Bytes for which it has no room go to a backlog."""
 
     def __init__(self, path: str, outbox: Outbox) -> None:
         """Connect to the socket at ``path``. Raises ChannelError, or TooManyFiles if no file can be opened."""
@@ -142,10 +142,10 @@ class LocalLink:
         return sock
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
-        """Send a message without waiting for the receiver; what the socket has no room for goes into the backlog.
+        """Send a message without waiting for the receiver. Bytes for which the socket has no room go into the backlog.
 
         Raises ChannelError once the link is closed. Reconnects a broken socket; if that fails, the message is lost
-        silently. If Ctrl-C interrupts it, the socket is closed: the receiver drops a message that breaks off.
+        without an error. If Ctrl-C interrupts it, the socket is closed: the receiver drops an incomplete message.
         """
         sizes = [*map(len, frames)]
         pieces: list[Buffer] = [head(sizes), *frames]
@@ -175,7 +175,7 @@ class LocalLink:
                 raise
 
     def flush(self) -> None:
-        """Write as much of the backlog as the socket takes at once. Called by the outbox's thread.
+        """Write as much of the backlog as the socket takes at once. The outbox's thread calls this.
 
         Once the backlog is empty, the outbox stops calling, and a link that was closed meanwhile closes its socket.
         Does nothing if the socket has been closed.
@@ -192,19 +192,19 @@ class LocalLink:
     def _write_what_fits(self, sock: socket.socket, pieces: Sequence[Buffer]) -> int:
         """Write as much as the socket has room for, without waiting; return the number of bytes that it took.
 
-        An error closes the socket, drops the backlog, and returns 0. The lock is held.
+        After an error, closes the socket, drops the backlog, and returns 0. The caller holds the lock.
         """
         try:
             return sock.send(pieces[0]) if len(pieces) == 1 else sock.sendmsg(pieces)
         except BlockingIOError:
             return 0
         except OSError:
-            # The receiver drops a message that breaks off, and `nbdist.wire.peer` sends it again.
+            # The receiver drops an incomplete message, and `nbdist.wire.peer` sends it again.
             self._shut()
             return 0
 
     def _advance(self, sent: int) -> None:
-        """Remove the first ``sent`` bytes from the backlog, which the socket has taken. The lock is held."""
+        """Remove the first ``sent`` bytes from the backlog, which the socket has taken. The caller holds the lock."""
         backlog = self._backlog
         while backlog and sent >= len(backlog[0]):
             sent -= len(backlog.popleft())
@@ -212,7 +212,7 @@ class LocalLink:
             backlog[0] = backlog[0][sent:]
 
     def close(self, *, at_once: bool = False) -> None:
-        """Close the link, once the outbox has sent the backlog or, with ``at_once``, now.
+        """Close the link: with ``at_once`` now, else as soon as the outbox has sent the backlog.
 
         `send` raises ChannelError afterwards. A second call does no harm.
         """
@@ -224,7 +224,7 @@ class LocalLink:
     def _shut(self) -> None:
         """Close the socket and drop the backlog. The next `send` connects again, unless the link is closed.
 
-        A second call does nothing. The lock is held.
+        A second call does nothing. The caller holds the lock.
         """
         sock, self._socket = self._socket, None
         self._backlog.clear()

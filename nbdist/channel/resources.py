@@ -1,4 +1,4 @@
-"""Explains which resource of the system is used up (open files, disk space, memory), and what to do about it.
+"""Explains which resource of the system (open files, disk space, memory) is used up, and what to do about it.
 
 The kernel's own text, such as "[Errno 24] Too many open files", names neither the limit nor a remedy.
 """
@@ -20,10 +20,10 @@ USED_UP = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, err
 
 
 def in_words(number: int, path: str = "") -> str:
-    """Return a text that names the resource (files, disk, memory) that is used up, its limit, and what to do.
+    """Return a text that names the used-up resource (files, disk, memory), its limit, and what to do.
 
-    ``number`` is the error number in `USED_UP` with which the kernel reported it.
-    ``path`` is the file or directory that the failed operation was about, if it is known.
+    ``number`` is the error number from `USED_UP` that the kernel reported. ``path`` is the file or directory of the
+    failed operation, if it is known.
     """
     where = f" ({path})" if path else ""
     if number == errno.EMFILE:
@@ -39,7 +39,7 @@ def in_words(number: int, path: str = "") -> str:
 
 
 def explain(error: BaseException) -> str:
-    """Return the text of `in_words` if the error is about a used-up resource, else the error's own text."""
+    """Return the text of `in_words` if a resource is used up, else the error's own text."""
     number = _error_number(error)
     return in_words(number, _path_of(error)) if number else str(error)
 
@@ -48,8 +48,8 @@ def explain(error: BaseException) -> str:
 def refusals_in_words(doing: str) -> Iterator[None]:
     """Replace an error of the block with ResourceError if a resource is used up; other errors pass through.
 
-    ``doing`` says what failed, such as "cannot watch other processes"; the message begins with it. The new error has
-    the old one as its cause, and its ``errno``.
+    ``doing`` says what failed, such as "cannot watch other processes"; the message begins with it. The old error is the
+    new error's cause, and both have the same ``errno``.
     """
     try:
         yield
@@ -117,6 +117,6 @@ def _error_number(error: BaseException) -> int:
 
 
 def _path_of(error: BaseException) -> str:
-    """Return the path that an OSError is about; an empty text if the error names none."""
+    """Return the path that an OSError names; an empty text if it names none."""
     path = getattr(error, "filename", None)
     return path if isinstance(path, str) else ""

@@ -6,8 +6,8 @@ All members share one secret. Each key is a hash of the secret and of the key's 
              ├── "curve door" ───> key pair of every listening TCP socket
              └── "curve member" ─> key pair of every connecting TCP socket
 
-A process without the secret knows neither the public key of the listening sockets nor a private key that they admit. So
-it can neither connect to members nor pose as one of them (G6).
+A process without the secret knows neither the public key of the listening sockets nor a private key that they accept.
+So it can neither connect to members nor pose as one of them (G6).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from nbdist.errors import ResourceError, SecurityError, UsageError
 __all__ = ["CurveKeys", "Secret", "runtime_directory"]
 
 _SHORTEST_SECRET = 16
-"""The bytes of the shortest secret that is accepted."""
+"""The fewest bytes of a secret."""
 _LONGEST_SOCKET_PATH = 107
 """The most bytes of a unix socket's path, on Linux."""
 _LONGEST_SUFFIX = len("/agent-1234567-0123456789abcdef/in")
-"""The bytes that a plain RPC world appends to the runtime directory's path. A cluster needs more, and checks that."""
+"""The bytes that a plain RPC world appends to the runtime directory's path. A cluster needs more, and checks this."""
 
 
 class CurveKeys(NamedTuple):
@@ -49,9 +49,9 @@ class Secret:
     """The secret that all members of a cluster share."""
 
     def __init__(self, value: bytes, *, shared_off_host: bool) -> None:
-        """Wrap the bytes of a secret. Raises SecurityError if it has fewer than 16.
+        """Wrap the bytes of a secret. Raises SecurityError if there are fewer than 16.
 
-        ``shared_off_host`` says whether processes on other hosts may have it, too.
+        ``shared_off_host`` is True if processes on other hosts may have the secret, too.
         """
         if len(value) < _SHORTEST_SECRET:
             raise SecurityError(
@@ -83,17 +83,11 @@ class Secret:
         return cls(_user_secret(), shared_off_host=False)
 
     def derive(self, purpose: str) -> bytes:
-        """Return the 32 bytes of the key for one purpose, such as "sign".
-
-        All members that have the secret derive the same key.
-        """
+        """Return the key for one purpose, such as "sign", as 32 bytes. All members with the secret derive the same."""
         return hashlib.blake2b(purpose.encode(), key=hashlib.sha512(self._value).digest(), digest_size=32).digest()
 
     def sign(self, data: bytes) -> bytes:
-        """Return ``data`` with a signature of 32 bytes in front of it.
-
-        `verify` checks it.
-        """
+        """Return ``data`` with a signature of 32 bytes in front of it, which `verify` checks."""
         return hmac.digest(self.derive("sign"), data, "sha256") + data
 
     def verify(self, signed: bytes) -> bytes:
@@ -175,8 +169,8 @@ def _named_directory() -> Path:
 def _user_secret() -> bytes:
     """Return the user's own secret on this host; make it if it is missing.
 
-    If several processes make it at once, all of them use the first one's. Raises SecurityError if another user may read
-    it.
+    If several processes make it at the same time, all of them use the first one's secret. Raises SecurityError if
+    another user may read it.
     """
     path = runtime_directory() / "secret"
     try:
@@ -189,7 +183,7 @@ def _user_secret() -> bytes:
             with os.fdopen(handle, "wb") as file:
                 file.write(secrets.token_hex(32).encode())
             with contextlib.suppress(FileExistsError):
-                os.link(draft, path)  # if several processes do this at once, the first one's whole secret stays
+                os.link(draft, path)  # if several processes do this at once, the first one's secret stays
         finally:
             os.unlink(draft)
     return _read_private(path)

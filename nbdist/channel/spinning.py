@@ -1,23 +1,23 @@
-"""Decides whether a thread that waits for a message polls for it at first, instead of sleeping at once.
+"""Decides whether a thread that waits for a message first polls for it, instead of sleeping at once.
 
 Waking a sleeping thread takes 5 to 50 µs, most of all in virtual machines, and also costs time in the process that
-wakes it. A core that was idle runs slower at first, too. Where messages follow each other as quickly as calls and
-their answers, polling costs less than sleeping, even in CPU time. So a wait may begin with a *look*: the thread polls
-for up to 1 ms (`POLL_SECONDS`), and yields its core between two polls (``sched_yield``). Only then does it sleep.
+wakes it. And a core that was idle runs slower at first. If messages follow each other as quickly as calls and their
+answers, polling costs less than sleeping, even in CPU time. So a wait may begin with a *look*: the thread polls for up
+to 1 ms (`POLL_SECONDS`), and yields its core between two polls (``sched_yield``). Only then does it sleep.
 
 ===============================================  ===================================================
 the wait that just ended                         the next waits
 ===============================================  ===================================================
 was short (`_SHORT_WAIT`), without a look        begin with a look
 began with a look; the message came in time      begin with a look
-began with a look in vain, three times in a row  sleep at once: 1, then 2, 4 … of them
+began with a look in vain, three times in a row  sleep at once: the next wait, then the next 2, 4 …
                                                  (`_MOST_SLEEPS_AFTER_VAIN_LOOKS`)
-began with a look of more than `_STALLED_LOOK`   sleep at once: `_SLEEPS_AFTER_STALLED_LOOK` of them
+began with a look of more than `_STALLED_LOOK`   sleep at once: the next `_SLEEPS_AFTER_STALLED_LOOK`
 took longer than `_SHORT_WAIT`                   sleep at once, until one is short
 ===============================================  ===================================================
 
-A look that takes much longer than `POLL_SECONDS` shares its core with a thread that computes. Then sleeping is better:
-the kernel prefers a thread that wakes up to one that yields. Pure: no function here waits or reads the clock.
+A thread whose look takes much longer than `POLL_SECONDS` shares its core with a thread that computes. Then sleeping is
+better: the kernel prefers a thread that wakes up to one that yields. Pure: no function here waits or reads the clock.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ POLL_SECONDS = 1e-3
 """Seconds for which a thread polls before it sleeps: a quick function or a small backward pass takes less."""
 
 _SHORT_WAIT = 2 * POLL_SECONDS
-"""Seconds. After a wait shorter than this, the next may begin with a look, and be shorter still without sleep."""
+"""Seconds. After a shorter wait, the next one may begin with a look; without sleep it may be shorter still."""
 
 _STALLED_LOOK = 2 * POLL_SECONDS
 """Seconds. A look that took longer shared its core with a thread that computes."""
 
 _VAIN_LOOKS_TOLERATED = 2
-"""The looks in vain in a row after which a thread still looks, because the machine may have been busy by chance."""
+"""The number of looks in vain in a row after which a thread still looks: the machine may have been busy by chance."""
 
 _MOST_SLEEPS_AFTER_VAIN_LOOKS = 8
-"""The most waits that begin with sleep after looks in vain, before another look is tried."""
+"""The most waits that begin with sleep after looks in vain, before the next look."""
 
 _SLEEPS_AFTER_STALLED_LOOK = 64
 """The number of waits that begin with sleep after a stalled look."""
@@ -48,16 +48,16 @@ class Spinning:
 
     def __init__(self) -> None:
         self.is_worth_while = False
-        """True if the thread that waits next should poll for `POLL_SECONDS` seconds before it sleeps."""
+        """True if the next wait should begin with a look of `POLL_SECONDS`."""
         self._in_vain = 0
         """The number of looks in vain in a row."""
         self._rest = 0
-        """The number of waits that are still to begin with sleep."""
+        """The number of next waits that must begin with sleep."""
 
     def waited(self, seconds: float, looked: float = 0.0) -> None:
-        """Note that a wait took ``seconds``, of which the first ``looked`` seconds were a look (0 for none).
+        """Record that a wait took ``seconds``, of which the first ``looked`` seconds were a look (0 for none).
 
-        It sets `is_worth_while` for the next wait. The waiting thread calls it after each wait.
+        Sets `is_worth_while` for the next wait. The waiting thread calls this after each wait.
         """
         if looked:
             if seconds < POLL_SECONDS:

@@ -9,11 +9,11 @@ A channel has two PULL sockets, at which all other agents reach it, and a PUSH s
     LargeZmqLink ─ tcp://host:port#large, CURVE ───> large inbox  │ its thread puts the chunks together, and
                                                      inbox <──────┘ announces each whole message
 
-Large messages have links, an inbox and threads of their own, one of ZeroMQ's and one of Python's: encrypting and
-copying takes long, and a small message that comes meanwhile waits for neither.
+Large messages have links, an inbox and two threads of their own, one of ZeroMQ's and one of Python's: encrypting and
+copying takes long, and a small message that arrives meanwhile must not wait.
 
 Sending and receiving never share a socket, so a thread can wait in `receive` while others send. The ``ipc://`` files
-are in a directory of the agent's own (mode 0700). The CURVE keys of TCP come from the cluster's secret
+are in the agent's own directory (mode 0700). The CURVE keys of TCP come from the cluster's secret
 (`nbdist.channel.security`).
 
 The directory contains a file that its agent has locked. When an agent starts, it removes each directory whose lock is
@@ -56,30 +56,30 @@ __all__ = ["ZmqChannel", "host_identity", "sweep"]
 _FOR_LARGE = "#large"
 """The end of the addresses at which an agent takes large messages."""
 _SMALL_THREAD, _LARGE_THREAD = 1, 2
-"""Which of ZeroMQ's two threads moves the bytes of a socket, as ``ZMQ_AFFINITY``."""
+"""The numbers (``ZMQ_AFFINITY``) of ZeroMQ's two threads: one moves small messages, the other large ones."""
 _ANNOUNCED = b"\0"
-"""A message to the inbox that says: the large inbox has a whole message."""
+"""A message to the inbox that announces a whole message in the large inbox."""
 _HANDSHAKE_MS = 5000
-"""Milliseconds after which ZeroMQ gives up a connection whose other end has not finished the handshake."""
+"""Milliseconds after which ZeroMQ closes a connection whose other end has not finished the handshake."""
 _KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
 """Options that end a TCP connection after 60 seconds without a sign of the other host.
 
-An inbox never sends, so it would never learn that the host at the other end of a connection has lost its power.
+An inbox never sends. Without these options, it would never notice that the host at the other end has lost its power.
 """
 _LINGER_MS = 500
 """Milliseconds for which ZeroMQ still tries to send after a link was closed."""
 _LOOK_EVERY_MS = 10_000
-"""Milliseconds between two looks for large messages of which no more comes."""
+"""Milliseconds between two searches for incomplete large messages of which no more arrives."""
 _POLLIN = int(zmq.POLLIN)
 """A plain number, since each ``&`` with pyzmq's enum takes as long as it takes to send a message, 1 µs."""
 MAX_MESSAGE = 1 << 40
-"""The most bytes of a message, unless the caller or the machine's memory sets a lower bound."""
+"""The most bytes of a message, unless the caller or the machine's memory sets a lower limit."""
 
 _log = logging.getLogger("nbdist.channel")
 
 
 def host_identity() -> str:
-    """Return a text that two agents have in common if they share a host, its files and process ids, and the user."""
+    """Return a text that is equal for two agents if they share a host, its files and process ids, and the user."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -104,19 +104,19 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 _FILES_AT_START = 32
-"""The files that must be free before ZeroMQ starts its threads and opens the first sockets.
+"""The number of files that must be free before ZeroMQ starts its threads and opens the first sockets.
 
-It takes 16, and 24 with TCP. Without files, ZeroMQ would abort this process.
+It needs 16, and 24 with TCP. Without free files, ZeroMQ would abort this process.
 """
 _FILES_FOR_LARGE = 16
-"""The files that must be free before the first large message is sent: one socket, and 7 for a thread of pyzmq's."""
+"""The number of files that must be free before the first large message: one for a socket, 7 for a thread of pyzmq."""
 
 
 class _Directory:
     """An agent's own directory, with a file that stays locked while the agent lives."""
 
     def __init__(self, base: Path, label: str) -> None:
-        """Make and lock the directory ``base / label``. Raises OSError if it cannot, as when another agent has it."""
+        """Make and lock the directory ``base / label``. Raises OSError on failure, as when another agent has it."""
         self.path = base / label
         draft = self.path.with_name(f"new-{label}")  # another agent's `sweep` would remove it before it is locked
         with contextlib.ExitStack() as undo:
@@ -129,14 +129,11 @@ class _Directory:
         _directories.add(self)
 
     def forked(self) -> None:
-        """Close the lock's file in a forked process; else the child would keep the lock after the parent's death."""
+        """Close the lock's file in a forked process. Else the child would keep the lock after the parent's death."""
         self._lock.close()
 
     def remove(self) -> None:
-        """Delete the directory with its files, and release the lock.
-
-        Errors while deleting are ignored.
-        """
+        """Delete the directory with its files, and release the lock. Errors while deleting are ignored."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
@@ -144,7 +141,7 @@ class _Directory:
 def sweep() -> int:
     """Remove the directories of this user's agents that were killed; return how many there were.
 
-    An agent that lives holds the lock in its directory, so that its directory stays.
+    A living agent holds the lock in its directory, so its directory stays.
     """
     removed = 0
     for path in runtime_directory().glob("agent-*"):
@@ -156,7 +153,7 @@ def sweep() -> int:
         except BlockingIOError:
             pass  # its agent is alive
         except (FileNotFoundError, NotADirectoryError):
-            # Its agent may be removing it right now. If it is more than 60 s old, nobody is.
+            # Its agent may be removing it right now. If it is more than 60 s old, that is not so.
             with contextlib.suppress(OSError):
                 if path.exists() and not any(path.iterdir()) and _age(path) > 60:
                     path.rmdir()
@@ -188,10 +185,10 @@ class ZmqChannel:
     ) -> None:
         """Open the channel; ``label`` goes into the name of its directory, ``agent-LABEL``.
 
-        With ``local``, agents of this host reach it. With ``host``, the address of one of this host's interfaces,
-        agents of other hosts that have the ``secret`` reach it there by TCP, at a free port. The channel's directory is
-        made in ``directory``, whose caller removes what killed agents leave there, or else in the user's runtime
-        directory, which is swept first.
+        With ``local``, agents of this host can reach it. ``host`` is the address of one of this host's interfaces: with
+        it, agents of other hosts that have the ``secret`` can reach the channel by TCP, at a free port. The channel's
+        directory is made in ``directory``, whose caller must remove what killed agents leave there; without it, in the
+        user's runtime directory, which is swept first.
 
         Raises ChannelError if an address cannot be bound, ResourceError if too few files can be opened.
         """
@@ -224,8 +221,8 @@ class ZmqChannel:
                 self._bind(large, f"ipc://{own.path}/large", _FOR_LARGE)
             if host is not None:
                 undo.enter_context(self._authenticator())
-                # CURVE applies to the addresses that are bound from here on. The ipc files, which are bound already,
-                # are protected by their directory.
+                # CURVE applies to addresses that are bound from here on. The ipc files are bound already; their
+                # directory protects them.
                 for sock, suffix in ((self._inbox, ""), (large, _FOR_LARGE)):
                     self._secured(sock)
                     sock.set(zmq.IPV6, int(":" in host))
@@ -246,7 +243,7 @@ class ZmqChannel:
     def _prepare(self, sock: zmq.Socket[bytes], thread: int) -> None:
         """Set the options of a new socket. Its queues have no limit, so that no `send` ever blocks.
 
-        ``thread``, of ZeroMQ's threads, moves its bytes.
+        ``thread`` is the thread of ZeroMQ's that moves its bytes.
         """
         sock.set(zmq.AFFINITY, thread)
         sock.set(zmq.SNDHWM, 0)
@@ -271,14 +268,14 @@ class ZmqChannel:
             authenticator.stop()
 
     def _secured(self, sock: zmq.Socket[bytes]) -> None:
-        """Have a socket encrypt its TCP connections and prove who it is, with the CURVE keys of the role ``door``."""
+        """Make a socket encrypt its TCP connections and prove its identity, with the CURVE keys of role ``door``."""
         door = self._secret.curve("door")
         sock.set(zmq.CURVE_SERVER, 1)
         sock.set(zmq.CURVE_PUBLICKEY, door.public)
         sock.set(zmq.CURVE_SECRETKEY, door.private)
 
     def _bind(self, sock: zmq.Socket[bytes], address: str, suffix: str = "") -> None:
-        """Listen at an address, and add it to `addresses`: with a free port in the place of ``*``, and a ``suffix``.
+        """Listen at an address, and add it to `addresses`, with the chosen port in place of ``*``, and a ``suffix``.
 
         Raises ChannelError if that fails.
         """
@@ -299,16 +296,16 @@ class ZmqChannel:
     def addresses(self) -> list[str]:
         """The channel's addresses: ``ipc://`` for agents of this host, ``tcp://`` for others.
 
-        Those that end with ``#large`` take large messages, in chunks.
+        Addresses that end with ``#large`` take large messages, in chunks.
         """
         return list(self._addresses)
 
     def connect(self, addresses: Sequence[str], is_large: bool = False) -> ZmqLink:
         """Return a link to the first address that is TCP, or an ipc file that exists on this host.
 
-        With ``is_large``, it is a link for large messages.
-        Raises ChannelError if there is none or the channel is closed, TooManyFiles if no socket can be opened. ZeroMQ
-        connects later: if the other agent is dead, no error is raised.
+        With ``is_large``, it is a link for large messages. Raises ChannelError if there is no such address or the
+        channel is closed, TooManyFiles if no socket can be opened. ZeroMQ connects later: if the other agent is dead,
+        no error is raised.
         """
         for each in addresses:
             address, _, large = each.partition("#")
@@ -327,8 +324,8 @@ class ZmqChannel:
     def _link(self, address: str, *, curve: bool, is_large: bool) -> ZmqLink:
         """Return a new link by a PUSH socket to an address; ``curve`` encrypts it with the keys that all members share.
 
-        ``is_large`` makes it one for large messages.
-        Raises ChannelError if the channel is closed or the address is wrong, TooManyFiles if no socket can be opened.
+        ``is_large`` makes it a link for large messages. Raises ChannelError if the channel is closed or the address is
+        wrong, TooManyFiles if no socket can be opened.
         """
         with self._lock:
             if self._closed:
@@ -364,7 +361,7 @@ class ZmqChannel:
         return 1
 
     def has_more(self) -> bool:
-        """Return False: the reader is woken for every message."""
+        """Return False: every message wakes the reader."""
         return False
 
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
@@ -379,7 +376,7 @@ class ZmqChannel:
     def _receive(self, timeout: float | None) -> list[bytes] | None:
         """Return the next message's frames, or None, as `receive` does. The caller holds `_receiving`."""
         try:
-            if self._has_message():  # asked first: the exception zmq.Again would cost as much time as the message
+            if self._has_message():  # ask first: the exception zmq.Again would cost as much time as the message
                 return self._take()
             if self._closed:
                 return None
@@ -395,7 +392,7 @@ class ZmqChannel:
     def _take(self) -> list[bytes] | None:
         """Return the frames of a message that the inbox has or announces; None for bytes that no link of nbdist sends.
 
-        Raises ZMQError if it has none.
+        Raises ZMQError if the inbox is empty.
         """
         message = self._inbox.recv(zmq.NOBLOCK)
         if self._inbox.get(zmq.RCVMORE):
@@ -405,16 +402,16 @@ class ZmqChannel:
 
     @property
     def file(self) -> int:
-        """The number of a file that becomes readable when messages may have come.
+        """The number of a file that becomes readable when messages may have arrived.
 
         It becomes readable only once for several messages, so call `take` until it returns None.
         """
         return int(self._inbox.get(zmq.FD))
 
     def take(self) -> list[bytes] | None:
-        """Return the frames of a message that has come, or None; never wait. Use it with `file`, not with `receive`.
+        """Return the frames of a message that has arrived, or None, without waiting. For use with `file`.
 
-        It may be called after `close`, too.
+        Do not call it together with `receive`. It may be called after `close`, too.
         """
         try:
             while self._has_message():
@@ -430,11 +427,11 @@ class ZmqChannel:
         return bool(int(self._inbox.get(zmq.EVENTS)) & _POLLIN)
 
     def expect(self) -> None:
-        """Do nothing: no thread reads its own answer here, so the reader is always woken."""
+        """Do nothing: no thread reads its own answer here, so messages always wake the reader."""
         pass
 
     def expect_no_more(self) -> None:
-        """Do nothing: `expect` has not kept the reader from being woken."""
+        """Do nothing: messages always wake the reader."""
         pass
 
     def call(self) -> None:
@@ -467,7 +464,7 @@ class ZmqChannel:
 
 
 class _OnlyMembers:
-    """Admits the connections that prove the members' private key, and no others. ZeroMQ's thread calls it."""
+    """Admits only connections that prove the members' private key. ZeroMQ's thread calls it."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -481,7 +478,7 @@ class _LargeInbox:
     """Receives the chunks of large messages in a thread of its own, and announces whole messages in the other inbox."""
 
     ANNOUNCED_AT = "inproc://large"
-    """Where the other inbox listens for that."""
+    """The address at which the other inbox listens for announcements."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], inbox: zmq.Socket[bytes], max_message: int) -> None:
         """Start the thread that reads ``inbox``; it accepts messages of at most ``max_message`` bytes."""
@@ -510,11 +507,11 @@ class _LargeInbox:
             while not self._closing and int(self._inbox.get(zmq.EVENTS)) & _POLLIN:
                 try:
                     self._take()
-                except Exception:  # the thread must go on: nobody else takes large messages
+                except Exception:  # the thread must continue: no other thread takes large messages
                     _log.exception("a large message from another agent is dropped")
 
     def _take(self) -> None:
-        """Take one chunk; announce the message if that was its last one. Other bytes are dropped."""
+        """Take one chunk; if it was the last one of its message, announce the message. Other bytes are dropped."""
         head = self._inbox.recv()
         if not self._inbox.get(zmq.RCVMORE):
             return
@@ -541,7 +538,7 @@ class _LargeInbox:
 
 
 class ZmqLink:
-    """A `Link` over a PUSH socket, on which every message is copied and goes as a whole. Threads take turns at it."""
+    """A `Link` over a PUSH socket. Every message is copied, and sent as a whole. Threads take turns at it."""
 
     def __init__(self, sock: zmq.Socket[bytes]) -> None:
         self._socket = sock
@@ -561,7 +558,7 @@ class ZmqLink:
                 raise _not_sent(error) from error
 
     def close(self, *, at_once: bool = False) -> None:
-        """Close the socket. ZeroMQ still sends what is queued for half a second, unless ``at_once``.
+        """Close the socket. Unless ``at_once``, ZeroMQ still sends queued messages for half a second.
 
         A second call does nothing.
         """
@@ -570,20 +567,20 @@ class ZmqLink:
 
 
 class LargeZmqLink(ZmqLink):
-    """A `Link` over a PUSH socket to a large inbox, on which every message goes in chunks. Threads take turns at it."""
+    """A `Link` over a PUSH socket to a large inbox. Every message is sent in chunks. Threads take turns at it."""
 
     def __init__(self, sock: zmq.Socket[bytes]) -> None:
         super().__init__(sock)
         self._name = os.urandom(8)
         self._numbers = itertools.count()
-        """Numbers the messages."""
+        """The numbers of the messages."""
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
         """Send a message, without waiting for the receiver, and without copying its large frames.
 
         Raises ChannelError if the link or the channel is closed. A message may be lost without an error.
         """
-        with Deferral(), self._lock:  # if Ctrl-C cut a chunk, the next one's parts would be appended to it
+        with Deferral(), self._lock:  # if Ctrl-C cut a chunk in two, the next chunk's parts would be appended to it
             try:
                 for head, data in chunks(frames, self._name, next(self._numbers)):
                     self._socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)
@@ -593,9 +590,9 @@ class LargeZmqLink(ZmqLink):
 
 
 def _get_ready_to_send_without_copies() -> None:
-    """Start the thread by which pyzmq learns that memory is no longer used. Raises TooManyFiles if it cannot.
+    """Start the thread with which pyzmq notices that memory is no longer used. Raises TooManyFiles if it cannot.
 
-    pyzmq would start it with the first message that it does not copy, and abort this process without files for it.
+    pyzmq would start it with the first message that it does not copy, and abort this process if there is no free file.
     """
     try:
         require_files(_FILES_FOR_LARGE, "no link for large messages can be made")
@@ -609,7 +606,7 @@ def _not_sent(error: zmq.ZMQError) -> ChannelError:
 
 
 def _split(joined: bytes) -> list[bytes] | None:
-    """Return the frames of a message that came as a whole, after their number and sizes; None if it is none."""
+    """Return the frames of a message that arrived as a whole, after their number and sizes; None for other bytes."""
     try:
         (count,) = struct.unpack_from("<I", joined)
         sizes = struct.unpack_from(f"<{count}Q", joined, 4)
@@ -623,5 +620,5 @@ def _split(joined: bytes) -> list[bytes] | None:
 
 
 def in_brackets(host: str) -> str:
-    """Return a host as it is written in an address: IPv6 addresses are put in brackets."""
+    """Return a host in the form that addresses have: IPv6 addresses are put in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -1,9 +1,9 @@
 """Runs programs that were written for torch.distributed.rpc, without changing them.
 
 ``install()`` replaces the modules ``torch.distributed.rpc``, with its submodules, and ``torch.distributed.autograd`` in
-this process by modules of this package. ``python -m nbdist run`` does so for a program and every process that it
-starts. The modules have all names of torch's, even the private ones that torch's own test suites use, and torch's
-error messages. The work is done by `nbdist.rpc` and `nbdist.autograd`, which do not depend on this package.
+this process by modules of this package. ``python -m nbdist run`` does the same for a program and every process that it
+starts. The modules have all of torch's names, even the private names that torch's own test suites use, and torch's
+error messages. `nbdist.rpc` and `nbdist.autograd` do the work; they do not depend on this package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["install", "is_installed"]
 def install() -> None:
     """Replace ``torch.distributed.rpc`` and ``torch.distributed.autograd`` by nbdist in this process, for good.
 
-    Modules that have imported names from there get nbdist's. A second call does nothing.
+    Modules that have imported names from torch's modules get nbdist's instead. A second call does nothing.
 
     Raises:
         UsageError: torch's own RPC is running in this process.
@@ -26,7 +26,7 @@ def install() -> None:
         >>> from nbdist import compat
         >>> compat.install()  # doctest: +SKIP
     """
-    from nbdist.compat import substitution  # imported here: it imports torch, which `nbdist.compat.run` does not need
+    from nbdist.compat import substitution  # here, because it imports torch, which `nbdist.compat.run` does not need
 
     substitution.install()
 

@@ -1,6 +1,6 @@
 """Wraps nbdist's agent in classes with the names and methods of torch's agents.
 
-torch's private functions return the agent, and torch's test suites call its methods.
+torch's private functions return the agent, and torch's test suites call methods of it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,16 @@ class RpcAgent:
 
     @classmethod
     def around(cls, agent: Agent) -> RpcAgent:
-        """Return a new wrapper of an agent that runs already.
-
-        From now on, `agent_of_torch` returns this wrapper for the agent.
-        """
+        """Return a new wrapper of a running agent. From now on, `agent_of_torch` returns it for the agent."""
         self = cls.__new__(cls)
         self._agent = agent
         _wrappers[agent] = self
         return self
 
     def get_worker_info(self, name: str | int | None = None) -> WorkerInfo:
-        """Return the name and id of a worker, found by its name or id; of this worker without an argument.
+        """Return the name and id of the worker with this name or id; without an argument, of this worker.
 
-        Raises UnknownWorker if there has never been such a member, WorkerLost if it is gone.
+        Raises UnknownWorker if the world never had such a member, WorkerLost if it is gone.
         """
         record = self._agent.me if name is None else self._agent.find(name)
         return WorkerInfo(record.name, record.id)
@@ -54,7 +51,7 @@ class RpcAgent:
         return [WorkerInfo(record.name, record.id) for record in self._agent.members()]
 
     def get_debug_info(self) -> dict[str, str]:
-        """Return counters of the agent as text, by torch's names: its threads, the calls that it waits for or runs."""
+        """Return counters of the agent as text, by torch's names: of its threads, and of pending and running calls."""
         counters = self._agent.statistics()
         return {
             "agent.thread_pool_size": str(self._agent.options.num_worker_threads),
@@ -71,11 +68,11 @@ class RpcAgent:
         return self._agent.me.world_size is not None
 
     def shutdown(self) -> None:
-        """End the agent at once, without waiting for other workers; its open calls fail with WorkerLost."""
+        """End the agent at once, without waiting for other workers; its pending calls fail with WorkerLost."""
         api.finish(self._agent)
 
     def _get_device_map(self, worker: WorkerInfo | str) -> dict[torch.device, torch.device]:
-        """Return the device of ``worker`` for each device of this one; {} if the options have no map for it."""
+        """Return the device of ``worker`` for each device of this worker; {} if the options have no map for it."""
         name = worker.name if isinstance(worker, WorkerInfo) else worker
         return self._agent.options.device_maps.get(name, {})
 
@@ -106,21 +103,21 @@ class TensorPipeAgent(RpcAgent):
 
     @staticmethod
     def _channel_wrapper(options: RpcBackendOptions) -> Any:
-        """Return None: the agent uses its channel as it is.
+        """Return None: the agent uses its channel unchanged.
 
-        The subclass that injects faults returns a function that is given the channel and returns a faulty one.
+        The subclass that injects faults returns a function that takes a channel and returns a faulty one.
         """
         return None
 
 
 class FaultyTensorPipeAgent(TensorPipeAgent):
-    """Starts an agent of which some messages fail or come late, as its options say."""
+    """Starts an agent some of whose messages fail or arrive late, as its options say."""
 
     @staticmethod
     def _channel_wrapper(options: RpcBackendOptions) -> Any:
-        """Return a function that is given a channel, and returns a channel that injects faults into it.
+        """Return a function that takes a channel and returns a channel that injects faults into it.
 
-        ``options`` say which messages fail or come late. Raises TypeError for options of a class without faults.
+        ``options`` say which messages fail or arrive late. Raises TypeError for options of a class without faults.
         """
         if not isinstance(options, FaultyTensorPipeRpcBackendOptions):
             wanted = FaultyTensorPipeRpcBackendOptions.__name__
@@ -138,6 +135,6 @@ _wrappers: weakref.WeakKeyDictionary[Agent, RpcAgent] = weakref.WeakKeyDictionar
 
 
 def agent_of_torch() -> RpcAgent:
-    """Return the wrapper of the current agent, the same object at every call. Raises UsageError if RPC does not run."""
+    """Return the wrapper of the current agent, the same at every call. Raises NotInitialized if RPC does not run."""
     agent = api.current_agent()
     return _wrappers.get(agent) or TensorPipeAgent.around(agent)

@@ -17,7 +17,7 @@ def is_available() -> bool:
 
 
 class _Joint:
-    """Looks like torch's send function, of which a message has one for all of its tensors; nbdist has one for each."""
+    """Looks like torch's send function: torch has one for all tensors of a message, nbdist has one for each tensor."""
 
     def __init__(self, sent: Sent) -> None:
         self.next_functions = tuple(slot.edge for slot in sent.slots)
@@ -41,27 +41,24 @@ class DistAutogradContext:
         return {message: _Joint(sent) for message, sent in self._context.sends.items()}
 
     def _recv_functions(self) -> dict[int, Any]:
-        """Return a receive node of each message that this worker received in the context, by the message's id.
+        """Return a receive node for each message that this worker received in the context, by message id.
 
-        nbdist has a node for each tensor; this is the first one of the message.
+        nbdist has a node for each tensor. This is the first node of the message.
         """
         return {message: node for message, end in self._context.receives.items() for node in end.nodes[:1]}
 
     def _known_worker_ids(self) -> set[int]:
-        """Return the ids of the workers to which this one has sent a message of the context."""
+        """Return the ids of the workers to which this worker has sent a message of the context."""
         membership = recorder().membership
         return {membership.info_of(worker).id for worker in self._context.workers}
 
 
 def _init(worker_id: int) -> None:
-    """Do nothing: `init_rpc` has prepared autograd.
-
-    Programs that use torch's private functions call it.
-    """
+    """Do nothing, because `init_rpc` has prepared autograd. Programs that use torch's private functions call this."""
 
 
 def _get_debug_info() -> dict[str, str]:
-    """Return the numbers of this worker's contexts and of backward passes in them as text, by torch's names."""
+    """Return the numbers of this worker's contexts and of the backward passes in them, as text, by torch's names."""
     contexts = recorder().contexts.all()
     return {
         "num_autograd_contexts": str(len(contexts)),
@@ -75,15 +72,15 @@ def _is_valid_context(context_id: int) -> None:
 
 
 def _new_context() -> DistAutogradContext:
-    """Make a context and enter it in the calling thread, which must be in none. `_release_context` ends it.
+    """Make a context and enter it in the calling thread, which must be in no context. `_release_context` ends it.
 
-    A thread that is in a context gets UsageError.
+    Raises UsageError if the thread is in a context.
     """
     return DistAutogradContext(recorder().open())
 
 
 def _current_context() -> DistAutogradContext:
-    """Return the context of the calling thread. Raises RuntimeError if it is in none.
+    """Return the context of the calling thread. Raises RuntimeError if the thread is in no context.
 
     The error has torch's text, because programs compare it.
     """
@@ -104,12 +101,12 @@ def _retrieve_context(context_id: int) -> DistAutogradContext:
 def _release_context(context_id: int) -> None:
     """End a context, here and on all workers.
 
-    Call it on the worker that made the context. UsageError if it has ended before.
+    Call this on the worker that made the context. Raises UsageError if the context has ended already.
     """
     here = recorder()
     here.close(here.contexts.get(context_id))
 
 
 def _get_max_id() -> int:
-    """Return the highest id that a context made by this worker can have, as in torch: not the last one made."""
+    """Return the highest id that a context made by this worker can have, as in torch; not the last id given."""
     return recorder().contexts.last_id

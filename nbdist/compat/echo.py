@@ -15,17 +15,14 @@ __all__ = ["start"]
 
 
 def start() -> None:
-    """Print the error of each function that fails for another worker, from now on.
-
-    Called once, by `nbdist.compat.install`.
-    """
+    """From now on, print the error of each function that fails here. `nbdist.compat.install` calls this once."""
     trace.subscribe(_print)
 
 
 def _print(event: str, fields: dict[str, Any]) -> None:
     """Print the error of an event "call.failed" of `nbdist.trace` to standard error; ignore all other events.
 
-    The thread that ran the failed function calls this. Nothing is raised if standard error is closed.
+    The thread that ran the failed function calls this. If standard error is closed, nothing is raised.
     """
     if event == "call.failed":
         text = f"On {fields['agent']}:\n{fields['error']!r}\n{fields['note']}"

@@ -1,8 +1,8 @@
 """Translates the rules of torch's fault-injecting backend into rules of `nbdist.channel.faulty`.
 
-torch has a type for each message, nbdist has a kind; `MessageNames` finds the type while a message is sent. It decodes
-the message's envelope, because torch has different types for calls of its own operators (``SCRIPT_…``) and of Python
-functions (``PYTHON_…``).
+torch has a type for each message, nbdist has a kind. `MessageNames` finds torch's type when a message is sent. It must
+decode the message's envelope, because torch has different types for calls of its own operators (``SCRIPT_…``) and of
+Python functions (``PYTHON_…``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CALLS = {
     "method_remote": "REMOTE_CALL",
     "fetch": "RREF_FETCH_CALL",
 }
-"""The second part of torch's type for each kind of call; the first part is SCRIPT or PYTHON."""
+"""The second part of torch's type, by the kind of call. The first part is SCRIPT or PYTHON."""
 _OTHERS = {
     "reply": "RET",
     "fork_request": "RREF_FORK_REQUEST",
@@ -32,11 +32,11 @@ _OTHERS = {
     "user_delete": "RREF_USER_DELETE",
     "autograd.release": "CLEANUP_AUTOGRAD_CONTEXT_REQ",
 }
-"""torch's type for each other kind of message."""
+"""torch's type, by the kind of any other message."""
 
 
 class MessageNames:
-    """Finds torch's type of each message that one agent sends. For `Faults.match`."""
+    """Finds torch's type of each message that one agent sends. Used as `Faults.match`."""
 
     def __init__(self) -> None:
         self._operators_results: set[GlobalId] = set()
@@ -45,7 +45,7 @@ class MessageNames:
     def __call__(self, kind: str, frames: Sequence[Buffer]) -> str:
         """Return torch's type of a message, such as "PYTHON_CALL"; its ``kind`` if torch has no such message.
 
-        ``frames`` are the message's frames, of which the first is the envelope.
+        ``frames`` are the message's frames; the first one is the envelope.
         """
         what = _CALLS.get(kind)
         if what is None:
@@ -61,9 +61,10 @@ class MessageNames:
 
 
 def faults(fail: Iterable[str], times: int, delay: Mapping[str, float]) -> Faults:
-    """Return the faults: the first ``times`` messages of each type in ``fail`` to each receiver are not sent.
+    """Return the faults that a user has asked for.
 
-    Sending one of these raises ChannelError. ``delay`` has the seconds by which messages come late, by type. A type is
-    torch's, such as "PYTHON_CALL".
+    The first ``times`` messages of each type in ``fail`` to each receiver are not sent: sending one raises
+    ChannelError. ``delay`` has the seconds by which messages arrive late, by type. The types are torch's, such as
+    "PYTHON_CALL".
     """
     return Faults(fail=dict.fromkeys(fail, times), delay=dict(delay), match=MessageNames())

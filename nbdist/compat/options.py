@@ -44,10 +44,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         )
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Set devices of worker ``to``, as `RpcBackendOptions.set_device_map`, and refuse what torch refuses here.
+        """Set the devices of worker ``to`` on which tensors arrive, as `RpcBackendOptions` does, with torch's checks.
 
-        Raises ValueError, with torch's text, if a device here has another device there already. Two devices here that
-        share one there are refused by `init_rpc`.
+        Raises ValueError, with torch's text, if a device here is mapped to another device already. `init_rpc` refuses
+        two devices here that share one there.
         """
         known = dict(self.device_maps.get(to, {}))
         for ours, theirs in device_map.items():
@@ -63,8 +63,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
     """Takes the options of torch's fault-injecting backend.
 
-    The first ``num_fail_sends`` messages of each type in ``messages_to_fail`` to each worker fail; messages of the
-    types in ``messages_to_delay`` come that many seconds late. The types are torch's, such as ``"RREF_FORK_REQUEST"``.
+    The first ``num_fail_sends`` messages of each type in ``messages_to_fail`` to each worker fail. Messages of the
+    types in ``messages_to_delay`` arrive that many seconds late. The types are torch's, such as
+    ``"RREF_FORK_REQUEST"``.
     """
 
     def __init__(

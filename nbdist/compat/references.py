@@ -1,6 +1,6 @@
 """Adds the private methods of torch's RRef to nbdist's, and counts references as torch's tests do.
 
-`extend` changes nbdist's own class instead of deriving a new one, because RRefs are made in many places.
+`extend` changes nbdist's own class instead of deriving a new one, because RRefs are made in many places of nbdist.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _UNKNOWN_RECEIVER = 0
 """Stands for the unknown receiver of a reference that was serialized by ``pickle``. No agent has this incarnation."""
 
 _POLL = 0.005
-"""Seconds between two looks at whether references have been released."""
+"""Seconds between two checks whether references have been released."""
 _lock = threading.Lock()
 """Guards the attribute ``_compat_type`` of all references."""
 
 
 def extend() -> None:
-    """Add torch's private methods to the class RRef, and make its public ones raise torch's errors.
+    """Add torch's private methods to the class RRef, and make its public methods raise torch's errors.
 
-    Called once, by `nbdist.compat.install`.
+    `nbdist.compat.install` calls this once.
     """
     methods: dict[str, Any] = {
         "_get_type": _get_type,
@@ -63,10 +63,10 @@ Method = Callable[..., Any]
 
 
 def _stand_in(method: Method, way: str) -> Method:
-    """Return a replacement of ``method``, which is ``RRef.rpc_sync`` or the like, that raises torch's errors.
+    """Return a replacement for ``method``, one of ``RRef.rpc_sync`` and its like, that raises torch's errors.
 
-    Like ``method``, it returns a proxy of the value. Calls of the proxy's methods are made by the method ``way`` of the
-    agent's `nbdist.rpc.calls.caller.Caller`.
+    Like ``method``, it returns a proxy of the value. The method ``way`` of the agent's
+    `nbdist.rpc.calls.caller.Caller` makes the calls of the proxy's methods.
     """
 
     @functools.wraps(method)
@@ -106,9 +106,9 @@ def _type_of(rref: RRef[Any]) -> type:
 
 
 def _get_type(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-    """Return the type of the value; without ``blocking``, a Future for it. The owner is asked only once.
+    """Return the type of the value; without ``blocking``, a Future of the type. The owner is asked only once.
 
-    A request that failed is made again by the next call.
+    If the request failed, the next call repeats it.
     """
     with _lock:
         future: Future[type] | None = getattr(self, "_compat_type", None)
@@ -119,9 +119,9 @@ def _get_type(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: boo
 
 
 def _get_future(self: RRef[Any]) -> Future[Any]:
-    """Return a Future that is done, with None, when the call that makes the value has been answered.
+    """Return a Future that is done, with None, once the call that makes the value has been answered.
 
-    It is done at once if no call makes the value, and fails if the call failed.
+    If no call makes the value, it is done at once. If the call failed, it fails.
     """
     made: Future[Any] = Future()
     if self._creation is not None:
@@ -134,14 +134,14 @@ def _get_future(self: RRef[Any]) -> Future[Any]:
 class Serialized:
     """A serialized reference whose receiver is not known yet.
 
-    A call, a reply and a plain pickle each carry a reference in another way. torch's reducers run before the way is
-    known, perhaps several times for one message, so `RRef._serialize` makes no fork yet:
+    A call, a reply and a plain pickle each carry a reference in another way. torch's reducers run before it is known
+    which of these carries it, perhaps several times for one message. So `RRef._serialize` makes no fork yet:
 
     =======================  ====================================================================================
     the reference goes into  its fork
     =======================  ====================================================================================
-    a message                the codec forks it for the receiver, and undoes that if the message is not sent
-    a plain pickle           ``__reduce__`` forks it for an unknown receiver; the value lives until it is rebuilt
+    a message                the codec makes it for the receiver, and undoes it if the message is not sent
+    a plain pickle           ``__reduce__`` makes it for an unknown receiver; the value lives until it is rebuilt
     =======================  ====================================================================================
     """
 
@@ -150,10 +150,10 @@ class Serialized:
         self._fork = fork
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how pickle makes a copy, with a new fork for an unknown receiver.
+        """Return how pickle rebuilds a copy, with a new fork for an unknown receiver.
 
-        The value lives until `accept` of the copy, or for ever if the bytes are never read. A copy that is pickled
-        again passes its fork on.
+        The value lives until the copy's `accept`, or for ever if the bytes are never read. If a copy is pickled again,
+        it passes its fork on.
         """
         return Serialized, (None, self._fork if self._rref is None else _fork_for_anybody(self._rref))
 
@@ -172,7 +172,7 @@ class Serialized:
 
 
 def in_a_message(serialized: Serialized) -> Any:
-    """Return how pickle makes a copy of ``serialized`` in a message, as ``__reduce__`` does.
+    """Return how pickle rebuilds a copy of ``serialized`` in a message, in the form that ``__reduce__`` has.
 
     The RRef itself goes into the message, and the codec makes the fork for the receiver.
     """
@@ -199,7 +199,7 @@ def _serialize(self: RRef[Any]) -> tuple[Serialized]:
 
 
 def _deserialize(data: tuple[Serialized | RRef[Any]]) -> RRef[Any]:
-    """Return a reference to the value of the reference that `_serialize` was called on, for the current agent.
+    """Return a reference, for the current agent, to the value of the reference on which `_serialize` was called.
 
     Raises RRefError if ``data`` was used before.
     """
@@ -210,7 +210,7 @@ def _deserialize(data: tuple[Serialized | RRef[Any]]) -> RRef[Any]:
 def _fork_for_anybody(rref: RRef[Any]) -> bytes:
     """Make a fork of a reference for an unknown receiver, and return it as bytes for `_accept_fork`.
 
-    Whoever accepts it becomes a user. If nobody does, the value is kept.
+    The agent that accepts it becomes a user. If no agent does, the value is kept.
     """
     return msgspec.msgpack.encode(rref.hand_over(_UNKNOWN_RECEIVER))
 
@@ -218,13 +218,13 @@ def _fork_for_anybody(rref: RRef[Any]) -> bytes:
 def _accept_fork(data: bytes) -> RRef[Any]:
     """Make the current agent a user of the value of a fork that `_fork_for_anybody` made; return the reference.
 
-    Accept each fork once; a second time is not noticed.
+    Accept each fork only once: a second time is not noticed.
     """
     agent = api.current_agent()
     fork = msgspec.msgpack.decode(data, type=Fork)
     rref: RRef[Any]
     (rref,) = agent.references.accept([fork])
-    if fork.owner == agent.me.incarnation:  # the owner needs no fork of its own value: end the one that was made
+    if fork.owner == agent.me.incarnation:  # the owner needs no fork of its own value: end the fork
         if fork.parent == fork.owner:
             agent.references.take_back([fork], _UNKNOWN_RECEIVER)
         else:
@@ -233,9 +233,9 @@ def _accept_fork(data: bytes) -> RRef[Any]:
 
 
 def release_users(agent: Agent, timeout: float) -> None:
-    """Release all references to values of other workers; wait until the owners know, ``timeout`` seconds at most.
+    """Release all references to values of other workers; wait up to ``timeout`` seconds until the owners know it.
 
-    References that the program still holds cannot be used afterwards. Returns also if owners do not answer in time.
+    References that the program still has cannot be used afterwards. Returns even if owners do not answer in time.
     """
     deadline = time.monotonic() + durations.positive(timeout)
     agent.references.release_all()
@@ -246,7 +246,7 @@ def release_users(agent: Agent, timeout: float) -> None:
 
 
 def debug_info(agent: Agent) -> dict[str, str]:
-    """Return numbers as text, by torch's names: of values that this agent owns, of forks, of references under way."""
+    """Return numbers as text, by torch's names: of owned values, forks, pending references and unanswered creations."""
     forks = agent.references.forks
     creations = sum(1 for call in agent.awaited() if call.result is not None)
     return {

@@ -1,6 +1,6 @@
 """Replaces modules of torch by modules of nbdist.
 
-A program can reach a module in three ways, and each of them is changed:
+A program can reach a module in three ways. Each of them is changed:
 
 ======================================================================  ===========================
 a way to a module                                                       changed by
@@ -93,9 +93,9 @@ def _take_over_settings() -> None:
 
 
 def _replace(name: str, module: types.ModuleType) -> None:
-    """Replace the module ``name`` and its submodules by ``module`` and its own, wherever a program can find them.
+    """Replace the module ``name`` and its submodules by ``module`` and its submodules, where programs can find them.
 
-    That is ``sys.modules``, the attribute of the parent package, and the globals of modules that imported from it.
+    That is in ``sys.modules``, in the parent package, and in the globals of modules that imported from it.
     """
     new = {name: module}
     for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):
@@ -109,7 +109,7 @@ def _replace(name: str, module: types.ModuleType) -> None:
 
 
 def _successors(old: dict[str, types.ModuleType], new: dict[str, types.ModuleType]) -> dict[int, tuple[Any, Any]]:
-    """Return pairs of an old object (a module, function, class or pickler) and the new one, by the old one's id.
+    """Return pairs of an old object (module, function, class or pickler) and its replacement, by the old object's id.
 
     Attributes that nbdist does not have keep torch's objects.
     """
@@ -126,15 +126,15 @@ def _successors(old: dict[str, types.ModuleType], new: dict[str, types.ModuleTyp
 
 
 def _is_torch_rpcs(value: Any) -> bool:
-    """Return whether a function, class or instance is defined by one of the replaced modules."""
+    """Return whether one of the replaced modules defines a function or class, or the class of an instance."""
     defined = value if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) else type(value)
     return str(defined.__module__).startswith(_REPLACED_MODULES)
 
 
 def _rebind(successors: dict[int, tuple[Any, Any]]) -> None:
-    """Replace the old objects in the globals of all modules; ``successors`` is what `_successors` returns.
+    """Replace the old objects in the globals of all modules; ``successors`` is the result of `_successors`.
 
-    Modules that did ``from torch.distributed.rpc import rpc_sync`` before thus call nbdist, too.
+    So modules that did ``from torch.distributed.rpc import rpc_sync`` before call nbdist, too.
     """
     for module in list(sys.modules.values()):
         namespace = getattr(module, "__dict__", None)

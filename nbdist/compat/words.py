@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
-"""torch's text where RPC does not run."""
+"""torch's text if RPC does not run."""
 
 _PICKLER_ERRORS = TypeError, AttributeError, pickle.PicklingError
 """The errors with which Python's pickler refuses an object."""
@@ -67,7 +67,7 @@ _ON_BOTH_SIDES = """Default RPC pickler does not serialize
 def refuse_call(error: NbdistError, to: Any = "") -> NoReturn:
     """Raise the error that torch raises for a call to the worker ``to``, which nbdist has refused with ``error``.
 
-    ``error`` is the cause; where torch has no error for it, ``error`` itself is raised.
+    Its cause is ``error``. If torch has no error for the case, ``error`` itself is raised.
     """
     _raise(_of_call(error, to), error)
 
@@ -75,8 +75,8 @@ def refuse_call(error: NbdistError, to: Any = "") -> NoReturn:
 def refuse_worker_info(error: UsageError, name: Any) -> NoReturn:
     """Raise the error that torch raises for ``get_worker_info(name)``, which nbdist has refused with ``error``.
 
-    A name that is no text, id or `WorkerInfo` gives torch's TypeError, an unknown worker `UnknownWorker` with torch's
-    text. ``error`` is the cause; where torch has no error for it, ``error`` itself is raised.
+    If ``name`` is no str, id or `WorkerInfo`, this is torch's TypeError; for an unknown worker it is `UnknownWorker`
+    with torch's text. Its cause is ``error``. If torch has no error for the case, ``error`` itself is raised.
     """
     _raise(_of_worker_info(error, name), error)
 
@@ -84,7 +84,7 @@ def refuse_worker_info(error: UsageError, name: Any) -> NoReturn:
 def refuse_rref(error: NbdistError, what: str, rref: RRef[Any]) -> NoReturn:
     """Raise the error that torch raises for a use of ``rref``, such as "to_here()", which nbdist has refused.
 
-    ``error``, with which nbdist refused it, is the cause; where torch has no error for it, ``error`` itself is raised.
+    Its cause is ``error``, nbdist's own error. If torch has no error for the case, ``error`` itself is raised.
     """
     _raise(_of_rref(error, what, rref), error)
 
@@ -92,7 +92,7 @@ def refuse_rref(error: NbdistError, what: str, rref: RRef[Any]) -> NoReturn:
 def _of_rref(error: NbdistError, what: str, rref: RRef[Any]) -> Exception:
     """Return torch's error for the use ``what`` of a reference; ``error`` itself if torch has none.
 
-    ``what`` is the use, such as "to_here()" or "fork"; empty for a call of a method of the value.
+    ``what`` is "to_here()", "fork" or the like, and empty for a call of a method of the value.
     """
     if rref.is_forgotten() and what in _AFTER_DELETION:
         names = f"UserRRef(rref_id={rref.id}, fork_id={rref.fork_id})"
@@ -103,16 +103,13 @@ def _of_rref(error: NbdistError, what: str, rref: RRef[Any]) -> Exception:
 
 
 def _raise(said: Exception, error: Exception) -> NoReturn:
-    """Raise ``said`` from ``error``; they may be the same object.
-
-    The frame keeps neither afterwards, so no reference cycle is left.
-    """
+    """Raise ``said`` from ``error``; they may be the same object."""
     try:
         if said is error:
             raise error
         raise said from error
     finally:
-        del said, error  # an error refers to this frame by its traceback: without this, they would form a cycle
+        del said, error  # else each error and this frame, to which its traceback refers, would form a cycle
 
 
 def _of_call(error: NbdistError, to: Any) -> Exception:
@@ -158,8 +155,8 @@ def _of_pickler(error: EncodeError) -> Exception:
 def _of_worker_info(error: UsageError, name: Any) -> Exception:
     """Return torch's error for ``get_worker_info(name)``.
 
-    It is torch's TypeError if ``name`` is no name, id or `WorkerInfo`, else what `_of_call` returns for a call to
-    ``name``.
+    If ``name`` is no str, id or `WorkerInfo`, this is torch's TypeError; else it is the error that `_of_call` returns
+    for a call to ``name``.
     """
     said = _of_call(error, name)
     if isinstance(said, ValueError):
@@ -175,9 +172,8 @@ def refuse_file(file: io.TextIOWrapper) -> NoReturn:
 def of_lacking(error: BaseException, worker: str) -> BaseException:
     """Return torch's error for a call whose function or class ``worker`` lacks, or whose result is on an unmapped GPU.
 
-    Any other error is returned as it is.
-
-    nbdist's error becomes the cause. `nbdist.rpc.calls.failures` calls this for each error that a call brings back.
+    Its cause is nbdist's error. Any other error is returned unchanged. `nbdist.rpc.calls.failures` calls this for each
+    error that a call brings back.
     """
     if isinstance(error, EncodeError) and error.unmapped:
         unmapped = _of_unmapped(error)
@@ -198,9 +194,9 @@ def of_lacking(error: BaseException, worker: str) -> BaseException:
 
 
 def of_backward(error: Exception, root: int) -> Exception:
-    """Return torch's error for a backward pass, begun by the worker with the id ``root``, that ends with ``error``.
+    """Return torch's error for a backward pass that ends with ``error``; the worker with the id ``root`` began it.
 
-    An error that comes from outside of the pass, such as the loss of a worker, is returned as it is.
+    An error from outside of the pass, such as the loss of a worker, is returned unchanged.
     """
     if isinstance(error, NbdistError) and not isinstance(error, RemoteError):
         return error
@@ -220,9 +216,9 @@ def _id_of(worker: str) -> int | str:
 
 
 def of_leaks(forks: Sequence[tuple[GlobalId, GlobalId]]) -> RuntimeError:
-    """Return torch's error for an RPC that has ended while other workers still refer to values of this one.
+    """Return torch's error for an RPC that has ended while other workers still refer to values of this worker.
 
-    ``forks`` has pairs of a reference's id and a fork's. The error is returned, and its cause says what to do.
+    ``forks`` has pairs of a reference's id and a fork's id. The cause of the error says what to do.
     """
     said = RuntimeError("".join(f"Leaking RRef {rref} with fork Id {fork}\n" for rref, fork in forks))
     said.__cause__ = RRefError(

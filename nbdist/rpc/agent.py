@@ -3,17 +3,17 @@
 Every message passes here. `Agent.post` (the method of `Links`) numbers it, keeps a copy and sends it, on the caller's
 thread. One or two threads of the pool run `Agent.read`, which receives messages. Then, one thread at a time, the reader
 asks the `Peer` whether the message is new, and calls the handler for the message's type. A handler is quick and runs no
-user code. If user code must run, the handler returns a job. The thread that has read the message runs the job.
-Another thread reads the next message meanwhile, unless the job is over too soon for that (`nbdist.rpc.dispatch`).
+user code. If user code must run, the handler returns a job, and the thread that has read the message runs it. Another
+thread reads the next message meanwhile, unless the job is short (`nbdist.rpc.dispatch`).
 
 The locks on the way of a call:
 
 ======================  =========================================================  ==================================
 lock                    protects                                                   held while
 ======================  =========================================================  ==================================
-`Agent._turn`           nothing; it orders messages, ticks and losses              a handler runs
+`Agent._turn`           no data: one message, loss or timer is handled at a time   a handler runs
 `Exchange.lock`         calls, references, which thread runs which call            one event of the exchange
-`Links._lock`           connections, and the protocol state of each (`wire.peer`)  a message is numbered or judged
+`Links._lock`           connections, and the protocol state of each (`wire.peer`)  a message is numbered or checked
 ======================  =========================================================  ==================================
 
 A thread takes `Agent._turn` first, then one of the other two; it never holds both of these. It releases both before it
@@ -100,13 +100,13 @@ from nbdist.wire.peer import PeerLimits, Standing
 __all__ = ["Agent", "Handler", "active_agent"]
 
 Handler = Callable[[Any, int, list[bytes]], Job | None]
-"""Handles a message: ``handler(message, sender's incarnation, frames after the envelope)``. May return a job."""
+"""Handles a message: ``handler(message, sender's incarnation, frames after the envelope)``. It may return a job."""
 
 _log = logging.getLogger("nbdist.rpc")
 
 
 def _drop(listeners: list[Any], listener: Any) -> None:
-    """Remove a listener from a list; do nothing if it is not in the list any more."""
+    """Remove a listener from a list. Does nothing if it is not in the list any more."""
     with contextlib.suppress(ValueError):  # removed before
         listeners.remove(listener)
 
@@ -153,8 +153,8 @@ class Agent:
         """Make the agent and its parts; it neither reads nor sends before `start`.
 
         ``me`` describes this agent to the others. The agent owns ``channel``, ``arena`` and ``gpus`` from now on, and
-        closes them. ``arena`` is the shared memory for large tensors, and ``gpus`` that for tensors on GPUs; None where
-        there is none.
+        closes them. ``arena`` is shared memory for large tensors on the CPU, ``gpus`` shared memory for tensors on
+        GPUs; each is None if tensors of that kind are not shared.
         """
         self.me = me
         """The record that describes this agent to the others."""
@@ -162,7 +162,7 @@ class Agent:
         self.channel = channel
         """Moves frames to and from other agents; closed with this agent."""
         self.pid = os.getpid()
-        """The process that made the agent. A forked child has another one."""
+        """The id of the process that made the agent. In a forked child, `os.getpid` differs from it."""
         self.forked = False
         """True in a forked child of the agent's process: the threads and sockets of the agent are the parent's."""
         self.refused = 0
@@ -172,19 +172,19 @@ class Agent:
         self.explain_end: Callable[[Record], str] | None = None
         """Returns how a member's process ended, given its record; an empty text if that is not known.
 
-        The text completes "worker1 ...". A cluster sets this function. It may take a moment.
+        The text completes "worker1 ...". A cluster sets this function. It may block for a moment.
         """
         self.directory: Path | None = None
         """The directory for files that must be deleted when this process ends; None for the temporary directory."""
         self._cast_handlers: dict[str, Handler] = {}
         """The handlers of one-way messages, by topic."""
         self._at_close: list[Callable[[], None]] = []
-        """The functions that `close` calls at its end."""
+        """The functions that `close` calls last."""
         self._turn = threading.RLock()
-        """Held while a message is handled, due work is done, or a member is lost: one at a time.
+        """Held while a message is handled, a timer is run, or a member is lost: one of these at a time.
 
-        `Ending` also holds it while it counts what is under way here, so that it never counts in the middle of a
-        message.
+        `Ending` also holds it while it counts unfinished calls and messages here, so that no message is half handled
+        while it counts.
         """
         self.membership = Membership(me)
         """The members of the world, and the names of those that are gone."""
@@ -207,7 +207,7 @@ class Agent:
             watch=self.processes.watch,
             on_undelivered=self._on_undelivered,
         )
-        """The connections to the other agents, and the clock."""
+        """The connections to the other agents, and the timers."""
         self.post = self.links.post
         """Sends a message to an agent, by its incarnation (`Links.post`)."""
         self.pool = Pool(
@@ -234,7 +234,7 @@ class Agent:
             self.recorder,
             Answers(me.name, self.exchange, self.links, self.references, self.sharing, self.recorder, self.activate),
         )
-        """Runs the calls that come."""
+        """Runs the calls that other agents make to this one."""
         self.outcomes = Outcomes(me, self.pending, self.references, self.links, self.recorder, self.submit)
         """Ends the calls that this agent has made."""
         self.sender = Sender(
@@ -401,9 +401,9 @@ class Agent:
     def close(self, why: str) -> None:
         """End at once: say goodbye to the other members, fail all pending calls with `WorkerLost`, stop the threads.
 
-        ``why`` completes "worker0 ..." in the errors. A second call does nothing. A forked child only fails its copies
-        of the calls and references: the sockets and threads belong to the parent. Threads that run user code are waited
-        for, 2 s at most.
+        ``why`` completes "worker0 ..." in the errors. A second call does nothing. Waits up to 2 s for threads that run
+        user code. In a forked child, only fails the child's copies of the calls and references: the sockets and threads
+        belong to the parent.
         """
         if not self.links.close(None if self.forked else Goodbye(why, self.ending.completed)):
             return
@@ -411,10 +411,10 @@ class Agent:
         self.references.clear()
         if self.forked:
             return  # the sockets and threads belong to the parent
-        # The order matters: first the threads that use the channel and the memory, then these.
+        # First end the threads that use the channel and the memory, then close these.
         self.processes.close()
         self.pool.close(2.0)
-        self.outcomes.close(why)  # calls that a reader took out of the table meanwhile, for a job that will not run
+        self.outcomes.close(why)  # again: a reader may have taken calls out of the table, for a job that will not run
         self.channel.close()
         self.sharing.close()
         for action in self._at_close:
@@ -428,16 +428,17 @@ class Agent:
         here.agent = self
 
     def read(self, timeout: float | None, soon: bool = False, guest: bool = False) -> Job | None:
-        """Receive one message and handle it, after doing what is due; return a job if user code has to run.
+        """Do the work that is due, then receive one message and handle it; return a job if user code has to run.
 
-        Due may be: to release collected references, to return borrowed shared memory, to resend, to ping, to end calls
-        that have timed out. Waits ``timeout`` seconds at most, and never longer than 0.2 s (`Links.nap`); returns None
-        if nothing has come. ``guest`` marks a thread that reads beside those of the pool; there may be one at a time.
-        ``soon`` lets the channel look for a message for a moment before it sleeps (`Channel.receive`).
+        Work that may be due: release collected references, return borrowed shared memory, resend, ping, fail calls that
+        have timed out. Waits for a message ``timeout`` seconds at most, and never longer than 0.2 s (`Links.nap`);
+        returns None if none has arrived. ``guest`` marks a thread that is not of the pool and reads beside the pool's
+        threads; there may be one such thread at a time. ``soon`` lets the channel poll for a moment before it sleeps
+        (`Channel.receive`).
         """
         now = time.monotonic()
         links, sharing = self.links, self.sharing
-        # References that have been collected: tell their owners.
+        # Tell the owners of references that have been collected.
         if self.references.holds.ended:
             with self._turn:
                 self.references.release_ended()
@@ -464,10 +465,10 @@ class Agent:
             here.agent = before
 
     def _give_back(self, now: float) -> None:
-        """Return shared memory to its owners, where it has waited too long for a message that takes it along.
+        """Return shared memory to its owners if no other message has taken it back in time.
 
-        Usually a call or an answer to the owner takes it along. Also frees shared memory that was not needed lately.
-        The reading thread calls this between two messages.
+        Usually a call or an answer to the owner takes it back. Also frees shared memory that was not used lately. The
+        reading thread calls this between two messages.
         """
         due, later = self.sharing.tend(now)
         for to, message in due:
@@ -490,17 +491,17 @@ class Agent:
         self.links.set_clock()
 
     def _tell_of_silence(self, message: Silence, others: Iterable[int]) -> None:
-        """Tell others that a member has been silent: each asks that member itself."""
+        """Send others the news that a member is silent, so that each asks that member itself."""
         for other in others:
             if other != message.of:
                 with contextlib.suppress(NbdistError):  # it is gone, too
                     self.links.post(other, message)
 
     def _on_silence(self, message: Silence, sender: int, _: list[bytes]) -> None:
-        """Ask a member that another one does not hear; or lose a member that does not hear this agent.
+        """Ask a member that the sender does not hear for a sign of life; or lose a member that has lost this agent.
 
-        A member that has lost another one may still be awaited by that one, which must learn of it. No message goes
-        from one to the other, so this agent, which hears both, passes the news on.
+        An agent A that has lost B sends B nothing more, so B would wait for A until it times out. An agent that hears
+        both, such as this one, therefore passes A's news on to B, and B then loses A.
         """
         if message.of == self.me.incarnation:
             if message.lost_by:
@@ -514,8 +515,8 @@ class Agent:
     def _take(self, frames: list[bytes]) -> Job | None:
         """Decode one message, call its handler, and return the handler's job.
 
-        The caller holds `_turn`. Frames that are no message are dropped, and so is a message that came before. A
-        `Refused`, and a `Hello` from an agent that is not connected, are for the handshake. Any other message is
+        The caller holds `_turn`. Frames that do not decode are dropped, and so is a message that has been received
+        before. The handshake gets a `Refused`, and a `Hello` from an agent that is not connected. Any other message is
         refused (`_refuse`) if its sender is not connected, or if it is addressed to another incarnation than this
         agent's.
         """
@@ -526,7 +527,7 @@ class Agent:
             _log.warning("%s dropped a message: not a message of nbdist: %s", self.me.name, error)
             return None
         message = envelope.message
-        # Who speaks? Only a connected agent, in its present incarnation, or one that introduces itself.
+        # The sender must be connected, or introduce itself; the receiver must be this incarnation.
         connection = self.links.connections.get(envelope.sender)
         if isinstance(message, Refused):  # perhaps from an agent that now listens at the address of a dead one
             if envelope.receiver == self.me.incarnation:
@@ -538,7 +539,7 @@ class Agent:
         if connection is None or envelope.receiver != self.me.incarnation:
             self._refuse(envelope)
             return None
-        # Is the message new? A message that was sent twice is handled once.
+        # A message that was sent twice is handled once.
         if not self.links.accept(connection, envelope, sum(map(len, frames))):
             return None
         if envelope.back:
@@ -549,11 +550,11 @@ class Agent:
         if handler is None:
             _log.warning("%s has no handler for %s", self.me.name, message.kind)
             return None
-        # Map the tensors in shared memory. Their leases begin, whatever becomes of the message.
+        # Map the tensors in shared memory. This counts as borrowing the memory even if the handler fails.
         if isinstance(message, Carrier) and message.payload.places:
             memory = self.sharing.begin(connection.record, message.payload.places)
             if memory is None:
-                return None  # the sender died, and its memory with it: its loss will be noticed in a moment
+                return None  # the sender died, and its memory with it: this agent will notice that in a moment
             frames += memory  # type: ignore[arg-type]
         try:
             return handler(message, envelope.sender, frames[1:])
@@ -565,7 +566,7 @@ class Agent:
         """Answer a message from a past incarnation, or to a past incarnation of this agent, with `Refused`.
 
         So its sender learns that it is out of date. A goodbye gets no answer, and neither does an agent that was never
-        connected and never a member.
+        connected here and never a member.
         """
         self.refused += 1
         if isinstance(envelope.message, Goodbye):
@@ -578,9 +579,9 @@ class Agent:
     # -- losing members -----------------------------------------------------------------------
 
     def _on_process_end(self, pid: int) -> None:
-        """Lose the members whose process on this host has ended.
+        """Lose the members on this host whose process is ``pid``, because it has ended.
 
-        Called by the thread of `ProcessWatch`. So the death of a local worker is noticed at once, not by its silence.
+        The thread of `ProcessWatch` calls this, so that the death of a local worker is noticed at once.
         """
         for incarnation, connection in list(self.links.connections.items()):
             if connection.record.pid == pid and connection.record.host == self.me.host:
@@ -588,7 +589,7 @@ class Agent:
                 self.lose(incarnation, how or f"died (process {pid} has ended)")
 
     def _on_ping(self, message: Ping, sender: int, _: list[bytes]) -> None:
-        """Answer a ping with a few words on what runs here."""
+        """Answer a ping with a short text that says what runs here."""
         with contextlib.suppress(NbdistError):
             self.links.post(
                 sender, Pong(message.number, self.executor.doing(), message.is_large), is_large=message.is_large
@@ -597,8 +598,8 @@ class Agent:
     def _on_stop(self, message: Stop, sender: int, frames: list[bytes]) -> None:
         """Stop a call whose caller has given up on it.
 
-        If this agent had refused the call for lack of a definition, the call does not run, and its caller will not
-        repeat it: the value that it was to make fails, for all who wait for it.
+        If this agent had refused the call because it lacked a definition, its caller will not repeat it. Then the value
+        that the call should have made fails for everyone who waits for it.
         """
         self.references.abandon(sender, message.id)
         self.stopping.on_stop(message, sender, frames)
@@ -619,8 +620,9 @@ class Agent:
     def lose(self, incarnation: int, why: str) -> None:
         """Remove a member that is gone, and fail everything that waits for it. ``why`` completes "worker1 ...".
 
-        Any thread may call this. It waits for the message that is being handled: a message of the lost member must not
-        register a call or a fork after the member's calls and forks have been dropped. A second call does nothing.
+        Any thread may call this. It waits until the message that is being handled is finished: otherwise a message of
+        the lost member could register a call or a fork after the member's calls and forks have been dropped. A second
+        call does nothing.
         """
         with self._turn:
             self._lose(incarnation, why)
@@ -628,7 +630,7 @@ class Agent:
     def _lose(self, incarnation: int, why: str) -> None:
         """Do the work of `lose`. The caller holds `_turn`.
 
-        The calls that wait for the member fail in a job, on a thread of the pool, without that lock.
+        A thread of the pool fails the calls that wait for the member, without that lock.
         """
         connection = self.links.lose(incarnation)
         if connection is None:
@@ -650,9 +652,9 @@ class Agent:
         for listener in list(self._on_lost):
             try:
                 listener(record, why)
-            except Exception:  # the other listeners are called all the same
+            except Exception:  # call the other listeners nevertheless
                 _log.exception("a listener to the loss of %s failed", record.name)
-        # In a large world, a neighbour that has missed the member's goodbye may not watch the member: now it asks.
+        # In a large world, a neighbour may have missed the member's goodbye and not watch the member. Make it ask.
         self._tell_of_silence(Silence(incarnation, 0.0, self.me.incarnation), self.links.neighbours())
 
     # -- for the layers above -----------------------------------------------------------------
@@ -664,13 +666,13 @@ class Agent:
             to: The other agent's name, id or `WorkerInfo`.
             function: The function. It travels by name if the other agent can find it by its name, else by value.
             args: Its arguments.
-            timeout: Seconds until the future fails with `RpcTimeout`; 0 for no limit, negative for the agent's own.
+            timeout: Seconds until the future fails with `RpcTimeout`; 0 for no limit, negative for the agent's default.
 
         Returns:
             A future. If the other agent is gone, the future has failed with `WorkerLost`.
 
         Raises:
-            UnknownWorker: There has never been an agent of that name.
+            UnknownWorker: The world never had an agent of that name or id.
             EncodeError: An argument cannot be sent.
         """
         return self.caller.asynchronous(to, function, args, None, timeout)
@@ -703,28 +705,31 @@ class Agent:
         return self.membership.name_of(incarnation)
 
     def fate(self, incarnation: int) -> str | None:
-        """Return what happened to a former member, as in "worker1 ..."; None if it lives or never was a member."""
+        """Return a text that completes "worker1 ..." with what happened to a former member.
+
+        None if the member lives, or the incarnation was never a member.
+        """
         return self.membership.fate(incarnation)
 
     def freeze(self, who: int) -> None:
-        """Stop the clock of all calls that this agent awaits, because the agent ``who`` has paused a backward pass.
+        """Stop the time limits of all calls that this agent awaits, because the agent ``who`` paused a backward pass.
 
         ``who`` is the incarnation of that agent. No call times out until `thaw`.
         """
         self.pending.freeze(who, time.monotonic())
 
     def thaw(self, who: int) -> None:
-        """Restart the clock that `freeze` has stopped, unless another agent still wants it stopped.
+        """Restart the time limits that `freeze` has stopped, unless another agent still wants them stopped.
 
-        Does nothing if the clock was not stopped for ``who``.
+        Does nothing if they were not stopped for ``who``.
         """
         self.pending.thaw(who, time.monotonic())
         self.links.hurry(self.pending.next_due())
 
     def reap(self) -> None:
-        """Tell the owners now which references were released here; otherwise they learn it within 0.25 s.
+        """Tell the owners now which references were released here; without this call they learn it within 0.25 s.
 
-        It waits until the reading thread is not in the middle of a message.
+        Waits until the message that is being handled is finished.
         """
         with self._turn:  # a reader may have taken the released references, and not sent them yet
             self.references.reap()
@@ -737,16 +742,16 @@ class Agent:
         return self.pending.all()
 
     def owned(self) -> list[tuple[GlobalId, Promise[Any], set[int]]]:
-        """List the values that live here or will: id, promise, and the other agents that hold references to it.
+        """List the values that this agent owns or will own: id, promise, and the other agents with references to it.
 
         The agents are given by their incarnations.
         """
         return self.references.owned()
 
     def sent(self) -> dict[str, int]:
-        """Return how many bytes were sent to each connected agent, by name.
+        """Return how many bytes were sent to each connected agent, by its name, tensors in shared memory included.
 
-        Tensors in shared memory count. Agents that are gone are left out.
+        Lost agents are left out.
         """
         return self.links.sent()
 

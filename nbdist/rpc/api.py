@@ -1,7 +1,8 @@
 """The functions of torch.distributed.rpc, with the same names and arguments.
 
-Each function acts for one agent, the *current agent* of the calling thread. In a thread that runs something for an
-agent, this is that agent. In every other thread it is the agent that `init_rpc` started in this process.
+Each function acts for one agent, the *current agent* of the calling thread. In a thread that runs code for an agent,
+such as a function that another worker called, it is that agent. In every other thread it is the agent that `init_rpc`
+started in this process.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 _ACKNOWLEDGED_WITHIN = 1.0
-"""Seconds for which the shutdown of a dynamic world waits for the acknowledgement of its last messages."""
+"""Seconds for which the shutdown of a dynamic world waits until the other workers have acknowledged its messages."""
 
 _log = logging.getLogger("nbdist.rpc")
 _lock = threading.Lock()
@@ -54,7 +55,7 @@ _interrupts: InterruptWatch | None = None
 
 
 class BackendType(Enum):
-    """The backends of RPC. There is one, nbdist, under the name that torch's programs pass to `init_rpc`.
+    """The backends of RPC. nbdist is the only one, under the name that torch's programs pass to `init_rpc`.
 
     Example:
         >>> rpc.BackendType.TENSORPIPE
@@ -112,7 +113,7 @@ def init_rpc(
 
     Args:
         name: this worker's name, unique in the world: fewer than 128 letters, digits, ``-``, ``_`` and ``:``.
-        backend: ignored; torch's programs give it.
+        backend: ignored; accepted because torch's programs pass it.
         rank: this worker's id, from 0 to ``world_size - 1``; negative to read it from ``init_method``, or from the
             environment variable ``RANK`` where ``init_method`` is ``env://``.
         world_size: how many workers the world has; None or 0 for a dynamic world.
@@ -121,10 +122,11 @@ def init_rpc(
 
     Raises:
         TypeError: ``name`` is not a str, or the options are of another class.
-        ValueError: ``init_method`` or the environment lacks a part, such as ``MASTER_ADDR``; the words are torch's.
+        ValueError: ``init_method`` or the environment lacks a part, such as ``MASTER_ADDR``. The message is torch's.
         UsageError: RPC runs already in this process, or the name or the rank is not allowed.
-        NotUnique: a living worker has the name or the rank.
-        RendezvousError: some workers did not come in time (the text names their ranks), or the store cannot be used.
+        NotUnique: another living worker has the same name or rank.
+        RendezvousError: some workers did not arrive in time (the message names their ranks), or the store cannot be
+            used.
         SecurityError: workers on several machines share no secret, or a secret or the runtime directory is not safe.
         WorkerLost: another worker died while the world formed.
 
@@ -144,8 +146,8 @@ def init_rpc(
         raise TypeError(f"name must be a str, not {type(name).__name__}")
     if _agent is not None and _agent.hosted and not _agent.closed:
         take_on(_agent, name, rank, world_size, rpc_backend_options)
-        return  # a program that starts its own RPC finds the cluster's
-    if rank <= 0:  # once for a world, not once for each of its members
+        return  # the program uses the cluster's RPC
+    if rank <= 0:  # warn once in each world, not in each of its members
         warn_of_untested()
     initialize(name, rank, world_size or None, rpc_backend_options or RpcBackendOptions())
 
@@ -163,9 +165,9 @@ def initialize(
 ) -> Agent:
     """Start the agent of this process, and return it when it is a member of its world.
 
-    `init_rpc` and the cluster call this; the arguments are those of `nbdist.rpc.world.start.start_agent`. ``hosted`` is
-    the run directory of a cluster to which the agent belongs. The user's `init_rpc` and `shutdown` leave such an agent
-    running, and Ctrl-C in a wait also stops the work on the other workers.
+    `init_rpc` and the cluster call this; the other arguments are those of `nbdist.rpc.world.start.start_agent`.
+    ``hosted`` is the run directory of the cluster that the agent belongs to; None without a cluster. The agent of a
+    cluster keeps running after the user's `shutdown`, and Ctrl-C in a wait also stops the work on the other workers.
 
     Raises UsageError if this process has a running agent already.
     """
@@ -190,7 +192,7 @@ def initialize(
 
 
 def _stop_watching() -> None:
-    """Close the watch for Ctrl-C, if this process has one; runs at the end of the agent."""
+    """Close this process's watch for Ctrl-C, if there is one. The agent calls this when it ends."""
     global _interrupts
     watch, _interrupts = _interrupts, None
     if watch is not None:
@@ -198,9 +200,9 @@ def _stop_watching() -> None:
 
 
 def _give_up(agent: Agent) -> None:
-    """Fail the unanswered calls that the main thread has made: Ctrl-C came while it sleeps in torch's C++.
+    """Fail the unanswered calls of the main thread, after Ctrl-C while the main thread sleeps in torch's C++.
 
-    `InterruptWatch` calls this, in its own thread. The calls fail with Interrupted, which ends the sleep.
+    `InterruptWatch` calls this in its own thread. The calls fail with Interrupted, which wakes the main thread.
     """
     main = threading.main_thread().ident
     calls = [call for call in agent.pending.all() if call.thread == main]
@@ -217,20 +219,21 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     The agent ends even if the wait fails. Afterwards, calls raise NotInitialized, and references raise RRefError or
     WorkerLost.
 
-    On a worker of a notebook's cluster, the agent runs until the cluster ends it. If ``graceful``, this function waits
-    there until no call is open, and releases this worker's references to values of other workers. If not ``graceful``,
-    it does nothing there.
+    On a worker of a notebook's cluster, the agent runs until the cluster ends it. There, ``graceful=True`` waits until
+    this worker's calls and the calls to it are answered, and then releases its references to values of other workers;
+    ``graceful=False`` does nothing.
 
     Args:
-        graceful: True to wait first. In a fixed world, the wait lasts until all workers have called `shutdown` and no
-            call is open anywhere. In a dynamic world, it lasts until no call to or from this worker is open. False
-            ends this worker at once; its open calls, and the calls of others to it, fail with WorkerLost.
-        timeout: limits this wait, in seconds; 0 or less for no limit.
+        graceful: True to wait first. In a fixed world, the wait lasts until all workers have called `shutdown` and all
+            calls are answered everywhere. In a dynamic world, it lasts until all calls from and to this worker are
+            answered. False ends this worker at once: its unanswered calls, and those of other workers to it, fail with
+            WorkerLost.
+        timeout: the longest time to wait, in seconds; 0 or less for no limit.
 
     Raises:
         NotInitialized: RPC does not run.
-        RendezvousError: the wait took longer than ``timeout``; the text says which workers or calls are missing.
-        WorkerLost: the fixed world has ended, but without a worker that was lost meanwhile; the text names it.
+        RendezvousError: the wait took longer than ``timeout``. The message names the workers or calls that are missing.
+        WorkerLost: a worker was lost while the fixed world ended. The message names it. The world has ended without it.
 
     Example:
         >>> rpc.shutdown()  # doctest: +SKIP
@@ -253,7 +256,8 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 def finish(agent: Agent) -> None:
     """End an agent at once, and forget it if it is the agent of this process.
 
-    The members see it leave, and its pending calls fail. An agent that has ended already is only forgotten.
+    The other members learn that it has left, and its pending calls fail. If the agent has ended already, this only
+    forgets it.
     """
     global _agent
     agent.close("has shut down")
@@ -263,10 +267,10 @@ def finish(agent: Agent) -> None:
 
 
 def _drain(agent: Agent, timeout: float) -> None:
-    """Wait until no call of this agent or to it is open, then release all its references.
+    """Wait until all calls of this agent and to it are answered, then release all its references.
 
-    Raises RendezvousError after ``timeout`` seconds; 0 or less means no limit. At the end, it waits a moment for the
-    other members to acknowledge the releases, and returns also if they do not.
+    Raises RendezvousError after ``timeout`` seconds; 0 or less means no limit. Then waits up to `_ACKNOWLEDGED_WITHIN`
+    seconds until the other members have acknowledged the releases, and returns even if they have not.
     """
     deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
     while agent.exchange.active or agent.pending.unended:
@@ -277,7 +281,7 @@ def _drain(agent: Agent, timeout: float) -> None:
             )
         time.sleep(0.002)
     agent.references.release_all()
-    # A worker that has not acknowledged by then learns from our Goodbye that the references are released.
+    # A member that has not acknowledged in time learns from our Goodbye that the references are released.
     deadline = min(deadline, time.monotonic() + _ACKNOWLEDGED_WITHIN)
     while agent.links.outstanding() and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -320,8 +324,8 @@ def rpc_sync(
     An error that ``func`` raises is raised here, with a note that has the worker's traceback.
 
     Call `rpc_async` instead in a finaliser (a ``__del__``, or the callback of a weak reference) and in the handler of a
-    signal. Python may run them in a thread that is sending or receiving messages; there this function makes the call,
-    but it cannot wait for the answer and raises UsageError.
+    signal. Python may run these in a thread that is sending or receiving messages. In such a thread, this function
+    sends the call but cannot wait for the answer, and raises UsageError.
 
     Args:
         to: the worker's name, id or `WorkerInfo`; this worker itself is allowed.
@@ -335,10 +339,10 @@ def rpc_sync(
         The result. It is a copy, even if the worker is this one.
 
     Raises:
-        UnknownWorker: there has never been such a worker.
-        WorkerLost: the worker is gone, or dies before it has answered; the text says what happened to it.
-        RpcTimeout: the answer did not come in time; ``func`` may still run.
-        EncodeError: an argument cannot be sent; the text names the argument.
+        UnknownWorker: the world never had such a worker.
+        WorkerLost: the worker is gone, or dies before it has answered. The message says what happened to it.
+        RpcTimeout: the answer did not arrive in time; ``func`` may still run.
+        EncodeError: an argument cannot be sent. The message names the argument.
         RemoteError: ``func`` raised an error that cannot be rebuilt in this process.
         KeyboardInterrupt: the user pressed Ctrl-C during the wait. In a cluster, ``func`` is interrupted as well.
 
@@ -362,16 +366,16 @@ def rpc_async(
 ) -> Future[Any]:
     """Run ``func(*args, **kwargs)`` on worker ``to``, and return a Future of the result at once.
 
-    The arguments are those of `rpc_sync`, the time limit included. They are encoded before this returns, so the caller
-    may change a tensor afterwards.
+    The arguments are those of `rpc_sync`, the time limit included. They are encoded before this function returns, so
+    the caller may change a tensor afterwards.
 
     Returns:
         A `Future`. Its ``wait()`` returns the result, or raises what `rpc_sync` would raise while it waits: WorkerLost,
         RpcTimeout, the error of ``func``.
 
     Raises:
-        UnknownWorker: there has never been such a worker.
-        EncodeError: an argument cannot be sent; the text names the argument.
+        UnknownWorker: the world never had such a worker.
+        EncodeError: an argument cannot be sent. The message names the argument.
 
     Example:
         >>> futures = [rpc.rpc_async(f"worker{n}", max, args=(n, 5)) for n in range(2)]
@@ -394,13 +398,13 @@ def remote(
     long as any worker has a reference to it.
 
     Returns:
-        An `RRef`. It can be used at once: what needs the value waits until ``func`` has made it. If ``func`` raises an
-        error, `RRef.to_here` raises this error.
+        An `RRef`. It can be used at once: methods that need the value wait until ``func`` has returned. If ``func``
+        raises an error, `RRef.to_here` raises this error.
 
     Raises:
-        UnknownWorker: there has never been such a worker.
+        UnknownWorker: the world never had such a worker.
         WorkerLost: the worker is gone.
-        EncodeError: an argument cannot be sent; the text names the argument.
+        EncodeError: an argument cannot be sent. The message names the argument.
 
     Example:
         >>> rref = rpc.remote("worker1", torch.ones, args=(2, 2))
@@ -413,11 +417,11 @@ def remote(
 
 
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
-    """Return the name and the id of the worker ``worker_name``; without this argument, of this worker.
+    """Return the name and the id of the worker ``worker_name``; without this argument, those of this worker.
 
     Raises:
-        UnknownWorker: there has never been such a worker.
-        WorkerLost: the worker is gone; the text says what happened to it.
+        UnknownWorker: the world never had such a worker.
+        WorkerLost: the worker is gone. The message says what happened to it.
 
     Example:
         >>> rpc.get_worker_info("worker1")

@@ -27,7 +27,7 @@ from nbdist.rpc.futures import Latch, without_first_frame
 __all__ = ["WorkerAnswers", "ask_each"]
 
 _GIVEN_UP_AFTER = 0.2
-"""Seconds after the time limit at which `ask_each` gives up a call that has not timed out: its clock stands still."""
+"""Seconds after the time limit when `ask_each` gives up a call that cannot time out, because its clock is stopped."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +70,7 @@ def ask_each(
     Args:
         agent: The agent that makes the calls.
         function: The function, as in `nbdist.rpc.agent.Agent.call`.
-        arguments: The arguments for each worker, by its name. ``dict.fromkeys(names, args)`` gives all the same.
+        arguments: The arguments for each worker, by its name. ``dict.fromkeys(names, args)`` gives each the same.
         timeout: Seconds until a worker counts as silent, even while a paused backward pass stops the clocks of calls.
             0 for no limit. Negative for the agent's own limit, whose clock a paused pass stops.
 
@@ -91,7 +91,7 @@ def ask_each(
                 raise
             except NbdistError as error:
                 latches[worker] = unreached = Latch()
-                unreached.try_settle(None, error.with_traceback(None))  # the frames refer to the arguments
+                unreached.try_settle(None, error.with_traceback(None))  # its frames would keep the arguments alive
         together = list(latches.values())
         read = agent.read_as_guest if timeout <= 0 else None  # a guest reads without a time limit
         for worker, latch in latches.items():
@@ -99,7 +99,7 @@ def ask_each(
             try:
                 answers.values[worker] = latch.wait(read, left, together)
             except Exception as error:
-                # Without the frames of this function and of `Latch.wait`, which keep the answers, and so the error.
+                # Drop the frames of this function and of `Latch.wait`: they would keep the answers, and so the error.
                 answers.errors[worker] = without_first_frame(without_first_frame(error))
                 # An RpcTimeout that the function raised on the worker comes with a note of its traceback.
                 if isinstance(error, RpcTimeout) and not getattr(error, "__notes__", ()):

@@ -1,7 +1,7 @@
 """Finds the devices of a receiver for the tensors of a call, a result or a gradient, and checks device maps.
 
-A device map belongs to the worker that makes calls: it holds for the arguments, and backwards for the results. For
-gradients hold the maps of both workers. `nbdist.wire.devices` says what holds without a map.
+A device map belongs to the worker that makes calls. It names the callee's device for each argument; for results it is
+read backwards. For gradients, the maps of both workers count. `nbdist.wire.devices` has the rules without a map.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["check", "for_call", "for_gradients", "for_result", "results_stay_on_
 
 
 def for_call(me: Record, to: Record) -> Devices:
-    """Return the devices of worker ``to`` for the arguments of a call that ``me`` makes."""
+    """Return the `Devices` that name the device of worker ``to`` for each argument of a call that ``me`` makes."""
     return Devices(to.name, me.device_maps.get(to.name, {}), _own(me, to))
 
 
 def for_result(me: Record, caller: Record | None) -> Devices:
-    """Return the `Devices` that say on which device of the caller each tensor of a result arrives; ``me`` ran the call.
+    """Return the `Devices` that name the device of the caller for each tensor of a result; ``me`` ran the call.
 
-    The caller's own device map holds, read backwards; without one, the rules of `nbdist.wire.devices`. ``caller`` is
-    None if the caller is gone; then the result is `CPU_ONLY`, with which a tensor on a GPU cannot be sent.
+    This is the caller's own device map, read backwards; without a map, the rules of `nbdist.wire.devices`. ``caller``
+    is None if the caller is gone. Then this returns `CPU_ONLY`, with which a tensor on a GPU cannot be sent.
     """
     if caller is None:
         return CPU_ONLY
@@ -34,10 +34,10 @@ def for_result(me: Record, caller: Record | None) -> Devices:
 
 
 def for_gradients(me: Record, to: Record | None) -> Devices:
-    """Return the devices of worker ``to`` for gradients that ``me`` sends.
+    """Return the `Devices` that name the device of worker ``to`` for each gradient that ``me`` sends.
 
-    ``to`` is None if the worker is gone; then the result is `CPU_ONLY`. The worker's map for this one is read
-    backwards; this one's own map holds where they differ.
+    This is the map of ``to``, read backwards, and the map of ``me``, which wins where the two differ. ``to`` is None if
+    the worker is gone. Then this returns `CPU_ONLY`.
     """
     if to is None:
         return CPU_ONLY
@@ -46,7 +46,7 @@ def for_gradients(me: Record, to: Record | None) -> Devices:
 
 
 def takes_gpu_tensors(me: Record, to: Record) -> bool:
-    """Return whether tensors on GPUs of ``me`` can be sent to worker ``to``; a map of some of them is enough."""
+    """Return whether tensors on at least some GPUs of ``me`` can be sent to worker ``to``."""
     return bool(_own(me, to) or me.device_maps.get(to.name))
 
 
@@ -63,8 +63,8 @@ def _own(me: Record, to: Record) -> str:
 def check(members: Sequence[Record]) -> None:
     """Raise UsageError, in torch's words, if a device map of a member is impossible.
 
-    In a fixed world ``members`` are all; in one that may grow, those that are there: names that a map has and that
-    nobody has (yet) are left alone.
+    In a fixed world, ``members`` are all workers. In a dynamic world, they are the present ones, and a map may name a
+    worker that has not joined yet.
     """
     by_name = {member.name: member for member in members}
     fixed = all(member.world_size is not None for member in members)
@@ -111,6 +111,6 @@ def _require(owner: Record, devices: Sequence[str], text: str) -> None:
 
 
 def _exists(device: str, gpus: int) -> bool:
-    """Return whether a worker with so many GPUs has a device."""
+    """Return whether a worker with ``gpus`` GPUs has the device."""
     kind, _, index = device.partition(":")
     return kind == "cpu" or (kind == "cuda" and index.isdecimal() and int(index) < gpus)

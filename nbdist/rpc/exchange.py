@@ -1,4 +1,4 @@
-"""Decides the next step of the calls and references of one agent. Pure: it is given an event and returns what to do.
+"""Decides the next step of the calls and references of one agent. Pure: takes an event and returns what to do.
 
 The life of a call. Events are in brackets, the stages of `nbdist.rpc.calls.arrivals.ArrivalStage` in capitals::
 
@@ -18,15 +18,15 @@ The life of a call. Events are in brackets, the stages of `nbdist.rpc.calls.arri
 
 The events on the left are methods of `PendingCalls`. Its `due` (the call has timed out) and `pop` (the user gave up, or
 the callee is lost) end a call without an answer. The events on the right are methods of `Exchange`. `Exchange.lost`
-ends the waiting calls of a lost agent; calls that wait for a value which that agent was to create stop waiting, and
-fail.
+ends the waiting calls that a lost agent has made. It also ends the wait of calls for a value that the lost agent was to
+create; these calls then run, and fail.
 
 `nbdist.rpc.references.forks.Forks` counts references; its head draws their life. References and calls meet here in
 three places: a call brings forks that must be confirmed, a call works on a value (its target) that must exist, and a
 call makes a value (its result).
 
-The state has three files: `calls.pending` for the calls that this agent has made, `calls.arrivals` for the calls that
-have come, `references.forks` for references.
+Three modules have the state: `calls.pending` has the calls that this agent has made, `calls.arrivals` the calls that
+have arrived here, `references.forks` the references.
 
 Threads: the caller of a method holds `Exchange.lock`, and releases it before it runs, encodes or sends anything. This
 is the only lock around the state of calls and references; `nbdist.rpc.agent` has the order of all locks. Some methods
@@ -61,10 +61,7 @@ class Exchange:
         Reentrant, because a user's ``__del__`` may run in a thread that holds it, and make a call.
         """
         self.is_deciding = guard(self.lock)
-        """Returns whether the calling thread holds the lock.
-
-        It holds the lock if Python runs a finaliser in the middle of an event.
-        """
+        """Returns whether the calling thread holds the lock: then Python runs a finaliser in the middle of an event."""
         self.calls = PendingCalls(self.lock)
         self.forks = Forks(me, ids)
         self.served = 0
@@ -72,7 +69,7 @@ class Exchange:
         self._me = me
         self._numbers = itertools.count()
         self._arrivals: dict[int, Arrival] = {}
-        """The calls that have come and are not answered, by the number they got here."""
+        """The calls that have arrived and are not answered, by the number that this agent gave them."""
         self._by_fork: dict[GlobalId, list[Arrival]] = {}
         """The calls in stage CONFIRMING, by each fork that they wait for."""
         self._by_target: dict[GlobalId, list[Arrival]] = {}
@@ -80,20 +77,21 @@ class Exchange:
         self._refused: dict[tuple[int, int], Fork] = {}
         """The results of calls that were refused for lack of a definition and may be repeated.
 
-        By the caller's incarnation and the caller's number for the call.
+        The key is the caller's incarnation and the caller's number for the call.
         """
 
     # -- inspecting ---------------------------------------------------------------------------
 
     @property
     def active(self) -> int:
-        """The number of calls that have come and are not answered. Needs no lock."""
+        """The number of calls that have arrived and are not answered. Needs no lock."""
         return len(self._arrivals)
 
     def awaited(self) -> set[int]:
-        """Return the agents, by incarnation, for whose answer this agent waits. Takes the lock.
+        """Return the agents, by incarnation, for which this agent waits. Takes the lock.
 
-        They have its calls, or own a value whose reference must be confirmed before a call can run here.
+        Such an agent has a call of this agent, or owns a value whose reference it must confirm before a call can run
+        here.
         """
         callees = {call.to for call in self.calls.all()}
         with self.lock:
@@ -101,13 +99,13 @@ class Exchange:
             return callees.union(owner for owner in owners if owner is not None)
 
     def doing(self) -> list[Arrival]:
-        """List the calls that have come and are not answered, the oldest first. Needs no lock."""
+        """List the calls that have arrived and are not answered, the oldest first. Needs no lock."""
         return sorted(self._arrivals.copy().values(), key=lambda arrival: arrival.since)
 
     # -- a call arrives -----------------------------------------------------------------------
 
     def came_alone(self, arrival: Arrival) -> None:
-        """Register a call without forks and target that makes no referenced value: it can run at once. Needs no lock.
+        """Register a call without forks and target that makes no referenced value, so it can run. Needs no lock.
 
         `answered` must follow.
         """
@@ -115,7 +113,7 @@ class Exchange:
         self._arrivals[number] = arrival
 
     def came(self, arrival: Arrival, forks: Sequence[GlobalId]) -> list[Arrival]:
-        """Register a call that brought ``forks``, and count the value that it makes; return the calls that can go on.
+        """Register a call that brought ``forks``, and count the value that it makes; return calls that can continue.
 
         The call itself is among them unless it must wait. The others are calls that waited for the value which this
         call makes. The caller runs all of them, without the lock.
@@ -142,7 +140,7 @@ class Exchange:
     def _advance(self, arrival: Arrival) -> bool:
         """Move a call to the stage in which it has to wait, or to READY; return whether it is READY.
 
-        A call whose caller was lost becomes READY with `Arrival.is_heard` False. A call whose value is gone becomes
+        A call whose caller was lost becomes READY, with `Arrival.is_heard` False. A call whose value is gone becomes
         READY, too: it runs, and fails.
         """
         forks, target = self.forks, arrival.call.target
@@ -162,19 +160,19 @@ class Exchange:
         return True
 
     def _wait(self, arrival: Arrival, target: GlobalId, stage: ArrivalStage) -> bool:
-        """Put a call into a stage in which it waits for a value; return False, the answer of `_advance`: not READY."""
+        """Put a call into a stage in which it waits for a value; return False, since the call is not READY."""
         arrival.stage = stage
         self._by_target.setdefault(target, []).append(arrival)
         return False
 
     def _look_again(self, target: GlobalId) -> list[Arrival]:
-        """Return the calls that waited for a value and can go on now; the others wait for the next thing they need."""
+        """Return the calls that waited for a value and can continue. The others wait for the next thing they need."""
         return [arrival for arrival in self._by_target.pop(target) if self._advance(arrival)]
 
     # -- the events that calls wait for -------------------------------------------------------
 
     def confirmed(self, fork: GlobalId) -> list[Arrival]:
-        """Note that a fork held here is confirmed by its owner, or is dead; return the calls that can go on.
+        """Record that a fork held here is confirmed by its owner, or is dead; return the calls that can continue.
 
         A second call for the same fork returns an empty list. `References.resume` runs the calls.
         """
@@ -186,7 +184,7 @@ class Exchange:
         return going_on
 
     def made(self, rref: GlobalId) -> list[Arrival]:
-        """Note that a value owned here exists, or the error in its place; return the calls that can go on.
+        """Record that a value owned here exists, or the error in its place; return the calls that can continue.
 
         `References.resume` runs them.
         """
@@ -199,7 +197,7 @@ class Exchange:
         """Forget a call that has its answer; release the value that it worked on and the value that it made.
 
         Returns instructions to drop these values if no agent refers to them any more. The caller passes the list to
-        `References.perform` once it has released the lock. Must be called once for each call that came.
+        `References.perform` once it has released the lock. Call this once for each call that has arrived.
         """
         call, forks = arrival.call, self.forks
         del self._arrivals[arrival.number]
@@ -228,11 +226,11 @@ class Exchange:
         return instructions
 
     def abandoned(self, caller: int, id: int) -> tuple[GlobalId | None, list[Arrival]]:
-        """Note that a call which was refused will not be repeated.
+        """Record that a refused call will not be repeated.
 
-        Returns the id of the value that it will never make, and the calls that can go on. The caller makes the value
-        fail (`References.settle`) and runs the calls (`References.resume`). The id is None if the call was to make no
-        value, or was not refused.
+        Returns the id of the value that the call will never make, and the calls that can continue. The caller of this
+        method makes the value fail (`References.settle`) and runs the calls (`References.resume`). The id is None if
+        the call was to make no value, or was not refused.
         """
         result = self._refused.pop((caller, id), None)
         if result is None:
@@ -243,12 +241,12 @@ class Exchange:
     # -- losing members -----------------------------------------------------------------------
 
     def lost(self, agent: int) -> tuple[list[Instruction], list[Arrival]]:
-        """Note that an agent is lost, and drop the forks it held; return the calls that can go on or must end.
+        """Record that an agent is lost, and drop the forks it held; return the calls that can continue or must end.
 
-        Returns instructions as well, such as to drop values; the caller passes these to `References.perform` and the
-        calls to `References.resume`, without the lock. `Arrival.is_heard` is False for the calls that must end: the
-        lost agent had made them. The values that it owned are dead from now on. The values that it was to create here
-        are in `Forks.expected_from`.
+        Also returns instructions, such as to drop values. Without the lock, the caller passes these to
+        `References.perform` and the calls to `References.resume`. A call that the lost agent had made must end; its
+        `Arrival.is_heard` is False. The values that the lost agent owned are dead from now on. `Forks.expected_from`
+        lists the values that it was to create here.
         """
         instructions = self.forks.on_lost(agent)
         for key in [key for key in self._refused if key[0] == agent]:

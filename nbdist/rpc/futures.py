@@ -72,7 +72,7 @@ _thread = _PerThread()
 
 
 def set_blocking_hook(hook: Callable[[], AbstractContextManager[None]] | None) -> None:
-    """Enter the context manager ``hook()`` around every wait of the calling thread; None ends this.
+    """Enter the context manager ``hook()`` around every wait of the calling thread; None removes the hook.
 
     The pool of an agent sets one in each of its threads, to count the threads that are blocked.
     """
@@ -80,9 +80,9 @@ def set_blocking_hook(hook: Callable[[], AbstractContextManager[None]] | None) -
 
 
 def blocking_wait() -> AbstractContextManager[None]:
-    """Return the context manager to enter around anything for which the calling thread waits for another call.
+    """Return a context manager to enter around code in which the calling thread waits for another call.
 
-    In a thread of an agent's pool, another thread may run a job meanwhile; elsewhere, nothing happens.
+    In a thread of an agent's pool, it lets another thread run a job meanwhile. In any other thread, it does nothing.
     """
     hook = _thread.blocking
     return hook() if hook is not None else nullcontext()
@@ -95,11 +95,10 @@ _carrier: Callable[[], Surroundings | None] | None = None
 
 
 def set_carrier(carrier: Callable[[], Surroundings | None] | None) -> None:
-    """Set ``carrier()``, which returns what `Future.then` enters around its callback; None ends this.
+    """Set the function with which `Future.then` runs callbacks in the autograd context of its caller; None removes it.
 
-    It holds for all threads. ``carrier`` runs in the thread that calls ``then``. It returns None, or a function that
-    returns a context manager. `Future.then` enters that context manager in the thread that runs the callback, so a
-    callback runs in the autograd context of the code that gave it.
+    It holds for all threads. ``carrier()`` runs in the thread that calls ``then``. It returns None, or a function that
+    returns a context manager. The thread that runs the callback enters that context manager around it.
     """
     global _carrier
     _carrier = carrier
@@ -109,7 +108,7 @@ _interrupt_hook: Callable[[Sequence[object], BaseException], None] | None = None
 
 
 def set_interrupt_hook(hook: Callable[[Sequence[object], BaseException], None] | None) -> None:
-    """Set ``hook(outcomes, error)``, called when Ctrl-C has ended a wait for outcomes; None ends this.
+    """Set ``hook(outcomes, error)``, called when Ctrl-C has ended a wait for outcomes; None removes the hook.
 
     ``outcomes`` are each a `Latch` or a `Promise`, and ``error`` is the KeyboardInterrupt, which is raised afterwards.
     The hook runs in the thread that waited.
@@ -131,7 +130,7 @@ class Latch:
     def __init__(self, on_send: Callable[[], None] | None = None) -> None:
         """Make a latch that is not settled.
 
-        ``on_send`` is called in the sending thread, right before the call goes out that this latch waits for. Give it
+        ``on_send`` is called in the sending thread, right before it sends the call that this latch waits for. Give it
         only if that thread calls `wait` directly afterwards and reads the answer itself.
         """
         self._lock = threading.Lock()
@@ -170,15 +169,16 @@ class Latch:
     def wait(
         self, read: Callable[[Latch], None] | None = None, timeout: float = -1.0, others: Sequence[Latch] = ()
     ) -> Any:
-        """Wait for the outcome, once, and return it or raise the error; a second wait would never end.
+        """Wait for the outcome, and return it or raise the error.
 
-        Ctrl-C ends the wait.
+        Only one thread may wait, and only once: a second wait would never end. Ctrl-C ends the wait with
+        KeyboardInterrupt.
 
         Args:
             read: Called with the latch before this thread sleeps; it may read messages until the answer has come.
-            timeout: Seconds to sleep before this raises RpcTimeout; negative for no limit. The time in ``read`` is
-                not counted.
-            others: The latches for which this thread waits as well: Ctrl-C stops their calls, too, on the workers.
+            timeout: Seconds to sleep before this raises RpcTimeout; negative for no limit. The time that ``read`` takes
+                does not count.
+            others: Other latches for which this thread waits: Ctrl-C stops the calls of these, too, on the workers.
         """
         hook = _thread.blocking
         try:
@@ -227,11 +227,11 @@ class Promise(Generic[T]):
     # -- settling -----------------------------------------------------------------------------
 
     def note_streams(self, value: Any) -> None:
-        """Note the CUDA streams that compute ``value``: those that are current in the calling thread.
+        """Remember the CUDA streams that compute ``value``: the current streams of the calling thread.
 
-        Call this before `try_settle`, for a value that this process has computed. The current streams of the threads
-        that take the value then wait for these streams. Without marks if CUDA has failed: whoever uses the value then
-        gets the error.
+        Call this before `try_settle`, for a value that this process has computed. In each thread that takes the value,
+        the current streams then wait for these. If CUDA has failed, nothing is remembered; using the value then
+        raises CUDA's error.
         """
         try:
             self._marks = mark(value)
@@ -246,7 +246,7 @@ class Promise(Generic[T]):
     ) -> bool:
         """Set the outcome or the error, unless one is set; return whether this call has set it.
 
-        The callbacks run in this thread, or, with ``submit``, in one job that ``submit`` is given.
+        The callbacks run in this thread; with ``submit``, they run in one job that is passed to ``submit``.
         """
         with self._setting:
             if self._settled:
@@ -278,7 +278,7 @@ class Promise(Generic[T]):
     # -- looking ------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """Return whether the outcome has come, be it a value or an error.
+        """Return whether the outcome is there, be it a value or an error.
 
         It is True before the callbacks are called.
         """
@@ -322,7 +322,7 @@ class Promise(Generic[T]):
 
         Args:
             timeout: how long to wait, in seconds; None for no limit, 0 for not at all. A wait that times out changes
-                nothing: the call goes on, and its own time limit stays.
+                nothing: the call continues, and its own time limit stays.
 
         Raises:
             RpcTimeout: the outcome did not come within ``timeout`` seconds, or the time limit of the call has passed.
@@ -404,8 +404,8 @@ class Future(Promise[T], torch.futures.Future[T]):
     def set_result(self, result: T) -> None:
         """Complete the future with the value ``result``, and call its callbacks.
 
-        Raises RuntimeError if the future is complete already. If the GPU still computes tensors in the value, the
-        streams of those who wait for the future wait for the stream that is current here, as in torch.
+        Raises RuntimeError if the future is complete already. If a GPU still computes tensors in the value, the streams
+        of the threads that wait for the future wait for the stream that is current here, as in torch.
 
         Example:
             >>> future = rpc.Future()

@@ -9,17 +9,17 @@ from nbdist.rpc.options import RpcBackendOptions
 __all__ = ["take_on"]
 
 _WITHOUT_EFFECT_NOW = frozenset({"init_method", "devices"})
-"""Options without effect now: the members have met, and nbdist does not need torch's list of devices."""
+"""Options without effect now: the members have met, and nbdist does not use torch's list of devices here."""
 
 
 def take_on(agent: Agent, name: str, rank: int, world_size: int | None, options: RpcBackendOptions | None) -> None:
-    """Apply a program's ``init_rpc`` to the running agent of a cluster: set a time limit, a number of threads.
+    """Apply a program's ``init_rpc`` to the running agent of a cluster: set its time limit and number of threads.
 
-    An option with its default value asks for nothing.
+    An option with its default value changes nothing.
 
     Raises:
         UsageError: ``name`` or a ``rank`` from 0 on is not the agent's, ``world_size`` is larger than the cluster's
-            RPC, or an option cannot be changed now. Nothing has been changed.
+            RPC, or an option cannot be changed now. Then nothing has changed.
     """
     me = agent.me
     if name != me.name:
@@ -45,7 +45,7 @@ def take_on(agent: Agent, name: str, rank: int, world_size: int | None, options:
     asked = {option: value for option, value in vars(options).items() if value != plain.get(option)}
     mine = agent.options.device_maps
     if all(to == name or device_map == mine.get(to) for to, device_map in options.device_maps.items()):
-        asked.pop("device_maps", None)  # the cluster has these maps already, but for that for messages to itself
+        asked.pop("device_maps", None)  # the agent has these maps already; a map to itself is ignored
     refused = [
         option
         for option, value in asked.items()

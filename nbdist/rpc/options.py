@@ -22,17 +22,17 @@ __all__ = [
 ]
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
-"""Seconds after which a call fails that names no limit; torch's default."""
+"""Seconds after which a call without a time limit of its own fails; torch's default."""
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 UNSET_RPC_TIMEOUT = -1.0
-"""The ``timeout`` of a call that takes the agent's default."""
+"""The ``timeout`` with which a call takes the agent's default."""
 _SMALLEST_LIMIT = 64 * 1024
 """Bytes; every message that nbdist sends for its own purposes is shorter."""
 _LARGEST_LIMIT = (1 << 63) - 1
 """Bytes; the largest limit that ZeroMQ accepts."""
 DEFAULT_ARENA_THRESHOLD = 128 * 1024
-"""Bytes from which a tensor is shared through memory."""
+"""The size in bytes from which a tensor is sent through shared memory."""
 DEFAULT_SWITCH_INTERVAL = 0.0001
 """Seconds; Python's own default is 0.005."""
 
@@ -45,7 +45,7 @@ class RpcBackendOptions:
     Args:
         num_worker_threads: how many threads may run functions for other workers at a time. Threads that wait for a
             call of their own do not count.
-        rpc_timeout: seconds after which a call fails that names no limit; 0, infinity or more than 1e8 for no limit.
+        rpc_timeout: seconds after which a call without its own time limit fails; no limit if 0, infinite or above 1e8.
         init_method: where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
         device_maps: for each worker to which tensors are sent, a map from devices here to devices there.
         devices: the devices of this worker that device maps may name; by default all that torch sees.
@@ -184,7 +184,7 @@ def time_limit(rpc_timeout: float) -> float:
 
 
 def _from_environment(value: int | None, name: str) -> int | None:
-    """Return an option that is a number of bytes: as given, or from ``NBDIST_NAME``; None if neither is set.
+    """Return an option that is a number of bytes: the given one, else that of ``NBDIST_NAME``; None if neither is set.
 
     Raises UsageError for anything but a number from 0 on.
     """

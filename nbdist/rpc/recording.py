@@ -1,8 +1,8 @@
-"""The interface through which an autograd recorder sees an agent's messages, so that gradients can flow back.
+"""The interface through which an agent tells an autograd recorder which tensors its messages carry.
 
 `nbdist.autograd` has the recorder, and `nbdist.registry` makes one for each agent. This layer does not know what a
-recorder records. When a message is sent, it gives the recorder the tensors that require grad. When a message has come,
-it has the recorder join them to the graph.
+recorder does. When a message is sent, this layer gives the recorder the tensors that require grad. When a message has
+arrived, it lets the recorder join the tensors to the graph, so that gradients can flow back.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Replied(Protocol):
     """
 
     def enter(self, recording: Recording, sender: int) -> Any:
-        """Return the context of a message that has come; None if that context is over.
+        """Return the context of a message that has arrived; None if that context is over.
 
         ``recording`` is the note that the sender's recorder put into the message, ``sender`` the sender's incarnation.
-        After None, the tensors of the message get no history here.
+        If this returns None, the tensors of the message get no history here.
         """
 
     def incoming(self, context: Any, recording: Recording, sender: int, function: str) -> Attach:
@@ -49,7 +49,7 @@ class Served(Replied, Protocol):
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
         """Record that tensors go to an agent in a call of a function or its answer; return the note for the message.
 
-        ``tensors`` are those that require grad; the list may be empty.
+        ``tensors`` has the tensors that require grad; it may be empty.
         """
 
     def running(self, context: Any, recording: Recording) -> AbstractContextManager[None]:
@@ -63,7 +63,7 @@ class Calling(Protocol):
     """The methods of an autograd recorder that `nbdist.rpc.calls.sender` calls when a call is sent."""
 
     def current(self) -> Any:
-        """Return the autograd context of the calling thread; None outside of any.
+        """Return the autograd context of the calling thread; None outside of any context.
 
         Every call asks this before it is sent.
         """
@@ -71,7 +71,7 @@ class Calling(Protocol):
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
         """Record that tensors go to an agent in a call of a function or its answer; return the note for the message.
 
-        ``tensors`` are those that require grad; the list may be empty. If the message is not sent, `withdraw` must
+        ``tensors`` has the tensors that require grad; it may be empty. If the message is not sent, `withdraw` must
         follow.
         """
 

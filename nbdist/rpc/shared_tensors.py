@@ -1,16 +1,19 @@
-"""Large tensors between agents of one host: who can read whose arena, and how blocks return to their owner.
+"""Large tensors between agents of one host: which agent can read which arena, and how blocks return to their owner.
+
+An *arena* is the shared memory of one agent, divided into *blocks*. An agent that reads a block of another agent has a
+*lease* of it.
 
 When two agents meet, each tests whether it can read the other's memory, and says so (`Hello.reads`). Tensors for an
 agent that cannot read it travel in frames.
 
-The way of a block::
+The life of a block::
 
     owner                                       receiver
     Space.put    copy a tensor in
     Slot.send    lend the block  ── Call ────>  Sharing.begin     read it in place; a lease begins
-                                                (the last tensor is gone)
+                                                (the last tensor in it is collected)
                                                 Sharing.tend      the lease has ended: the block is owed
-    Sharing.on_back   free it  <── any message ─ Sharing.owed      a `GiveBack`, if no other goes in 20 ms
+    Sharing.on_back   free it  <── any message ─ Sharing.owed      a `GiveBack`, if no other message goes in 20 ms
 """
 
 from __future__ import annotations
@@ -31,17 +34,17 @@ from nbdist.wire.tensors import Buffer
 __all__ = ["Sharing"]
 
 _TRIM_EVERY_SECONDS = 5.0
-"""Seconds between two looks for memory that was not needed lately."""
+"""Seconds between two searches for memory that was not used lately."""
 _RIDE_WAIT_SECONDS = 0.02
-"""Seconds for which a block waits for another message to its owner that can take it along."""
+"""Seconds for which a block waits for another message that can take it back to its owner."""
 _RETURN_AT_ONCE_BYTES = 8 << 20
-"""Bytes owed to one agent above which they are sent back at once."""
+"""If more bytes than this must go back to one agent, they go back at once."""
 _NO_BLOCKS: list[tuple[int, int]] = []
-"""The empty list of blocks, for the usual case."""
+"""The empty list of blocks, which `owed` usually returns."""
 
 
 class _Owed:
-    """The blocks that must go back to one agent."""
+    """The blocks that must go back to one agent, their owner."""
 
     def __init__(self, due: float) -> None:
         self.blocks: list[tuple[int, int]] = []
@@ -49,9 +52,9 @@ class _Owed:
         self.shared: list[tuple[int, int]] = []
         """The segment and offset of each block that a forked process may still read, and that must not be reused."""
         self.size = 0
-        """The bytes of them all."""
+        """The bytes of all these blocks."""
         self.due = due
-        """The moment at which they go back in a message of their own."""
+        """The moment at which they go back in a message of their own, as of `time.monotonic`."""
 
 
 class Sharing:
@@ -65,7 +68,7 @@ class Sharing:
             *([arena] if arena is not None else []),
             *(gpus.arenas if gpus is not None else []),
         ]
-        """All memory that this agent lends. Each ignores blocks that are another's."""
+        """All arenas of this agent, on the CPU and on GPUs. Each ignores blocks of other arenas."""
         self._reads = reads
         """True if this agent may read the memory of others at all."""
         self._leases = Leases(gpus)
@@ -74,9 +77,9 @@ class Sharing:
         self._readable: dict[int, bool] = {}
         """True or False for each agent whose arena was tested, by incarnation."""
         self.ended = self._leases.ended
-        """The leases that have ended and that `tend` has not looked at; empty in the usual case."""
+        """The leases that have ended and that `tend` has not handled yet; usually empty."""
         self.owing: dict[int, _Owed] = {}
-        """The blocks that should go back, by their owner's incarnation."""
+        """The blocks that must go back, by their owner's incarnation."""
         self._lock = threading.Lock()
         """Guards `owing`."""
         self.trim_at = 0.0
@@ -85,7 +88,7 @@ class Sharing:
     # -- meeting another agent ----------------------------------------------------------------
 
     def can_read(self, owner: Record) -> bool:
-        """Return whether this agent can read the arena of another; tested once for each agent.
+        """Return whether this agent can read the arena of another agent. Tests this once for each agent.
 
         False for an agent on another host, and for every agent if the options forbid shared memory.
         """
@@ -100,7 +103,7 @@ class Sharing:
         self.on_met(self._me, self.can_read(self._me))
 
     def on_met(self, other: Record, reads: bool) -> None:
-        """Note whether another agent, which has just said so, can read this one's arena.
+        """Note whether another agent can read this agent's arena; the other agent has just said so.
 
         If it can, large tensors for it go into shared memory from now on. A second call changes nothing.
         """
@@ -111,7 +114,7 @@ class Sharing:
     # -- sending ------------------------------------------------------------------------------
 
     def undelivered(self, receiver: int, message: Message) -> None:
-        """Retire the shared memory of a message that is given up but may have arrived: it is never used again.
+        """Retire the blocks of a message that was given up but may have arrived: they are never used again.
 
         Called once for each such message; a message without shared memory is ignored.
         """
@@ -124,7 +127,7 @@ class Sharing:
     def begin(self, owner: Record, places: Sequence[Place]) -> list[Buffer | GpuBytes] | None:
         """Return the memory of the tensors that a message brought in shared memory, one buffer for each of ``places``.
 
-        From now on this agent reads that memory; once no tensor refers to it, it goes back to ``owner``. Returns None
+        From now on this agent borrows that memory. It goes back to ``owner`` once no tensor refers to it. Returns None
         if the sender has died, and the memory with it. A place that cannot be mapped for another reason is an
         `Unreadable`; decoding it raises DecodeError.
         """
@@ -134,11 +137,11 @@ class Sharing:
         return memory
 
     def tend(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:
-        """Collect blocks that no tensor here refers to any more, and free memory that was not needed lately.
+        """Collect blocks that no tensor here refers to any more, and free memory that was not used lately.
 
-        Called by the reading thread between two messages. Returns the messages that give blocks back, with their
-        receivers, for the caller to send, and the moment by which to call this again if nothing happens before (as of
-        `time.monotonic`, as ``now`` is). Call it before that if `ended` or `owing` is not empty, or `trim_at` has come.
+        The reading thread calls this between two messages. Returns the messages that give blocks back, with their
+        receivers, which the caller sends; and the moment by which to call this again, as of `time.monotonic`. Call it
+        earlier if `ended` or `owing` is not empty, or `trim_at` has come. ``now`` is the time, as of `time.monotonic`.
         """
         if self.ended:
             self._collect(now)
@@ -153,9 +156,9 @@ class Sharing:
     # -- giving back --------------------------------------------------------------------------
 
     def owed(self, to: int) -> list[tuple[int, int]]:
-        """Take the blocks of agent ``to`` that a message can give back to it; call `owe` if it does not go out.
+        """Take the blocks that the next message to agent ``to`` gives back; call `owe` if that message is not sent.
 
-        A block of its shared memory is a pair of segment and offset. The list is empty if nothing has to go back.
+        Each block is a pair of segment and offset. The list is empty if nothing has to go back.
         """
         if self.ended:
             self._collect(time.monotonic())
@@ -171,9 +174,9 @@ class Sharing:
             return blocks
 
     def owe(self, to: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Put back the blocks from `owed` whose message to agent ``to`` certainly has not gone out.
+        """Put back blocks that `owed` returned for a message to agent ``to`` that was certainly not sent.
 
-        They go back with a later message.
+        A later message takes them back.
         """
         with self._lock:
             self.owing.setdefault(to, _Owed(time.monotonic())).blocks += blocks
@@ -194,7 +197,7 @@ class Sharing:
         """Return the messages that give back blocks which have waited too long, and when the next ones are due.
 
         Each message comes with the incarnation of its receiver; the caller sends it. The moment is as of
-        `time.monotonic`, infinite if none waits.
+        `time.monotonic`, infinite if no block waits.
         """
         due: list[tuple[int, GiveBack]] = []
         later = math.inf
@@ -217,9 +220,9 @@ class Sharing:
             arena.give_back(sender, blocks)
 
     def on_give_back(self, message: GiveBack, sender: int, _: list[bytes]) -> None:
-        """Retire blocks that another agent gives back although a process that it forked may still read them.
+        """Retire blocks that another agent gives back although a process forked from it may still read them.
 
-        They are never used again. The blocks that can be used again came in the message's envelope (`on_back`).
+        They are never used again. Blocks that can be used again come in the message's envelope (`on_back`).
         """
         for arena in self._arenas:
             arena.lose(sender, message.shared)

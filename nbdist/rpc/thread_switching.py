@@ -15,9 +15,9 @@ __all__ = ["shorten"]
 
 _lock = threading.Lock()
 _wanted: list[float] = []
-"""The intervals that are in force, one for each `shorten` that was not ended."""
+"""The intervals in force, one for each call of `shorten` whose limit has not ended."""
 _before = _ours = 0.0
-"""The interval from before the first `shorten`, and the one that was set here last."""
+"""The interval before the first `shorten`, and the interval that this module set last."""
 
 
 def shorten(seconds: float) -> Callable[[], None]:
@@ -45,10 +45,10 @@ def shorten(seconds: float) -> Callable[[], None]:
 
 
 def _apply() -> None:
-    """Set the process's switch interval to the shortest of those wanted and the one from before the first `shorten`.
+    """Set the process's switch interval to the shortest wanted one, or to the one before the first `shorten`.
 
-    So it is the one from before when nobody wants another any more. If the user has set one meanwhile, that stays. The
-    caller holds the lock.
+    The shortest of all these counts. If the user has set an interval meanwhile, that interval stays. The caller holds
+    the lock.
     """
     global _ours
     if sys.getswitchinterval() == _ours:  # else the user has set another one

@@ -12,9 +12,9 @@
 torch.Size([1, 7])
 >>> sw.close()
 
-notebooks/09_swarm.ipynb serves SmolLM2 and kills workers while it writes.
+notebooks/09_swarm.ipynb serves SmolLM2 and kills workers while it generates text.
 
-The path of one token, and the modules along it (a *span* is a row of consecutive blocks on one server)::
+The path of one token, and the modules along it. A *span* is a row of consecutive blocks on one server::
 
     client   transformers' model code          model      its layers are stand-ins that record how they are called
                  │
@@ -25,12 +25,12 @@ The path of one token, and the modules along it (a *span* is a row of consecutiv
                  │ waits for cache memory       cache_room, cache_budget
              the server's one computing thread  computing, queues
                  │
-    client   every server also sends its output to the client, which needs it to replace a server that dies
+    client   every server also sends its output to the client, which needs it if the next server dies
 
 ============ ======================================================================================
 swarm        `serve` and `Swarm`, the public interface
-client       a room: models, sessions, routes, and what is known of the servers
-server       a room: blocks, caches and the computing thread, on each worker
+client       a subpackage: models, sessions, routes, and what the client knows about the servers
+server       a subpackage: blocks, caches and the computing thread, on each worker
 history      the inputs of a span, kept by the client to replay them on another server
 stacking     stacks several requests into one, and splits a request into micro-batches
 carriage     the extra time that a call with large tensors gets on a slow connection

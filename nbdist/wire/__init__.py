@@ -1,1 +1,1 @@
-"""The layer of bytes: the messages, how values become frames, and the protocol with one peer. All of it is pure."""
+"""The layer of bytes: messages, the encoding of values as frames, and the protocol with one peer. All of it is pure."""

@@ -3,20 +3,20 @@
 =============  =======================================================================================
 module         subject
 =============  =======================================================================================
-`encoding`     any value to frames, by the cheapest way that can carry it
+`encoding`     any value to frames, in the cheapest way that can carry it
 `usual`        the usual call and the usual result to frames, in one function each
 `decoding`     frames to the value, in the reading thread or later
 `quick`        values of atoms, tensors and references: a pickle of the atoms, with holes
 `few_tensors`  values of tensors and atoms in containers: a pickler that looks for tensors only
-`pickler`      anything else: exceptions, modules, TorchScript, definitions of ``__main__``, references
+`pickler`      any other value: exceptions, modules, TorchScript, definitions of ``__main__``, references
 `unpickler`    reads what the two picklers have written
-`stand_ins`    the names that a pickled body refers to
+`stand_ins`    the objects in a pickled body that are written as names only
 `definitions`  the functions and classes of ``__main__``: their names and digests
-`registered`   the types and reducers that the layers above register with the codec
+`registered`   the types and reducers that higher layers register with the codec
 =============  =======================================================================================
 
-An *atom* is None, a bool, an int, a float, a str or bytes. The body is pickle 5. Decoding runs code, as unpickling
-does; callers authenticate the sender first (G6).
+An *atom* is None, a bool, an int, a float, a str or bytes. The *body* is the first frame after the envelope, a pickle
+of protocol 5. Decoding runs code, as unpickling does; callers authenticate the sender first (G6).
 """
 
 from __future__ import annotations

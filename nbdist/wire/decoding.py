@@ -21,13 +21,13 @@ from nbdist.wire.tensors import unpack_tensors
 __all__ = ["NOT_DECODED", "decode", "decode_early", "decodes_quickly"]
 
 _QUICK_BYTES = 1 << 16
-"""Bytes up to which decoding takes no longer than waking another thread for it."""
+"""The bytes up to which decoding takes no longer than waking another thread for it."""
 
 
 def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
     """Return whether the reading thread may decode a value: it is small, and needs no user code and no GPU.
 
-    Otherwise a *job* decodes it: a function that a thread of the agent's pool runs, while another thread reads on.
+    Otherwise a *job* decodes it, a function that a thread of the agent's pool runs, while another thread reads on.
     """
     if not payload.plain:
         return False
@@ -41,10 +41,10 @@ def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
 
 
 def _is_copied(meta: TensorMeta, payload: Payload, frames: Sequence[bytes]) -> bool:
-    """Return whether a tensor for another device, such as this process's GPU, has to be copied there.
+    """Return whether a tensor for another device, such as this process's GPU, must be copied there.
 
-    The copy waits for what the GPU does before, whatever the size: nobody would read messages meanwhile. A tensor that
-    lies in shared memory of the GPU is not copied.
+    Such a copy waits for earlier work of the GPU, whatever its size, and no thread would read messages meanwhile. A
+    tensor in shared memory of the GPU is not copied.
     """
     place = payload.buffers[meta.buffer][0] if 0 <= meta.buffer < len(payload.buffers) else 0
     count = len(payload.places)
@@ -58,17 +58,18 @@ NOT_DECODED = object()
 def decode_early(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] = ()) -> Any:
     """Return the value in ``frames`` if the reading thread may decode it, as `decodes_quickly` says.
 
-    Otherwise, or if the value cannot be decoded, returns the object `NOT_DECODED`, and raises nothing: the caller has a
-    job call `decode`, which raises the error. Always returns `NOT_DECODED` if ``NBDIST_USUAL=0`` is in the environment.
+    Returns the object `NOT_DECODED` if it may not, or if the value cannot be decoded, and raises nothing. The caller
+    then lets a job call `decode`, which raises the error. With ``NBDIST_USUAL=0`` in the environment, this always
+    returns `NOT_DECODED`.
     """
     if not payload.plain or not usual.IS_ON:
         return NOT_DECODED
     try:
         if not payload.places and sum(map(len, frames)) < _QUICK_BYTES:
-            # Atoms only: one call of C pickle.
+            # Only atoms: one call of C pickle.
             if len(frames) == 1 and not payload.form and not payload.tensors:
                 return pickle.loads(frames[0])
-            # A few small tensors or references among them.
+            # A few small tensors or references as well.
             if payload.form and not payload.recorded:
                 for meta in payload.tensors:
                     if meta.device is not None and _is_copied(meta, payload, frames):
@@ -85,10 +86,10 @@ def decode(
     references: Sequence[Any] = (),
     attach: Attach = None,
 ) -> Any:
-    """Return the value in ``frames``, the last of which are its storages in shared memory (``payload.places``).
+    """Return the value in ``frames``; the last of these are its storages in shared memory (``payload.places``).
 
     ``payload`` describes the frames. ``references`` are the receiver's references for ``payload.forks``, in that order.
-    ``attach`` joins tensors that were sent in an autograd context to the receiver's graph; without it they become
+    ``attach`` joins tensors that were sent in an autograd context to the receiver's graph. Without it, they become
     leaves that require grad.
 
     Raises DecodeError if the value cannot be rebuilt (MissingDefinition if ``__main__`` here lacks a definition), and
@@ -102,7 +103,7 @@ def decode(
     try:
         if payload.plain and not payload.form and not payload.tensors and len(frames) == 1:
             return pickle.loads(frames[0])
-        # The frames, in the order in which `encode` has put them: body, tensors, odd tensors, large buffers, shared
+        # The frames have the order in which `encode` puts them: body, tensors, odd tensors, large buffers, shared
         # memory.
         leased = frames[len(frames) - len(payload.places) :]
         frames = frames[: len(frames) - len(payload.places)]
@@ -113,7 +114,7 @@ def decode(
         recorded: list[torch.Tensor] = []
         if payload.recorded:
             odd: list[torch.Tensor] = []
-            # Some recorded tensors could not be packed, and are a pickle in a frame of their own.
+            # Recorded tensors that could not be packed are a pickle in a frame of their own.
             if min(payload.recorded) < 0:
                 odd = Unpickler(frames[behind], (), tensors, ()).read()
                 behind += 1

@@ -1,11 +1,11 @@
-"""`Devices`: says on which device of the receiver the tensors of a message arrive.
+"""Says on which device of the receiver each tensor of a message arrives (`Devices`).
 
 ============================ ========================================================================
 a tensor's device here       the receiver's device
 ============================ ========================================================================
-one that a device map names  what the map says (`nbdist.rpc.RpcBackendOptions.set_device_map`)
+a device in a device map     the mapped device (`nbdist.rpc.RpcBackendOptions.set_device_map`)
 the CPU                      the CPU
-a GPU, to itself             the same GPU
+a GPU, sent to itself        the same GPU
 a GPU, within a cluster      the receiver's own: a worker's GPU, or the CPU for the notebook
 a GPU, anywhere else         none: the tensor cannot be sent
 ============================ ========================================================================
@@ -23,12 +23,12 @@ from nbdist.errors import EncodeError
 __all__ = ["CPU_ONLY", "SAME", "Devices"]
 
 SAME = "same"
-"""As `Devices.own`: every tensor arrives on the device that it is on. For a message of a worker to itself."""
+"""A value of `Devices.own`: each tensor arrives on its own device. For a message of a worker to itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Maps the devices here to those of one receiver."""
+    """Maps the devices of this worker to those of one receiver."""
 
     receiver: str = ""
     """The receiver's name, for the error."""
@@ -40,16 +40,16 @@ class Devices:
     """True if the tensors are part of a result, for the error."""
 
     leave_cpu: bool = field(init=False)
-    """True if CPU tensors arrive on the CPU, as without a device map for them."""
+    """True if CPU tensors arrive on the CPU: no device map sends them elsewhere."""
 
     def __post_init__(self) -> None:
-        """Set `leave_cpu`, which is read for each message."""
+        """Set `leave_cpu`, which is needed for each message."""
         object.__setattr__(self, "leave_cpu", self.mapped.get("cpu", "cpu") == "cpu")
 
     def of(self, device: torch.device) -> str | None:
-        """Return the receiver's device for a tensor on ``device``; None for the CPU if no map says so.
+        """Return the receiver's device for a tensor on ``device``; None means the CPU.
 
-        Raises EncodeError for a GPU if there is none.
+        Raises EncodeError for a GPU that has no device on the receiver.
         """
         name = str(device)
         if (there := self.mapped.get(name)) is not None:
@@ -73,4 +73,4 @@ class Devices:
 
 
 CPU_ONLY = Devices()
-"""For a receiver of which nothing is known: tensors on GPUs cannot be sent."""
+"""For an unknown receiver: tensors on GPUs cannot be sent to it."""

@@ -17,15 +17,15 @@ NO_TENSORS = Payload()
 
 
 class Encoded(NamedTuple):
-    """A value as it travels: its part of the header, and the frames after the envelope."""
+    """A value in the form in which it travels: its part of the header, and the frames after the envelope."""
 
     payload: Payload
     frames: list[Buffer]
     recorded: Sequence[torch.Tensor] = ()
-    """The tensors whose gradients are to come back, in the order of their gradients."""
+    """The tensors whose gradients will come back, in the order of their gradients."""
     requires_grad: bool = False
     """True if there are tensors that require grad and are not recorded."""
     slots: Sequence[Slot] = ()
     """The copies of storages in shared memory. They must be kept until the message is sent."""
     named: Sequence[tuple[str, str]] = ()
-    """The definitions of ``__main__`` that the receiver must have, by name and digest; the body only names them."""
+    """The definitions of ``__main__`` that the receiver needs, by name and digest; the body has only their names."""

@@ -1,12 +1,12 @@
-"""Encodes values as frames, by the cheapest way that can carry the value.
+"""Encodes values as frames, in the cheapest way that can carry the value.
 
 ====================================  ======================================================
 value                                 way
 ====================================  ======================================================
 atoms, also in containers             one call of C pickle
 tensors, references, atoms            `nbdist.wire.quick`: a pickle of atoms, with holes
-tensors and atoms in containers       `nbdist.wire.pickling.few_tensors`: a pickler that sees tensors
-anything else                         `nbdist.wire.pickling.pickler`
+tensors and atoms in containers       `nbdist.wire.pickling.few_tensors`: a pickler that looks for tensors only
+any other value                       `nbdist.wire.pickling.pickler`
 ====================================  ======================================================
 """
 
@@ -49,17 +49,16 @@ def encode(
 ) -> Encoded:
     """Return the frames that carry ``value`` to another agent, and the header that describes them.
 
-    Large storages go into ``space``, shared memory that the receiver can read, if given. ``by_value`` puts the
+    If there is a ``space``, shared memory that the receiver can read, large storages go there. ``by_value`` puts the
     definitions of ``__main__`` into the message along with their names, except those whose digests are ``known`` to the
-    receiver. If the receiver is ``lacking`` one that the value names, the whole message is encoded by value. ``forker``
-    makes the forks of references; without one, a reference cannot be sent. ``devices`` says on which device of the
-    receiver each tensor arrives. With ``record``, tensors that require grad are marked, so that `decode` joins them to
-    the receiver's graph.
+    receiver. If the receiver is ``lacking`` a definition that the value names, the whole message is encoded by value.
+    ``forker`` makes the forks of references; without a forker, a reference cannot be sent. ``devices`` says on which
+    device of the receiver each tensor arrives. With ``record``, tensors that require grad are marked, so that `decode`
+    joins them to the receiver's graph.
 
-    Raises EncodeError for a value that cannot be sent; its text begins with the verb, for callers to put a noun before
-    it.
+    Raises EncodeError for a value that cannot be sent. Its text begins with a verb; callers put a noun before it.
     """
-    # The cheapest way first. Each of these looks at the value only as far as it must.
+    # The cheapest way first. Each check inspects the value only as far as it must.
     form = quick.form_of(value, reference_types)
     simplicity = few_tensors.simplicity(value, record) if form == quick.OTHER else few_tensors.TENSORS
     if form == quick.PLAIN or simplicity == few_tensors.PLAIN:
@@ -87,24 +86,24 @@ def encode(
         tensors, where, frames = packer.pack()
     except ValueWanted:
         if forker is not None:
-            forker.take_back()  # the second attempt may meet other references, if reducers make them
+            forker.take_back()  # the second attempt may find other references, if reducers make them
         return encode(value, by_value=True, forker=forker, devices=devices, record=record, space=space)
     except NbdistError:
         raise
     except Exception as error:
         raise EncodeError(f"cannot be sent: {error}") from error
     payload = Payload(where, tensors, pickler.forks, pickler.plain, pickler.definitions, places, packer.places)
-    # `decode` finds the frames by this order. On arrival, the storages in shared memory are added at the end.
+    # `decode` relies on this order of the frames. On arrival, the storages in shared memory are added at the end.
     all_frames = [body.getvalue(), *frames, *odd, *out_of_band]
     warn = pickler.requires_grad and not record
     return Encoded(payload, all_frames, pickler.recorded, warn, packer.slots, pickler.named)
 
 
 def _pack_recorded(tensors: Sequence[torch.Tensor], packer: TensorPacker, frames: list[Buffer]) -> list[int]:
-    """Add the data of tensors that are sent in an autograd context to the message; return their indices there.
+    """Add the data of tensors that are sent in an autograd context to the message; return their indices in it.
 
-    An index from 0 on counts the tensors of ``packer``. A tensor that cannot be packed, such as a sparse one, goes into
-    the *odd* frame, a pickle of all such tensors, which is added to ``frames``. Its index is -1, -2, … there.
+    An index from 0 on counts the tensors of ``packer``. Tensors that cannot be packed, such as sparse ones, go together
+    into the *odd* frame, a pickle that is added to ``frames``. Their indices are -1, -2, …
     """
     places: list[int] = []
     odd: list[torch.Tensor] = []

@@ -9,13 +9,13 @@ import torch
 __all__ = ["Attach", "with_history"]
 
 Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]] | None
-"""Gives recorded tensors their history, and returns them. None: each tensor begins a history of its own."""
+"""Gives recorded tensors their history, and returns them. None: each tensor becomes a leaf."""
 
 
 def with_history(tensors: list[torch.Tensor], attach: Attach) -> list[torch.Tensor]:
     """Return ``tensors``, which required grad on the sender, with the history that ``attach`` gives them.
 
-    Without ``attach``, which is None for a message whose context is over or that came without one, they become leaves
-    that require grad.
+    ``attach`` is None if the message has no context, or its context is over. Then the tensors become leaves that
+    require grad.
     """
     return attach(tensors) if attach is not None else [tensor.requires_grad_() for tensor in tensors]

@@ -1,10 +1,10 @@
 """The typed headers of all messages between agents.
 
-A message travels as a list of frames. The first is the envelope (msgspec; decoded before anything else, and it cannot
-run code). If the message carries values, the pickled body and the raw buffers follow. Fields are encoded as arrays
-rather than maps, so that the envelope of an empty call takes some 50 bytes.
+A message travels as a list of frames. The first frame is the envelope (msgspec). It is decoded before anything else,
+and it cannot run code. If the message carries values, the pickled body and the raw buffers follow. Fields are encoded
+as arrays rather than maps, so that the envelope of an empty call takes about 50 bytes.
 
-Each message is a class, whose attributes say all that the layers above must know of it: see `Message`.
+Each type of message is a class. Its attributes tell the layers above all that they must know about it: see `Message`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 VERSION = 12
-"""Raised with every change of the bytes between agents, which include the names of modules and functions of nbdist.
+"""Increase this with every change of the bytes between agents, which include names of nbdist's modules and functions.
 
 Agents of different versions refuse each other.
 """
@@ -78,7 +78,7 @@ class TensorMeta(msgspec.Struct, array_like=True, frozen=True):
     strides: list[int] | None
     """None for a contiguous tensor at the beginning of its buffer."""
     offset: int
-    """The place of the first element in the buffer, counted in elements."""
+    """The position of the first element in the buffer, counted in elements."""
     flags: int
     """The sum of 1 for requires_grad, 2 for a parameter."""
     device: str | None = None
@@ -89,7 +89,7 @@ class State(msgspec.Struct, array_like=True, frozen=True):
     """Describes a referenced value so that it can be displayed without fetching it."""
 
     module: str
-    """The module of the value's class, or of the error's class if ``error`` is a text."""
+    """The module of the value's class, or of the error's class if ``error`` is not None."""
     qualname: str
     """The qualified name of that class."""
     shape: list[int] | None = None
@@ -103,11 +103,11 @@ class State(msgspec.Struct, array_like=True, frozen=True):
     names: list[str] | None = None
     """The names that completion offers for the value."""
     error: str | None = None
-    """The text of the error in the value's place; None for a value."""
+    """The text of the error in the value's place; None if there is a value."""
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):
-    """One hand-over of a reference, as it travels in a message."""
+    """One hand-over of a reference, in the form in which it travels in a message."""
 
     rref: GlobalId
     """The id of the value."""
@@ -137,7 +137,7 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
 
 
 Hole = tuple[int, int, int]
-"""A hole in a value: its place, the kind of thing that belongs there (`nbdist.wire.quick`), which one of that kind."""
+"""A hole in a value: its place, the kind of object that belongs there (`nbdist.wire.quick`), and its index there."""
 
 
 class Payload(msgspec.Struct, array_like=True, frozen=True):
@@ -152,7 +152,7 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
     plain: bool = True
     """True if decoding runs no user code.
 
-    The value then has only tensors, atoms and built-in containers, and references that `quick` has taken out.
+    The value then has only tensors, atoms and built-in containers, and references that `quick` has replaced by holes.
     """
     definitions: list[tuple[str, str]] = []
     """The definitions of the sender's ``__main__`` in the body, by name and digest.
@@ -160,13 +160,13 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
     If the body has no function (None in its place), this names the function to call.
     """
     recorded: list[int] = []
-    """The indices of the tensors that were recorded for a backward pass; those in the odd frame count as -1, -2, …"""
+    """The indices of the tensors that were recorded for a backward pass; those in the odd frame count -1, -2, …"""
     places: list[Place] = []
-    """The storages that are in the sender's arena rather than in frames; in `buffers` they are frames -1, -2, …"""
+    """The storages that are in the sender's arena rather than in frames. In `buffers` their frames are -1, -2, …"""
     form: int = 0
-    """The form of the body, as `nbdist.wire.quick` has them; 0 if the body is the pickle of the whole value."""
+    """The form of the body (`nbdist.wire.quick`); 0 if the body is the pickle of the whole value."""
     holes: list[Hole] = []
-    """The places from which `nbdist.wire.quick` has taken tensors and references."""
+    """The places that tensors and references had in the value (`nbdist.wire.quick`)."""
 
 
 class Recording(msgspec.Struct, array_like=True, frozen=True):
@@ -179,11 +179,11 @@ class Recording(msgspec.Struct, array_like=True, frozen=True):
     message: int
     """The edge's id; negative if no tensor of the message requires grad."""
     grad: bool
-    """True if autograd was on where the call was made."""
+    """True if autograd was enabled where the call was made."""
     lines: bool = False
-    """True if autograd nodes should note the line of code that made them."""
+    """True if autograd nodes should record the line of code that made them."""
     check: bool = False
-    """True if computed values should be searched for NaN."""
+    """True if computed values should be checked for NaN."""
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -193,29 +193,29 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     id: int
     """The worker's id (rank) in the world."""
     incarnation: int
-    """The number of this run of the agent, unlike that of any other agent, dead or alive."""
+    """The number of this run of the agent. No other agent, dead or alive, has the same."""
     addresses: list[str]
-    """Where it listens, the best address first."""
+    """The addresses at which the agent listens, the best first."""
     host: str
-    """The identity of its host; agents with the same one are local to each other."""
+    """The identity of the agent's host. Agents with the same one are local to each other."""
     pid: int
     started: int
-    """The time at which its process started, which tells it from a later process with the same pid."""
+    """The time when its process started. It tells the process from a later one with the same pid."""
     world_size: int | None
-    """The number of agents in the world; None for a world that may grow."""
+    """The number of agents in the world; None for a dynamic world."""
     version: int = VERSION
     device_maps: dict[str, dict[str, str]] = {}
     """The receiver's device for each device of this agent, by the receiver's name."""
     arena: int | None = None
-    """The number of an open file by which others test whether they can read its arena; None if it has no arena."""
+    """The number of an open file with which others test whether they can read its arena; None without an arena."""
     device: str = ""
-    """Where GPU tensors arrive that no device map names, such as ``"cuda:0"`` or ``"cpu"``; empty if they cannot."""
+    """The device, such as ``"cuda:0"``, on which GPU tensors without a device map arrive; empty if they cannot."""
     devices: list[str] = []
-    """The devices that the agent's options name as its own; empty for all that torch sees."""
+    """The devices that the agent's options name as its own; empty for all devices that torch sees."""
     gpus: int = 0
     """The number of GPUs that torch sees there."""
     gpu_uuids: list[str] = []
-    """The ids of these GPUs; "" for one whose memory cannot be shared, and nothing if no memory of GPUs is shared."""
+    """The ids of these GPUs; "" for a GPU whose memory cannot be shared. Empty if no memory of GPUs is shared."""
 
 
 class Mode(IntEnum):
@@ -239,9 +239,9 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
     kind: ClassVar[str]
     """The word that names the message in fault rules and traces."""
     must_arrive: ClassVar[bool] = False
-    """True for a message that is numbered, kept until it is acknowledged, and sent again if need be."""
+    """True for a message that is numbered, kept until it is acknowledged, and sent again if needed."""
     gives_back: ClassVar[bool] = False
-    """True for a message that may take along blocks of the receiver's arena that the sender needs no longer."""
+    """True for a message that may give back blocks of the receiver's arena."""
 
 
 class Carrier(Message, frozen=True):
@@ -252,7 +252,7 @@ class Carrier(Message, frozen=True):
 
     @property
     def payload(self) -> Payload:
-        """The description of those frames; a field of each subclass."""
+        """The description of these frames. Each subclass has it as a field."""
         raise NotImplementedError
 
 
@@ -266,7 +266,7 @@ class Nothing(Message, frozen=True, tag=0):
 
 
 class Hello(Message, frozen=True, tag=1):
-    """The first message on a new connection; repeated until it is answered."""
+    """The first message on a new connection. It is repeated until it is answered."""
 
     kind: ClassVar[str] = "hello"
 
@@ -288,7 +288,7 @@ class Welcome(Message, frozen=True, tag=2):
 
 
 class Ready(Message, frozen=True, tag=3):
-    """Says that the sender has shaken hands with every member."""
+    """Says that the sender has met every member."""
 
     kind: ClassVar[str] = "ready"
 
@@ -306,7 +306,7 @@ class Refused(Message, frozen=True, tag=4):
 
 
 class Goodbye(Message, frozen=True, tag=5):
-    """Says that the sender leaves; nothing more will come from it. ``orderly``: the whole world has ended."""
+    """Says that the sender leaves and sends nothing more. ``orderly`` is True if the whole world has ended."""
 
     kind: ClassVar[str] = "goodbye"
 
@@ -316,14 +316,14 @@ class Goodbye(Message, frozen=True, tag=5):
 
 
 class Ping(Message, frozen=True, tag=6):
-    """Asks for a Pong: whether the receiver is there, what has reached it, what it is doing."""
+    """Asks for a Pong, which shows that the receiver is alive, what has reached it, and what it is doing."""
 
     kind: ClassVar[str] = "ping"
 
     number: int
     """Counts the pings to this receiver."""
     is_large: bool = False
-    """True if it travels among the large messages, and asks for those."""
+    """True if it travels among the large messages, and asks about these."""
 
 
 class Pong(Message, frozen=True, tag=7):
@@ -353,7 +353,7 @@ class Call(Carrier, frozen=True, tag=8):
     target: GlobalId | None = None
     """The id of the value that the call works on; None if it works on none."""
     origin: str = ""
-    """The id of the message with which the user's cell began, for whose work the call is made."""
+    """The id of the cell for which the call is made; empty if no cell made it."""
     recording: Recording | None = None
     """The autograd context in which the call was made."""
 
@@ -376,7 +376,7 @@ class Reply(Carrier, frozen=True, tag=9):
     state: State | None = None
     """The description of the value, if it stays with the callee."""
     missing: list[tuple[str, str]] = []
-    """The definitions that the call names, by name and digest, if the callee lacks one. Then it has run nothing."""
+    """The definitions that the call names, by name and digest, if the callee lacks one. Then the call has not run."""
     recording: Recording | None = None
     """The autograd context of the call, and the edge that the result's tensors make."""
 
@@ -392,7 +392,7 @@ class ForkRequest(Message, frozen=True, tag=10):
 
 
 class ForkConfirm(Message, frozen=True, tag=11):
-    """Owner to user: your fork is counted. ``gone``: the value does not exist any more."""
+    """Owner to user: your fork is counted. ``gone`` is True if the value does not exist any more."""
 
     kind: ClassVar[str] = "fork_confirm"
     must_arrive: ClassVar[bool] = True
@@ -405,7 +405,7 @@ class ForkConfirm(Message, frozen=True, tag=11):
 
 
 class ChildAccept(Message, frozen=True, tag=12):
-    """User to the user that handed over the fork: the owner counts it, so your own fork may end."""
+    """User to the user that passed the fork on: the owner counts the fork, so your own fork may end."""
 
     kind: ClassVar[str] = "child_accept"
     must_arrive: ClassVar[bool] = True
@@ -435,23 +435,23 @@ class RRefState(Message, frozen=True, tag=14):
 
 
 class AskShutdown(Message, frozen=True, tag=15):
-    """Leader to member, again and again: asks how far the member is with ending round ``round``."""
+    """Leader to member, repeatedly: asks what the member has under way before round ``round`` can end."""
 
     kind: ClassVar[str] = "ask_shutdown"
 
     round: int
     done: bool
     waits_for: tuple[str, str]
-    """The names that keep the next round from beginning, and what they are to do; empty texts if that is not known."""
+    """The members that keep the next round from beginning, and what they have to do; empty texts if not known."""
     look: int
-    """The number of the look at all members to which this question belongs."""
+    """The number of the leader's look to which this question belongs (`nbdist.rpc.world.shutdown`)."""
 
 
 class ShutdownState(Message, frozen=True, tag=16):
-    """Member to leader: the round it has reached, the messages it has sent, and how many things are under way there.
+    """Member to leader: the round it has reached, the number of messages it has sent, and how much it has under way.
 
-    ``look`` comes from the question: an answer to an earlier look may be older than what this look saw of other
-    members.
+    ``look`` is copied from the question. The leader drops an answer to an earlier look: it may be older than the
+    answers of other members.
     """
 
     kind: ClassVar[str] = "shutdown_state"
@@ -463,7 +463,7 @@ class ShutdownState(Message, frozen=True, tag=16):
 
 
 class Cast(Carrier, frozen=True, tag=17):
-    """A one-way message of a higher layer, which registered a handler for its topic."""
+    """A one-way message of a higher layer, which has registered a handler for its topic."""
 
     topic: str
     data: bytes
@@ -472,7 +472,7 @@ class Cast(Carrier, frozen=True, tag=17):
 
     @property
     def kind(self) -> str:  # type: ignore[override]
-        """The topic, which names the message."""
+        """The topic."""
         return self.topic
 
 
@@ -487,20 +487,20 @@ class Stop(Message, frozen=True, tag=18):
 
 
 class GiveBack(Message, frozen=True, tag=19):
-    """Receiver to owner of an arena: takes back the blocks in its envelope, because no other message went that way."""
+    """Receiver to owner of an arena: gives back blocks, because no other message to the owner could take them."""
 
     kind: ClassVar[str] = "give_back"
     must_arrive: ClassVar[bool] = True
     gives_back: ClassVar[bool] = True
 
     shared: list[tuple[int, int]]
-    """Blocks that a forked process may still read: they also go back, but must never be used again."""
+    """Blocks that a forked process may still read. They must never be used again. Other blocks are in the envelope."""
 
 
 class Silence(Message, frozen=True, tag=20):
-    """Tells another member that a member has been silent for some time: the receiver asks that member itself.
+    """Tells another member that a member has been silent for some time. The receiver then asks that member itself.
 
-    The silent member gets it, too, by way of others, if the sender has lost it.
+    If the sender has lost the silent member, the receiver passes the message on to it.
     """
 
     kind: ClassVar[str] = "silence"
@@ -508,9 +508,9 @@ class Silence(Message, frozen=True, tag=20):
     of: int
     """The incarnation of the silent member."""
     silent: float
-    """Seconds of its silence."""
+    """Seconds for which the member has been silent."""
     lost_by: int = 0
-    """The incarnation of the agent that has lost the silent member; 0 if that agent waits for a sign of life."""
+    """The incarnation of the agent that has lost the silent member; 0 if no agent has lost it yet."""
 
 
 if TYPE_CHECKING:
@@ -521,10 +521,10 @@ else:
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
-    """The header around a message: who speaks to whom, and what has arrived so far.
+    """The header around a message: its sender and receiver, and acknowledgements.
 
     ``seq`` is the number of a message that must arrive, and 0 for others. ``ack`` and ``more`` acknowledge the other
-    side's messages: all up to ``ack``, and those in ``more``. ``base`` is the lowest number that the sender may still
+    agent's messages: all up to ``ack``, and those in ``more``. ``base`` is the lowest number that the sender may still
     send: its messages with lower numbers have been acknowledged or given up.
     """
 
@@ -536,11 +536,11 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
     more: list[int]
     message: AnyMessage
     back: list[tuple[int, int]] = []
-    """Blocks of the receiver's arena, by segment and offset, that the sender needs no longer."""
+    """Blocks of the receiver's arena, by segment and offset, that the sender does not need any more."""
     deletes: list[UserDelete] = []
-    """Forks that the sender has released. This message carries their deletes, so they need no messages of their own."""
+    """Forks that the sender has released. Their deletes travel in this message and need no messages of their own."""
     is_large: bool = False
-    """True if the numbers are those of large messages, which are counted apart."""
+    """True if the numbers are those of large messages, which have numbers of their own."""
 
 
 encode_envelope: Callable[[Envelope], bytes] = msgspec.msgpack.Encoder().encode
@@ -554,9 +554,9 @@ NOT_A_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def decode_envelope(frame: bytes) -> Envelope:
-    """Decode a first frame; raise ProtocolError for garbage. Nothing in it can run code.
+    """Decode a first frame. Nothing in it can run code.
 
-    A sender that is no agent of nbdist, or of another version, causes that.
+    Raises ProtocolError for garbage: the sender is no agent of nbdist, or has another version of it.
     """
     try:
         return decode(frame)

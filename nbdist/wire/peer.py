@@ -1,6 +1,6 @@
 """The protocol with one other agent: each message that must arrive is handled once, in any order.
 
-A message stays unhandled only if the peer is lost, or if the sender gives the message up after many tries.
+A message is not handled only if the peer is lost, or if the sender gives the message up after many tries.
 
 Pure: messages and the time go in, frames to transmit come out. The life of a message that must arrive::
 
@@ -11,7 +11,7 @@ Pure: messages and the time go in, frames to transmit come out. The life of a me
               └─────┼─────────────────────────────────── sent again (`_resend`)
                     └── sent 1 + `retries` times ──> `Undelivered` ──> forgotten
 
-The `Standing` of a *watched* peer on another host (G3). `lose` makes any peer LOST; until then, a peer on this host, or
+The `Standing` of a *watched* peer on another host (G3). `lose` makes any peer LOST. Until then, a peer on this host, or
 one that is not watched, is LIVE::
 
     LIVE ── silent for 5 s ──> SUSPECT ── silent for 12 s ──> LOST
@@ -22,20 +22,21 @@ A message that must arrive gets a number, and the sender keeps it until it is ac
 inside the next message in the other direction, or alone after a moment. A `UserDelete`, for which no thread waits,
 travels inside the next message that must arrive (`Peer.send_later`), or alone after a moment.
 
-Time alone is no reason to send a message again. A *ping* asks what has arrived. A message is sent again if it was sent
-before the ping and the answer does not acknowledge it, or if the channel refused it. The receiver drops a message that
-it has received before. So a call runs at most once (G2), even if the channel loses, doubles and reorders messages.
+The sender does not send a message again only because time has passed. Its *ping* asks what has arrived. It sends a
+message again if it sent the message before the ping and the answer does not acknowledge it, or if the channel refused
+it. The receiver drops a message that it has received before. So a call runs at most once (G2), even if the channel
+loses, doubles and reorders messages.
 
 Large messages travel over a link of their own, so that neither small messages nor heartbeats wait behind them. A small
 message often arrives before a large one that was sent earlier. So each kind has its own `Peer`, with its own numbers,
 acknowledgements and pings. Only the `Peer` of the small messages declares an agent lost after silence.
 
 A watched peer gets a heartbeat after each second of silence. `nbdist.rpc.world.watching` says which peers are watched:
-in a large world only those that matter to this agent, and a few more. The silence of a peer that is not asked proves
-nothing, so it counts only from the call of `Peer.watch`.
+in a large world only those that matter to this agent, and a few more. A peer that gets no heartbeats need not speak, so
+its silence proves nothing. So silence counts only from the call of `Peer.watch` on.
 
-A peer on this host may be silent only because it is in a long call into C. So silence does not count there;
-`nbdist.channel.liveness` watches the peer's process instead.
+A peer on this host may be silent only because it is in a long call into C. So its silence does not count;
+`nbdist.channel.liveness` watches its process instead.
 """
 
 from __future__ import annotations
@@ -74,22 +75,22 @@ __all__ = [
 _ACK_DELAY = 0.05
 """Seconds for which an acknowledgement waits for a message that can carry it."""
 _ACK_BYTES = 1 << 20
-"""Bytes of messages above which the acknowledgement goes out at once, so that the sender can free them."""
+"""If more bytes than this are not acknowledged, the acknowledgement is sent at once, so the sender can free them."""
 _DELETE_DELAY = 0.05
 """Seconds for which the delete of a fork waits for a message that can carry it."""
 LARGE_BYTES = 1 << 18
-"""Bytes of frames from which on a message is large. A connection of 10 MB/s takes 26 ms for as many."""
+"""The bytes of frames from which on a message is large. A connection of 10 MB/s takes 26 ms for so many bytes."""
 PING_FIRST = 0.5
-"""Seconds after which the first ping asks for a message: a message that was just sent needs no attention before."""
+"""Seconds after which the first ping asks about a message. Most messages are acknowledged earlier."""
 _PING_MOST = 5.0
-"""The longest time in seconds between two pings for messages that are not acknowledged; it doubles up to here."""
+"""The longest time, in seconds, between two pings about unacknowledged messages. It doubles up to this."""
 _HEARTBEAT_OF_THE_OTHER = 1.25
 """Of two agents, the one with the higher incarnation waits this many times as long before it sends a heartbeat.
 
-By then the other's heartbeat has come, which proves the same. If both waited equally long, they would often both send.
+By then the other agent's heartbeat has arrived, which proves the same. With equal waits, both would often send one.
 """
 _RETRY_FIRST = 0.05
-"""Seconds until a message that the channel refused is tried again; they double with each try, up to `_RETRY_MOST`."""
+"""Seconds after which a message that the channel refused is tried again; doubled with each try, to `_RETRY_MOST`."""
 _RETRY_MOST = 2.0
 _MOST_NUMBERS_ABOVE_MARK = 64
 """The most numbers above the mark (see `SeqSet`) that one envelope acknowledges."""
@@ -97,14 +98,14 @@ _MOST_NUMBERS_ABOVE_MARK = 64
 
 @dataclass(frozen=True)
 class PeerLimits:
-    """When to give up on a peer: ``retries`` counts the repeats of a message, the others are in seconds."""
+    """The limits at which a peer is given up. ``retries`` counts repeats of a message; the others are in seconds."""
 
     suspect_after: float = 5.0
     """Seconds of silence after which a peer on another host is suspect."""
     lost_after: float = 12.0
     """Seconds of silence after which it is lost."""
     heartbeat: float = 1.0
-    """Seconds of silence after which a watched peer is pinged, by one of the two: the other waits a quarter longer."""
+    """Seconds of silence after which one of two agents pings the other, if it is watched. See `Peer._heartbeat`."""
     retries: int = 20
 
 
@@ -139,16 +140,16 @@ class Outgoing:
         self.back = back
         """The blocks of the receiver's arena that the message gives back."""
         self.deletes = deletes
-        """The deletes that the message takes along."""
+        """The deletes that the message carries."""
         self.holds = holds
-        """Kept as long as this object, so until the message has arrived."""
+        """Kept alive as long as this object, that is, until the message has arrived."""
         self.sent_at = now
         self.pings = pings
-        """The number of pings that went out before the message."""
+        """The number of pings that were sent before the message."""
         self.tries = 1
-        """The number of times that it was given to the channel."""
+        """The number of times that the message was given to the channel."""
         self.retry_at = math.inf
-        """The moment at which to try again after the channel refused it; infinite otherwise."""
+        """The moment at which to try again after the channel refused the message; infinite otherwise."""
 
 
 class Transmit(NamedTuple):
@@ -179,7 +180,7 @@ Action = Transmit | Suspect | Lost | Undelivered
 
 
 class SeqSet:
-    """A growing set of numbers from 1 on: the *mark*, up to which all are in the set, and the few above it."""
+    """A growing set of numbers from 1 on. It has all numbers up to the *mark*, and a few above it."""
 
     def __init__(self) -> None:
         self.mark = 0
@@ -197,17 +198,14 @@ class SeqSet:
         return True
 
     def advance(self, mark: int) -> None:
-        """Add all numbers up to ``mark``.
-
-        A lower mark than the present one changes nothing.
-        """
+        """Add all numbers up to ``mark``. A mark lower than the current one changes nothing."""
         if mark > self.mark:
             self.mark = mark
             self.above = {number for number in self.above if number > mark}
             self._settle()
 
     def _settle(self) -> None:
-        """Move the mark up as long as the next number is in the set, and drop that number from those above it."""
+        """Raise the mark as long as the next number is in the set, and drop that number from those above the mark."""
         while self.mark + 1 in self.above:
             self.mark += 1
             self.above.discard(self.mark)
@@ -224,22 +222,22 @@ class Peer:
     ) -> None:
         """Begin with nothing sent or received between the agents ``me`` and ``other``, which are incarnations.
 
-        ``watch_silence`` is True for a peer on another host, which silence makes suspect and then lost; at first it is
-        watched. ``is_large`` is for the large messages. ``now`` here, and in all methods, is in seconds of one
-        monotonic clock.
+        ``watch_silence`` is True for a peer on another host: silence makes it suspect and then lost. Such a peer is
+        watched at first. ``is_large`` is True for the large messages. ``now`` here, and in all methods, is in seconds
+        of one monotonic clock.
         """
         self.is_large = is_large
-        """True if this is about the large messages."""
+        """True for the large messages."""
         self.standing = Standing.LIVE
         """LIVE until silence or `lose` changes it. A LOST peer stays lost."""
         self.doing = ""
-        """A few words on what the peer was running, from its last pong."""
+        """A short text about what the peer was running, from its last pong."""
         self.doing_at = -math.inf
         """The moment of that pong."""
         self.definitions: set[str] = set()
         """The digests of the definitions of our ``__main__`` that the peer is known to have."""
         self.lacking: set[str] = set()
-        """The digests of the definitions that the peer has said it lacks."""
+        """The digests of the definitions that the peer has reported as missing."""
         self.duplicates = 0
         """The number of messages that were dropped because they had been received before."""
         self.resent = 0
@@ -248,32 +246,32 @@ class Peer:
         self._other = other
         self._limits = limits
         self._may_watch = watch_silence
-        """True for a peer on another host: its silence may count."""
+        """True for a peer on another host, which `watch` may watch."""
         self._watch = watch_silence
         """True while the peer is watched: it gets heartbeats, and its silence counts."""
         self._watched_since = now
-        """The moment from which its silence counts. Silence before it proves nothing: nobody asked."""
+        """The moment from which the peer's silence counts. Before it, the peer had no reason to speak."""
         self._doubted = -math.inf
-        """The moment at which another agent last said that it does not hear the peer."""
+        """The moment at which another agent last reported that it does not hear the peer."""
         self._heartbeat = limits.heartbeat * (_HEARTBEAT_OF_THE_OTHER if me > other else 1.0)
-        """Seconds of silence after which the peer is pinged, if its silence counts."""
+        """Seconds of silence after which the peer gets a heartbeat, if it is watched."""
         self._heard = now
         """The moment at which anything last arrived from the peer."""
         self.next_seq = 1
         """The number of the next message that must arrive."""
-        self._first = 1  # the lowest that is kept, or the next one: a dict whose front is deleted is slow to find it
+        self._first = 1  # the lowest kept number, or the next one: finding it in a dict with a deleted front is slow
         self._kept: dict[int, Outgoing] = {}
         """The messages that are sent and not acknowledged, by number."""
         self._arrived = SeqSet()
         """The numbers of the peer's messages that have arrived."""
         self.ack_due = math.inf
-        """The moment at which an acknowledgement must go out alone; infinite if none is owed."""
+        """The moment at which an acknowledgement must be sent alone; infinite if none is due."""
         self._ack_bytes = 0
         """Bytes of messages that have arrived and are not acknowledged yet."""
         self._deletes: list[UserDelete] = []
         """The deletes that wait for a message that can carry them."""
         self._deletes_due = math.inf
-        """The moment at which they go alone."""
+        """The moment at which these deletes are sent alone."""
         self._pings = 0
         """The number of pings sent."""
         self._ping_sent = -math.inf
@@ -293,10 +291,7 @@ class Peer:
         return now - self._heard
 
     def is_unacknowledged(self, seq: int) -> bool:
-        """Return whether message ``seq`` is not known to have arrived.
-
-        False, too, for a message that was given up.
-        """
+        """Return whether message ``seq`` is kept: not known to have arrived, and not given up."""
         return seq in self._kept
 
     def keeps(self, message: Message) -> bool:
@@ -306,23 +301,23 @@ class Peer:
     # -- watching -----------------------------------------------------------------------------
 
     def watch(self, since: float) -> None:
-        """Send heartbeats from now on, and count the peer's silence from ``since`` on, but not before.
+        """Send heartbeats from now on, and count the peer's silence from the moment ``since`` on.
 
-        Does nothing for a peer that is watched, and for one on this host.
+        Does nothing for a peer that is watched already, or is on this host.
         """
         if self._may_watch and not self._watch:
             self._watch = True
             self._watched_since = since
 
     def rest(self) -> None:
-        """Stop watching the peer, unless it is suspect, or has not spoken since `doubt`."""
+        """Stop watching the peer, unless it is suspect, or nothing has arrived from it since `doubt`."""
         if self.standing is Standing.LIVE and self._heard >= self._doubted:
             self._watch = False
 
     def doubt(self, silent: float, now: float) -> None:
-        """Watch the peer until it speaks: another agent has not heard it for ``silent`` seconds.
+        """Watch the peer until something arrives from it: another agent has not heard it for ``silent`` seconds.
 
-        The silence counts for this agent, too, unless it has heard the peer meanwhile.
+        That silence counts for this agent, too, unless it has heard the peer meanwhile.
         """
         self.watch(now - silent)
         self._watched_since = min(self._watched_since, now - silent)
@@ -340,10 +335,10 @@ class Peer:
     ) -> Outgoing:
         """Return a message in the form in which the caller passes it to the channel; keep it if it must arrive.
 
-        One that must arrive gets a number. ``frames`` follow the envelope. ``holds`` is an object that is kept alive
-        until the message has arrived or is given up. ``back`` are blocks of the peer's shared memory, by segment and
-        offset, that the message gives back; only a message that must arrive may have some. A message that must arrive
-        also takes along all queued deletes.
+        A message that must arrive gets a number, and carries all queued deletes. ``frames`` follow the envelope.
+        ``holds`` is an object that is kept alive until the message has arrived or is given up. ``back`` has blocks of
+        the peer's shared memory, by segment and offset, that the message gives back; only a message that must arrive
+        may have some.
         """
         seq = self.next_seq if message.must_arrive else 0
         if back is None:
@@ -352,8 +347,8 @@ class Peer:
         first = self._envelope(seq, message, back, deletes)
         outgoing = Outgoing(seq, message, [first, *frames], back, deletes, holds, now, self._pings)
         if seq:
-            # Last, and in this order: no number is without a message. Ctrl-C before this leaves the peer as it was,
-            # except that an acknowledgement may be lost; the other side's next ping asks for it.
+            # Last, and in this order, so that no number is without a message. Ctrl-C before this leaves the peer as it
+            # was, except that an acknowledgement may be lost; the other agent's next ping asks for it.
             self._kept[seq] = outgoing
             self.next_seq = seq + 1
             if deletes:
@@ -363,21 +358,21 @@ class Peer:
     def send_later(self, message: UserDelete, now: float) -> float:
         """Queue a delete for the next message that must arrive; return the moment at which `tick` sends it alone.
 
-        A delete tells a value's owner that a reference is no longer used. A delete alone costs a message and an
-        acknowledgement; most agents have something else to say to each other soon.
+        A delete tells a value's owner that a reference is no longer used. Sent alone, it costs a message and an
+        acknowledgement. Most agents soon have another message for each other.
         """
         self._deletes.append(message)
         self._deletes_due = min(self._deletes_due, now + _DELETE_DELAY)
         return self._deletes_due
 
     def send_waiting(self, now: float) -> Outgoing | None:
-        """Return a message, to be passed to the channel, that takes along all queued deletes; None without any."""
+        """Return a message, to be passed to the channel, that carries all queued deletes; None if there are none."""
         if not self._deletes:
             self._deletes_due = math.inf
             return None
         last = self._deletes.pop()
         try:
-            outgoing = self.send(last, (), now)  # this message takes the other deletes along
+            outgoing = self.send(last, (), now)  # this message carries the other deletes
         except BaseException:  # Ctrl-C
             self._deletes.append(last)
             raise
@@ -387,8 +382,8 @@ class Peer:
     def _envelope(self, seq: int, message: Message, back: list[tuple[int, int]], deletes: list[UserDelete]) -> bytes:
         """Return the encoded envelope of a message, which also acknowledges what has arrived from the peer.
 
-        It acknowledges all messages up to the mark of `SeqSet`, and at most 64 above it. An acknowledgement that was
-        due is not due any more.
+        It acknowledges all messages up to the mark of `SeqSet`, and at most 64 above it. A due acknowledgement is
+        thereby sent.
         """
         arrived = self._arrived
         more = sorted(arrived.above)[:_MOST_NUMBERS_ABOVE_MARK] if arrived.above else []
@@ -408,7 +403,7 @@ class Peer:
             self.send_later(delete, now)
 
     def withdraw(self, seq: int) -> None:
-        """Forget message ``seq``, which has arrived or is given up: it is not sent again, and its ``holds`` may end.
+        """Forget message ``seq``, which has arrived or is given up: it is not sent again, and its ``holds`` are freed.
 
         A number that is not kept is ignored.
         """
@@ -419,7 +414,7 @@ class Peer:
             self._first += 1
 
     def failed(self, seq: int, now: float) -> None:
-        """Note that the channel refused message ``seq``: `tick` will try it again after a while.
+        """Record that the channel refused message ``seq``: `tick` will try it again later.
 
         The wait doubles with each try, from 0.05 to 2 seconds. Does nothing for a message that is not kept, such as one
         that need not arrive.
@@ -439,12 +434,12 @@ class Peer:
     # -- receiving ----------------------------------------------------------------------------
 
     def receive(self, envelope: Envelope, size: int, now: float) -> bool:
-        """Take note of an envelope that has arrived; return whether its message is new and must be handled.
+        """Process an envelope that has arrived; return whether its message is new and must be handled.
 
-        Returns False for a second copy of a message; one that need not arrive has no number and always counts as new.
-        The peer is alive, whatever the message is. The acknowledgements in the envelope are applied first. If the
-        message has a number, its own acknowledgement is due after 0.05 s; at once after 1 MB, or if the message came
-        before. ``size`` is the message's, in bytes.
+        Returns False for a second copy of a message. A message that need not arrive has no number and always counts as
+        new. Any envelope shows that the peer is alive, and its acknowledgements are applied first. A message with a
+        number must be acknowledged within 0.05 s, but at once if more than 1 MB is not acknowledged, or if the message
+        arrived before. ``size`` is the message's size in bytes.
         """
         self._heard = now  # what `heard` does, without the cost of a call for each message
         if self.standing is Standing.SUSPECT:
@@ -452,7 +447,7 @@ class Peer:
         if self._kept and (envelope.ack >= self._first or envelope.more):
             self._forget_arrived(envelope.ack, envelope.more)
         arrived, seq = self._arrived, envelope.seq
-        # The sender does not wait for these any more: it has given them up. Do not wait for them, either.
+        # The sender has given these messages up. Do not wait for them.
         if envelope.base > arrived.mark + 1:
             arrived.advance(envelope.base - 1)
         if not seq:
@@ -471,7 +466,7 @@ class Peer:
         return True
 
     def heard(self, now: float) -> None:
-        """Note that the peer lives: something from it has arrived that did not go through `receive` of this object."""
+        """Record that the peer is alive: something arrived from it that did not go through `receive` of this object."""
         self._heard = now
         if self.standing is Standing.SUSPECT:
             self.standing = Standing.LIVE
@@ -491,11 +486,11 @@ class Peer:
             self._ping_wait = PING_FIRST
 
     def ponged(self, pong: Pong, now: float) -> list[Action]:
-        """Take note of a pong, the answer to a ping; return what to do with the messages that it shows to be late.
+        """Process a pong, the answer to a ping; return what to do with the messages that it shows to be late.
 
-        These were last sent before the ping and are not known to have arrived. Each is to be sent again
+        A message is late if it was last sent before the ping and is not known to have arrived. Each is sent again
         (`Transmit`), or given up (`Undelivered`) after too many tries. Pass the pong's envelope to `receive` first,
-        which takes its acknowledgements.
+        which applies its acknowledgements.
         """
         self.doing, self.doing_at = pong.doing, now
         late = [kept for kept in self._kept.values() if kept.pings < pong.number]
@@ -506,7 +501,7 @@ class Peer:
     def _resend(self, kept: Outgoing, now: float) -> list[Action]:
         """Return the action for a kept message: send it again, with a new envelope, or give it up after too many tries.
 
-        The envelope is new, with current acknowledgements. The number stays the same, so the receiver recognises the
+        The new envelope has current acknowledgements. The number stays the same, so the receiver recognises the
         message.
         """
         if kept.retry_at != math.inf:
@@ -527,7 +522,7 @@ class Peer:
     def tick(self, now: float) -> list[Action]:
         """Return what is due at ``now``: messages to transmit, messages that are given up, and notices about the peer.
 
-        Due may be retries, a ping, queued deletes and an acknowledgement. `Lost` is returned once, and alone: nothing
+        This covers retries, a ping, queued deletes and an acknowledgement. `Lost` is returned once, and alone: nothing
         is due for a lost peer.
         """
         if self.standing is Standing.LOST:
@@ -555,11 +550,10 @@ class Peer:
         return actions
 
     def _ping_due(self) -> float:
-        """Return when to ping next: for messages that are not acknowledged, or as a heartbeat.
+        """Return when to ping next: about unacknowledged messages, or as a heartbeat. Infinite if no ping is due.
 
-        Pings for the oldest message begin 0.5 s after it was sent, and become rarer. A heartbeat goes to a watched peer
-        after ``PeerLimits.heartbeat`` seconds of silence, and again after as many; the agent with the
-        higher incarnation waits a quarter longer. Infinite if none is due.
+        Pings about the oldest message begin 0.5 s after it was sent, and become rarer. A watched peer gets a heartbeat
+        after `_heartbeat` seconds of silence, and again after each further `_heartbeat` seconds.
         """
         due = math.inf
         if self._kept:
@@ -569,9 +563,9 @@ class Peer:
         return due
 
     def next_tick(self) -> float:
-        """Return the moment, by the clock of ``now``, at which `tick` has something to do if nothing happens before.
+        """Return the moment at which `tick` has something to do if nothing happens before; infinite if there is none.
 
-        Infinite if there is none, as once the peer is lost.
+        The moment is by the clock of ``now``. It is infinite for a lost peer.
         """
         if self.standing is Standing.LOST:
             return math.inf

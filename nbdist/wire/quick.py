@@ -2,8 +2,8 @@
 
 A pickler that looks for tensors calls Python for every object that it meets, and it is itself an object with a buffer
 and a memo, made anew for each message. That is most of the cost of a small call. Here, tensors and references are taken
-out of the places where they usually are: the whole value, an item of it, or an argument of a call. What is left, with a
-hole in each of these places, are atoms, which one call of C pickle encodes. In the message of a call of ``f``::
+out of the places where they usually are: the whole value, an item of it, or an argument of a call. Each such place
+becomes a *hole*. The rest are atoms, which one call of C pickle encodes. In the message of a call of ``f``::
 
     ("module:f", (1, tensor, rref), {"scale": 2})             the value
     ("module:f", [1, None, None, 2], ("scale",))              the body, a pickle of atoms
@@ -46,23 +46,23 @@ __all__ = [
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 """The types that plain pickle carries, and that cannot refer to anything else."""
 _MOST_ITEMS = 64
-"""The most items that a value may have for `form_of` to look at them."""
+"""The most items of a value that `form_of` looks at."""
 
 
 PLAIN, WHOLE, TUPLE, LIST, CALL, OTHER = range(6)
-"""The forms of values. `Payload.form` is one of them if the body has holes, and else 0."""
+"""The forms of values. `Payload.form` is one of them if the body has holes, else 0."""
 
 TENSOR, RECORDED, REFERENCE = 0, 1, 2
-"""The kinds of things that belong in a hole."""
+"""The kinds of objects that belong in a hole."""
 
 
 def form_of(value: Any, references: Collection[type]) -> int:
     """Return the form of ``value``: `PLAIN` if it has only atoms, `OTHER` if this module cannot encode it.
 
-    Atoms are None, bool, int, float, str and bytes. With tensors or references, the form is `WHOLE` if the value is
-    one, `TUPLE` or `LIST` if it has some among atoms, and `CALL` for a tuple of a name, a tuple and a dict: a call's
-    function, arguments and keyword arguments. ``references`` are the types that travel as forks. Only the first level
-    is looked at: a list within a list is `OTHER`, and so is a value of more than 64 items.
+    Atoms are None, bool, int, float, str and bytes. A value that is itself a tensor or a reference is `WHOLE`. A tuple
+    or list with tensors or references among atoms is `TUPLE` or `LIST`. A tuple of a name, a tuple and a dict, which
+    are a call's function, arguments and keyword arguments, is `CALL`. ``references`` are the types that travel as
+    forks. Only the first level is searched: a list within a list is `OTHER`, and so is a value of more than 64 items.
     """
     kind = type(value)
     if kind in ATOMS:
@@ -93,10 +93,10 @@ def form_of(value: Any, references: Collection[type]) -> int:
 
 
 def items_of(value: Any, form: int) -> Iterable[Any]:
-    """Return the items of ``value``, among which tensors and references are; their places count in this order.
+    """Return the items of ``value``, some of which are tensors and references. A hole's place is an index into them.
 
-    ``form`` is that of `form_of`. Of a call, these are its arguments, and then the values of its keyword arguments; of
-    a `WHOLE` value, it is the value itself.
+    ``form`` is the result of `form_of`. For a call, the items are its arguments, and then the values of its keyword
+    arguments. For a `WHOLE` value, the value itself is the only item.
     """
     if form == CALL:
         return (*value[1], *value[2].values()) if value[2] else value[1]
@@ -104,11 +104,11 @@ def items_of(value: Any, form: int) -> Iterable[Any]:
 
 
 def leave_holes(value: Any, form: int, holes: Sequence[Hole]) -> bytes:
-    """Return the pickle of ``value`` with None in the place of each tensor and reference, which ``holes`` name.
+    """Return the pickle of ``value`` with None in place of each tensor and reference, which ``holes`` names.
 
-    ``value`` is not changed. A hole is a place in `items_of`, a kind, and an index among those of that kind. A value
-    that is one hole (`WHOLE`) has an empty body. The values of a call's keyword arguments follow its positional
-    arguments, and their names go separately, so that one number says which argument a hole is.
+    ``value`` is not changed. A hole is a place in `items_of`, a kind, and an index among the objects of that kind. A
+    value that is one hole (`WHOLE`) has an empty body. The values of a call's keyword arguments follow its positional
+    arguments, and their names are separate, so that one number tells which argument a hole is.
     """
     if form == WHOLE:
         return b""
@@ -132,7 +132,7 @@ def encode(
     devices: Devices,
     space: Space | None,
 ) -> Encoded:
-    """Encode a ``value`` of that ``form``; the other arguments are those of `nbdist.wire.encoding.encode`.
+    """Encode a ``value`` of the given ``form``; the other arguments are those of `nbdist.wire.encoding.encode`.
 
     A tensor or reference that occurs twice travels once, and is one object for the receiver, too.
 
@@ -168,7 +168,7 @@ def encode(
                     recorded_at.append(index)
                 else:
                     requires_grad = True
-        # The hole of a recorded tensor has its index among the recorded ones.
+        # The hole of a recorded tensor has the tensor's index among the recorded tensors.
         if recorded and index in recorded_at:
             holes.append((at, RECORDED, recorded_at.index(index)))
         else:
@@ -198,13 +198,13 @@ def decode(
     """Return the value in ``frames``, which `encode` made. ``leased`` is the shared memory that came with the message.
 
     ``references`` and ``attach`` are as in `nbdist.wire.decoding.decode`. Raises DecodeError for a form that this
-    version does not know, and what `unpack_tensors` raises.
+    version does not know, and the errors of `unpack_tensors`.
     """
     metas, where, data = payload.tensors, payload.buffers, frames[1:]
     alone = unpack_alone(metas[0], where, data) if len(metas) == 1 else None
     tensors = [alone] if alone is not None else unpack_tensors(metas, where, data, leased)
     recorded = with_history([tensors[place] for place in payload.recorded], attach) if payload.recorded else ()
-    # In the order of the kinds: TENSOR, RECORDED, REFERENCE are the indices.
+    # The kinds TENSOR, RECORDED, REFERENCE are the indices into this tuple.
     found = (tensors, recorded, references)
     form, holes = payload.form, payload.holes
     if form == WHOLE:

@@ -1,14 +1,15 @@
 """Carries tensors as raw bytes and a few integers, because torch's own pickle takes 300 µs for each.
 
 These properties are kept: dtype, shape, strides, requires_grad, ``nn.Parameter``, and which tensors of one message
-share storage. Packing *copies*, because the value sent is the value at the call. The copy goes into frames, or into
-shared memory (a `Space`) if the receiver can read it. Bytes that come in frames are copied into memory that torch
-allocates, but for a large storage that came in a frame of its own, in memory that nobody else uses: it stays there, as
-do bytes in shared memory. In each case the memory is the receiver's own, and 64-byte aligned: vectorised arithmetic on
-misaligned memory differs in the last bit.
+share storage. Packing *copies*, because the value sent is the value at the time of the call. The copy goes into frames,
+or into shared memory (a `Space`) if the receiver can read it.
 
-A storage that stays where it came has a fixed size, as with torch's own shared memory: ``resize_`` to more elements
-raises, and so does ``untyped_storage().resize_``, also to fewer bytes.
+The receiver copies bytes from frames into memory that torch allocates. Two kinds of bytes stay where they are: a large
+storage in a frame of its own whose memory nothing else uses, and bytes in shared memory. In each case the memory is the
+receiver's own, and 64-byte aligned: vectorised arithmetic on misaligned memory differs in the last bit.
+
+A storage that stays where it arrived has a fixed size, as with torch's own shared memory: ``resize_`` to more elements
+raises, and so does ``untyped_storage().resize_``, even to fewer bytes.
 
 Tensors of other layouts (sparse, quantised, meta, subclasses) are left to torch's own reducers; their inner dense parts
 come back here.
@@ -34,7 +35,7 @@ Buffer = bytes | memoryview
 
 
 class Unreadable(bytes):
-    """Stands, without bytes, for a sender's shared memory that this process cannot map."""
+    """Stands, without bytes, for shared memory of a sender that this process cannot map."""
 
     def __new__(cls, why: str) -> Unreadable:
         """Make a stand-in. The reason ``why`` goes into the error of the call or backward pass that sent the tensor."""
@@ -51,17 +52,17 @@ OWN_FRAME_BYTES = 256 * 1024
 _ALIGN = 64
 """Storages that share a frame begin at multiples of this many bytes."""
 _COPY_WITH_GIL_BYTES = 64 * 1024
-"""Bytes below which a copy keeps the GIL."""
+"""Copies of fewer bytes keep the GIL."""
 _copy_held = ctypes.PyDLL(None).memmove
 """Copies and keeps the GIL: releasing it for a few bytes costs a switch of threads."""
 _copy_held.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _bytes_at = ctypes.pythonapi.PyBytes_FromStringAndSize
-"""Copies memory as bytes, as ``ctypes.string_at`` does by way of a function in Python."""
+"""Copies memory as bytes. ``ctypes.string_at`` does the same, but through a Python function."""
 _bytes_at.argtypes, _bytes_at.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
 
 _SPARSE_VIEW_RATIO = 4
-"""A view that spans more than this many times its own bytes of a large storage is copied before it is sent."""
+"""A view that spans more than this many times its own bytes of a large storage is made contiguous before it is sent."""
 _DTYPE_NAMES = (
     *("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"),
     *("complex64", "complex128", "complex32", "uint16", "uint32", "uint64"),
@@ -75,14 +76,14 @@ _DTYPE_NAMES = (
 _DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 _FIRST_NARROW = _DTYPE_NAMES.index("int1")
-"""From this number on: integers of fewer bits than a byte, each in a byte, which torch cannot copy."""
+"""From this number on: integers of fewer bits than a byte, each stored in a byte, which torch cannot copy."""
 
 _REQUIRES_GRAD = 1
 _PARAMETER = 2
 
 
 class Slot(Protocol):
-    """A copy in shared memory for one receiver. Unless it is sent, it ends with this object."""
+    """A copy in shared memory for one receiver. Unless it is sent, its memory is freed with this object."""
 
     @property
     def place(self) -> Place:
@@ -90,7 +91,7 @@ class Slot(Protocol):
         ...
 
     def send(self) -> None:
-        """Hand the copy over to the receiver: it is about to be sent.
+        """Hand the copy over to the receiver, because it is about to be sent.
 
         Called right before the message goes to the channel. Afterwards, only the receiver or `take_back` frees the
         copy.
@@ -98,10 +99,9 @@ class Slot(Protocol):
         ...
 
     def take_back(self) -> None:
-        """Free the copy, which certainly was not sent.
+        """Free the copy, because the message with it is certainly not sent.
 
-        Called if the message with it is certainly not sent. Before `send` nothing happens: the copy ends with this
-        object.
+        Before `send`, this does nothing: the copy is freed with this object.
         """
         ...
 
@@ -110,20 +110,20 @@ class Space(Protocol):
     """Shared memory that one receiver can read."""
 
     threshold: int
-    """The size in bytes of the smallest storage that goes there; smaller ones are quicker in frames."""
+    """The size in bytes of the smallest storage that goes there; smaller ones are faster in frames."""
 
     def put(self, pointer: int, length: int) -> Slot | None:
         """Copy ``length`` bytes at address ``pointer`` of this process into the shared memory; return the copy.
 
-        Returns None if there is no room: the sender puts the bytes into the message itself.
+        Returns None if there is no room; then the sender puts the bytes into the message itself.
         """
         ...
 
     def put_from_gpu(self, part: torch.Tensor, there: str | None) -> Slot | None:
-        """Copy a tensor of bytes from a GPU for the receiver's device ``there``, None for the CPU.
+        """Copy a tensor of bytes from a GPU for the receiver's device ``there``; None means the CPU.
 
-        Returns the copy, which may be on the GPU if the receiver uses the same one. Returns None if there is no room,
-        or the tensor is too small: the sender puts the bytes into the message itself.
+        Returns the copy, which may be on the GPU if the receiver uses the same GPU. Returns None if there is no room,
+        or the tensor is too small; then the sender puts the bytes into the message itself.
         """
         ...
 
@@ -136,14 +136,14 @@ class Lent(Protocol):
         ...
 
     def tensor(self) -> torch.Tensor:
-        """Return the bytes as a tensor on the GPU, which keeps the memory from being given back."""
+        """Return the bytes as a tensor on the GPU. While it lives, the memory is not given back."""
         ...
 
 
 def is_packable(tensor: torch.Tensor) -> bool:
-    """Return whether this module carries ``tensor``, rather than the tensor's own ``__reduce_ex__``.
+    """Return whether this module carries ``tensor``; if not, the tensor's own ``__reduce_ex__`` does.
 
-    It carries dense tensors and parameters on the CPU or a GPU, without attributes of their own.
+    This module carries dense tensors and parameters, on the CPU or a GPU, that have no Python attributes of their own.
     """
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return False
@@ -173,9 +173,9 @@ def refuse_uncarried(tensor: torch.Tensor) -> None:
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` in contiguous memory, also for dtypes that torch cannot copy.
+    """Return ``tensor`` in contiguous memory, even for dtypes that torch cannot copy.
 
-    Integers of fewer bits than a byte are copied as bytes, because torch has no copy for them.
+    Integers of fewer bits than a byte are copied as bytes, because torch cannot copy them.
     """
     if _DTYPE_CODES[tensor.dtype] < _FIRST_NARROW:
         return tensor.contiguous()
@@ -183,7 +183,7 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the part of its storage that ``tensor`` can touch: its begin and end, in bytes from the storage's begin.
+    """Return the part of its storage that ``tensor`` can touch: begin and end, in bytes from the storage's begin.
 
     Strides of torch are never negative, so the last element has the highest address.
     """
@@ -203,11 +203,11 @@ def _flags(tensor: torch.Tensor) -> int:
 
 
 def _contiguous_or_none(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return ``tensor``, or a contiguous copy of it, if its bytes in memory are what is to be sent; else None.
+    """Return ``tensor`` or a contiguous copy whose bytes in memory can be sent as they are; None if there is none.
 
-    A contiguous CPU tensor is returned as it is. One of less than 256 KiB that `expand` has made of one value is
-    copied. For all others, such as GPU tensors and conjugated views, None: `TensorPacker.pack` then goes the general
-    way.
+    A contiguous CPU tensor is returned itself. A tensor of less than 256 KiB that `expand` has made of one value is
+    copied. For all others, such as GPU tensors and conjugated views, returns None: `TensorPacker.pack` then goes the
+    general way.
     """
     if not tensor.is_cpu or tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()):
         return None
@@ -215,15 +215,15 @@ def _contiguous_or_none(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor
     if tensor.nbytes >= OWN_FRAME_BYTES or any(tensor.stride()):
         return None
-    return _contiguous(tensor.detach())  # one expanded value, as gradients of sums are
+    return _contiguous(tensor.detach())  # one expanded value, such as the gradient of a sum
 
 
 def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[TensorMeta, bytes] | None:
     """Return the description and a copy of the bytes of a message's only tensor, if it is small.
 
-    Returns None if it needs `TensorPacker`. ``bare`` leaves out requires_grad and whether it is a parameter. ``tensor``
-    may be a parameter, but no other subclass. Small is less than 256 KiB, and too small for the receiver's shared
-    memory (``space``). Also returns None for a tensor without elements.
+    Returns None if the message needs `TensorPacker`. With ``bare``, requires_grad and whether the tensor is a parameter
+    are left out. ``tensor`` may be a parameter, but no other subclass. Small means less than 256 KiB, and too small for
+    the receiver's shared memory (``space``). Also returns None for a tensor without elements.
     """
     if tensor.layout is not torch.strided or tensor.dtype not in _DTYPE_CODES or tensor.is_nested or tensor.__dict__:
         return None
@@ -252,7 +252,7 @@ class _Storage:
         self.number = number
         self.storage = storage
         self.device = device
-        """The receiver's device, None for the CPU."""
+        """The receiver's device; None for the CPU."""
         self.start = start
         self.end = end
 
@@ -267,9 +267,9 @@ class _Storage:
         return whole.set_(self.storage, self.start, (self.end - self.start,), (1,))
 
     def on_host(self) -> tuple[int, Any]:
-        """Return the address of the part on the CPU, and what must live as long as the address is used.
+        """Return the address of the part on the CPU, and an object that must live as long as the address is used.
 
-        A part of a GPU's memory is copied, on the calling thread's stream, after what runs there.
+        A part of a GPU's memory is copied, on the calling thread's stream, after the work queued there.
         """
         if not self.is_on_gpu:
             return self.storage.data_ptr() + self.start, self.storage
@@ -281,9 +281,9 @@ class TensorPacker:
     """Collects the tensors of one message; `pack` then copies their bytes."""
 
     def __init__(self, devices: Devices = CPU_ONLY, space: Space | None = None) -> None:
-        """Collect nothing yet.
+        """Begin without tensors.
 
-        ``devices`` maps devices here to the receiver's; ``space`` is memory that is shared with it, if any.
+        ``devices`` maps devices here to the receiver's devices; ``space`` is memory shared with the receiver, or None.
         """
         self.tensors: list[torch.Tensor] = []
         self.slots: list[Slot] = []
@@ -312,7 +312,7 @@ class TensorPacker:
         A place is (frame, offset, length), in bytes. Storages in shared memory are in `slots` instead, and their frames
         count -1, -2, …
 
-        Of each storage, only the part that the tensors use is copied. Tensors that share a storage here share one on
+        Only the part of each storage that the tensors use is copied. Tensors that share a storage here share one on
         the receiver. A tensor that is alone in a large storage, and uses little of it, is made contiguous first.
 
         Raises EncodeError for a tensor on a GPU that has no device on the receiver (`Devices`).
@@ -321,7 +321,7 @@ class TensorPacker:
             return [], [], []
         if self._devices.leave_cpu and (packed := self._pack_simple()) is not None:
             return packed
-        # The general way: find out which tensors share storage, and which part of each storage they use together.
+        # The general way: find which tensors share a storage, and which part of each storage they use together.
         storages: dict[int, _Storage] = {}
         placed: list[tuple[torch.Tensor, _Storage, str | None]] = []
         users: dict[int, int] = {}
@@ -349,7 +349,7 @@ class TensorPacker:
             self._meta(original, data, storage, device)
             for original, (data, storage, device) in zip(self.tensors, placed, strict=True)
         ]
-        # Only now the bytes are copied: the part of a storage may grow with each tensor.
+        # Copy the bytes only now: the used part of a storage may grow with each tensor.
         shared = {storage.number: place for storage in storages.values() if (place := self._put_from_gpu(storage))}
         rest = [storage for storage in storages.values() if storage.number not in shared]
         parts = [(storage.on_host(), storage.end - storage.start) for storage in rest]
@@ -360,8 +360,8 @@ class TensorPacker:
     def _copy_out(self, spans: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
         """Copy memory into frames or shared memory; return the place of each piece as in `pack`, and the frames.
 
-        ``spans`` has the address and the length in bytes of each piece. A piece of 256 KiB or more has a frame of its
-        own. Smaller ones share one frame, each at a multiple of `_ALIGN`.
+        ``spans`` has the address and the length in bytes of each piece. A piece of 256 KiB or more gets a frame of its
+        own. Smaller pieces share one frame, each at a multiple of `_ALIGN`.
         """
         where: list[tuple[int, int, int]] = []
         frames: list[Buffer] = []
@@ -391,7 +391,7 @@ class TensorPacker:
         return where, frames
 
     def _put(self, pointer: int, length: int) -> bool:
-        """Copy ``length`` bytes at address ``pointer`` into shared memory, as one more of `slots`.
+        """Copy ``length`` bytes at address ``pointer`` into shared memory, and add the copy to `slots`.
 
         Returns False, and copies nothing, if there is no shared memory, no room in it, or too few bytes for it.
         """
@@ -402,7 +402,8 @@ class TensorPacker:
     def _put_from_gpu(self, storage: _Storage) -> tuple[int, int, int] | None:
         """Copy the part of a storage on a GPU into shared memory; return its place.
 
-        Returns None for a storage on the CPU, and if there is no room: the bytes then go as those of a CPU tensor do.
+        Returns None for a storage on the CPU, and if there is no room: then the bytes are sent like those of a CPU
+        tensor.
         """
         if self._space is None or not storage.is_on_gpu or storage.end == storage.start:
             return None
@@ -411,7 +412,7 @@ class TensorPacker:
         return -len(self.slots), 0, storage.end - storage.start
 
     def _keep(self, slot: Slot | None) -> bool:
-        """Add a copy in shared memory to `slots`; return whether there is one."""
+        """Add a copy in shared memory to `slots`; return False if ``slot`` is None."""
         if slot is None:
             return False
         self.slots.append(slot)
@@ -441,7 +442,7 @@ class TensorPacker:
     def _value(tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's data, without history.
 
-        Conjugated and negated views are resolved: the bytes that go out are the values.
+        Conjugated and negated views are resolved, so that the bytes sent are the values.
         """
         plain = tensor.detach()
         if plain.is_conj() or plain.is_neg():
@@ -452,8 +453,8 @@ class TensorPacker:
     def _meta(original: torch.Tensor, data: torch.Tensor, storage: _Storage, device: str | None) -> TensorMeta:
         """Return the description of a tensor whose ``data`` lies in a storage of the message.
 
-        The offset counts elements from the part of the storage that is copied. Strides are left out for a contiguous
-        tensor at the beginning of that part.
+        The offset counts elements from the beginning of the copied part of the storage. Strides are left out for a
+        contiguous tensor at the beginning of that part.
         """
         offset = int(data.storage_offset()) - storage.start // data.element_size()
         strides = None if offset == 0 and data.is_contiguous() else list(data.stride())
@@ -463,9 +464,9 @@ class TensorPacker:
 
 
 def _snapshot(pointer: int, length: int) -> memoryview:
-    """Return a copy of ``length`` bytes at an address, made without the GIL; it lives as long as the returned view.
+    """Return a copy of ``length`` bytes at an address. The copy lives as long as the returned view.
 
-    Used for large pieces: other threads run while it copies.
+    For large pieces: it copies without the GIL, so that other threads run meanwhile.
     """
     copy = torch.empty(length, dtype=torch.uint8, device="cpu")
     with_large_pages(copy.data_ptr(), length)
@@ -484,11 +485,11 @@ def unpack_tensors(
     """Return the tensors of a message, in memory of their own; ``leased`` is the shared memory that came with it.
 
     ``metas`` and ``where`` are the descriptions and places that `TensorPacker.pack` returned, and ``frames`` its
-    frames. A tensor that shares its storage with no other, and is contiguous, is made at once. Others become views of a
-    storage that is made once. The descriptions are checked first: they come from another process.
+    frames. A contiguous tensor that shares its storage with no other is made directly. Others become views of a storage
+    that is made once. The descriptions are checked first, since they come from another process.
 
     Raises ProtocolError if a description does not fit the bytes, and DecodeError for a dtype that this torch lacks, or
-    shared memory that cannot be read here.
+    for shared memory that this process cannot read.
     """
     if not metas:
         return []
@@ -513,7 +514,7 @@ def unpack_tensors(
             )
         frame, offset, length = where[meta.buffer]
         if frame < 0:
-            # In shared memory: the tensor is made where the bytes lie.
+            # In shared memory: the tensor is made on these bytes.
             memory = _leased(leased, -1 - frame, length)
             if not isinstance(memory, bytes | memoryview):
                 storage = shared.get(meta.buffer)
@@ -536,7 +537,7 @@ def unpack_tensors(
                 tensor = _view(storage, dtype, meta)
             tensors.append(_finished(tensor, meta))
             continue
-        # In a frame: the bytes are copied into memory of torch, or stay where they are.
+        # In a frame: the bytes are copied into torch's memory, or stay where they are.
         if not 0 <= frame < len(frames) or offset < 0 or length < 0 or offset + length > len(frames[frame]):
             raise ProtocolError(
                 "a tensor's bytes lie outside of the message: the message is damaged, or its sender has "
@@ -570,7 +571,7 @@ def unpack_tensors(
 def unpack_alone(
     meta: TensorMeta, where: Sequence[tuple[int, int, int]], frames: Sequence[Buffer]
 ) -> torch.Tensor | None:
-    """Return the tensor of a message with one small tensor in one frame; None if the message is another one.
+    """Return the tensor of a message with one small tensor in one frame; None if the message is different.
 
     The arguments are those of `unpack_tensors`. The bytes are copied with the GIL held. Anything unusual is left to
     `unpack_tensors`, which also raises the errors.
@@ -594,8 +595,8 @@ def unpack_alone(
 def _leased(leased: Sequence[Buffer | Lent], index: int, length: int) -> Buffer | Lent:
     """Return piece ``index``, from 0 on, of a message's shared memory, checked to have at least ``length`` bytes.
 
-    A tensor made of it keeps it from being given back to the sender.
-    Raises ProtocolError if the message has no such piece, DecodeError if this process cannot map it.
+    While a tensor made of it lives, it is not given back to the sender. Raises ProtocolError if the message has no such
+    piece, DecodeError if this process cannot map it.
     """
     if not 0 <= index < len(leased):
         raise ProtocolError(
@@ -617,7 +618,7 @@ def _leased(leased: Sequence[Buffer | Lent], index: int, length: int) -> Buffer 
 
 
 def _finished(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """Return a tensor with its requires_grad, its class and its device here as its description says."""
+    """Return a tensor with the requires_grad, the class and the device that its description names."""
     if meta.device is not None:
         tensor = _moved(tensor, meta.device)
     if meta.flags & _PARAMETER:
@@ -628,7 +629,7 @@ def _finished(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def _on_device(storage: torch.UntypedStorage, device: str | None) -> torch.UntypedStorage:
-    """Return a storage on ``device``: itself on the CPU (None), else a copy, which tensors that share it go on sharing.
+    """Return a storage on ``device`` (None means the CPU): itself, or a copy that all tensors of the storage share.
 
     All tensors of a storage have one device. Raises torch's error if there is no such device.
     """
@@ -642,7 +643,7 @@ def _on_device(storage: torch.UntypedStorage, device: str | None) -> torch.Untyp
 def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """Return a tensor on ``device``, complete when this returns, so that any thread may use it on any stream.
 
-    A copy between the host's memory and a GPU waits by itself; one from GPU to GPU only begins.
+    torch waits for a copy between the CPU and a GPU. It does not wait for a copy from GPU to GPU, so this does.
     """
     moved = tensor.to(device)
     if tensor.is_cuda and moved.is_cuda and moved is not tensor:
@@ -653,7 +654,7 @@ def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -> torch.Tensor:
     """Return a view of a storage as its description says; raise ProtocolError if the storage is too small.
 
-    Strides that the description leaves out are those of a contiguous tensor.
+    If the description has no strides, the tensor is contiguous.
     """
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     strides = meta.strides
@@ -678,16 +679,16 @@ def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -
 
 
 def _can_stay(frame: Buffer, length: int) -> bool:
-    """Return whether a storage of ``length`` bytes need not be copied out of its frame.
+    """Return whether a storage of ``length`` bytes can stay in its frame, without a copy.
 
-    The frame then has nothing else in it, and its memory is written to by nobody else: channels pass such memory on as
-    a writable view (`nbdist.channel.chunks`).
+    It can if the frame has nothing else in it, and nothing else writes to its memory. Channels pass such memory on as a
+    writable view (`nbdist.channel.chunks`).
     """
     return isinstance(frame, memoryview) and not frame.readonly and len(frame) == length
 
 
 def _copy_in(pointer: int, frame: Buffer, offset: int, length: int) -> None:
-    """Copy ``length`` bytes of a frame, from ``offset`` on, to an address; fewer than 64 KiB with the GIL held."""
+    """Copy ``length`` bytes of a frame, from ``offset`` on, to an address; with the GIL if fewer than 64 KiB."""
     if not length:
         return
     source: int | bytes

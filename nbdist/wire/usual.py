@@ -1,6 +1,6 @@
-"""Encodes the usual call and the usual result, each in one function: atoms, and one small tensor at most.
+"""Encodes the usual call and the usual result, each in one function: atoms, and at most one small tensor.
 
-The frames that they make are decoded like those of any other value (`nbdist.wire.quick`).
+The frames are decoded like those of any other value (`nbdist.wire.quick`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from nbdist.wire.tensors import Buffer, Space, pack_alone
 __all__ = ["IS_ON", "encode_usual_call", "encode_usual_result"]
 
 IS_ON = os.environ.get("NBDIST_USUAL") != "0"
-"""True if usual messages are encoded and decoded by these functions. ``NBDIST_USUAL=0`` turns them off.
+"""True if these functions encode and decode usual messages. ``NBDIST_USUAL=0`` turns them off.
 
-The tests use it to show that the general way has the same results.
+The tests use it to show that the general way gives the same results.
 """
 
 _WHOLE: Hole = (0, quick.TENSOR, 0)
@@ -47,7 +47,7 @@ def encode_usual_call(
     ``known`` to the receiver, and not ``lacking`` there. Such a function is not in the body, which has None in its
     place: the payload names it.
 
-    For a call by name with up to 64 arguments, the bytes are those that `encode` would make.
+    For a call by name with up to 64 arguments, the bytes are the same as those of `encode`.
     """
     if not IS_ON:
         return None
@@ -86,9 +86,9 @@ def encode_usual_call(
 def encode_usual_result(value: Any, space: Space | None) -> tuple[Payload, list[Buffer]] | None:
     """Return the payload and frames of a usual result: an atom or one small tensor. None if it needs `encode`.
 
-    Atoms are None, bool, int, float, str and bytes. The bytes are those that `encode` would make. A small tensor is
-    below `nbdist.wire.tensors.OWN_FRAME_BYTES` bytes, travels in a frame rather than in shared memory (``space``), and
-    does not require grad.
+    Atoms are None, bool, int, float, str and bytes. The bytes are the same as those of `encode`. A small tensor has
+    fewer than `nbdist.wire.tensors.OWN_FRAME_BYTES` bytes, travels in a frame rather than in shared memory
+    (``space``), and does not require grad.
     """
     if not IS_ON:
         return None

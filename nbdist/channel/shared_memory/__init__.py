@@ -7,7 +7,7 @@
 `leases`       the blocks that others have lent to this agent
 `gpu_memory`   makes memory of a GPU that processes share
 `gpu_arena`    an arena in such memory
-`descriptors`  hands over the descriptors by which it is mapped
+`descriptors`  passes the descriptors with which such memory is mapped
 `quiet`        waits for GPUs in a thread of its own
 =============  ======================================================
 """

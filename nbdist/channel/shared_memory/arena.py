@@ -1,18 +1,18 @@
-"""Holds the shared memory in which an agent passes large tensors to other processes of its host.
+"""The arena: shared memory in which an agent passes large tensors to other processes of its host.
 
-The sender copies a tensor into a block once; the receiver reads the block in place
-(`nbdist.channel.shared_memory.leases`). The life of a block, whose bookkeeping is in
-`nbdist.channel.shared_memory.blocks`::
+The sender copies a tensor into a *block* once; the receiver reads the block in place
+(`nbdist.channel.shared_memory.leases`). Memory comes in *segments*, files that are divided into blocks. The life of a
+block, which `nbdist.channel.shared_memory.blocks` keeps track of::
 
     free ── `put` ──> Slot ── `send` ──> lent ──┬── `give_back` by the receiver ─────────────────────────────> free
-                        │                       ├── `take_back`: its message certainly was not sent ─────────> free
+                        │                       ├── `take_back`: its message was certainly not sent ─────────> free
                         │                       ├── `forget`: the receiver has died ─────────────────────────> free
                         │                       └── `lose`, or `forget` of a receiver that is alive ──> never again
                         └── the slot is collected unsent ────────────────────────────────────────────────────> free
 
-One receiver at a time has a block, so it may also write to the tensors in it. A receiver that has left the world but is
-alive may still use its tensors: such a block is never used again, and the arena closes the file of its segment. The
-memory then lives for as long as the receiver has it mapped.
+Only one receiver at a time has a block, so it may also write to the tensors in it. A receiver that has left the world
+but is alive may still use its tensors. Such a block is never used again, and the arena closes the file of its segment.
+The memory then lives as long as the receiver has it mapped.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from nbdist.wire.messages import Place
 __all__ = ["PROBE", "Arena", "ArenaSlot", "default_bound", "file_name", "open_arena"]
 
 PROBE = 0
-"""The number of an empty segment. A process that can open it can open the other segments, too."""
+"""The number of an empty segment. A process that can open this segment can open the other ones, too."""
 PROBE_SIZE = 4096
 """The bytes of the empty segment."""
 
 
 def file_name(incarnation: int, segment: int) -> str:
-    """Return the name of the file of a segment, one piece of the arena of the agent with that incarnation.
+    """Return the name of a segment's file, in the arena of the agent with this incarnation.
 
     Readers check the name, so that they never map another file.
     """
@@ -53,14 +53,14 @@ def file_name(incarnation: int, segment: int) -> str:
 
 
 def default_bound() -> int:
-    """Return the bound, in bytes, of an arena without a given one: a quarter of this process's memory limit."""
+    """Return the bound, in bytes, of an arena for which none is given: a quarter of this process's memory limit."""
     return machine.memory() // 4
 
 
 def open_arena(incarnation: int, bound: int | None, threshold: int) -> Arena | None:
     """Return an arena for an agent; None if ``bound`` is 0 or the system cannot provide one.
 
-    ``bound`` is the most bytes that the arena may hold, None for `default_bound`. Tensors of at least ``threshold``
+    ``bound`` is the most bytes that the arena may hold; None for `default_bound`. Tensors of at least ``threshold``
     bytes travel through the arena.
     """
     if bound == 0 or not mapping.is_available():
@@ -84,14 +84,14 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class ArenaSlot:
-    """A block with a copy of a tensor, for one receiver. A slot that is collected unsent returns its block."""
+    """A block with a copy of a tensor, for one receiver. If a slot is collected unsent, its block is free again."""
 
     __slots__ = ("_arena", "_block", "_hold", "_receiver", "place")
 
     def __init__(self, arena: Arena, block: Block, hold: Hold, receiver: int, place: Place) -> None:
         """Make a slot for ``block`` of ``arena``. ``place`` tells the receiver, an incarnation, where the block is.
 
-        ``hold`` ends when the slot is collected, and then returns an unsent block to the arena.
+        ``hold`` ends when the slot is collected. If the block was not sent, it then returns to the arena.
         """
         self.place = place
         self._arena = arena
@@ -108,20 +108,20 @@ class ArenaSlot:
             self._arena.send(self._block, self._hold, self._receiver)
 
     def take_back(self) -> None:
-        """Free the block after `send`, because its message certainly did not go out. Before `send`, does nothing.
+        """Free the block after `send`, because its message was certainly not sent. Before `send`, does nothing.
 
-        After a receiver that is gone was forgotten, it does nothing, too.
+        Also does nothing if the receiver is gone and was forgotten.
         """
         self._arena.give_back(self._receiver, [(self.place.segment, self.place.offset)])
 
 
 class ArenaSpace:
-    """The arena as a place for tensors to one receiver."""
+    """An arena as the memory for tensors to one receiver."""
 
     def __init__(self, arena: Arena, receiver: int, gpus: Mapping[str, GpuSpace] | None = None) -> None:
-        """Make the place. ``gpus`` has the memory of GPUs that the receiver can read, by its names for them."""
+        """Use ``arena`` for this receiver. ``gpus`` has the memory of GPUs that it can read, by its names for them."""
         self.threshold = arena.threshold
-        """The bytes from which on a tensor travels through the arena."""
+        """The size in bytes of the smallest tensor that travels through the arena."""
         self._arena = arena
         self._receiver = receiver
         self._gpus = gpus or {}
@@ -136,8 +136,8 @@ class ArenaSpace:
     def put_from_gpu(self, part: torch.Tensor, there: str | None) -> ArenaSlot | None:
         """Copy a tensor of bytes on a GPU into a block; return None if there is no room, or it is too small.
 
-        ``there`` is the receiver's device for it. The block is on the GPU if that is the same GPU, else on the host.
-        The copy is made after what the calling thread's stream does, and before this returns.
+        ``there`` is the receiver's device for it. The block is on the GPU if that is the same GPU, else on the CPU. The
+        copy is made after the work on the calling thread's stream, and is complete when this returns.
         """
         if part.numel() < max(self.threshold, 1):
             return None
@@ -150,7 +150,7 @@ class ArenaSpace:
 
 
 class GpuSpace(Protocol):
-    """Memory of a GPU that one or more receivers can read."""
+    """Memory of a GPU that receivers can read."""
 
     index: int
     """The number of the GPU in this process."""
@@ -171,7 +171,7 @@ class Arena:
         The segments are numbered from ``first`` on; those of small blocks have ``segment_size`` bytes.
         """
         self.threshold = threshold
-        """The bytes from which on a tensor travels through the arena."""
+        """The size in bytes of the smallest tensor that travels through the arena."""
         self._unsent: Holds[Block] = Holds()
         """A hold for the block of each slot that is not sent."""
         self.falls_back = 0
@@ -189,9 +189,9 @@ class Arena:
 
     @property
     def probe(self) -> int:
-        """The number of an open file of this process: others that can open it by ``/proc`` can read this arena.
+        """The number of a file that this process has open. Agents that can open it by ``/proc`` can read this arena.
 
-        Raises MemoryFailure if the system refuses the file, which is made when it is asked for first.
+        The file is made when it is first needed. Raises MemoryFailure if the system refuses it.
         """
         if PROBE not in self._files:
             self._files[PROBE] = mapping.create(file_name(self._incarnation, PROBE), PROBE_SIZE)
@@ -224,7 +224,7 @@ class Arena:
     def take(self, length: int, receiver: int) -> tuple[ArenaSlot, Any] | None:
         """Take a block of ``length`` bytes for ``receiver``; return it with the mapping of its segment.
 
-        The mapping stays as long as the caller has it, also if another thread closes the arena. Returns None, and
+        The mapping stays as long as the caller has it, even if another thread closes the arena. Returns None, and
         counts that in `falls_back`, if the arena has no room or is closed.
         """
         was_closed = this_thread.is_closed
@@ -243,7 +243,7 @@ class Arena:
             this_thread.is_closed = was_closed
 
     def _take_block(self, length: int) -> Block | None:
-        """Return a block for ``length`` bytes, no longer free; None if there is no room or memory. The lock is held."""
+        """Return a block for ``length`` bytes; None if there is no room or memory. The caller holds the lock."""
         self._collect()
         block, instructions = self._blocks.take(length)
         try:
@@ -255,7 +255,7 @@ class Arena:
         return block
 
     def send(self, block: Block, hold: Hold, receiver: int) -> None:
-        """Note that a block is lent to ``receiver``, an incarnation; ``hold`` then no longer frees it.
+        """Record that a block is lent to ``receiver``, an incarnation. From now on, ``hold`` does not free it.
 
         The caller defers signals (`ArenaSlot.send`).
         """
@@ -266,18 +266,18 @@ class Arena:
     # -- and back -----------------------------------------------------------------------------
 
     def give_back(self, receiver: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Free ``blocks``, by segment and offset, that ``receiver`` has given back. Others than its own are ignored.
+        """Free ``blocks``, by segment and offset, that ``receiver`` has given back.
 
-        A block that was given back before is ignored.
+        Blocks that are not lent to it, or were given back before, are ignored.
         """
         with Deferral(), self._lock:
             for segment, offset in blocks:
                 self._carry_out(self._blocks.give_back(receiver, segment, offset))
 
     def lose(self, receiver: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Never use ``blocks`` again: ``receiver`` may have them or not, or a process that it forked reads them.
+        """Never use ``blocks`` again: it is uncertain whether ``receiver`` has them, or a forked process reads them.
 
-        Blocks that are not lent to it are ignored.
+        Blocks that are not lent to ``receiver`` are ignored.
         """
         with self._lock:
             for segment, offset in blocks:
@@ -289,20 +289,20 @@ class Arena:
             self._carry_out(self._blocks.forget(receiver, is_dead=is_dead))
 
     def trim(self) -> None:
-        """Free memory of free blocks, beyond 4 times what was lately in use at once. An agent calls this every 5 s."""
+        """Free memory of free blocks, beyond 4 times the most lately in use at once. An agent calls this every 5 s."""
         with self._lock:
             self._collect()
             self._carry_out(self._blocks.trim())
 
     def _collect(self) -> None:
-        """Free the blocks of slots that Python has collected and that were never sent. The lock is held."""
+        """Free the blocks of slots that were collected and never sent. The caller holds the lock."""
         for block in self._unsent.take_ended():
             self._carry_out(self._blocks.put_back(block))
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
-        """Make and close segments and free memory, as `Blocks` asks for; does nothing once closed. The lock is held.
+        """Carry out instructions of `Blocks`: make and close segments, free memory. Does nothing once closed.
 
-        Raises MemoryFailure if a segment cannot be made.
+        Raises MemoryFailure if a segment cannot be made. The caller holds the lock.
         """
         if self._is_closed:
             return
@@ -317,7 +317,7 @@ class Arena:
                 self._close(instruction.segment)
 
     def _make(self, segment: int, size: int) -> None:
-        """Make a segment of ``size`` bytes: its descriptor and its mapping. Raises MemoryFailure if that is refused."""
+        """Make a segment of ``size`` bytes: its file and its mapping. Raises MemoryFailure if the system refuses."""
         file = mapping.create(file_name(self._incarnation, segment), size)
         self._files[segment] = file
         self._mappings[segment] = mapping.Mapping(file, size)
@@ -331,9 +331,9 @@ class Arena:
     # -- the end ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release all segments. The memory that receivers have mapped lives on until they unmap it.
+        """Release all segments. Memory that receivers have mapped lives until they unmap it.
 
-        A second call does nothing. What is still lent need not be given back.
+        A second call does nothing. Lent blocks need not be given back any more.
         """
         with self._lock:
             self._is_closed = True
@@ -343,7 +343,7 @@ class Arena:
     def forked(self) -> None:
         """Release the parent's segments in a forked process.
 
-        The lock is not taken: the thread that held it at the fork does not exist in the child.
+        This does not take the lock: the thread that held it at the fork does not exist in the child.
         """
         self._is_closed = True
         for segment in list(self._files):

@@ -1,7 +1,7 @@
-"""Keeps the books of an arena: which block is free, taken or lent, and to whom.
+"""Keeps track of the blocks of an arena: which block is free, taken or lent, and to whom.
 
 Pure: no function here touches memory. The functions return instructions (`Open`, `Empty`, `Close`), and the arena
-carries them out in order. Memory comes in segments, each of them one file, cut into blocks of one size::
+carries them out in order. Memory comes in segments. Each segment is a file, cut into blocks of one size::
 
                            take                       send
     cold (no pages) ──┬────────────> taken (a slot) ────────> lent to a receiver
@@ -11,10 +11,10 @@ carries them out in order. Memory comes in segments, each of them one file, cut 
                                         lose, forget(is_dead=False): the block is never used again, and its segment is
                                         *retired*: no other block of it is taken any more
 
-A block that has been written to has pages. Writing to it again costs a tenth of the first time, so a free block keeps
+A block that has been written to has pages. Writing to it again costs a tenth of the first time. So a free block keeps
 its pages for a while (*warm*), and the block that was freed last is taken first. The arena holds at most 4 times
-(`_HELD_PER_USED`) the bytes that were lately in use at once; beyond that, warm blocks lose their pages. A segment
-without warm, taken and lent blocks is closed.
+(`_HELD_PER_USED`) the bytes that were lately in use at once. Beyond that, warm blocks lose their pages (*cold*). A
+segment in which no block is warm, taken or lent is closed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["SEGMENT_SIZE", "Block", "Blocks", "Close", "Empty", "Instruction", "
 _SMALLEST_BLOCK = 1 << 16
 """The bytes of the smallest blocks."""
 SEGMENT_SIZE = 1 << 24
-"""The bytes of a segment of small blocks. A file for each block would take too many files."""
+"""The bytes of a segment of small blocks. One file for each block would take too many files."""
 _HELD_PER_USED = 4
 """The arena holds at most this many times the bytes that were lately in use at once."""
 
@@ -52,7 +52,7 @@ class Segment:
         self.size = count * block_size
         self.blocks = {index * block_size: Block(self, index * block_size, block_size) for index in range(count)}
         self.warm = 0
-        """The number of blocks that have pages: warm, taken or lent ones. A lost block does not count."""
+        """The number of blocks that have pages: warm, taken and lent ones. A lost block does not count."""
         self.is_retired = False
         """True if no block of the segment is taken any more."""
 
@@ -67,7 +67,7 @@ class Block:
         self.offset = offset
         self.size = size
         self.freed = 0
-        """When the block was last freed: the number of that event among all of its kind."""
+        """The number of the event that last freed the block, among all such events."""
 
 
 class Open(NamedTuple):
@@ -78,7 +78,7 @@ class Open(NamedTuple):
 
 
 class Empty(NamedTuple):
-    """Tells the arena to free the pages of a block, which no process reads."""
+    """Tells the arena to free the pages of a block, which no process reads any more."""
 
     segment: int
     offset: int
@@ -95,21 +95,20 @@ Instruction = Open | Empty | Close
 
 
 class Blocks:
-    """Keeps track of which blocks of an arena are free, taken or lent, and returns instructions that the arena obeys.
+    """Keeps track of which blocks of an arena are free, taken or lent, and returns instructions for the arena.
 
-    Touches no memory itself. The arena carries out the instructions of every method, in order. A free block is *warm*
-    as long as it keeps its pages of memory, and *cold* without. No block of a *retired* segment (file) is taken any
-    more. One thread at a time may use it.
+    Touches no memory itself. The arena carries out the instructions of every method, in order. Only one thread at a
+    time may use it.
     """
 
     def __init__(self, bound: int, segments: int, first: int = 1, segment_size: int = SEGMENT_SIZE) -> None:
         """Hold at most ``bound`` bytes, in at most ``segments`` segments, which are numbered from ``first`` on.
 
-        Those of small blocks have ``segment_size`` bytes.
+        Segments of small blocks have ``segment_size`` bytes.
         """
         self._segment_size = segment_size
         self.held = 0
-        """The bytes of all blocks that have pages: warm, taken or lent ones."""
+        """The bytes of all blocks that have pages: warm, taken and lent ones."""
         self.used = 0
         """The bytes of all blocks that are taken or lent."""
         self._bound = bound
@@ -119,13 +118,13 @@ class Blocks:
         self._numbers = itertools.count(first)
         self._frees = itertools.count(1)
         self._warm: dict[int, deque[Block]] = {}
-        """The warm blocks of each size, the one that was freed last at the end."""
+        """The warm blocks of each size; the last one was freed last."""
         self._cold: dict[int, list[Block]] = {}
         """The cold blocks of each size."""
         self._with: dict[int, dict[tuple[int, int], Block]] = {}
         """The lent blocks of each receiver, by segment and offset."""
         self._peak = self._peak_before = 0
-        """The most bytes in use at once, since the last `trim` and between the last two."""
+        """The most bytes in use at once: since the last `trim`, and between the last two calls of it."""
 
     @property
     def segments(self) -> int:
@@ -142,8 +141,8 @@ class Blocks:
     def take(self, length: int) -> tuple[Block | None, list[Instruction]]:
         """Take a free block for ``length`` bytes; return it, or None if the bounds allow none, and instructions.
 
-        The instructions may make a segment or free memory. Carry them out even without a block. If a segment cannot be
-        made, call `discard` with the block.
+        The instructions may make a segment or free memory. Carry them out even if there is no block. If a segment
+        cannot be made, call `discard` with the block.
         """
         size = size_class(length)
         if self.used + size > self._bound:
@@ -170,10 +169,7 @@ class Blocks:
         return block, instructions
 
     def send(self, block: Block, to: int) -> None:
-        """Lend a taken block to the receiver ``to``.
-
-        `give_back`, `lose` or `forget` ends that.
-        """
+        """Lend a taken block to the receiver ``to``, until `give_back`, `lose` or `forget`."""
         self._with.setdefault(to, {})[block.segment.number, block.offset] = block
 
     # -- and back -----------------------------------------------------------------------------
@@ -186,7 +182,7 @@ class Blocks:
         return self._free(block)
 
     def discard(self, block: Block) -> list[Instruction]:
-        """Forget a taken block, and use its segment no more, because the arena could not make the segment.
+        """Forget a taken block, and retire its segment, because the arena could not make the segment.
 
         Returns instructions for the arena.
         """
@@ -202,7 +198,7 @@ class Blocks:
         return [] if block is None else self._free(block)
 
     def lose(self, by: int, segment: int, offset: int) -> list[Instruction]:
-        """Never use a block again that was lent to ``by``, nor others of its segment: a process may still read it.
+        """Never use again a block that was lent to ``by``, nor others of its segment: a process may still read it.
 
         The segment's file is closed when none of its other blocks is in use. Returns instructions for the arena; [] if
         the block is not lent to ``by``.
@@ -211,7 +207,7 @@ class Blocks:
         return [] if block is None else self._strike_out(block)
 
     def forget(self, receiver: int, *, is_dead: bool) -> list[Instruction]:
-        """Free all blocks that are lent to a receiver whose process is dead; if it is alive, never use them again.
+        """Free all blocks that are lent to a dead receiver. If its process is alive, never use them again.
 
         Returns instructions for the arena.
         """
@@ -221,7 +217,7 @@ class Blocks:
         return instructions
 
     def _free(self, block: Block) -> list[Instruction]:
-        """Free a taken or lent block, which keeps its memory for the next `take`; in a retired segment, it loses it.
+        """Free a taken or lent block. It keeps its memory for the next `take`, unless its segment is retired.
 
         Returns instructions for the arena.
         """
@@ -241,7 +237,7 @@ class Blocks:
         self.held -= block.size
         segment = block.segment
         instructions: list[Instruction] = []
-        if not segment.is_retired:  # its file is closed as soon as possible: the memory then ends with its readers
+        if not segment.is_retired:  # its file is closed as soon as possible, so that its memory ends with its readers
             segment.is_retired = True
             self._cold[block.size] = [cold for cold in self._cold.get(block.size, ()) if cold.segment is not segment]
             warm = self._warm.setdefault(block.size, deque())
@@ -254,7 +250,7 @@ class Blocks:
     # -- what is kept -------------------------------------------------------------------------
 
     def trim(self) -> list[Instruction]:
-        """Free memory of free blocks, beyond 4 times what was lately in use at once. Call it every 5 s.
+        """Free memory of free blocks, beyond 4 times the most bytes lately in use at once. Call it every 5 s.
 
         "Lately" is since the call before the last one. Returns instructions for the arena.
         """
@@ -268,7 +264,7 @@ class Blocks:
         return _HELD_PER_USED * max(self._peak, self._peak_before)
 
     def _empty_until(self, most: int, instructions: list[Instruction]) -> None:
-        """Free the memory of free blocks, the one that was freed first first, until at most ``most`` bytes are held.
+        """Free the memory of free blocks, the longest free first, until at most ``most`` bytes are held.
 
         Adds the instructions for the arena to ``instructions``.
         """
@@ -279,7 +275,7 @@ class Blocks:
             instructions += self._empty(oldest.popleft())
 
     def _empty(self, block: Block) -> list[Instruction]:
-        """Take the memory of a free block; return the instructions for that, and to close its segment if that is idle.
+        """Take away the memory of a free block; return the instructions for this, and to close its segment if idle.
 
         In a retired segment, the block is not taken again.
         """

@@ -1,9 +1,9 @@
-"""Hands descriptors of open files to other agents of this host.
+"""Passes descriptors of open files to other agents of this host.
 
-A descriptor of a GPU's memory cannot be opened by way of ``/proc``, as shared memory of the host is. It goes over a
-socket of its own, in a datagram, before the first message that names it. Neither side waits: the receiver looks for the
-datagram when that message comes. Another datagram says that the sender has closed the file, so that the receiver may
-unmap it, too. Both name the sender's incarnation, and a label.
+A descriptor of a GPU's memory cannot be opened through ``/proc``, unlike shared memory of the CPU. It is sent over a
+socket of its own, in a datagram, before the first message that names it. Neither agent waits: the receiver looks for
+the datagram when that message arrives. Another datagram tells that the sender has closed the file, so that the receiver
+may unmap it, too. Both kinds name the sender's incarnation, and a label.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from nbdist.channel.shared_memory.mapping import MemoryFailure
 __all__ = ["Descriptors"]
 
 _LONGEST = 256
-"""The bytes of the longest label."""
+"""The most bytes of a datagram."""
 _CREDENTIALS = struct.Struct("3i")
-"""The kernel's statement of who sent a datagram: the process, the user and the group."""
+"""The kernel's statement about the sender of a datagram: the process, the user and the group."""
 _MOST_KEPT = 1024
-"""The most descriptors that are kept until somebody asks for them."""
+"""The most received descriptors that are kept until `take`."""
 _OPEN, _CLOSED = "open", "closed"
 """The first words of the two kinds of datagrams."""
 
@@ -48,9 +48,9 @@ class Descriptors:
         """Open the socket of the agent with this incarnation. Raises MemoryFailure if the system refuses."""
         self._incarnation = incarnation
         self._came: dict[tuple[int, str], int] = {}
-        """The descriptors that came, by the sender's incarnation and the label."""
+        """The received descriptors, by the sender's incarnation and the label."""
         self._closed: list[tuple[int, str]] = []
-        """The labels, with the senders, of what was closed since the last `take_closed`."""
+        """The files that were closed since the last `take_closed`, each by the sender's incarnation and the label."""
         self._lock = threading.Lock()
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -67,8 +67,8 @@ class Descriptors:
     def send(self, to: int, label: str, descriptor: int | None) -> None:
         """Send a descriptor, with a label, to the agent with incarnation ``to``, without waiting.
 
-        None says that the file of this label is closed. Raises MemoryFailure if that agent cannot be reached now, or
-        has not taken others that came before.
+        None tells that agent that the file of this label is closed. Raises MemoryFailure if the agent cannot be reached
+        now, or has not read earlier datagrams.
         """
         files = [] if descriptor is None else [descriptor]
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
@@ -79,9 +79,9 @@ class Descriptors:
             raise MemoryFailure(f"cannot hand over a descriptor: {explain(error)}") from error
 
     def take(self, sender: int, label: str) -> int:
-        """Return the descriptor that came with this label from the agent ``sender``; the caller closes it.
+        """Return the descriptor that arrived with this label from the agent ``sender``; the caller closes it.
 
-        Raises MemoryFailure if it has not come.
+        Raises MemoryFailure if it has not arrived.
         """
         with self._lock:
             while (sender, label) not in self._came:
@@ -90,12 +90,12 @@ class Descriptors:
             return self._came.pop((sender, label))
 
     def put_back(self, sender: int, label: str, descriptor: int) -> None:
-        """Keep a descriptor that `take` has returned, for the next call."""
+        """Keep a descriptor that `take` has returned, for the next call of `take`."""
         with self._lock:
             self._came[sender, label] = descriptor
 
     def take_closed(self) -> list[tuple[int, str]]:
-        """Return what senders have closed since the last call: the sender's incarnation and the label of each."""
+        """Return the files that senders have closed since the last call, each by the sender's incarnation and label."""
         with self._lock:
             while self._receive():
                 pass
@@ -103,7 +103,7 @@ class Descriptors:
             return closed
 
     def _receive(self) -> bool:
-        """Take in one datagram, if there is one; return whether there was. The lock is held."""
+        """Receive one datagram, if there is one; return whether there was one. The caller holds the lock."""
         room = socket.CMSG_SPACE(4) + socket.CMSG_SPACE(_CREDENTIALS.size)
         try:
             text, passed, flags, _ = self._socket.recvmsg(_LONGEST, room, socket.MSG_CMSG_CLOEXEC)
@@ -120,7 +120,7 @@ class Descriptors:
         what, key = "", (0, "")
         with contextlib.suppress(ValueError):
             what, key = words[0], (int(words[1], 16), words[2]) if len(words) == 3 else key
-        # A descriptor may be lacking because this process has too many files open: then the kernel cuts it off.
+        # If this process has too many files open, the kernel leaves the descriptor out.
         if user != os.getuid() or flags & socket.MSG_CTRUNC or len(files) != (what == _OPEN):
             _close(files)
             return True
@@ -143,7 +143,7 @@ class Descriptors:
             _close([self._came.pop(key) for key in list(self._came) if key[0] == sender])
 
     def close(self) -> None:
-        """Close the socket and all descriptors that nobody has taken. A second call does nothing."""
+        """Close the socket and all descriptors that were not taken. A second call does nothing."""
         with self._lock:
             self.forked()
 
@@ -155,12 +155,12 @@ class Descriptors:
 
 
 def _address(incarnation: int) -> str:
-    """Return the address of an agent's socket: a name that the kernel knows, without a file."""
+    """Return the address of an agent's socket: a name in the kernel's own name space, without a file."""
     return f"\0nbdist-descriptors-{incarnation:x}"
 
 
 def _close(files: list[int]) -> None:
-    """Close open files, whatever the kernel says."""
+    """Close open files; ignore errors."""
     for file in files:
         with contextlib.suppress(OSError):
             os.close(file)

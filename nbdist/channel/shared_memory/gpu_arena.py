@@ -1,11 +1,10 @@
-"""Holds the memory of GPUs in which an agent passes tensors to other processes that use the same GPU.
+"""The memory of GPUs in which an agent passes tensors to other processes that use the same GPU.
 
-`GpuArena` is an `Arena` whose segments are memory of one GPU; the bookkeeping is the same. The sender copies a tensor
-into a block, once, on the GPU; the receiver reads the block in place. The sender waits until the copy has been made,
-and the receiver gives a block back only when its GPU has done all that was asked of it before: so no stream of either
-process needs to wait for one of the other's.
+`GpuArena` is an `Arena` whose segments are memory of one GPU. The sender copies a tensor into a block once, on the GPU.
+The receiver reads the block in place. The sender waits until the copy is complete, and the receiver gives a block back
+only when its GPU has finished all earlier work. So no stream of either process needs to wait for a stream of the other.
 
-`Gpus` is all that one agent needs for this: an arena for each GPU that it sees, and a socket for descriptors.
+`Gpus` has everything that one agent needs for this: an arena for each GPU that it sees, and a socket for descriptors.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from nbdist.wire.messages import Place
 __all__ = ["FIRST_GPU_SEGMENT", "GpuArena", "Gpus", "open_gpus"]
 
 FIRST_GPU_SEGMENT = 1 << 40
-"""Segments from this number on are memory of a GPU; those of GPU 1 begin at twice this number, and so on."""
+"""Segments from this number on are memory of a GPU. Those of GPU 1 begin at twice this number, and so on."""
 _PART = 4
-"""An arena may take a quarter of the GPU's memory, or of what torch may take of it in this process."""
+"""An arena may take at most this part (a quarter) of the GPU memory that torch may take in this process."""
 
 
 class GpuArena(Arena):
@@ -40,24 +39,24 @@ class GpuArena(Arena):
         """The number of the GPU in this process."""
         self._descriptors = descriptors
         self._known: dict[int, set[int]] = {}
-        """The segments whose descriptor each receiver has been sent, by its incarnation."""
+        """The segments whose descriptor was sent to each receiver, by the receiver's incarnation."""
         self._untold: list[tuple[int, int]] = []
-        """The receivers, by incarnation, that must be told that a segment is closed."""
+        """The receivers, by incarnation, that must still be told that a segment is closed, and the segment."""
 
     def put_tensor(self, part: torch.Tensor, receiver: int) -> ArenaSlot | None:
-        """Copy a tensor of bytes, which is on this GPU, into a block for ``receiver``, after what its stream does.
+        """Copy a tensor of bytes, which is on this GPU, into a block for ``receiver``, after its stream's earlier work.
 
-        Returns when the copy is made; None if there is no room, or the receiver cannot be handed the memory.
+        Returns when the copy is complete; None if there is no room, or the memory cannot be passed to the receiver.
         """
         found = self.take(part.numel(), receiver)
         if found is None:
             return None
         slot, mapped = found
         if not self._introduce(slot.place, receiver):
-            return None  # the slot is collected, and its block is free again
+            return None  # the slot is collected, which frees its block
         try:
             mapped.part(slot.place.offset, slot.place.length).copy_(part)
-        finally:  # after Ctrl-C, too: the block may be used for something else at once
+        finally:  # after Ctrl-C, too: the block may be used for another tensor at once
             torch.cuda.current_stream(self.index).synchronize()
         return slot
 
@@ -86,7 +85,7 @@ class GpuArena(Arena):
         super().forget(receiver, is_dead=is_dead)
 
     def trim(self) -> None:
-        """Free memory that was not needed lately, and tell receivers of closed segments that they may do so, too."""
+        """Free memory that was not used lately, and tell receivers of closed segments, so that they free it, too."""
         super().trim()
         with Deferral(), self._lock:
             untold, self._untold = self._untold, []
@@ -95,7 +94,7 @@ class GpuArena(Arena):
                     self._descriptors.send(receiver, _label(segment), None)
                 except MemoryFailure:
                     if receiver in self._known:
-                        self._untold.append((receiver, segment))  # tried again by the next call
+                        self._untold.append((receiver, segment))  # the next call tries again
 
     def _close(self, segment: int) -> None:
         super()._close(segment)
@@ -110,10 +109,10 @@ class GpuArena(Arena):
 
 
 class Gpus:
-    """Lends one agent's memory of GPUs to others, and maps theirs."""
+    """Lends one agent's GPU memory to other agents, and maps theirs."""
 
     def __init__(self, incarnation: int, threshold: int, uuids: list[str]) -> None:
-        """Take no memory yet. ``uuids`` are the ids of the GPUs by number, with "" for one that cannot share memory.
+        """Take no memory yet. ``uuids`` has the ids of the GPUs by number, "" for a GPU that cannot share memory.
 
         Raises MemoryFailure if the system refuses the socket or the thread that waits for GPUs.
         """
@@ -130,14 +129,14 @@ class Gpus:
         ]
 
     def reachable(self, uuids: list[str]) -> dict[str, GpuArena]:
-        """Return the arenas that an agent whose GPUs have these ids can read, by the agent's name for the GPU."""
+        """Return the arenas that an agent can read, by its name for the GPU. ``uuids`` are the ids of its GPUs."""
         here = {self.uuids[arena.index]: arena for arena in self.arenas}
         return {f"cuda:{index}": here[uuid] for index, uuid in enumerate(uuids) if uuid in here}
 
     def open(self, owner: int, segment: int, size: int, uuids: list[str]) -> GpuMapping:
         """Map a segment of another agent's arena; ``uuids`` are the ids of that agent's GPUs.
 
-        Raises MemoryFailure if its descriptor has not come, or it cannot be mapped.
+        Raises MemoryFailure if its descriptor has not arrived, or it cannot be mapped.
         """
         number = segment // FIRST_GPU_SEGMENT - 1
         uuid = uuids[number] if number < len(uuids) else ""
@@ -147,7 +146,7 @@ class Gpus:
         try:
             found = gpu_memory.open_descriptor(file, self.uuids.index(uuid), size)
         except BaseException:
-            self.descriptors.put_back(owner, _label(segment), file)  # for the next message: it comes only once
+            self.descriptors.put_back(owner, _label(segment), file)  # for the next message: it is sent only once
             raise
         os.close(file)
         return found
@@ -159,7 +158,7 @@ class Gpus:
         return [(owner, int(label.removeprefix(prefix), 16)) for owner, label in closed if label.startswith(prefix)]
 
     def close(self) -> None:
-        """Release all memory but what tensors still refer to."""
+        """Release all memory except what tensors still refer to."""
         for arena in self.arenas:
             arena.close()
         self.descriptors.close()
@@ -168,7 +167,7 @@ class Gpus:
 def open_gpus(incarnation: int, threshold: int) -> Gpus | None:
     """Return an agent's memory on GPUs; None if there are no GPUs, or the driver cannot share their memory.
 
-    It starts CUDA in this process. Tensors of at least ``threshold`` bytes travel through the memory.
+    Starts CUDA in this process. Tensors of at least ``threshold`` bytes travel through the memory.
     """
     uuids = [uuid if gpu_memory.is_available(index) else "" for index, uuid in enumerate(gpu_memory.uuids())]
     if not any(uuids):

@@ -1,11 +1,11 @@
 """Makes memory of a GPU that processes of one host share.
 
-CUDA's driver makes such memory (``cuMemCreate``) and gives a descriptor for it, which another process can map. It
-lives as long as any process has it mapped, or has a descriptor of it, so a tensor in it outlives the process that made
-it. That would not be so for a handle of ``cudaIpcGetMemHandle``, which torch.multiprocessing uses: its memory goes with
-its maker.
+CUDA's driver makes such memory (``cuMemCreate``) and gives a descriptor for it, which another process can map. The
+memory lives as long as any process has it mapped, or has a descriptor of it. So a tensor in it outlives the process
+that made it. With ``cudaIpcGetMemHandle``, which torch.multiprocessing uses, it would not: there, the memory ends with
+the process that made it.
 
-The functions of the driver are called with ctypes: torch has none for this.
+The driver's functions are called with ctypes, because torch has no functions for this.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from nbdist.channel.shared_memory.mapping import MemoryFailure
 __all__ = ["GRANULE", "GpuBytes", "GpuMapping", "create", "is_available", "open_descriptor", "uuids"]
 
 _PINNED = 1
-"""The driver's number for memory that stays where it is made."""
+"""The driver's number for pinned memory, which stays where it is made."""
 _DESCRIPTOR = 1
-"""The driver's number for sharing by the descriptor of an open file."""
+"""The driver's number for sharing by a file descriptor."""
 _ON_DEVICE = 1
-"""The driver's number that says that a place is a GPU."""
+"""The driver's number for a place on a GPU."""
 _READ_AND_WRITE = 3
-"""The driver's number for access of both kinds."""
+"""The driver's number for reading and writing."""
 _CAN_MAP, _CAN_EXPORT = 102, 103
-"""The driver's numbers of the attributes that say whether a GPU can map memory, and share it by a descriptor."""
+"""The driver's numbers of two attributes of a GPU: it can map memory, and share memory by a descriptor."""
 GRANULE = 1 << 21
-"""The driver makes and maps multiples of so many bytes: 2 MiB, on all GPUs so far."""
+"""The driver makes and maps multiples of this many bytes: 2 MiB, on all GPUs so far."""
 
 
 class _Location(ctypes.Structure):
@@ -60,7 +60,7 @@ class _Access(ctypes.Structure):
 
 @functools.cache
 def _driver() -> Any:
-    """Return CUDA's driver as a library of C; raise OSError if there is none."""
+    """Return CUDA's driver as a ctypes library; raise OSError if there is none."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuInit(0)
     return driver
@@ -75,7 +75,7 @@ def _ask(name: str, *args: Any) -> None:
 
 
 def is_available(index: int) -> bool:
-    """Return whether the driver can share memory of GPU ``index``, one that torch sees, between processes."""
+    """Return whether the driver can share memory of GPU ``index``, as torch counts, between processes."""
     try:
         device, answer = ctypes.c_int(), ctypes.c_int()
         _ask("cuDeviceGet", ctypes.byref(device), index)
@@ -89,9 +89,9 @@ def is_available(index: int) -> bool:
 
 
 def uuids() -> list[str]:
-    """Return the id of each GPU that torch sees, by which other processes of the host know it; it starts CUDA.
+    """Return the id of each GPU that torch sees. Other processes of the host have the same ids. Starts CUDA.
 
-    Empty if there are no GPUs, or CUDA cannot be started, such as in a process that was forked after its parent had.
+    Empty if there are no GPUs, or CUDA cannot start, for example in a process forked from one that has started it.
     """
     try:
         return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
@@ -100,16 +100,16 @@ def uuids() -> list[str]:
 
 
 class GpuMapping:
-    """Memory of a GPU that is mapped into this process's addresses while the object lives.
+    """Memory of a GPU that is mapped into this process while the object lives.
 
-    It stays mapped a little longer: until the GPU has done all that it had been asked to do when the object was
+    The memory stays mapped a little longer: until the GPU has finished the work that it had when the object was
     collected (`nbdist.channel.shared_memory.quiet`).
     """
 
     __slots__ = ("_process", "_unmap", "address", "index", "size", "whole")
 
     def __init__(self, handle: ctypes.c_ulonglong, index: int, size: int) -> None:
-        """Map ``size`` bytes behind a handle for GPU ``index``, and release the handle. Raises MemoryFailure."""
+        """Map ``size`` bytes behind a handle for GPU ``index``, and release the handle. May raise MemoryFailure."""
         driver = _driver()
         place = _Location(_ON_DEVICE, index)
         address, length = ctypes.c_ulonglong(), ctypes.c_size_t(_rounded(size))
@@ -139,22 +139,22 @@ class GpuMapping:
         self._unmap = partial(quiet.when_done, index, lambda: (unmap(address, length), free(address, length)))
 
     def part(self, offset: int, length: int) -> torch.Tensor:
-        """Return a part as a tensor of bytes. The tensor does not keep the mapping alive: the caller has to."""
+        """Return a part as a tensor of bytes. The tensor does not keep the mapping alive; the caller must."""
         if self.whole is None:
-            with torch.inference_mode(False):  # a tensor that is made in that mode could be written to only there
+            with torch.inference_mode(False):  # a tensor made in inference mode could be written to only there
                 self.whole = torch.as_tensor(_Bytes(self.address, self.size), device=f"cuda:{self.index}")
         return self.whole[offset : offset + length]
 
     def empty(self, offset: int, size: int) -> None:
         """Do nothing: memory of a GPU is freed in whole segments only."""
 
-    def __del__(self, _getpid: Any = os.getpid) -> None:  # the default is there when this module's globals are gone
+    def __del__(self, _getpid: Any = os.getpid) -> None:  # a default outlives this module's globals
         if hasattr(self, "_unmap") and _getpid() == self._process:  # a forked process cannot use CUDA
             self._unmap()
 
 
 class _Bytes:
-    """Bytes at an address of a GPU, as torch takes them over."""
+    """Bytes at an address of a GPU, in the form that torch accepts."""
 
     def __init__(self, address: int, length: int) -> None:
         self.__cuda_array_interface__ = {
@@ -167,7 +167,7 @@ class _Bytes:
 
 
 class GpuBytes(_Bytes):
-    """A leased block of a GPU's memory. It lives as long as a tensor that was made of it, and ``lease`` with it."""
+    """A leased block of a GPU's memory. It lives as long as a tensor made of it, and keeps ``lease`` alive."""
 
     def __init__(self, mapping: GpuMapping, offset: int, length: int, lease: object) -> None:
         super().__init__(mapping.address + offset, length)
@@ -179,12 +179,12 @@ class GpuBytes(_Bytes):
         return self._length
 
     def tensor(self) -> torch.Tensor:
-        """Return the bytes as a tensor, which keeps this object."""
+        """Return the bytes as a tensor, which keeps this object alive."""
         return torch.as_tensor(self, device=self._device)
 
 
 def create(index: int, size: int) -> tuple[int, GpuMapping]:
-    """Make ``size`` bytes of memory on GPU ``index``; return the descriptor by which others map it, and its mapping.
+    """Make ``size`` bytes of memory on GPU ``index``; return the descriptor with which others map it, and its mapping.
 
     The caller closes the descriptor. Raises MemoryFailure if the driver refuses, as when the GPU is full.
     """
@@ -214,7 +214,7 @@ def create(index: int, size: int) -> tuple[int, GpuMapping]:
 
 
 def open_descriptor(descriptor: int, index: int, size: int) -> GpuMapping:
-    """Map memory that another process made on the GPU which is number ``index`` here; ``descriptor`` stays open.
+    """Map memory that another process made, on the GPU that has the number ``index`` here. ``descriptor`` stays open.
 
     Raises MemoryFailure if the driver refuses.
     """
@@ -226,9 +226,9 @@ def open_descriptor(descriptor: int, index: int, size: int) -> GpuMapping:
 
 @contextlib.contextmanager
 def _started(index: int) -> Iterator[None]:
-    """Return a context manager in which this thread uses GPU ``index``, for calls of the driver.
+    """Return a context manager in which the driver's functions use GPU ``index``, for this thread.
 
-    Raises MemoryFailure if torch cannot start CUDA here, or has an error to report.
+    Raises MemoryFailure if torch cannot start CUDA here, or reports an error.
     """
     try:
         with torch.cuda.device(index):
@@ -241,5 +241,5 @@ def _started(index: int) -> Iterator[None]:
 
 
 def _rounded(size: int) -> int:
-    """Return ``size`` as the driver maps it, a multiple of `GRANULE`."""
+    """Return ``size`` rounded up to a multiple of `GRANULE`, as the driver maps it."""
     return -(-size // GRANULE) * GRANULE

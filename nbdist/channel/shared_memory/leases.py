@@ -1,4 +1,4 @@
-"""Maps the blocks that other agents have lent to this one, and notes when a block is not used any more.
+"""Maps the blocks that other agents have lent to this agent, and records when a block is not used any more.
 
 An agent of the same host sends a large tensor by writing it into a block of its arena
 (`nbdist.channel.shared_memory.arena`). The receiver maps the block and reads the tensor in place. That is a *lease*::
@@ -7,11 +7,11 @@ An agent of the same host sends a large tensor by writing it into a block of its
                                                                                      │
                     the agent gives the block back to its owner <── take_ended <─────┘
 
-A lease of a GPU's memory takes one step more: what the GPU was asked to do with the tensors may still wait in its
-streams when the last tensor is collected. So such a lease ends once the GPU has done all that it was asked before.
+A lease of a GPU's memory takes one more step: when the last tensor is collected, work of the GPU on the tensors may
+still wait in its streams. So such a lease ends only when the GPU has finished all earlier work.
 
 A lease begins when a message is accepted, even if the message cannot be decoded afterwards. Python may collect the last
-tensor at any moment, with any lock held, so the end of a lease is only noted, by `nbdist.holds`.
+tensor at any moment, with any lock held, so the end of a lease is only recorded (`nbdist.holds`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nbdist.wire.tensors import Buffer, Unreadable
 __all__ = ["LeaseEnded", "Leases"]
 
 _UNMAP_AFTER = 30.0
-"""Seconds without a new lease after which `Leases` drops its mapping of a segment: its owner may have closed it."""
+"""Seconds without a new lease after which `Leases` drops its mapping of a segment. Its owner may have closed it."""
 
 _forks = 0
 """The number of forks that this process has begun, plus the number that it has completed."""
@@ -46,12 +46,12 @@ def _on_fork() -> None:
     _forks += 1
 
 
-# Counted before and after a fork: a lease that another thread begins meanwhile may be in the child, too.
+# Counted before and after a fork, because the child may also have a lease that another thread begins meanwhile.
 os.register_at_fork(before=_on_fork, after_in_parent=_on_fork)
 
 
 class LeaseEnded(NamedTuple):
-    """A lease that has ended: the place of its block, and to whom the block goes back."""
+    """A lease that has ended: the place of its block, and the owner to which the block goes back."""
 
     owner: int
     """The incarnation of the agent that lent the block."""
@@ -78,12 +78,12 @@ class Leases:
     """Maps the blocks that other agents have lent to one agent, until no tensor uses them. Any thread may use it."""
 
     def __init__(self, gpus: Gpus | None = None) -> None:
-        """Hold no lease yet. ``gpus`` is the agent's memory on GPUs, without which it can read no other's."""
+        """Begin without leases. ``gpus`` is the agent's memory on GPUs; without it, leases of such memory fail."""
         self._gpus = gpus
         self._holds: Holds[tuple[LeaseEnded, int, GpuMapping | None]] = Holds()
-        """A hold for each lease: the note of its end, the value of `_forks` when it began, and its memory on a GPU."""
+        """A hold for each lease: its `LeaseEnded`, the value of `_forks` when it began, and its memory on a GPU."""
         self.ended = self._holds.ended
-        """Not empty while leases have ended that `take_ended` has not returned. Only test whether it is empty."""
+        """Not empty if leases have ended that `take_ended` has not returned. Only test whether it is empty."""
         self.begun = 0
         """The number of leases that have begun so far."""
         self.over = 0
@@ -103,11 +103,11 @@ class Leases:
         return True
 
     def begin(self, owner: Record, places: Iterable[Place], now: float) -> list[Buffer | GpuBytes]:
-        """Map each of the ``places``, blocks that another agent has lent to this one; return their memory.
+        """Map each of the ``places``, blocks that another agent has lent to this agent; return their memory.
 
-        A block is leased until no tensor uses its memory; `take_ended` then returns it.
-        ``now`` is as of `time.monotonic`. For a place that cannot be mapped, the result has an `Unreadable` with the
-        reason, which goes into the error with which the message is answered.
+        A block is leased until no tensor uses its memory; then `take_ended` returns it. ``now`` is as of
+        `time.monotonic`. For a place that cannot be mapped, the result has an `Unreadable` with the reason, which goes
+        into the error with which the message is answered.
         """
         return [self._begin(owner, place, now) for place in places]
 
@@ -129,9 +129,9 @@ class Leases:
         return memoryview(block).cast("B")
 
     def _segment(self, owner: Record, place: Place, now: float) -> Mapping | GpuMapping:
-        """Return the mapping of the segment that a place is in, used at ``now``, as of `time.monotonic`.
+        """Return the mapping of the segment of a place, and record that it is used at ``now``.
 
-        Raises MemoryFailure if it cannot be mapped.
+        ``now`` is as of `time.monotonic`. Raises MemoryFailure if the segment cannot be mapped.
         """
         with self._lock:
             segment = self._segments.get((owner.incarnation, place.segment))
@@ -142,7 +142,7 @@ class Leases:
             return segment.mapping
 
     def _open(self, owner: Record, place: Place) -> Mapping | GpuMapping:
-        """Map the segment that a place is in. Raises MemoryFailure if it cannot be mapped."""
+        """Map the segment of a place. Raises MemoryFailure if it cannot be mapped."""
         if place.segment < FIRST_GPU_SEGMENT:
             return open_of(owner.pid, place.file, file_name(owner.incarnation, place.segment), place.size)
         if self._gpus is None:
@@ -150,15 +150,15 @@ class Leases:
         return self._gpus.open(owner.incarnation, place.segment, place.size, owner.gpu_uuids)
 
     def take_ended(self) -> list[LeaseEnded]:
-        """Return the leases that have ended since the last call, for the agent to give their blocks back to the owners.
+        """Return the leases that have ended since the last call. The agent gives their blocks back to the owners.
 
-        ``is_shared`` is set if this process has forked since the lease began: a child may still read the block, so its
-        owner does not use it again. A lease that had ended before the fork is treated alike, which is safe.
+        ``is_shared`` is True if this process has forked since the lease began: the child may still read the block, so
+        its owner must not use it again. If the lease had ended before the fork, this is needless but safe.
         """
         taken = []
         for what, forks, memory in self._holds.take_ended():
             if memory is not None:
-                # Held anew until the GPU is done, and then noted again.
+                # Hold the lease again until the GPU has finished; then it ends for good.
                 hold = self._holds.hold((what, _forks, None))
                 quiet.when_done(memory.index, partial(_drop, [hold, memory]))
                 continue
@@ -179,8 +179,8 @@ class Leases:
     def trim(self, now: float) -> None:
         """Drop the mappings of segments in which no lease has begun for 30 s (`_UNMAP_AFTER`).
 
-        ``now`` is as of `time.monotonic`. A mapping is made anew when it is needed. One of a GPU's memory could not be
-        made anew, as its descriptor came only once; it is dropped when its owner has closed the segment.
+        ``now`` is as of `time.monotonic`. A mapping is made again when it is needed. A mapping of GPU memory cannot be
+        made again, because its descriptor arrives only once; it is dropped when its owner has closed the segment.
         """
         with self._lock:
             for key, segment in list(self._segments.items()):
@@ -200,5 +200,5 @@ class Leases:
 
 
 def _drop(held: list[Hold | GpuMapping]) -> None:
-    """Drop a hold, whose end is then noted, and the memory that must not be unmapped before."""
+    """Drop a hold, which ends the lease, and the memory that must not be unmapped before."""
     held.clear()

@@ -1,11 +1,11 @@
 """Makes memory that processes of one host share.
 
-Shared memory is an anonymous file (``memfd_create``). Its maker creates it, and another process opens it through the
-maker's entry in ``/proc``, which the kernel allows to processes of the same user. The other process checks that it has
-opened the right file, and that the file is sealed: nobody can make it shorter while others read it.
+Shared memory is an anonymous file (``memfd_create``). One process makes it. Another process opens it through the
+first one's entry in ``/proc``, which the kernel allows to processes of the same user. It checks that it has opened the
+right file, and that the file is sealed, so that no process can make it shorter while others read it.
 
-Two more usual ways do not fit. Containers often allow only 64 MB in ``/dev/shm``, and files there outlive a process
-that is killed. Descriptors can be passed over a unix socket only, but tensors should not depend on the channel.
+Two more common ways do not work here. Containers often allow only 64 MB in ``/dev/shm``, and files there outlive a
+killed process. Descriptors can be passed over unix sockets only, but tensors must not depend on the channel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Mapping", "MemoryFailure", "create", "is_available", "open_of"]
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 """The names of the seals of each file: its size and its seals cannot change."""
 _MADV_REMOVE = 9
-"""Linux's number of the advice to free pages, in the file as well."""
+"""Linux's number for the advice to free pages, in the file as well."""
 _FAILED = ctypes.c_void_p(-1).value
 """The address that a failed mmap returns."""
 
@@ -48,7 +48,7 @@ def is_available() -> bool:
 class Mapping:
     """A file that is mapped into this process's memory until the object is collected."""
 
-    # Python's own mmap is not used: it would keep another descriptor of the file open for each mapping.
+    # Python's own mmap keeps one more descriptor of the file open for each mapping.
     __slots__ = ("_unmap", "address", "size")
 
     def __init__(self, file: int, size: int) -> None:
@@ -63,14 +63,14 @@ class Mapping:
             raise MemoryFailure(f"cannot map {amounts.size(size)}: {explain(OSError(error, os.strerror(error)))}")
         self.address: int = address
         self.size = size
-        self._unmap = _libc.munmap  # kept here: the last tensor may be collected after this module's globals are gone
+        self._unmap = _libc.munmap  # the last tensor may be collected after this module's globals are gone
 
     def empty(self, offset: int, size: int) -> None:
         """Free the pages of a part of the file, in every process that has it mapped. They read as zeros afterwards.
 
         If the kernel refuses, the pages stay as they are.
         """
-        _libc.madvise(self.address + offset, size, _MADV_REMOVE)  # if the kernel refuses, the pages stay
+        _libc.madvise(self.address + offset, size, _MADV_REMOVE)
 
     def __del__(self) -> None:
         if hasattr(self, "address"):
@@ -78,7 +78,7 @@ class Mapping:
 
 
 def create(name: str, size: int) -> int:
-    """Return the descriptor of a new anonymous file of ``size`` bytes, which takes memory as it is written to.
+    """Return the descriptor of a new anonymous file of ``size`` bytes. It takes memory only as it is written to.
 
     Raises MemoryFailure if the system refuses. The caller closes the descriptor.
     """

@@ -1,7 +1,7 @@
-"""Waits for GPUs in a thread of its own, so that nobody else has to.
+"""Waits for GPUs in a thread of its own, so that no other thread has to.
 
-What a process has asked of a GPU may still wait in its streams when the last tensor that it works on is collected.
-Memory that torch does not manage must stay as it is until then: it may neither be unmapped nor be used again.
+When the last tensor in some memory is collected, work of the GPU on this memory may still wait in the GPU's streams. If
+torch does not manage the memory, it must neither be unmapped nor used again until that work is done.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from nbdist.finalisers import this_thread
 __all__ = ["start", "when_done"]
 
 _GATHER = 0.005
-"""Seconds for which requests are gathered: waiting for a GPU once is cheaper than once for each."""
+"""Seconds for which requests are collected: one wait for a GPU is cheaper than one for each request."""
 _AGAIN_AFTER = 0.1
-"""Seconds after which a GPU that could not be waited for is tried again."""
+"""Seconds after which a wait for a GPU that was impossible is tried again."""
 
 _waiting: queue.SimpleQueue[tuple[int, Callable[[], object]]] = queue.SimpleQueue()
-"""The functions to call, each with the number of its GPU. A finaliser may call `put`, with any lock held."""
+"""The functions to call, each with the number of its GPU. A finaliser may call its `put`, with any lock held."""
 _thread: threading.Thread | None = None
 
 
 def start() -> None:
-    """Start the thread if it does not run. Raises RuntimeError if the system has no room for another thread."""
+    """Start the thread if it does not run. Raises RuntimeError if the system cannot start another thread."""
     global _thread
     if _thread is None or not _thread.is_alive():
         _thread = threading.Thread(target=_run, name="nbdist-gpu", daemon=True)
@@ -37,15 +37,15 @@ def start() -> None:
 
 
 def when_done(index: int, then: Callable[[], object]) -> None:
-    """Have the thread call ``then()`` when GPU ``index`` has done all that this process has asked of it so far.
+    """Let the thread call ``then()`` when GPU ``index`` has finished all work that this process has given it so far.
 
-    Returns at once. Any thread may call this at any moment, finalisers too.
+    Returns at once. Any thread may call this at any moment, even a finaliser.
     """
     _waiting.put((index, then))
 
 
 def _run() -> None:
-    """Call what waits, for ever."""
+    """Call the waiting functions, for ever."""
     this_thread.is_closed = True  # a finaliser of the user's may run here, and must not wait for a call
     while True:
         batch = [_waiting.get()]
@@ -65,7 +65,7 @@ def _run() -> None:
 
 
 def _is_done(index: int) -> bool:
-    """Wait for GPU ``index``; return False if that is not possible now, such as while a CUDA graph is captured."""
+    """Wait for GPU ``index``; return False if that is impossible now, as while a CUDA graph is captured."""
     try:
         torch.cuda.synchronize(index)
     except (RuntimeError, AssertionError):  # torch asserts that it was built for CUDA

@@ -2,8 +2,8 @@
 
 ``%load_ext nbdist.compat.ipyparallel`` makes ``import ipyparallel`` import this package, binds ``ipp`` to it, and adds
 ``%px``. `Client`, its views and their handles have the names that `docs/coming_from.md` lists. Any other name of
-ipyparallel raises AttributeError, which says what to write instead. ``cluster.view()`` makes a view of a cluster of
-nbdist. ``notebooks/10_from_ipyparallel.ipynb`` shows all this.
+ipyparallel raises AttributeError, which says what to write instead. ``cluster.view()`` makes a view of an nbdist
+cluster. ``notebooks/10_from_ipyparallel.ipynb`` shows all this.
 
 In ipyparallel, a worker is called an *engine*.
 """

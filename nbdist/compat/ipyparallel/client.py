@@ -26,12 +26,12 @@ Targets = int | str | slice | Sequence[int] | None
 
 
 def view_of(cluster: Workers, targets: Targets = None, *, balanced: bool = False) -> DirectView | LoadBalancedView:
-    """Return a view of some workers of a cluster, or of all. This is ``cluster.view()``.
+    """Return a view of some workers of a cluster, or of all. ``cluster.view()`` calls this.
 
     Args:
         cluster: The cluster. It is started if it does not run.
         targets: A rank, a slice or sequence of ranks, or a target of ``%%remote``; None for all workers.
-        balanced: Whether each task goes to the first of these workers that is free. Otherwise, each goes to all.
+        balanced: Whether each task goes to the first of these workers that is free. If False, it goes to all of them.
 
     Raises:
         UnknownWorker: The cluster has no such worker.
@@ -53,7 +53,7 @@ class Client(Closed):
     def __init__(self, cluster: Workers | None = None, **_: Any) -> None:
         """Connect to ``cluster``, else to the notebook's, else to a new one; start the cluster if it does not run.
 
-        Other arguments of ipyparallel's are ignored. Raises UsageError if ``cluster`` has been shut down.
+        Other arguments of ipyparallel are ignored. Raises UsageError if ``cluster`` has been shut down.
         """
         self.cluster = (cluster or Workers.current or _workers(None)).start()
         for name in [worker.name for worker in self.cluster.workers if worker.alive]:
@@ -106,7 +106,7 @@ class Client(Closed):
     wait = staticmethod(wait_for)
 
     def wait_for_engines(self, n: int | None = None, **_: Any) -> None:
-        """Return at once, because a cluster has started all its engines. Raises UsageError if they are fewer than n."""
+        """Return at once, since a cluster has started all its engines. Raises UsageError if there are fewer than n."""
         if n is not None and n > len(self):
             raise UsageError(f"the cluster has {len(self)} workers, and will not have {n}: start it with n={n}")
 
@@ -118,15 +118,12 @@ class Client(Closed):
         return self.direct_view(targets).activate(suffix)
 
     def shutdown(self, **_: Any) -> None:
-        """End all workers of the cluster; do nothing if they have been ended.
-
-        The notebook's own variables stay.
-        """
+        """End all workers of the cluster; do nothing if they have ended. The notebook's own variables stay."""
         self.cluster.shutdown()
 
 
 def _awaitable(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Return a coroutine function that calls a method. It does not yield: the event loop stands still until it ends.
+    """Return a coroutine function that calls a method. It does not yield: it blocks the event loop until it ends.
 
     Starting or ending workers takes a second or two.
     """
@@ -148,7 +145,7 @@ class Cluster(Closed):
     def __init__(self, n: int | None = None, *, engines: str = "local", **_: Any) -> None:
         """Describe a cluster of ``n`` workers, one for each core by default. Nothing is started yet.
 
-        Raises UsageError for any ``engines`` but "local". Other arguments of ipyparallel's are ignored.
+        Raises UsageError for any ``engines`` but "local". Other arguments of ipyparallel are ignored.
         """
         if engines != "local":
             raise UsageError(f"engines={engines!r}: nbdist starts workers on this host only; leave engines out")
@@ -193,8 +190,8 @@ class Cluster(Closed):
     def restart_engines_sync(self) -> None:
         """Kill all workers and start them again, under their names and ranks, without their variables.
 
-        Raises StartError if they are not ready in time. Workers that have never been started are started first; if they
-        have been ended, UsageError is raised.
+        Raises StartError if they are not ready in time. Workers that have never been started are started first. Raises
+        UsageError if they have been ended.
         """
         self._workers.restart("all")
 

@@ -16,7 +16,7 @@ _USAGE = "%%px [-t TARGETS] [-a] [--block] [--local] [--group-outputs=engine] [-
 
 
 def _read(line: str) -> dict[str, Any]:
-    """Return the options of a line of ``%%px``, by their long names. If two contradict each other, the last wins.
+    """Return the options of a line of ``%%px``, by their long names. If two contradict each other, the last one counts.
 
     Raises UsageError for a wrong line.
     """
@@ -30,7 +30,7 @@ def _read(line: str) -> dict[str, Any]:
 
 
 class Px:
-    """The magics ``%px`` and the like for some engines."""
+    """The magics ``%px``, ``%autopx`` and so on, for some engines."""
 
     def __init__(self, shell: Any, targets: str) -> None:
         """Make the magics for ``targets``, a target of ``%%remote``, which a line of ``%%px`` can override.

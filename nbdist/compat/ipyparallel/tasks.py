@@ -23,7 +23,7 @@ class Reference:
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function and return its value. A `Reference`, as the function or an argument, is evaluated first.
 
-    Runs on the worker; errors go to the task. NameError if the worker has no such variable.
+    Runs on the worker; its errors become errors of the task. Raises NameError if the worker has no such variable.
     """
     return _resolved(function)(*map(_resolved, args), **{name: _resolved(value) for name, value in kwargs.items()})
 
@@ -31,7 +31,7 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def call_each(function: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
     """Call a function, which may be a `Reference`, once for each row of arguments; return the values.
 
-    Runs on the worker. The first error ends it, and becomes that of the task.
+    Runs on the worker. The first error ends it, and becomes the error of the task.
     """
     return [_resolved(function)(*row) for row in rows]
 
@@ -45,9 +45,9 @@ def take_name() -> None:
 
 
 def _resolved(value: Any) -> Any:
-    """Evaluate a `Reference` among this worker's variables, and return the result; return any other value as it is.
+    """Evaluate a `Reference` among this worker's variables, and return the result; return any other value unchanged.
 
-    Raises what the expression raises: NameError for an unknown variable.
+    Raises the errors of the expression, such as NameError for an unknown variable.
     """
     shell: Any = get_ipython()
     return eval(value.expression, shell.user_global_ns, shell.user_ns) if isinstance(value, Reference) else value

@@ -80,9 +80,10 @@ def init_rpc(
 ) -> None:
     """Make this process a worker of an RPC world, as `nbdist.rpc.init_rpc`; return when the world has formed.
 
-    With ``world_size``, all workers have met then; without, workers may join and leave at any time. A backend that the
-    program has registered itself is started with a store from torch's rendezvous. Raises TypeError for a backend or
-    options of a wrong class, UsageError if RPC runs already, RendezvousError if some workers do not come in time.
+    With ``world_size``, all workers have met when this returns. Without it, workers may join and leave at any time. For
+    a backend that the program has registered itself, this opens a store by torch's rendezvous. Raises TypeError for a
+    backend or options of a wrong class, UsageError if RPC runs already, RendezvousError if some workers do not arrive
+    in time.
     """
     if backend is not None and not backend_registry.is_backend(backend):
         raise TypeError("Argument backend must be a member of BackendType")
@@ -91,7 +92,7 @@ def init_rpc(
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
     chosen = backend or backend_registry.backend_of(rpc_backend_options)
     settings = rpc_backend_options or construct_rpc_backend_options(chosen)
-    # An agent of nbdist opens its own store if it is given none.
+    # An agent of nbdist opens its own store if it gets none.
     store = None if is_ours else backend_registry.open_store(settings, rank, world_size)
     _init_rpc_backend(chosen, store, name, rank, world_size, settings)
 
@@ -104,11 +105,11 @@ def _init_rpc_backend(
     world_size: int | None = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Start an agent of a backend, and make it the current one; in a worker of a cluster, use the agent that runs.
+    """Start an agent of a backend, and make it the current one. On a worker of a cluster, use the running agent.
 
-    ``store`` is for the backend's own function; without one, an agent of nbdist opens its own. Raises UsageError if the
-    program's own agent runs in this process already, if a cluster's agent cannot do what the arguments ask, such as
-    take another name, or if ``name`` is no text.
+    ``store`` is for the backend's own function; without it, an agent of nbdist opens its own store. Raises UsageError
+    if the program's own agent runs in this process already, if a cluster's agent cannot do what the arguments ask, such
+    as take another name, or if ``name`` is no str.
     """
     if not isinstance(name, str):
         raise UsageError(f"Argument name must be a str, not {name!r}")
@@ -138,7 +139,7 @@ def get_rpc_timeout() -> float:
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    """Set the default time limit of this worker's calls, in seconds; 0 for no limit. Open calls keep theirs."""
+    """Set the default time limit of this worker's calls, in seconds; 0 for no limit. Earlier calls keep theirs."""
     current_agent().rpc_timeout = time_limit(seconds)
 
 
@@ -157,7 +158,7 @@ def _get_debug_info() -> dict[str, str]:
 
 
 def enable_gil_profiling(enabled: bool) -> None:
-    """Raise UsageError if ``enabled``: Python code cannot measure how long calls wait for the interpreter's lock.
+    """Raise UsageError if ``enabled``: Python code cannot measure how long calls wait for the GIL.
 
     With False, do nothing.
     """
@@ -166,7 +167,7 @@ def enable_gil_profiling(enabled: bool) -> None:
 
 
 def _refuse_profiling() -> NoReturn:
-    """Raise UsageError: nbdist has no profiling of the interpreter's lock."""
+    """Raise UsageError: nbdist cannot profile the GIL."""
     raise UsageError(
         "nbdist does not measure how long calls wait for the interpreter's lock: leave out enable_gil_profiling(True)"
     )

@@ -1,7 +1,7 @@
 """Replaces torch.distributed.rpc.api: the calls, and the private functions that torch's test suites use.
 
-The calls are nbdist's, with three differences: they raise torch's errors (`nbdist.compat.words`), futures are collected
-inside of a ``_wait_all`` block, and a program's own pickler is used inside of a ``_use_rpc_pickler`` block.
+The calls are nbdist's, with three differences. They raise torch's errors (`nbdist.compat.words`). A ``_wait_all`` block
+collects their futures. A ``_use_rpc_pickler`` block uses a program's own pickler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ignore_rref_leak = True
 """False if `shutdown` must raise an error for references that were not deleted. A program may set it."""
 
 _PRACTICALLY_NO_WAIT = 1e-9
-"""Seconds for which `_delete_users` waits: practically none, because the last round of `shutdown` waits anyway."""
+"""Seconds for which `_delete_users` waits. Practically none, because the last round of `shutdown` waits anyway."""
 
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
@@ -73,7 +73,7 @@ def rpc_async(
 ) -> Future[Any]:
     """Run a function on a worker and return a Future at once; see `nbdist.rpc.rpc_async`.
 
-    Only the errors differ: they have torch's class and text. The calls of a `_wait_all` block are noted for its end.
+    Only the errors differ: they have torch's class and text. A `_wait_all` block collects the calls made in it.
     """
     try:
         future = rpc.rpc_async(to, *_pickled(func, args, kwargs), timeout)
@@ -104,8 +104,8 @@ def remote(
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
     """Return the name and id of a worker, found by name or id; without an argument, of this worker.
 
-    An unknown worker raises UnknownWorker, anything that is no name, id or `WorkerInfo` a TypeError, both with torch's
-    text. Raises WorkerLost if the worker is gone.
+    Raises UnknownWorker for an unknown worker, and TypeError for anything that is no name, id or `WorkerInfo`, both
+    with torch's text. Raises WorkerLost if the worker is gone.
     """
     try:
         return rpc.get_worker_info(worker_name)
@@ -117,8 +117,8 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
 def _wait_all() -> Iterator[None]:
     """Wait, at the end of the block, for all calls that the thread has made in it with `rpc_async`.
 
-    Raises the first error among them. Blocks of one thread do not nest: an inner one forgets the outer one's
-    calls, and the outer one then ends with AttributeError.
+    Raises the first error among them. Blocks of one thread cannot be nested: an inner block forgets the calls of the
+    outer block, which then ends with AttributeError.
     """
     _thread_local_var.future_list = []
     try:
@@ -138,7 +138,8 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
     """Serialize the functions that are called in the block, and their arguments, with another pickler.
 
     ``rpc_pickler.serialize(call)`` returns bytes, which nbdist's own pickler reads on the callee, and a list of
-    tensors. This holds for all threads of this process. The end of any such block brings nbdist's own pickler back.
+    tensors. This holds for all threads of this process. At the end of any such block, nbdist's own pickler is used
+    again.
     """
     global _default_pickler
     _default_pickler = rpc_pickler
@@ -160,7 +161,7 @@ def _pickled(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 
 def _run(data: bytes, tensors: list[torch.Tensor], rrefs: list[RRef[Any]]) -> Any:
-    """Unpickle a function with its arguments, call it, and return its result; runs on the callee.
+    """Unpickle a function with its arguments, call it, and return its result. Runs on the callee.
 
     ``tensors`` and ``rrefs`` are the tensors and references that the pickler kept out of ``data``.
     """
@@ -178,15 +179,15 @@ _run_async = async_execution(_run)
 def _get_current_rpc_agent() -> RpcAgent:
     """Return a wrapper of the current agent with the methods of torch's agents.
 
-    Raises UsageError if RPC does not run.
+    Raises NotInitialized if RPC does not run.
     """
     return agent_of_torch()
 
 
 def _init_rpc_states(agent: Any) -> None:
-    """Do nothing if this process has a running agent of nbdist; else refuse the given agent.
+    """Do nothing if this process has a running agent of nbdist; else raise UsageError.
 
-    The refusal is a UsageError. An agent that is given while another runs is ignored.
+    The given agent is not used in either case.
     """
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
@@ -203,14 +204,14 @@ def _set_and_start_rpc_agent(agent: Any) -> None:
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """End RPC in this process, as `nbdist.rpc.shutdown`.
 
-    If ``graceful``, first wait until no call is open and, in a world of fixed size, all workers have called this.
-    ``timeout`` is in seconds, 0 for no limit. RPC has ended in this process also if one of these errors is raised. Only
-    a worker of a notebook's cluster stays in its world, until the notebook ends the cluster.
+    If ``graceful``, first wait until all calls are answered and, in a fixed world, all workers have called this.
+    ``timeout`` is in seconds, 0 for no limit. RPC ends in this process even if this raises an error. Only a worker of a
+    notebook's cluster stays in its world, until the notebook ends the cluster.
 
     Raises:
-        RendezvousError: the time is over.
+        RendezvousError: the wait took longer than ``timeout``.
         WorkerLost: a worker was lost while this one waited.
-        RuntimeError: there is no RPC here; or other workers still refer to values of this one, and
+        RuntimeError: RPC does not run here; or other workers still refer to values of this worker, and
             ``_ignore_rref_leak`` is False.
     """
     try:
@@ -219,7 +220,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         words.refuse_call(error)
     if graceful:
         agent.ending.release = _delete_users
-    leaked = [] if graceful else agent.references.leaked()  # before shutdown, which gives nobody time to delete RRefs
+    leaked = [] if graceful else agent.references.leaked()  # before shutdown, which leaves no time to delete RRefs
     rpc.shutdown(graceful, timeout)
     leaked = leaked or agent.references.leaked()
     if leaked and not _ignore_rref_leak:

@@ -1,8 +1,8 @@
 """Replaces torch.distributed.rpc.backend_registry: the names of backends.
 
 A backend is a pair of functions: one makes options, one starts an agent. ``TENSORPIPE`` starts nbdist's agent,
-``FAULTY_TENSORPIPE`` starts it with faults injected. A program may register others, but nbdist makes calls only through
-its own agents.
+``FAULTY_TENSORPIPE`` starts it with faults injected. A program may register other backends, but nbdist makes calls only
+through its own agents.
 """
 
 from __future__ import annotations
@@ -95,10 +95,9 @@ def register_backend(
 ) -> Any:
     """Register a backend; return its member of the new `BackendType`. Raises UsageError if the name is taken.
 
-    ``construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)`` returns options, and
-    ``init_backend_handler(store=, name=, rank=, world_size=, rpc_backend_options=)`` starts an agent, which must be one
-    of nbdist's, and returns it. Each registration makes a new enum, but members of the earlier ones stay valid: see
-    `is_backend`.
+    ``construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)`` returns options.
+    ``init_backend_handler(store=, name=, rank=, world_size=, rpc_backend_options=)`` starts and returns an agent, which
+    must be one of nbdist's. Each registration makes a new enum, but members of earlier ones stay valid (`is_backend`).
     """
     global BackendType
     if backend_registered(backend_name):
@@ -120,10 +119,7 @@ def construct_rpc_backend_options(
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Start an agent of a backend, by the backend's own function, and return it.
-
-    `init_rpc` calls this; the function's errors are raised.
-    """
+    """Start an agent of a backend with the backend's own function, whose errors are raised; return the agent."""
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
@@ -131,7 +127,7 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_backend(backend: object) -> bool:
-    """Return whether an object is a member of `BackendType`, or of an earlier class before a registration."""
+    """Return whether an object is a member of `BackendType`, or of the class that it was before a registration."""
     return isinstance(backend, Enum) and isinstance(backend.value, BackendValue)
 
 
@@ -141,7 +137,7 @@ def is_ours(backend: Any) -> bool:
 
 
 def backend_of(options: RpcBackendOptions | None) -> Any:
-    """Return the backend to which options belong; TENSORPIPE without options. Raises TypeError for any others."""
+    """Return the backend to which options belong; TENSORPIPE for None. Raises TypeError for any other options."""
     if isinstance(options, FaultyTensorPipeRpcBackendOptions):
         return BackendType["FAULTY_TENSORPIPE"]
     if options is None or _suits_tensorpipe(options):

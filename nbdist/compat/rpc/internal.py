@@ -51,7 +51,7 @@ class _PerThread(threading.local):
     """The state of a thread inside of a `beside` block."""
 
     beside: list[RRef[Any]] | None = None
-    """The list of the block; None outside of one."""
+    """The list of the block; None outside of a block."""
 
 
 _thread = _PerThread()
@@ -62,7 +62,7 @@ def beside(rrefs: list[RRef[Any]]) -> Iterator[None]:
     """Keep references out of the bytes that this thread serializes in the block: append them to ``rrefs`` instead.
 
     A call carries ``rrefs`` next to the bytes, so that the codec forks them for the callee. The callee deserializes the
-    bytes in a block with the list that it received.
+    bytes in a block with the list that it has received.
     """
     before, _thread.beside = _thread.beside, rrefs
     try:
@@ -78,9 +78,9 @@ class _InternalRPCPickler:
         self._reducers: dict[type, Reducer] = {}
 
     def _register_reducer(self, obj_class: type, reducer: Reducer) -> None:
-        """Serialize instances of a class by ``reducer``, in calls, too. If the class has a reducer, do nothing."""
+        """Serialize instances of a class with ``reducer``, also in calls. If the class has a reducer, do nothing."""
         self._reducers.setdefault(obj_class, reducer)
-        register_reducer(obj_class, self._reducers[obj_class])  # torch's RemoteModule is sent in this way
+        register_reducer(obj_class, self._reducers[obj_class])  # torch sends its RemoteModule in this way
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
         """Return the bytes of ``obj``, without its tensors, and the list of the tensors."""
@@ -129,7 +129,7 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce an object by the reducer of its class; return NotImplemented, as pickle asks, if it has none."""
+        """Reduce an object with the reducer of its class; return NotImplemented, as pickle expects, without one."""
         reducer = self._reducers.get(type(obj))
         if reducer is None and type(obj) is Serialized and _thread.beside is not None:
             reducer = in_a_message
@@ -169,13 +169,13 @@ _internal_rpc_pickler = _InternalRPCPickler()
 def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Return the bytes of a value, without its tensors, and the list of the tensors.
 
-    Raises pickle's error for what cannot be pickled.
+    Raises pickle's error for a value that cannot be pickled.
     """
     return _internal_rpc_pickler.serialize(obj)
 
 
 def deserialize(binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any:
-    """Return the value that `serialize` was given; an AttributeError if a function or class is missing here."""
+    """Return the value that was serialized; an AttributeError if a function or class is missing here."""
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
 
 

@@ -27,7 +27,7 @@ class _AfterTorch(MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         """Return torch's spec, with a loader that calls `_install` afterwards; None for any other module.
 
-        It removes itself first, so it acts once.
+        This finder removes itself first, so it acts only once.
         """
         if fullname != "torch":
             return None
@@ -51,7 +51,7 @@ class _AfterTorch(MetaPathFinder):
 def _install() -> None:
     """Call `nbdist.compat.install`. If nbdist cannot be imported, say so on standard error and do nothing.
 
-    nbdist is imported as this Python has it installed, or else from the checkout that this file is in.
+    It is imported as this Python has it installed, or else from the checkout that contains this file.
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
     checkout = importlib.util.find_spec("nbdist") is None and os.path.basename(root) not in (
@@ -76,9 +76,9 @@ def _install() -> None:
 
 
 def _run_the_other() -> None:
-    """Import the ``sitecustomize`` of this system or environment, which this one hides, if there is one.
+    """Import the ``sitecustomize`` of this system or environment, which this module hides, if there is one.
 
-    Python would have run it, if this folder were not the first on the path. Errors of that module are raised.
+    Python would have imported it if this folder were not the first on the path. Errors of that module are raised.
     """
     others = [path for path in sys.path if os.path.abspath(path or os.curdir) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)

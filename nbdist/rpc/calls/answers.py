@@ -52,7 +52,7 @@ class Answers:
     ) -> None:
         """Answer as agent ``name``.
 
-        ``activate()`` is entered by a thread that answers for the agent and is not one of its threads.
+        ``activate()`` returns a context manager. A thread that is not of the agent's pool enters it to answer.
         """
         self._name = name
         self._exchange = exchange
@@ -65,18 +65,19 @@ class Answers:
     def give(self, asked: Asked, result: Any) -> None:
         """Answer with the function's return value, or keep the value here if the caller asked for a reference.
 
-        A result that cannot be encoded becomes the error of the call. Called by the thread that ran the function, or
-        the one that completed its future.
+        If the result cannot be encoded, the call fails with that error. Called by the thread that ran the function, or
+        by the thread that completed its future.
         """
         call = asked.call
         if call.result is not None:
-            # First reply, then publish the value: whoever gets the value then finds the reference confirmed.
+            # First reply, then publish the value: a call that gets the value then finds the reference confirmed.
             state = self._references.announce(call.result.rref, result, None)
             self._reply(asked, True, Payload(), [], state)
             self._references.fulfil(call.result.rref, result, None)
             self._finish(asked)
             return
-        # An atom or one small tensor, as almost all results are. A device map may send even those elsewhere.
+        # Almost all results are None, a number, a text, or one small tensor, and take a short way. A device map may
+        # send even such a tensor to another device, so it rules the short way out.
         connection = self._links.connections.get(asked.sender)
         mapped = connection is not None and self._name in connection.record.device_maps
         usual = None if mapped else codec.encode_usual_result(result, self._spaces.get(asked.sender))
@@ -96,7 +97,7 @@ class Answers:
                 error.unmapped = unmapped
             self.fail(asked, error)
             return
-        # Tensors that were recorded have an edge in the autograd graph: the reply must name it.
+        # Recorded tensors have an edge in the autograd graph, which the reply must name.
         recording = None
         if encoded.recorded:
             recording = self._recorder.outgoing(asked.context, asked.sender, encoded.recorded, call.function)
@@ -106,9 +107,9 @@ class Answers:
         self._finish(asked)
 
     def give_later(self, asked: Asked, future: Any) -> None:
-        """Answer once ``future`` is done; the function returned it, and was marked with `async_execution`.
+        """Answer once ``future`` is done. The function returned the future, and is marked with `async_execution`.
 
-        A return value that is no future fails the call with UsageError.
+        If the function returned anything but a future, the call fails with UsageError.
         """
         if not is_torch_future(future):
             error = UsageError(
@@ -148,7 +149,7 @@ class Answers:
         self._finish(asked)
 
     def refuse(self, asked: Asked, error: MissingDefinition) -> None:
-        """Tell the caller that a definition is missing here, by a reply that lists all that the call names.
+        """Tell the caller that a definition is missing here, by a reply that lists all definitions that the call names.
 
         A definition is a function or class of the caller's ``__main__``. The function has not run; the caller may
         repeat the call with the definitions. If the call names no definitions, it fails with the error instead: a
@@ -163,10 +164,10 @@ class Answers:
         self._reply(asked, False, Payload(), [], missing=missing)
 
     def _encode(self, asked: Asked, result: Any, forker: MessageForker) -> codec.Encoded:
-        """Encode a result for the caller, by value; if a definition cannot travel by value, by its name.
+        """Encode a result for the caller, with definitions by value; by name if a definition cannot travel by value.
 
         ``forker`` collects the forks of the references in the result. Raises EncodeError if the result cannot be sent
-        either way; the caller then undoes the forks.
+        in either way; the caller of this method then undoes the forks.
         """
         connection, recording = self._links.connections.get(asked.sender), asked.call.recording
         known = connection.peer.definitions if connection is not None else set[str]()
@@ -180,7 +181,7 @@ class Answers:
         try:
             return encode(result, by_value=True, known=known)
         except EncodeError:
-            # The caller may know by its name a definition of `__main__` that cannot travel by value.
+            # The caller may know the definition in `__main__` by its name, even if it cannot travel by value.
             forker.take_back()
             return encode(result)
 
@@ -210,9 +211,9 @@ class Answers:
             return
 
     def _finish(self, asked: Asked) -> None:
-        """Forget a call that is answered, and release the values that it held. Called once for each call.
+        """Forget a call that is answered, and release the values that it held.
 
-        A second call for the same call would raise KeyError.
+        Call this once for each call: a second time raises KeyError.
         """
         asked.value = None
         with self._exchange.lock:

@@ -1,4 +1,4 @@
-"""A call that has come to its callee, and the stage it is in."""
+"""A call that has arrived at its callee, and the stage in which it is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Arrival", "ArrivalStage"]
 
 
 class ArrivalStage(Enum):
-    """Names what a call that has come waits for. `nbdist.rpc.exchange` draws the order of the stages."""
+    """Names what an arrived call waits for. `nbdist.rpc.exchange` draws the order of the stages."""
 
     CONFIRMING = "the owners of the references in its arguments, who have to count them"
     SEEKING = "the call that makes the value which it works on"
@@ -21,37 +21,31 @@ class ArrivalStage(Enum):
 
 
 class Arrival:
-    """A call that has come and is not answered. Only `nbdist.rpc.exchange.Exchange` changes its stage."""
+    """A call that has arrived and is not answered. Only `nbdist.rpc.exchange.Exchange` changes its stage."""
 
     number = -1
-    """The number that the exchange gave it when it came; -1 before."""
+    """The number that the exchange gave the call when it arrived; -1 before."""
     stage = ArrivalStage.READY
     unconfirmed: frozenset[GlobalId] = frozenset()
     """The forks that the call brought and that their owners have not confirmed."""
     holds_target = False
-    """True while the call holds a handle on the value that it works on, which keeps that value alive."""
+    """True while the call keeps the value that it works on alive, by a count in `Forks`."""
     makes_result = True
-    """True while the call holds a handle on the value that it is to make. A refused call holds none."""
+    """True while the call keeps the value that it is to make alive. False for a refused call."""
     is_heard = True
-    """False if the caller was lost while the call waited: the call then ends without running."""
+    """False if the caller was lost while the call waited. The call then ends without running."""
 
     def __init__(self, call: Call, sender: int) -> None:
         self.call = call
         self.sender = sender
         """The caller's incarnation."""
         self.since = time.monotonic()
-        """The moment when the call came, as of `time.monotonic`."""
+        """The moment when the call arrived, as of `time.monotonic`."""
 
     def run(self) -> None:
-        """Run the function and answer.
-
-        Runs as a job, once the call has nothing to wait for any more.
-        """
+        """Run the function and answer. A job of the pool calls this when the call need not wait any more."""
         raise NotImplementedError
 
     def end_unheard(self) -> None:
-        """Fail the call, whose caller is lost, without running it.
-
-        Runs as a job, in place of `run`.
-        """
+        """Fail the call, whose caller is lost, without running it. A job of the pool calls this in place of `run`."""
         raise NotImplementedError

@@ -36,7 +36,7 @@ class Caller:
         self, membership: Membership, ids: IdSource, references: References, outcomes: Outcomes, sender: Sender
     ) -> None:
         self.read_as_guest: Callable[[Latch], None] | None = None
-        """Reads the answer in the thread that waits for it; None if the channel has no place for such a guest."""
+        """Reads the answer in the thread that waits for it; None if the channel lets only one thread read at a time."""
         self.expect: Callable[[], None] | None = None
         """Called right before a call whose answer the calling thread reads itself (`Channel.expect`)."""
         self._membership = membership
@@ -59,26 +59,27 @@ class Caller:
     ) -> Any:
         """Call a function, wait for its result and return it, or raise its error.
 
-        ``timeout`` is in seconds: negative for the agent's default, 0 for no limit; afterwards RpcTimeout is raised.
+        ``timeout`` is in seconds: negative for the agent's default, 0 for no limit; after it, RpcTimeout is raised.
         This thread may read messages while it waits (`nbdist.rpc.calls.waiting_reader`). Ctrl-C ends the wait. Raises
-        WorkerLost if the worker is gone, UnknownWorker if there has never been one, and EncodeError if an argument
-        cannot be sent.
+        WorkerLost if the worker is gone, UnknownWorker if the world never had it, and EncodeError if an argument cannot
+        be sent.
         """
         outcome = Latch(self.expect)
         self._call(to, function, args, kwargs, timeout, outcome)
         return outcome.wait(self.read_as_guest)
 
     def begin(self, to: To, function: Any, args: Sequence[Any], timeout: float = -1.0) -> Latch:
-        """Call a function; return the latch on which the calling thread waits. It has failed if the worker is gone.
+        """Call a function; return a latch for the result. If the worker is gone, the latch has failed with WorkerLost.
 
-        ``timeout`` is in seconds: negative for the agent's default, 0 for no limit. Raises UnknownWorker if there has
-        never been such a worker, and EncodeError if an argument cannot be sent.
+        Only the calling thread may wait on the latch. ``timeout`` is in seconds: negative for the agent's default, 0
+        for no limit. Raises UnknownWorker if the world never had the worker, and EncodeError if an argument cannot be
+        sent.
         """
         outcome = Latch()
         try:
             self._call(to, function, args, None, timeout, outcome)
         except WorkerLost as error:
-            outcome.try_settle(None, error.with_traceback(None))  # the frames refer to the outcome
+            outcome.try_settle(None, error.with_traceback(None))  # its frames would keep the outcome alive
         return outcome
 
     def asynchronous(
@@ -89,16 +90,16 @@ class Caller:
         kwargs: Mapping[str, Any] | None,
         timeout: float,
     ) -> Future[Any]:
-        """Call a function; return a Future of its result. The future has failed if the worker is gone.
+        """Call a function; return a Future of its result. If the worker is gone, it has failed with WorkerLost.
 
-        ``timeout`` is in seconds: negative for the agent's default, 0 for no limit. Raises UnknownWorker if there has
-        never been such a worker, and EncodeError if an argument cannot be sent.
+        ``timeout`` is in seconds: negative for the agent's default, 0 for no limit. Raises UnknownWorker if the world
+        never had the worker, and EncodeError if an argument cannot be sent.
         """
         future: Future[Any] = Future()
         try:
             self._call(to, function, args, kwargs, timeout, future)
         except WorkerLost as error:
-            return _failed_future(error.with_traceback(None))  # the frames refer to the arguments and to ``future``
+            return _failed_future(error.with_traceback(None))  # its frames would keep the arguments and ``future``
         return future
 
     def remote(
@@ -112,8 +113,8 @@ class Caller:
         """Call a function; return an RRef to its result, which stays with the worker that ran the function.
 
         ``timeout`` is in seconds: negative for the agent's default, 0 for no limit. Raises WorkerLost if the worker is
-        gone, UnknownWorker if there has never been one, and EncodeError if an argument cannot be sent. Later failures
-        show where the RRef is used.
+        gone, UnknownWorker if the world never had it, and EncodeError if an argument cannot be sent. Later failures are
+        raised where the RRef is used.
         """
         _check(function, args, kwargs)
         owner = self.find(to)
@@ -177,7 +178,7 @@ class Caller:
 
         Raises:
             WorkerLost: The member is gone; the message says why.
-            UnknownWorker: There has never been such a member.
+            UnknownWorker: The world never had such a member.
         """
         try:
             return self._membership.find(to)
@@ -267,7 +268,7 @@ class Caller:
                 creation.try_settle(None, error.with_traceback(None))  # the frames refer to the reference
             return rref
         except BaseException as error:
-            if rref is None:  # Ctrl-C came: this hold ends at once, and releases the value
+            if rref is None:  # after Ctrl-C: make a hold, which ends at once, so that the value is released
                 self._references.hold(rref_id, None if mine else fork_id)
             if not mine:  # after Ctrl-C the call may have gone out
                 self._references.fail(fork_id, may_exist=not isinstance(error, NbdistError))
@@ -275,7 +276,7 @@ class Caller:
 
 
 def _failed_future(error: BaseException) -> Future[Any]:
-    """Return a future that has failed with ``error``. It is made here, so that no frame of the error refers to it."""
+    """Return a future that has failed with ``error``. Being made here, no frame of the error refers to it."""
     future: Future[Any] = Future()
     future.set_exception(error)
     return future

@@ -1,9 +1,9 @@
 """Waits for several futures: ours, torch's, or both.
 
 ``torch.futures.wait_all`` and ``collect_all`` promise to end at the first error. torch's C++ keeps this promise only
-for errors that C++ itself has set, and Python cannot set such an error on an existing future: ``set_exception``,
-torch's and ours, sets a value, and a function that raises when the value is read. So torch would wait for all other
-futures first, for ever if one never completes.
+for errors that C++ itself has set. Python cannot set such an error on an existing future: ``set_exception``, torch's
+and ours, sets a value, and a function that raises the error when the value is read. So torch would first wait for all
+other futures, for ever if one of them never completes.
 
 Therefore this module replaces ``torch._C._collect_all``, which both functions call. A list without any future of ours
 goes to torch's own function, as before.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def collect_all(futures: Iterable[torch.futures.Future[Any]]) -> Future[list[torch.futures.Future[Any]]]:
-    """Return a future of the list ``futures``, which is done when all of them are.
+    """Return a future of the list ``futures``, which is done when all of these futures are done.
 
     It fails as soon as one of them fails, with the same error. Futures of torch may be among them.
     """
@@ -82,7 +82,7 @@ class _Collection:
                 break
 
     def _count_done(self, done: torch.futures.Future[Any]) -> None:
-        """Count a future that is done; settle `whole` if it failed or was the last one."""
+        """Count a future that is done; settle `whole` if the future failed or was the last one."""
         _, error = outcome_of(done)
         if error is not None:
             self.whole.try_settle(None, error)
@@ -95,9 +95,9 @@ class _Collection:
             self.whole.try_settle(self._futures, None)
 
     def give_up(self) -> None:
-        """Remove our callbacks from all futures, some of which may never be done.
+        """Remove our callbacks from all futures, since some of them may never be done.
 
-        The futures themselves go on. This does not settle `whole`.
+        The calls of these futures continue. This does not settle `whole`.
         """
         with self._lock:
             futures, self._futures = self._futures, []

@@ -50,7 +50,7 @@ class Stoppable(Protocol):
     def end(self, key: tuple[int, int]) -> None:
         """Stop allowing a call to be stopped: its function has returned.
 
-        A KeyboardInterrupt that was not raised yet is taken back.
+        A KeyboardInterrupt that has not been raised yet is withdrawn.
         """
 
 
@@ -67,13 +67,13 @@ class Executor:
         answers: Answers,
     ) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] | None = None
-        """Returns a context manager to enter around each call that runs here; takes `Call.origin`. May be None."""
+        """Returns a context manager to enter around each call that runs here; takes `Call.origin`. None for none."""
         self.stopping: Stoppable
         """Stops the calls that run here."""
         self.name = membership.me.name
         """The agent's name, for traces."""
         self.pid = membership.me.pid
-        """The agent's process. A function that returns in another process has forked."""
+        """The id of the agent's process. If a function returns in another process, it has forked."""
         self.exchange = exchange
         self.membership = membership
         self.links = links
@@ -93,10 +93,10 @@ class Executor:
         return f"{first.call.function} for {name} since {duration(time.monotonic() - first.since)}{more}"
 
     def on_call(self, call: Call, sender: int, frames: list[bytes]) -> Job | None:
-        """Register a call that has come; return the job that runs it, or None while the call has to wait.
+        """Register a call that has arrived; return the job that runs it, or None if the call has to wait.
 
-        Called by the reading thread, under `Agent._turn`, so that later messages find the call registered. A call that
-        waits is submitted to the pool by the event that lets it go on.
+        The reading thread calls this, under `Agent._turn`, so that later messages find the call registered. When the
+        event occurs for which a call waits, the call is submitted to the pool.
         """
         request, exchange = Request(self, call, sender, frames), self.exchange
         payload = call.payload
@@ -113,7 +113,7 @@ class Executor:
         with exchange.lock:
             going_on = exchange.came(request, [fork.fork for fork in payload.forks])
         is_ready = request in going_on
-        # Calls that waited for the value which this call makes. They run on other threads.
+        # Other threads run the calls that waited for the value which this call makes.
         if going_on != [request]:
             self.references.resume([other for other in going_on if other is not request])
         if is_ready and call.target is None:
@@ -122,7 +122,7 @@ class Executor:
 
 
 class Request(Asked):
-    """A call on its way through this worker: decoded, run, answered."""
+    """A call on its way through this worker: it is decoded, run and answered."""
 
     def __init__(self, executor: Executor, call: Call, sender: int, frames: list[bytes]) -> None:
         super().__init__(call, sender)
@@ -168,7 +168,7 @@ class Request(Asked):
     def end_unheard(self) -> None:
         """Fail a call that has not begun, because its caller is lost.
 
-        Other workers that refer to the value which the call was to make get the error.
+        Other workers that refer to the value which the call was to make get this error.
         """
         caller = self._executor.membership.name_of(self.sender)
         error = WorkerLost(
@@ -178,7 +178,7 @@ class Request(Asked):
         self._executor.answers.fail(self, error)
 
     def run(self) -> None:
-        """Run the function and answer, or refuse the call if a definition is missing. In a thread of the pool.
+        """Run the function and answer, or refuse the call if a definition is missing. A thread of the pool calls this.
 
         A definition is a function or class of the caller's ``__main__``, which the caller can send along. Every error
         of the function, SystemExit included, becomes the answer.
@@ -191,7 +191,7 @@ class Request(Asked):
                 with around(self.call.origin):
                     result, is_async = self.invoke()
         except BaseException as error:
-            # Only before the function has begun: the error may also come from a call that the function made.
+            # Refuse only if the function has not begun: else the error comes from a call that the function made.
             if isinstance(error, MissingDefinition) and not self._began:
                 answers.refuse(self, error)
                 return
@@ -205,28 +205,28 @@ class Request(Asked):
                 answers.give_later(self, result)
             else:
                 answers.give(self, result)
-            del result  # the frames of an error in it may refer to this one
+            del result  # if it holds an error, the error's frames may include this one, which would keep it alive
 
     def invoke(self) -> tuple[Any, bool]:
-        """Run the function; return its result, and whether the function is marked to return a future of its answer.
+        """Run the function; return its result, and whether it is marked to return a future of its answer.
 
-        A fetch returns the value that it works on. `Stopping` looks for this frame: the frames inside of it are the
-        user's.
+        A fetch runs no function, and returns the value that it works on. `Stopping` looks for the frame of this method:
+        the frames inside of it are the user's.
         """
         call = self.call
         if call.target is not None:
             self.value = self._executor.references.target(call.target)
             if call.mode == Mode.FETCH:
                 return self.value.value(), False
-        # The body is large, or decoding it runs user code: so it is decoded here, in the job.
+        # The body is decoded here if it is large, or if decoding it runs user code.
         if self.decoded is codec.NOT_DECODED:
             self.decoded = codec.decode(call.payload, self._frames, self._references, self._attach())
         function, args, kwargs = self.decoded
         if function is None:
             function = definitions.get_own(*call.payload.definitions[0])
-        # This object refers to the arguments no longer: they live until the function returns, not until the answer.
+        # Drop our references to the arguments: they live until the function returns, not until the answer is sent.
         self.decoded, self._frames, self._references = None, [], []
-        # The caller has these definitions. If we have equal ones, results may refer to them by name.
+        # The caller has these definitions. If this process has equal ones, results may refer to them by name.
         if call.payload.definitions:
             peer = self._executor.links.peer(self.sender)
             if peer is not None:
@@ -261,8 +261,8 @@ class Request(Asked):
 def _leave_fork(error: BaseException | None) -> None:
     """End a forked child in which the function has returned or raised: the parent answers the call.
 
-    This thread, the only one of the child, would otherwise wait for the parent's messages. ``error`` is printed, and
-    makes the exit code 1; SystemExit chooses the code itself, and is not printed.
+    This thread, the only one in the child, would otherwise wait for the parent's messages. ``error`` is printed, and
+    makes the exit code 1. SystemExit sets its own exit code, and is not printed.
     """
     code = 0
     if isinstance(error, SystemExit):

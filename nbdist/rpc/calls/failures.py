@@ -1,8 +1,8 @@
 """Brings an error from the worker where it arose to the cell that caused it (G8).
 
 An error travels as itself, with a note that names the worker and holds the remote traceback, trimmed to the user's
-frames. If it cannot be pickled, or its class is missing on the other side, a RemoteError with the same text takes its
-place.
+The error travels itself, with a note that names the worker and has the remote traceback, trimmed to the user's frames.
+If it cannot be pickled, or its class is missing on the caller's side, a RemoteError with the same text takes its place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _rewriters: list[Callable[[str, str], str]] = []
 
 
 def on_text(rewrite: Callable[[str, str], str]) -> None:
-    """Apply ``rewrite(text, worker)`` to every remote traceback that leaves or reaches this process.
+    """Apply ``rewrite(text, worker)`` to every remote traceback that this process sends or receives.
 
     It returns the text to use; ``worker`` is where the error arose. Registering the same function twice has no effect.
     """
@@ -37,9 +37,9 @@ _translators: list[Callable[[BaseException, str], BaseException]] = []
 
 
 def on_error(translate: Callable[[BaseException, str], BaseException]) -> None:
-    """Let ``translate(error, worker)`` replace each error that comes from another worker before it is raised here.
+    """Let ``translate(error, worker)`` replace each error from another worker before it is raised here.
 
-    Registering the same function twice has no effect.
+    It returns the error to raise. Registering the same function twice has no effect.
     """
     if translate not in _translators:
         _translators.append(translate)
@@ -59,15 +59,15 @@ Failure = tuple[str, str, str, tuple[bytes, list[bytes]] | None]
 def describe(error: BaseException, worker: str, function: str) -> Failure:
     """Return the description to send of ``error``, which arose on ``worker`` in ``function``.
 
-    The encoded error is left out if the error cannot be pickled, and for SystemExit and KeyboardInterrupt, which must
-    not end the caller's process. The name and the text always travel.
+    The encoded error is left out if the error cannot be pickled. It is also left out for SystemExit and
+    KeyboardInterrupt, which must not end the caller's process. The name and the text always travel.
     """
     name = type(error).__qualname__
     if type(error).__module__ not in ("builtins", "__main__"):
         name = f"{type(error).__module__}.{name}"
     note = f"raised on {worker}, in {function}:\n{_rewrite(_user_traceback(error), worker)}"
     travels = None
-    if isinstance(error, Exception):  # SystemExit and KeyboardInterrupt are meant for the process in which they arose
+    if isinstance(error, Exception):
         with contextlib.suppress(NbdistError):
             encoded = codec.encode(error, by_value=True)
             travels = msgspec.msgpack.encode(encoded.payload), [bytes(frame) for frame in encoded.frames]
@@ -85,8 +85,8 @@ def _text(error: BaseException) -> str:
 def _user_traceback(error: BaseException) -> str:
     """Format an error's traceback, and those of its causes, without the frames of nbdist.
 
-    Frames of torch's futures and autograd, which stand between nbdist's and the user's, are removed, too. All others
-    stay, those of installed packages included: they tell how the function failed. Notes are left out: they belong to
+    Frames of torch's futures and autograd, which lie between nbdist's and the user's, are removed, too. All other
+    frames stay, also those of installed packages: they tell how the function failed. Notes are left out: they belong to
     the error itself.
     """
     described = traceback.TracebackException.from_exception(error)
@@ -106,7 +106,7 @@ def _user_traceback(error: BaseException) -> str:
 def _is_between(file: str) -> bool:
     """Return whether a file is nbdist's, or torch's for futures or autograd.
 
-    Such frames stand only between those of the user's functions, and say nothing of them.
+    Frames of these files only lie between those of the user's functions, and say nothing about these functions.
     """
     return is_nbdists(file) or is_torchs(file, "futures", "autograd")
 

@@ -2,13 +2,13 @@
 
 Two things keep Ctrl-C from ending a wait:
 
-- The kernel gives a process's signal to any one of its threads. Python runs the handler in the main thread, which does
-  not notice if it sleeps and another thread got the signal. So a watching thread, which sees every signal arrive,
-  wakes the main thread with another signal (`_WAKE_SIGNAL`).
-- A wait for a future of torch's own sleeps in C++, where no handler of Python runs until it returns. A callback of ours
-  may be what completes this future. (`nbdist.rpc.calls.collecting` waits in Python for a list with a future of ours in
-  it.) So if the main thread stays inside ``torch/futures`` after Ctrl-C, the watching thread fails the calls that the
-  main thread made. Then the wait returns, and Python raises the KeyboardInterrupt that has been pending meanwhile.
+- The kernel delivers a signal to any one thread of the process. Python runs the handler in the main thread. If the main
+  thread sleeps and another thread got the signal, the main thread does not notice. So a watching thread, which sees
+  every signal, wakes the main thread with another signal (`_WAKE_SIGNAL`).
+- A wait for a future of torch's own sleeps in C++, where no Python handler runs until the wait returns. The future may
+  depend on a callback of ours. So if the main thread stays inside ``torch/futures`` after Ctrl-C, the watching thread
+  fails the calls that the main thread has made. Then the wait returns, and Python raises the pending KeyboardInterrupt.
+  (`nbdist.rpc.calls.collecting` waits in Python for a list with a future of ours in it.)
 
 The watching thread reads the wakeup file of the `signal` module, to which Python's C code writes each signal's number.
 """
@@ -30,24 +30,25 @@ from nbdist.code_places import is_torchs
 __all__ = ["InterruptWatch"]
 
 _LOOK_EVERY = 0.02
-"""Seconds between two looks at the main thread after Ctrl-C."""
+"""Seconds between two looks at where the main thread is, after Ctrl-C."""
 _LOOK_FOR = 1.0
-"""Seconds for which the main thread is looked at after Ctrl-C."""
+"""Seconds after Ctrl-C for which the watching thread looks at the main thread."""
 _WAKE_SIGNAL = signal.SIGURG
-"""A signal to the main thread alone, sent so that the main thread runs the handlers of other signals."""
+"""The signal that wakes only the main thread, so that it runs the handlers of other signals."""
 
 
 class InterruptWatch:
     """Wakes the main thread at Ctrl-C, and calls ``give_up`` while the main thread stays in a wait of torch's own.
 
-    Make it in the main thread. It takes the wakeup file of the `signal` module, and passes on what it reads there.
+    Make it in the main thread. It takes over the wakeup file of the `signal` module, and copies what it reads there to
+    the earlier wakeup file.
     """
 
     def __init__(self, give_up: Callable[[], None]) -> None:
         self._give_up = give_up
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._closed = False
-        # Only the main thread can set the wakeup file. An earlier file gets everything that this thread reads.
+        # Only the main thread can set the wakeup file.
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if signal.getsignal(_WAKE_SIGNAL) in (
             signal.SIG_DFL,
@@ -59,7 +60,7 @@ class InterruptWatch:
 
     @classmethod
     def start(cls, give_up: Callable[[], None]) -> InterruptWatch | None:
-        """Start a watch if this is the main thread, the only one that can; else return None.
+        """Start a watch if this is the main thread; elsewhere return None, since only the main thread can.
 
         ``give_up`` is called while the main thread sleeps in a wait of torch's own after Ctrl-C; it must end the wait.
         """
@@ -72,7 +73,7 @@ class InterruptWatch:
         while not self._closed:
             select.select([self._read], [], [])
             if self._closed:
-                return  # the file may be gone
+                return  # `close` may have closed the file
             with contextlib.suppress(OSError):
                 numbers = os.read(self._read, 512)
                 if self._before >= 0:
@@ -82,12 +83,12 @@ class InterruptWatch:
                     self._look()
 
     def _wake(self) -> None:
-        """Make the main thread run the handlers that are due; without effect if it has run them already."""
+        """Make the main thread run the handlers that are due; no effect if it has run them already."""
         if signal.getsignal(_WAKE_SIGNAL) is _do_nothing:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE_SIGNAL)
 
     def _look(self) -> None:
-        """Call ``give_up`` again and again while the main thread stays in torch's own wait, for a second at most.
+        """Call ``give_up`` repeatedly while the main thread stays in torch's own wait, for `_LOOK_FOR` seconds at most.
 
         ``give_up`` fails the calls that the main thread waits for there.
         """
@@ -120,7 +121,7 @@ class InterruptWatch:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Handle the signal that only wakes the main thread."""
+    """Do nothing: the signal only wakes the main thread."""
 
 
 def _put_back(wakeup_file: int) -> None:

@@ -1,7 +1,7 @@
 """Ends the calls of an agent: with an answer, or without one.
 
-Whoever takes a call out of the table (`PendingCalls`) settles it. So each call ends once, whatever comes first: the
-answer, the time limit, the loss of the callee, or the user's Ctrl-C.
+The code that takes a call out of the table (`PendingCalls`) settles it. So each call ends once, whichever comes first:
+the answer, the time limit, the loss of the callee, or the user's Ctrl-C.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Outcomes:
         self._recorder = recorder
         self._submit = submit
         self._ending = pending.ending
-        """`PendingCalls.ending`: the calls that left the table and that a job is going to end or repeat."""
+        """`PendingCalls.ending`: the calls that left the table and that a job will end or send again."""
 
     def close(self, why: str) -> None:
         """End all calls with `WorkerLost`: those in the table, and those that wait for a job to end them.
@@ -64,7 +64,7 @@ class Outcomes:
                 f"{self._me.name} {why} before {call.worker} had answered; {call.function} may have run there. Wait "
                 "for calls before RPC ends in this process"
             )
-            call.outcome.try_settle(None, error)  # nothing else: in a forked child, locks of other threads stay taken
+            call.outcome.try_settle(None, error)  # and nothing else: a forked child's other locks may stay taken
 
     def _job_of(self, job: Callable[[Pending], None], call: Pending) -> Job:
         """Return a job that ends a call, or sends it again: it calls ``job(call)``.
@@ -88,12 +88,12 @@ class Outcomes:
         if call is None:
             if reply.missing:
                 self._abandon(sender, reply.id)
-            return None  # too late; the references that it brought are released at once
+            return None  # too late; the references in it are released at once
         if reply.missing:
             peer = self._links.peer(sender)
             if peer is not None:
                 lacking = {digest for _, digest in reply.missing}
-                # The callee has run nothing. From now on these definitions go to it by value.
+                # The callee has not run the call. From now on these definitions are sent to it by value.
                 peer.lacking.update(lacking)
                 peer.definitions.difference_update(lacking)
             if call.again is None:
@@ -104,7 +104,7 @@ class Outcomes:
                 return self._job_of(partial(self.unrepeated, error=error), call)
             again = call.again
             return self._job_of(lambda _: again(), call)
-        # The callee has run the call, so it has the definitions that the call named.
+        # The callee has run the call, so it has the definitions that the call needed.
         if call.definitions:
             peer = self._links.peer(sender)
             if peer is not None:
@@ -122,7 +122,7 @@ class Outcomes:
             elif codec.decodes_quickly(reply.payload, frames):
                 self._settle(call, reply, frames, references)
                 return None
-        # A reference was made; there is no value to decode. Callbacks run in a job.
+        # The result stays with the callee, so there is no value to decode. Callbacks run in a job.
         if type(call.outcome) is Promise and reply.ok and not frames:
             self.end(call, None, None, self._submit)
             return None
@@ -131,7 +131,7 @@ class Outcomes:
     def _settle(self, call: Pending, reply: Reply, frames: list[bytes], references: Sequence[RRef[Any]]) -> None:
         """Decode an answer and end its call with the value or the error.
 
-        An error of the decoding ends the call, too, with a note that says where the value came from.
+        If decoding fails, the call ends with that error, and a note that says where the value came from.
         """
         outcome: Any = None
         error: BaseException | None = None
@@ -168,8 +168,8 @@ class Outcomes:
     ) -> None:
         """Settle a call with a value or an error. The call must have left the table.
 
-        Callbacks of the outcome run in the calling thread, or in a job if ``submit`` is given. A call that was settled
-        before stays as it is.
+        Callbacks of the outcome run in the calling thread, or in a job if ``submit`` is given. If the outcome is
+        settled already, it stays as it is.
         """
         if call.again is not None:
             call.drop_repeat()
@@ -197,9 +197,9 @@ class Outcomes:
     def creation_failed(self, result: Fork, why: BaseException, *, may_exist: bool) -> None:
         """Mark the reference that a call was to make as failed: using it raises RRefError with the reason ``why``.
 
-        ``result`` is this agent's fork of that value. ``may_exist`` is True if the owner may have made the value: then
-        it is told to drop it when the reference ends. If this agent itself was to own the value, everything that waits
-        for the value gets the error.
+        ``result`` is this agent's fork of the value. ``may_exist`` is True if the owner may have made the value; then
+        it is told to drop the value when the reference ends. If this agent itself was to own the value, everything that
+        waits for the value gets the error.
         """
         if result.owner == self._me.incarnation:
             self._references.settle(result.rref, None, creation_error(why))
@@ -207,20 +207,20 @@ class Outcomes:
             self._references.fail(result.fork, may_exist=may_exist)
 
     def unsent(self, result: Fork | None, outcome: Promise[Any], error: BaseException) -> None:
-        """End a call that a finaliser or signal handler made, and that could not be sent.
+        """End a call that a finaliser or signal handler made, and that another thread could not send (`Sender.send`).
 
-        Another thread was to send it (`Sender.send`). Its future, ``outcome``, raises ``error``. ``result`` is the fork
-        of the reference that it was to make, or None; using that reference raises RRefError, with ``error`` as reason.
+        ``outcome``, the future of the call, raises ``error``. ``result`` is the fork of the reference that the call was
+        to make, or None; using that reference raises RRefError, with ``error`` as reason.
         """
         if result is not None:
             self.creation_failed(result, error, may_exist=False)
         outcome.try_settle(None, error)
 
     def run_due(self, now: float) -> None:
-        """End the calls that have timed out, in a job; ping the callees of calls whose time is half over.
+        """End the calls that have timed out, in a job; ping the callees of calls that have used half of their time.
 
-        Called by the reading thread, under `Agent._turn`; ``now`` is the time as of `time.monotonic`. The callee's
-        answer to the ping goes into the text of a later timeout.
+        The reading thread calls this, under `Agent._turn`; ``now`` is the time as of `time.monotonic`. The callee's
+        answer to the ping goes into the text of a later RpcTimeout.
         """
         half, over = self._pending.due(now)
         for worker in {call.to for call in half}:
@@ -237,9 +237,9 @@ class Outcomes:
             self._submit(fail)
 
     def _timeout_error(self, call: Pending, now: float) -> RpcTimeout:
-        """Return the error for a call that has timed out, with what is known of the callee.
+        """Return the error for a call that has timed out, with what is known about the callee.
 
-        It is made in the reading thread, while the connection still knows whether the call had arrived.
+        The reading thread makes it, while the connection still knows whether the call had arrived.
         """
         status = self._links.status(call.to, call.seq)
         return RpcTimeout(
@@ -251,7 +251,7 @@ class Outcomes:
     def undelivered(self, id: int) -> None:
         """Fail the call ``id``, which the callee has not acknowledged in any try, with WorkerLost, unless it has ended.
 
-        The callee may have run it all the same: only the acknowledgements may have been lost.
+        The callee may have run it nevertheless: perhaps only the acknowledgements were lost.
         """
         call = self._pending.pop(id)
         if call is not None:
@@ -262,9 +262,9 @@ class Outcomes:
             self._fail(call, error, may_exist=True)
 
     def unrepeated(self, call: Pending, error: BaseException) -> None:
-        """End a call with ``error``: its callee refused it for lack of definitions, and it is not sent again with them.
+        """End a call with ``error``, after its callee refused it for lack of definitions, and it is not sent again.
 
-        The callee is told, so that others need not wait there for the call's value.
+        The callee is told, so that other calls do not wait there for the call's value.
         """
         self._abandon(call.to, call.id)
         self._fail(call, error, may_exist=False)
@@ -277,7 +277,8 @@ class Outcomes:
     def lost(self, call: Pending, why: str, others: int) -> None:
         """End a call whose callee is lost, unless it has ended. ``why`` completes "worker1 ...", as in `Agent.lose`.
 
-        The call fails with WorkerLost. ``others`` is how many other calls the callee had not answered, for the text.
+        The call fails with WorkerLost, whose text names ``others``, the number of other calls that the callee had not
+        answered.
         """
         if self._pending.pop(call.id) is None:
             return

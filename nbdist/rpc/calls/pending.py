@@ -30,9 +30,9 @@ class Pending:
     function: str
     """The function's name, for errors."""
     outcome: Promise[Any] | Latch
-    """Settled by the end of the call."""
+    """Gets the value or the error when the call ends."""
     started: float
-    """The moment of the call, as of `time.monotonic`."""
+    """The moment when the call was made, as of `time.monotonic`."""
     timeout: float
     """The time limit in seconds; 0 for no limit."""
     thread: int
@@ -42,17 +42,17 @@ class Pending:
     target: GlobalId | None = None
     """The id of the value that the call works on; None if it works on none."""
     hold: object = None
-    """Keeps the target until the call has ended."""
+    """Keeps the value that the call works on alive until the call has ended."""
     seq: int = 0
     """The number of the message that carries the call, for `Links.status`."""
     again: Callable[[], None] | None = None
     """Sends the call once more, with definitions (`nbdist.rpc.calls.repeats`); None if it cannot be repeated."""
     unsent: Callable[[], None] | None = None
-    """Takes back the references of the message that was encoded in case the call is repeated."""
+    """Undoes the forks in the message that was encoded in case the call is repeated."""
     asked: bool = False
-    """True once half of its time is over and the callee was asked what it is doing."""
+    """True once half of the call's time is over and the callee was asked what it is doing."""
     spared: float = 0.0
-    """Seconds for which its clock was stopped (`PendingCalls.freeze`)."""
+    """Seconds for which the call's clock was stopped (`PendingCalls.freeze`)."""
     recording: Recording | None = None
     """The record of the call for a backward pass, if the call was made in an autograd context."""
     definitions: Sequence[tuple[str, str]] = ()
@@ -60,7 +60,7 @@ class Pending:
 
     @property
     def is_waited_for(self) -> bool:
-        """True if one thread waits for the outcome and no other thread can see it."""
+        """True if only the thread that made the call waits for the outcome, and no other thread can see it."""
         return type(self.outcome) is Latch
 
     @property
@@ -69,14 +69,14 @@ class Pending:
         return self.started + self.timeout + self.spared if self.timeout > 0 else math.inf
 
     def next_due(self) -> float:
-        """Return when to look at the call next, as of `time.monotonic`: at half of its time, then at its deadline.
+        """Return when to check the call next, as of `time.monotonic`: at half of its time, then at its deadline.
 
-        At half time the callee is asked what it is doing, so that a timeout can say so.
+        At half time the callee is asked what it is doing, so that the text of a later RpcTimeout can tell.
         """
         return self.deadline if self.asked else self.started + self.timeout * 0.5 + self.spared
 
     def drop_repeat(self) -> None:
-        """Note that the call will not be sent again, and free the message that was encoded for that case.
+        """Record that the call will not be sent again, and free the message that was encoded for that case.
 
         A second call does nothing.
         """
@@ -93,13 +93,13 @@ class PendingCalls:
         self.numbers = itertools.count(1)
         """The ids of calls; take the next one with `next`."""
         self.ending: dict[Pending, None] = {}
-        """The calls that left the table and that a job is going to end, or to send again."""
+        """The calls that left the table and that a job will end or send again."""
         self._calls: dict[int, Pending] = {}
         """The calls without an answer, by id."""
         self._due: list[tuple[float, int]] = []
-        """A heap of (next moment to look at the call, id). Calls that have ended stay in it until their moment."""
+        """A heap of (next moment to check the call, id). Calls that have ended stay in it until their moment."""
         self._frozen: set[int] = set()
-        """The agents that want all clocks stopped."""
+        """The agents, by incarnation, that want all clocks stopped."""
         self._frozen_at = 0.0
         self._lock = lock
 
@@ -139,23 +139,21 @@ class PendingCalls:
     def pop(self, id: int) -> Pending | None:
         """Take a call out of the table and return it; None if it is not there. Needs no lock.
 
-        Whoever gets the call must settle it.
+        The code that gets the call must settle it.
         """
         return self._calls.pop(id, None)
 
     def answered(self, id: int, sender: int) -> Pending | None:
-        """Take a call out of the table for the agent that has answered it; None if it did not go to that agent.
+        """Take a call out of the table because agent ``sender`` has answered it.
 
-        None also means that the call has ended before, such as by its time limit: the answer is dropped then.
+        Returns None if the call did not go to that agent, or has ended before, for example by its time limit. The
+        answer is dropped then.
         """
         call = self._calls.get(id)
         return self._calls.pop(id, None) if call is not None and call.to == sender else None
 
     def get(self, id: int) -> Pending | None:
-        """Return the call of that id, if it is in the table. Needs no lock.
-
-        None if it has ended or never was.
-        """
+        """Return the call with that id; None if it is not in the table. Needs no lock."""
         return self._calls.get(id)
 
     def to(self, incarnation: int) -> list[Pending]:
@@ -177,8 +175,8 @@ class PendingCalls:
     def freeze(self, who: int, now: float) -> None:
         """Stop the clocks of all calls until `thaw`, because the agent with the incarnation ``who`` wants it.
 
-        Repeating it for the same agent is harmless. ``now`` is the time, as of `time.monotonic`. A call that is made
-        meanwhile gets its whole time afterwards.
+        A second call for the same agent changes nothing. ``now`` is the time, as of `time.monotonic`. A call that is
+        made meanwhile gets its whole time afterwards.
         """
         with self._lock:
             if not self._frozen:
@@ -201,7 +199,7 @@ class PendingCalls:
             self._sort()
 
     def due(self, now: float) -> tuple[list[Pending], list[Pending]]:
-        """Return the calls whose half time has come, and those that have timed out. The latter leave the table.
+        """Return the calls that have used half of their time, and the calls that have timed out, which leave the table.
 
         A call in the heap that has ended is skipped. While the clocks are stopped, nothing is due.
         """

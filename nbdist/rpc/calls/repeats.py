@@ -1,8 +1,8 @@
 """Sends a call again, with the definitions that the callee lacked the first time.
 
-A call that names functions or classes of our ``__main__`` goes out without their definitions, unless the callee has
-said before that it lacks one. If the callee lacks one now, it runs nothing and says so. `nbdist.rpc.calls.outcomes`
-then calls `Pending.again`, which sends the call with the definitions in it.
+A call that refers to functions or classes of our ``__main__`` is sent without their definitions, unless the callee has
+said before that it lacks one. If the callee lacks one now, it does not run the call, and says so.
+`nbdist.rpc.calls.outcomes` then calls `Pending.again`, which sends the call with the definitions in it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Draft(NamedTuple):
     message: Call
     frames: list[Buffer]
     forker: MessageForker
-    """Knows the references in the message, to take them back if the message is not sent."""
+    """Has the forks in the message, and undoes them if the message is not sent."""
     slots: Sequence[Slot] = ()
     """The copies of tensors in shared memory."""
 
 
 class Repeats:
-    """Sends calls again, with the definitions that their callees lack: functions and classes of this ``__main__``."""
+    """Sends calls again with definitions of this ``__main__`` that the callees lack: functions and classes."""
 
     def __init__(self, pending: PendingCalls, links: Links, outcomes: Outcomes) -> None:
         self._pending = pending
@@ -45,15 +45,16 @@ class Repeats:
     def prepare(self, call: Pending, encode: Callable[[], Draft]) -> None:
         """Make ``call.again`` send the call with the definitions in it; ``encode()`` encodes it that way.
 
-        The values sent must be those at the time of the call. So if the callee is not known to have the definitions,
-        the call is encoded right away, before the caller can change an argument. That costs time once per definition
-        and callee. An error in this encoding matters only if the repeat turns out to be needed. If the callee is known
-        to have the definitions, nothing is encoded: then the call can be repeated only if its caller waits for it, and
-        so cannot change an argument.
+        The repeat must send the values that the arguments had at the time of the call. So if the callee is not known to
+        have the definitions, the call is encoded right away, before the caller can change an argument. That costs time
+        once per definition and callee. An error in this encoding matters only if the repeat is needed.
+
+        If the callee is known to have the definitions, nothing is encoded here. Then the call can be repeated only if
+        its caller waits for it, and so cannot change an argument meanwhile.
         """
         peer = self._links.peer(call.to)
         if peer is not None and all(digest in peer.definitions for _, digest in call.definitions):
-            if call.is_waited_for:  # the caller waits, so it cannot change its arguments
+            if call.is_waited_for:
                 call.again = partial(self.send, call, encode)
             return
         names_only = call.definitions
@@ -67,9 +68,9 @@ class Repeats:
         call.definitions = names_only
 
     def send(self, call: Pending, encode: Callable[[], Draft]) -> None:
-        """Send a call again and put it back into the table; if that cannot be done, end the call with the error.
+        """Send a call again, with its definitions, and put it back into the table; on an error, end the call with it.
 
-        Called when a callee has refused a call for lack of a definition; the call then goes out with the definitions.
+        Called when a callee has refused the call for lack of a definition.
         """
         call.again = call.unsent = None
         try:
@@ -85,7 +86,7 @@ class Repeats:
     def _give_up(self, call: Pending, error: NbdistError) -> None:
         """End a call with ``error``: it should be sent again, but could not be encoded with its definitions.
 
-        The callee is told that the call will not come again.
+        The callee is told that the call will not be sent again.
         """
         call.again = None
         self._outcomes.unrepeated(call, error)

@@ -50,15 +50,15 @@ class Sender:
     ) -> None:
         """Make the sender of agent ``me``.
 
-        ``is_deciding()`` returns whether the calling thread holds `Exchange.lock`, without which no answer is handled.
+        ``is_deciding()`` returns whether the calling thread holds `Exchange.lock`; no answer can be handled meanwhile.
         ``on_unsent(result, outcome, error)`` ends a call that a finaliser made and that could not be sent.
         """
         self.origin: Callable[[], str] | None = None
-        """Returns the id of the cell for which the calling thread works; it travels with every call. None: no cells."""
+        """Returns the id of the cell for which the calling thread works; it travels with every call. May be None."""
         self.rpc_timeout = time_limit(options.rpc_timeout)
-        """The time limit in seconds of a call that names none; 0 for no limit."""
+        """The time limit in seconds of a call without its own; 0 for no limit."""
         self.expect_no_more: Callable[[], None] = _do_nothing
-        """Called where a call could not be sent, to undo `Latch.on_send`."""
+        """Called when a call could not be sent, to undo `Latch.on_send`."""
         self._me = me
         self._pending = pending
         self._links = links
@@ -90,25 +90,26 @@ class Sender:
         target: RRef[Any] | None = None,
         result: Fork | None = None,
     ) -> None:
-        """Send a call. However the call ends, its end settles ``outcome``.
+        """Send a call. When the call ends, in whatever way, ``outcome`` is settled.
 
         ``mode`` says whether a function, a method or nothing (a fetch) runs, and whether the result comes back or stays
-        there. ``label`` is the function's name, for errors and displays. ``body`` is a tuple: the function or its name,
-        the arguments, the keyword arguments. ``builtin`` is True for an operator of torch. ``target`` is the reference
-        whose value the call works on; a fetch has only a target, and None as its body. ``result`` is the fork that the
-        caller has of the value which the call makes. ``timeout`` is as in `timeout_of`.
+        with the callee. ``label`` is the function's name, for errors and displays. ``body`` is a tuple: the function or
+        its name, the arguments, the keyword arguments. ``builtin`` is True for an operator of torch. ``target`` is the
+        reference whose value the call works on; a fetch has only a target, and None as its body. ``result`` is the
+        caller's fork of the value that the call makes. ``timeout`` is as in `timeout_of`.
 
-        Raises the error that keeps the call from being sent, after undoing everything that was done for it.
+        If the call cannot be sent, undoes everything that was done for it and raises the error.
 
         A finaliser or signal handler may call this while its thread sends or reads messages (`nbdist.finalisers`). Then
-        another thread sends the call. A Latch as ``outcome`` means that the caller wants to wait, which is impossible
-        there, and also while the thread holds `Exchange.lock`: another thread sends the call, and UsageError is raised.
+        another thread sends the call. A Latch as ``outcome`` means that the caller wants to wait. That is impossible
+        there, and also while the thread holds `Exchange.lock`: another thread sends the call, and this raises
+        UsageError.
         """
         if this_thread.is_closed or (type(outcome) is Latch and self._is_deciding()):
             send = partial(self.send, to, mode, label, body, timeout, builtin=builtin, target=target, result=result)
             self._hand_over(send, outcome, result, label, to)
             return
-        # 1. Note everything about the call.
+        # 1. Make the record of the call.
         call = Pending(
             id=next(self._pending.numbers),
             to=to.incarnation,
@@ -122,10 +123,10 @@ class Sender:
             target=target.id if target is not None else None,
         )
         if target is not None:
-            # Held until the answer, even if the reference is released: the call may be repeated, or wait at the callee.
+            # Kept until the answer, even if the reference is released: the call may be repeated, or wait at the callee.
             call.hold = target.keep()
-        # 2. Encode it. Almost all calls take the short way: no autograd context, no reference as the target, and at
-        # most one small tensor.
+        # 2. Encode it. Almost all calls take the short way: they have no autograd context, no reference as the target,
+        # and at most one small tensor.
         context = self._recorder.current()
         if context is None and target is None and to.name not in self._me.device_maps:
             function, args, kwargs = body
@@ -139,7 +140,7 @@ class Sender:
                     call.again = partial(self._repeats.send, call, again)
                 self._send_usual(call, mode, builtin, *usual)
                 return
-        # 3. The general way. Register the call as pending before it is sent: the answer may come at once.
+        # 3. The general way. Register the call as pending before it is sent: the answer may arrive at once.
         first: Draft | None = None
         try:
             first = self._encode(call, to, mode, builtin, body, target, context)
@@ -165,10 +166,10 @@ class Sender:
     def _hand_over(
         self, send: Callable[..., None], outcome: Promise[Any] | Latch, result: Fork | None, label: str, to: Record
     ) -> None:
-        """Run ``send(outcome=...)`` in another thread; an error that keeps the call from being sent ends the call.
+        """Run ``send(outcome=...)`` in another thread; if that raises an error, end the call with the error.
 
-        That thread encodes the arguments a moment later, outside of the calling thread's gradient mode and context.
-        Raises UsageError if ``outcome`` is a Latch: nobody can wait here.
+        That thread encodes the arguments a moment later, without the calling thread's gradient mode and autograd
+        context. Raises UsageError if ``outcome`` is a Latch: the calling thread must not wait.
         """
         told = outcome if isinstance(outcome, Promise) else Promise[Any]()  # nobody will wait for the latch
 
@@ -191,7 +192,7 @@ class Sender:
         origin = self.origin() if self.origin is not None else ""
         message = Call(call.id, mode, call.function, payload, builtin, call.result, None, origin)
         try:
-            # Registered before it is sent: the answer may come at once.
+            # Register the call before it is sent: the answer may arrive at once.
             self._pending.add(call)
             outcome = call.outcome
             if type(outcome) is Latch and outcome.on_send is not None:
@@ -218,13 +219,13 @@ class Sender:
         """Encode a call and its arguments; return the message and its frames, which have not been sent.
 
         The arguments are those of `send`. ``by_value`` puts the definitions of ``__main__`` into the message. If
-        ``context``, the autograd context of the call, is not None, the recorder notes the call's tensors here. On an
-        error, the forks made for the message are undone. EncodeError names the argument at fault, which is searched for
-        only then.
+        ``context``, the autograd context of the call, is not None, the recorder records the call's tensors here. On an
+        error, this undoes the forks made for the message, and searches for the argument at fault, which EncodeError
+        names.
         """
         forker = MessageForker(self._references, to.incarnation)
         peer, connection = self._links.peer(to.incarnation), self._links.connections.get(to.incarnation)
-        # A repeated call is encoded by another thread, whose gradient mode does not count.
+        # Another thread encodes a repeated call; that thread's gradient mode does not count.
         grad = call.recording.grad if call.recording is not None else torch.is_grad_enabled()
         try:
             if body is None:
@@ -241,7 +242,7 @@ class Sender:
                     space=self._spaces.get(to.incarnation),
                 )
             call.definitions = encoded.named
-            if context is not None and call.recording is None:  # recorded once, even if the call is encoded twice
+            if context is not None and call.recording is None:  # record once, even if the call is encoded twice
                 call.recording = self._recorder.outgoing(context, to.incarnation, encoded.recorded, call.function)
             elif encoded.requires_grad and context is None and grad and not by_value:
                 self._recorder.warn(call.function, to.name)
@@ -277,9 +278,9 @@ _CANNOT_WAIT_HERE = (
     "Python ran while this thread was sending or reading messages. It cannot wait for an answer there. The call is "
     "made all the same, and its result is dropped. Use rpc_async in finalisers and signal handlers"
 )
-"""The error for a call that wants to wait where it cannot."""
+"""The error for a call whose caller wants to wait where it cannot."""
 
 
 def _do_nothing() -> None:
-    """Do nothing. Takes the place of `Channel.expect_no_more` where the channel has nothing to undo."""
+    """Do nothing. Stands in for `Channel.expect_no_more` if the channel has nothing to undo."""
     pass

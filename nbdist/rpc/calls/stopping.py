@@ -1,4 +1,4 @@
-"""Stops calls where they run, once the user has given up on them.
+"""Stops calls on the workers that run them, once the user has given up on them.
 
 In a cluster, Ctrl-C in the notebook ends the work, not only the wait for it::
 
@@ -39,24 +39,24 @@ from nbdist.wire.messages import Record, Stop
 __all__ = ["BREAK_OFF_AFTER", "NAME_AFTER", "Stopping"]
 
 NAME_AFTER = 2.0
-"""Seconds after which a call that has not stopped is named, and after which a callee no longer tries to raise."""
+"""Seconds after which the caller names a call that has not stopped, and the callee no longer tries to raise."""
 
 BREAK_OFF_AFTER = 0.4
 """Seconds after which a call that has not stopped may be in a collective, which only `Stopping.break_off` ends."""
 
 _POLL = 0.005
-"""Seconds between two looks."""
+"""Seconds between two checks whether a call has ended."""
 _ASK_TIMEOUT = 0.5
-"""Seconds for the question where a call is that does not stop."""
+"""Seconds to wait for a callee that is asked where its call is."""
 _STOPS_REMEMBERED = 1000
-"""The number of calls to stop that are remembered, because a Stop may come before its call has begun."""
+"""The number of calls to stop that are remembered. A Stop may arrive before its call has begun."""
 
 _RUNS_USER_CODE = Request.invoke.__code__
-"""The code whose frame separates the user's frames, inside of it, from the agent's."""
+"""The code whose frame separates the user's frames, inside of it, from the agent's frames."""
 _CALLS_MODULES = "nn"
 """The package of nbdist that calls users' modules, and restores everything whatever the modules raise."""
 _FILES_THAT_RUN_TASKS = {f"{NBDIST}cluster/worker/tasks.py", f"{NBDIST}compat/ipyparallel/tasks.py"}
-"""Files of nbdist that only call a user's function: KeyboardInterrupt may be raised in them as in the function."""
+"""Files of nbdist that only call a user's function. KeyboardInterrupt may be raised in them as in the function."""
 
 _Key = tuple[int, int]
 """A running call: the caller's incarnation, and the caller's number for the call."""
@@ -94,7 +94,7 @@ class Stopping:
         self._threads: dict[_Key, int] = {}
         """The ident of the thread that runs a call, for the calls that can be stopped."""
         self._stopped: dict[_Key, None] = {}
-        """The calls to stop, the oldest first; a call may be here before it begins."""
+        """The calls to stop, the oldest first. A call may be here before it begins."""
 
     # -- the callee's side --------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Stopping:
             self._threads[key] = threading.get_ident()
 
     def end(self, key: _Key) -> None:
-        """No longer allow a call to be stopped, and take back a KeyboardInterrupt that has not been raised yet.
+        """No longer allow a call to be stopped, and withdraw a KeyboardInterrupt that has not been raised yet.
 
         Called in the thread that ran the call, before it may run another one.
         """
@@ -121,12 +121,12 @@ class Stopping:
     def on_stop(self, message: Stop, sender: int, _: list[bytes]) -> None:
         """Stop a call whose caller has given up on it, or prevent its start. The reading thread calls this.
 
-        If it waits for calls of its own, these are stopped and its waits end; else KeyboardInterrupt is raised in its
-        thread.
+        If the call waits for calls of its own, these are stopped and its waits end. Otherwise KeyboardInterrupt is
+        raised in its thread.
         """
         key = sender, message.id
         with self._lock:
-            self._stopped[key] = None  # it may not have begun
+            self._stopped[key] = None  # even if the call has not begun
             if len(self._stopped) > _STOPS_REMEMBERED:
                 del self._stopped[next(iter(self._stopped))]
             thread = self._threads.get(key)
@@ -151,15 +151,15 @@ class Stopping:
             self.on_stop(Stop(id), caller, [])
 
     def threads(self) -> dict[tuple[int, int], int]:
-        """Return the idents of the threads that run calls for other agents, by call."""
+        """Return the idents of the threads that run calls for other agents, by call (`_Key`)."""
         with self._lock:
             return dict(self._threads)
 
     def raise_in(self, error: type[BaseException], calls: Mapping[tuple[int, int], int]) -> None:
         """Raise an error in the threads of these calls, as `threads` returned them, once they run Python code again.
 
-        The caller has seen that they wait in C code that a user's function has called. If the call ends first, the
-        error is taken back. A call that has ended, or was stopped, gets no error.
+        The caller has seen that the threads wait in C code that a user's function has called. If a call ends first,
+        the error is withdrawn. A call that has ended, or was stopped, gets no error.
         """
         with self._lock:
             for key, thread in calls.items():
@@ -168,7 +168,7 @@ class Stopping:
                     _raise_in(thread, error)
 
     def _give_up(self, nested: Sequence[Pending]) -> None:
-        """Fail the calls that a stopped call has made, which ends its waits; their callees are not told here.
+        """Fail the calls that a stopped call has made, which ends its waits. This does not tell their callees.
 
         A call that makes a reference fails with Interrupted, any other call with KeyboardInterrupt.
         """
@@ -177,7 +177,7 @@ class Stopping:
             self._end_waits([call], stopped if call.result is not None else KeyboardInterrupt())
 
     def _raise_until_taken(self, key: _Key, raised: bool) -> None:
-        """Retry for 2 s until KeyboardInterrupt could be raised in a call's thread; runs in a thread of its own.
+        """Try for 2 s to raise KeyboardInterrupt in a call's thread. Runs in a thread of its own.
 
         ``raised`` is True if it was raised already. If the call still runs `BREAK_OFF_AFTER` seconds later, break off
         the collective in which it may wait.
@@ -201,7 +201,7 @@ class Stopping:
         with self._lock:
             thread = self._threads.get(key)
             if thread is None:
-                return True  # it has ended
+                return True  # the call has ended
             frame = sys._current_frames().get(thread)
             users = False
             while frame is not None and frame.f_code is not _RUNS_USER_CODE:
@@ -245,14 +245,14 @@ class Stopping:
     def on_interrupt(self, outcomes: Sequence[object], error: BaseException) -> None:
         """Stop the calls for whose outcomes this thread waited when Ctrl-C came.
 
-        Waits up to 2 s for them to end. For each call that still runs then, a note on ``error`` says where it is and
-        how to end it. `nbdist.rpc.futures` calls this, in the thread that waited.
+        Waits up to `patience` seconds for them to end. For each call that still runs then, a note on ``error`` says
+        where the call is and how to end it. `nbdist.rpc.futures` calls this, in the thread that waited.
         """
         pending, me = self._pending, threading.get_ident()
         calls = [call for call in pending.all() if call.outcome in outcomes]
         values = {call.target for call in calls if call.target is not None}
         calls += [call for call in pending.all() if call.result is not None and call.result.rref in values]
-        calls = calls or [call for call in pending.all() if call.thread == me]  # a future that depends on others
+        calls = calls or [call for call in pending.all() if call.thread == me]  # it waited for a `then` future
         self.stop(calls)
         deadline = time.monotonic() + self.patience
         while time.monotonic() < deadline and any(pending.get(call.id) for call in calls):
@@ -284,13 +284,13 @@ def _place_here(caller: int, id: int) -> str:
 def _is_called_by_both(file: str) -> bool:
     """Return whether this is a file of torch or of Python itself, which nbdist and users both call.
 
-    Files of other packages, such as models, are not called by both, though `nbdist.code_places.is_users` does not count
-    them as the user's: they run on behalf of the user's function.
+    Files of other packages, such as models, run on behalf of the user's function, so they do not count, although
+    `nbdist.code_places.is_users` does not count them as the user's files either.
     """
     return is_torchs(file) or is_pythons(file)
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an error in a thread as soon as it runs Python code again; None takes back one that is not raised yet."""
+    """Raise an error in a thread as soon as it runs Python code again; None withdraws an error not raised yet."""
     what: Any = ctypes.py_object(error) if error is not None else None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)

@@ -1,15 +1,16 @@
-"""Reads an answer in the thread that waits for it, where that answer is likely to be the next message.
+"""Lets the thread that waits for an answer read it, when that answer is likely to be the next message.
 
 Otherwise each answer needs two threads: one reads it and wakes the other, which costs a switch of threads in the middle
-of a call. While there is a guest, a message wakes the guest rather than a thread of the pool.
+of a call.
 
-The waiting thread is a *guest* among the threads of the pool that read:
+The waiting thread becomes a *guest* among the threads of the pool that read:
 
-- A guest runs no requests, which may take long, or need a lock that the guest's thread holds. It leaves them to the
+- While there is a guest, a message wakes the guest rather than a thread of the pool.
+- A guest runs no requests: they may take long, or need a lock that the guest's thread holds. It passes them to the
   pool.
-- There is one guest at a time. Other threads wait on their locks.
-- Threads are guests only while that pays. When another thread had to settle the call after all, or the guest read a
-  request, the agent's next 1, 2, 4, … 64 waits are on a lock.
+- There is one guest at a time. Other waiting threads sleep on a lock.
+- Threads are guests only while that saves time. If another thread had to settle the call after all, or the guest read a
+  request, the agent's next 1, 2, 4, … 64 waits sleep on a lock.
 - A thread inside ``no_grad`` or another mode of torch is no guest: it would decode other threads' messages in its mode.
 """
 
@@ -30,13 +31,13 @@ from nbdist.torch_private import is_in_a_mode
 __all__ = ["Guest"]
 
 _MOST_SKIPS = 64
-"""The most waits that are on a lock before a thread is a guest again."""
+"""The most waits that sleep on a lock before a thread becomes a guest again."""
 
 _log = logging.getLogger("nbdist.rpc")
 
 
 class Guest:
-    """Lets one thread at a time, the guest, read the answer for which it waits by itself, in place of the pool."""
+    """Lets one thread at a time, the guest, read messages itself until the answer for which it waits has come."""
 
     def __init__(
         self,
@@ -48,36 +49,36 @@ class Guest:
         self._channel, self._links = channel, links
         self._read, self._submit = read, submit
         self._rest = 0
-        """The number of waits that are still to be on a lock."""
+        """The number of next waits that must sleep on a lock."""
         self._rest_next = 1
-        """The number of waits on a lock after the next failure."""
+        """The number of waits that must sleep on a lock after the next failure."""
         self._free = threading.Lock()
         """Held by the guest."""
         self._thread = 0
         """The ident of the guest's thread; 0 without a guest."""
         self._is_called = False
-        """True while the guest is called out of `Channel.receive` and has not noted it."""
+        """True while another thread wakes the guest from `Channel.receive`, and the guest has not noted it."""
         self._calling = threading.Lock()
         """Guards `_thread` and `_is_called`."""
 
     def read(self, outcome: Latch) -> None:
-        """Read messages in the calling thread, as long as that pays, until ``outcome`` is settled.
+        """Read messages in the calling thread until ``outcome`` is settled, as long as that saves time.
 
-        It may return before: at once if another thread is the guest or this thread is in a mode of torch, and if
-        reading did not pay (`_read_less_often`). Then the caller sleeps on ``outcome``.
+        It may return earlier: at once if another thread is the guest or this thread is in a mode of torch, and later if
+        reading did not save time (`_read_less_often`). Then the caller sleeps on ``outcome``.
         """
         try:
             if self._rest:
                 self._rest -= 1
             elif not (self._free.locked() or is_in_a_mode()):
                 self._read_until(outcome)
-        finally:  # also if it has read nothing: another thread must read now
+        finally:  # also if this thread has read nothing: another thread must read now
             self._channel.expect_no_more()
 
     def _read_until(self, outcome: Latch) -> None:
-        """Act as the guest until ``outcome`` is settled, a signal handler is due, or reading did not pay.
+        """Be the guest until ``outcome`` is settled, a signal handler is due, or reading did not save time.
 
-        Returns at once if another thread is the guest. `_read_less_often` says when reading did not pay.
+        Returns at once if another thread is the guest. `_read_less_often` says when reading did not save time.
         """
         with Deferral(WAITING_CODE) as deferral:
             if not self._free.acquire(blocking=False):
@@ -89,7 +90,7 @@ class Guest:
                     self._read_one()
             finally:
                 outcome.on_settle = None
-                with self._calling:  # else another thread might still call this guest, and nobody would end the call
+                with self._calling:  # else another thread might still wake this guest, and nothing would end the waking
                     self._thread = 0
                 if self._is_called:
                     self._note_heard()
@@ -102,11 +103,11 @@ class Guest:
     def _read_one(self) -> None:
         """Read one message. If it needs a job, the pool runs the job.
 
-        An error of reading is logged: it is not the waiting call's.
+        An error in reading is logged: the waiting call did not cause it.
         """
         try:
             job = self._read(None)
-        except Exception:  # not an error of the waiting call
+        except Exception:
             _log.exception("reading failed")
             job = None
         if self._is_called:
@@ -119,13 +120,13 @@ class Guest:
     def _read_less_often(self) -> None:
         """Make the next waits sleep on a lock instead of reading: first 1 wait, then 2, 4 and so on, 64 at most.
 
-        Called when reading did not pay: another thread settled the call, or the guest read a request.
+        Called when reading did not save time: another thread settled the call, or the guest read a request.
         """
         self._rest = self._rest_next
         self._rest_next = min(2 * self._rest_next, _MOST_SKIPS)
 
     def _call(self) -> None:
-        """Wake the guest, because another thread has settled the outcome that it waits for. That thread calls this.
+        """Wake the guest, because the calling thread has settled the outcome for which the guest waits.
 
         The guest then returns from `Channel.receive`; `_note_heard` must follow.
         """
@@ -135,10 +136,10 @@ class Guest:
                 self._channel.call()
 
     def _note_heard(self) -> None:
-        """Note that the guest has been woken, so that the channel stops waking it. The guest calls this.
+        """Record that the guest has been woken, so that the channel stops waking it. The guest calls this.
 
-        `_call` woke it, as another thread has read the answer. So the guest's reading was of no use, and the next waits
-        sleep on a lock (`_read_less_often` says how many).
+        Another thread has read the answer and called `_call`. So the guest's reading was of no use, and the next waits
+        sleep on a lock (`_read_less_often`).
         """
         with self._calling:
             self._is_called = False

@@ -28,7 +28,7 @@ def describe_error(error: BaseException) -> State:
 
 
 def error_line(name: str, text: str) -> str:
-    """Return an error as one line: ``name``, which is that of its type, and the first line of its text, if any."""
+    """Return an error as one line: ``name``, the name of its type, and the first line of its text, if there is one."""
     first = text.strip().partition("\n")[0]
     return f"{name}: {first}" if first else name
 
@@ -36,9 +36,9 @@ def error_line(name: str, text: str) -> str:
 def describe_value(value: Any) -> State:
     """Return the description of ``value``: its class, and its bytes if it is a tensor, module, array, text or number.
 
-    Of a tensor also the shape, dtype, device and autograd node. No code of the value's class runs, see
-    `nbdist.rpc.references.inert`. For a class of ``__main__`` the description lists the public names, so that another
-    process can complete them although it lacks the class.
+    The description of a tensor also has its shape, dtype, device and autograd node. No code of the value's class runs,
+    see `nbdist.rpc.references.inert`. For a class of ``__main__`` the description lists the public names, so that
+    another process can complete them although it lacks the class.
     """
     cls = type(value)
     if cls is torch.Tensor or cls is torch.nn.Parameter:
@@ -64,7 +64,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _describe_tensor(value: torch.Tensor, fact: Callable[[torch.Tensor, str], Any]) -> State:
     """Return the description of a tensor. ``fact(tensor, name)`` reads an attribute.
 
-    A class with its own `__torch_dispatch__`, and a tensor that has no shape, are described by the class alone.
+    A tensor without a shape, or of a class with its own `__torch_dispatch__`, is described by the class alone.
     """
     cls = type(value)
     module, qualname = inert.module_of(cls), inert.qualname_of(cls)

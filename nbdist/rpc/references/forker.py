@@ -27,7 +27,7 @@ class MessageForker:
         self.kept: list[object] = []
         """Holds on the values that the message refers to.
 
-        They end with this object, so once the message has arrived.
+        They keep these values alive until the message has arrived: then this object is collected.
         """
 
     def fork(self, reference: RRef[Any]) -> Fork:
@@ -36,10 +36,10 @@ class MessageForker:
         The reference is kept alive until the message has arrived. Raises RRefError or WorkerLost if the reference
         cannot be used any more.
         """
-        self.kept.append(reference.hold)  # before another thread releases it
+        self.kept.append(reference.hold)  # first, because another thread may release the reference
         references = self._references
         child = references.new_id()
-        # Noted before it is made, so that `take_back` finds it even if Ctrl-C comes right after.
+        # Added to the list before the fork is made, so that `take_back` finds it even if Ctrl-C comes in between.
         self.handed.append(Fork(reference.id, child, reference.owner_incarnation, references.me))
         return reference.hand_over(self._to, references, child)
 

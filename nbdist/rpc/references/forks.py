@@ -2,12 +2,12 @@
 
 Each value that other agents refer to has one *owner*. An agent that refers to it is a *user*, and each hand-over of the
 reference to a user is a *fork*. The owner counts forks. It drops the value when no fork is left, and no object or call
-of its own refers to the value.
+of the owner itself refers to the value.
 
 - ``remote()`` makes the reference and its first fork; the call itself registers the fork with the owner.
-- An owner that hands a reference out counts the new fork before it sends it.
-- A user that hands a reference on makes a child fork. The receiver asks the owner to count the child (`ForkRequest`).
-  Once the owner has confirmed it (`ForkConfirm`), the receiver tells the agent that the reference came from
+- An owner that gives a reference to another agent counts the new fork before it sends it.
+- A user that passes a reference on makes a child fork. The receiver asks the owner to count the child (`ForkRequest`).
+  Once the owner has confirmed it (`ForkConfirm`), the receiver tells the agent from which the reference came
   (`ChildAccept`). Until then the parent fork stays, even if it is released. So the owner's count cannot reach zero
   while the child is on its way.
 - A user that releases a reference tells the owner (`UserDelete`), but not before its own fork is confirmed.
@@ -15,7 +15,7 @@ of its own refers to the value.
 The life of a user's fork:
 
 ====================================  =================  ==================
-event                                 `ForkStanding` before  `ForkStanding` after
+event                                 standing before    standing after
 ====================================  =================  ==================
 `begin`: ``remote()`` is called                          PENDING
 `accept`, from another user                              PENDING
@@ -32,11 +32,14 @@ A fork that has been released (`release`), has no children and is not PENDING is
 `UserDelete`, unless the fork is DEAD or the owner never heard of it.
 
 This module assumes that every message arrives exactly once, in any order, unless its receiver is lost
-(`nbdist.wire.peer`). Two kinds of overtaking matter. A delete may arrive before the call that creates its fork: it is
-remembered. And a request for a child may arrive before the call that creates the value, which another agent sends: the
-fork is counted, and the value expected, unless its creator is lost or the value was here before.
+(`nbdist.wire.peer`). Two messages may arrive too early:
 
-A lost user's forks are dropped; references to a lost owner's values are dead.
+- A `UserDelete` may arrive before the call that creates its fork. The owner remembers it.
+- A `ForkRequest` may arrive before the call that creates the value, which another agent sends. The owner counts the
+  fork and expects the value, unless the agent that was to create the value is lost, or the value was here and is
+  dropped.
+
+When a user is lost, its forks are dropped. When an owner is lost, references to its values are dead.
 """
 
 from __future__ import annotations
@@ -51,20 +54,20 @@ from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RR
 __all__ = ["Drop", "Forks", "Instruction", "Send", "ForkStanding"]
 
 _DROPPED_VALUES_REMEMBERED = 1024
-"""The number of dropped values that are remembered, to tell a request that is too late from one that is too early."""
+"""The number of dropped values that are remembered, so that a late message about one is not taken for an early one."""
 
 Control = ForkRequest | ForkConfirm | ChildAccept | UserDelete | RRefState
 
 
 class Send(NamedTuple):
-    """Instruction: send a control message to the agent of that incarnation."""
+    """Instruction: send a control message to the agent with the incarnation ``to``."""
 
     to: int
     message: Control
 
 
 class Drop(NamedTuple):
-    """Instruction: forget the value with that id; nobody refers to it."""
+    """Instruction: forget the value with the id ``rref``; nothing refers to it any more."""
 
     rref: GlobalId
 
@@ -73,7 +76,7 @@ Instruction = Send | Drop
 
 
 class ForkStanding(Enum):
-    """Names how far a user's fork has come. The table at the head of this module has the steps between them."""
+    """Names how far a user's fork has come. The table at the head of this module has the transitions."""
 
     PENDING = "pending"
     CONFIRMED = "confirmed"
@@ -88,13 +91,13 @@ class _Owned:
     handles: int = 0
     """The number of objects and calls of this agent that refer to the value."""
     forks: dict[GlobalId, int] = field(default_factory=dict)
-    """The forks of other agents, each with its holder's incarnation."""
+    """The forks that other agents hold, each with its holder's incarnation."""
     uninformed: dict[int, int] = field(default_factory=dict)
-    """The agents that got forks before the value existed and must be sent its description; with the number of forks."""
+    """The agents that must be sent the value's description once it exists, and how many forks each got before."""
     state: State | None = None
     """The description of the value; None until it exists."""
     created: bool = False
-    """True once the call by which another agent makes the value has come, or never will come."""
+    """True once another agent's call to make the value has arrived, or is known never to arrive."""
     made: bool = False
     """True once the value exists, or the error in its place."""
 
@@ -113,18 +116,18 @@ class _User:
     held: bool = True
     """True while objects or messages here refer to the fork."""
     children: set[GlobalId] = field(default_factory=set)
-    """The forks that were handed on and are not accepted yet. They keep this fork."""
+    """The forks that were passed on and are not accepted yet. They keep this fork."""
     state: State | None = None
     """The description of the value; None until it is known here."""
     known_to_owner: bool = True
-    """False if the owner certainly never heard of the fork: then no `UserDelete` is sent."""
+    """False if the owner certainly never heard of the fork. Then no `UserDelete` is sent."""
 
 
 class Forks:
     """The references that one agent owns and uses. Not thread-safe: the caller holds `Exchange.lock`.
 
-    Methods that return instructions change only the counts; `References.perform` then sends the messages and drops the
-    values, without the lock.
+    Methods that return instructions change only the counts. The caller passes the instructions to `References.perform`,
+    without the lock; that sends the messages and drops the values.
     """
 
     def __init__(self, me: int, ids: IdSource) -> None:
@@ -136,19 +139,19 @@ class Forks:
         self._users: dict[GlobalId, _User] = {}
         """The forks that this agent holds, of values of other agents."""
         self._children: dict[GlobalId, tuple[GlobalId, int]] = {}
-        """The parent fork and the receiver of each fork that was handed on and not accepted yet."""
+        """The parent fork and the receiver of each fork that was passed on and is not accepted yet."""
         self._early: dict[GlobalId, int] = {}
-        """The holders of forks whose delete came before the call that creates them."""
+        """The forks whose delete arrived before the call that creates them, each with its holder's incarnation."""
         self._lost: set[int] = set()
         """The incarnations of lost agents."""
         self._dropped: dict[GlobalId, None] = {}
-        """The values that were dropped lately, or will never be made, in the order of dropping."""
+        """The values that were dropped lately, or will never be made, the oldest first."""
 
     # -- inspecting ---------------------------------------------------------------------------
 
     @property
     def owners(self) -> int:
-        """The number of values that are owned here and referred to from elsewhere."""
+        """The number of values that are owned here and of which other agents hold forks."""
         return sum(1 for owned in list(self._owned.values()) if owned.forks)
 
     @property
@@ -163,7 +166,7 @@ class Forks:
 
     @property
     def pending(self) -> int:
-        """The number of pending forks held here, plus the number of forks handed on from here that are not accepted."""
+        """The number of pending forks held here, plus the number of forks passed on from here and not accepted yet."""
         return sum(1 for user in list(self._users.values()) if user.standing is ForkStanding.PENDING) + len(
             self._children
         )
@@ -176,7 +179,7 @@ class Forks:
     def owns(self, rref: GlobalId) -> bool:
         """Return whether this agent owns the value, or is about to own it.
 
-        It is about to own a value to which something refers before the call that makes the value has come.
+        It is about to own a value if something refers to the value before the call that makes it has arrived.
         """
         return rref in self._owned
 
@@ -186,9 +189,9 @@ class Forks:
         return owned is not None and owned.made
 
     def is_gone(self, rref: GlobalId) -> bool:
-        """Return whether a value that this agent should own was here and is dropped, or can never be made any more.
+        """Return whether a value that this agent should own was dropped, or can never be made any more.
 
-        False for a value that may still be made, by a call that has not come yet.
+        False for a value that may still be made, by a call that has not arrived yet.
         """
         owned = self._owned.get(rref)
         if owned is not None:
@@ -200,7 +203,7 @@ class Forks:
         return agent in self._lost
 
     def expected_from(self, creator: int) -> list[GlobalId]:
-        """List the values that others refer to already and that agent ``creator`` has not yet created here."""
+        """List the values that agents refer to already and that agent ``creator`` has not yet created here."""
         return [rref for rref, owned in self._owned.items() if rref.incarnation == creator and not owned.created]
 
     def holders_of(self, rref: GlobalId) -> set[int]:
@@ -251,14 +254,14 @@ class Forks:
     # -- the owner's side ---------------------------------------------------------------------
 
     def retain(self, rref: GlobalId) -> None:
-        """Count one more object or call of this agent that refers to a value, and own the value if that is new here.
+        """Count one more object or call of this agent that refers to a value; own the value if it is not known here.
 
         `release_owned` must follow when the object or call ends.
         """
         self._owned.setdefault(rref, _Owned()).handles += 1
 
     def release_owned(self, rref: GlobalId) -> list[Instruction]:
-        """Count one object or call of this agent less, which `retain` has counted, for a value that is owned here.
+        """Undo one `retain`: an object or call of this agent does not refer to the value any more.
 
         Returns the instruction to drop the value if neither an object or call here nor a fork elsewhere refers to it,
         else an empty list; the caller carries it out with `References.perform`. Does nothing for a value not owned
@@ -271,10 +274,11 @@ class Forks:
         return self._drop_if_free(rref, owned)
 
     def create(self, rref: GlobalId, fork: GlobalId, creator: int) -> None:
-        """Note that the call which makes ``rref`` has come, and count its caller's fork.
+        """Record that the call which makes ``rref`` has arrived, and count its caller's fork.
 
-        The call itself counts as a reference to the value until it is answered. The fork is not counted if its delete
-        came before; then the value is dropped as soon as the call has been answered, unless others refer to it.
+        The call itself counts as a reference to the value until it is answered. If the fork's delete arrived before,
+        the fork is not counted; then the value is dropped as soon as the call has been answered, unless others refer
+        to it.
         """
         self.retain(rref)
         self._owned[rref].created = True
@@ -284,7 +288,7 @@ class Forks:
     def uncreate(self, rref: GlobalId, fork: GlobalId) -> list[Instruction]:
         """Undo `create`: the call lacks a function or class of its caller's ``__main__``, and may be repeated.
 
-        ``fork`` is that of its caller, as in `create`. Returns the instruction to drop the value if nothing refers to
+        ``fork`` is the caller's fork, as in `create`. Returns the instruction to drop the value if nothing refers to
         it, else an empty list, for `References.perform`.
         """
         owned = self._owned[rref]
@@ -294,9 +298,9 @@ class Forks:
         return self._drop_if_free(rref, owned)
 
     def abandon(self, rref: GlobalId, fork: GlobalId) -> None:
-        """Note that the call which was to make ``rref`` will not be repeated: the value will never exist.
+        """Record that the call which was to make ``rref`` will not be repeated: the value will never exist.
 
-        ``fork`` is that of the call's caller; a delete of it need not be remembered any more. Others may refer to the
+        ``fork`` is the fork of the call's caller; an early delete of it is forgotten. Other agents may refer to the
         value already. They keep their forks until they release them.
         """
         self._early.pop(fork, None)
@@ -307,9 +311,9 @@ class Forks:
             self._remember_dropped(rref)
 
     def set_state(self, rref: GlobalId, state: State) -> list[Instruction]:
-        """Store the description of a value that now exists; return the messages to agents that got forks before.
+        """Store the description of a value that now exists; return messages for the agents that do not have it yet.
 
-        `References.perform` sends them. Agents that are given forks later get the description with the fork.
+        `References.perform` sends them. Agents that get a fork later receive the description with the fork.
         """
         owned = self._owned.get(rref)
         if owned is None:
@@ -319,7 +323,7 @@ class Forks:
         return [Send(holder, RRefState(rref, state)) for holder in told]
 
     def make(self, rref: GlobalId) -> None:
-        """Note that the value exists, or the error in its place.
+        """Record that the value exists, or the error in its place.
 
         Nothing happens if no one refers to the value any more.
         """
@@ -328,7 +332,7 @@ class Forks:
             owned.made = True
 
     def on_fork_request(self, message: ForkRequest, sender: int) -> list[Instruction]:
-        """Count the fork that another agent got from a third one; return the message that confirms it.
+        """Count the fork that another agent got from a third agent; return the message that confirms it.
 
         If the value is gone, the fork is not counted, and the message says so. `References.perform` sends it.
         """
@@ -347,7 +351,7 @@ class Forks:
         """
         owned = self._owned.get(message.rref)
         if owned is None or message.fork not in owned.forks:
-            # Too early, unless the value was here: then this delete is simply too late.
+            # The delete is early if the value may still be created. If the value was here, it is late, and ignored.
             if message.rref not in self._dropped and (owned is None or not owned.created):
                 self._early[message.fork] = sender
             return []
@@ -356,7 +360,7 @@ class Forks:
 
     @staticmethod
     def _remember_uninformed(owned: _Owned, holder: int) -> None:
-        """Note that a holder must be sent the value's description once the value exists."""
+        """Record that a holder must be sent the value's description once the value exists."""
         if owned.state is None:
             owned.uninformed[holder] = owned.uninformed.get(holder, 0) + 1
 
@@ -388,7 +392,7 @@ class Forks:
         self._users[fork] = _User(rref, owner, parent=None)
 
     def confirm(self, fork: GlobalId, state: State | None) -> list[Instruction]:
-        """Mark the fork of a ``remote()`` call as confirmed: the reply has come.
+        """Mark the fork of a ``remote()`` call as confirmed, because the reply has arrived.
 
         ``state`` describes the value; None leaves the description as it is. If the fork was released here meanwhile,
         returns the message that tells the owner so, for `References.perform`; else an empty list. Nothing happens if
@@ -397,10 +401,11 @@ class Forks:
         return self._settle(fork, ForkStanding.CONFIRMED, state)
 
     def fail(self, fork: GlobalId, *, may_exist: bool) -> list[Instruction]:
-        """Mark the fork of a ``remote()`` call as failed. If ``may_exist``, its release sends a delete to the owner.
+        """Mark the fork of a ``remote()`` call as failed.
 
-        ``may_exist`` is True if the owner may have made the value. A late reply may still confirm the fork. Returns the
-        delete if the fork was released before, for `References.perform`; else an empty list.
+        ``may_exist`` is True if the owner may have made the value; then the release of the fork sends a delete to the
+        owner. A late reply may still confirm the fork. Returns the delete if the fork was released before, for
+        `References.perform`; else an empty list.
         """
         user = self._users.get(fork)
         if user is not None:
@@ -423,9 +428,9 @@ class Forks:
     def on_fork_confirm(self, message: ForkConfirm) -> list[Instruction]:
         """Mark a fork held here as counted by its owner, or as dead.
 
-        Returns the messages to send, for `References.perform`: to the agent from which the fork came, that its own fork
-        need not wait any more; to the owner, that the fork has ended, if it was released here meanwhile. Nothing
-        happens if the fork is not pending, or not known here any more.
+        Returns messages for `References.perform`. The agent from which the fork came learns that its own fork need not
+        wait any more. If the fork was released here meanwhile, the owner learns that it has ended. Nothing happens if
+        the fork is not pending, or not known here any more.
         """
         user = self._users.get(message.fork)
         if user is None or user.standing is not ForkStanding.PENDING:
@@ -433,7 +438,7 @@ class Forks:
         instructions: list[Instruction] = []
         if user.parent is not None:
             instructions.append(Send(user.parent, ChildAccept(message.fork)))
-        # A dead fork has nothing to tell its owner.
+        # A dead fork sends nothing to its owner.
         if message.gone:
             user.standing = ForkStanding.DEAD
             if not user.held and not user.children:
@@ -442,10 +447,10 @@ class Forks:
         return instructions + self._settle(message.fork, ForkStanding.CONFIRMED, message.state)
 
     def on_child_accept(self, message: ChildAccept) -> list[Instruction]:
-        """Forget a child, a fork that this agent has handed on: the owner counts it, or the child is dead.
+        """Forget a child, a fork that this agent has passed on: the owner counts it, or the child is dead.
 
-        The fork here from which the child was made need not wait for it any more. Returns the message that tells the
-        owner if that fork ends with it, for `References.perform`. Nothing happens for a child that is not known (any
+        The fork here from which the child was made need not wait for it any more. If that fork ends now, returns the
+        message that tells the owner, for `References.perform`. Nothing happens for a child that is not known (any
         more).
         """
         return self._end_child(message.fork)
@@ -458,10 +463,10 @@ class Forks:
         return told
 
     def release(self, fork: GlobalId) -> list[Instruction]:
-        """Note that nothing here refers to ``fork`` any more.
+        """Record that nothing here refers to ``fork`` any more.
 
-        The owner is told as soon as the fork is no longer pending, and all forks that were made from it for others are
-        accepted. Returns that message if it can go out now, for `References.perform`; else an empty list.
+        The owner is told as soon as the fork is no longer pending, and all forks that were made from it are accepted.
+        Returns that message if it can be sent now, for `References.perform`; else an empty list.
         """
         user = self._users.get(fork)
         if user is None:
@@ -482,10 +487,10 @@ class Forks:
         return [Send(user.owner, UserDelete(user.rref, fork))]
 
     def _end_child(self, child: GlobalId) -> list[Instruction]:
-        """Forget a child, a fork made from one that this agent holds; forget that one, too, if nothing else needs it.
+        """Forget a child, a fork made from a fork that this agent holds; forget the parent, too, if nothing needs it.
 
-        Returns the message that then tells the owner, or an empty list. Called when the child is accepted, when its
-        message is not sent, and when its receiver is lost.
+        If the parent is forgotten, returns the message that tells the owner; else an empty list. Called when the child
+        is accepted, when its message is not sent, and when its receiver is lost.
         """
         parent, _ = self._children.pop(child, (None, 0))
         user = self._users.get(parent) if parent is not None else None
@@ -500,8 +505,8 @@ class Forks:
         """Make a fork for agent ``to`` from ``fork``, which is held here; if that is None, from a value owned here.
 
         The caller puts the fork into a message to ``to``, or calls `take_back` if the message is not sent. The value
-        stays alive meanwhile: the owner counts the fork from now on, a user keeps its own fork until the receiver has
-        taken over (`ChildAccept`). ``child`` is the id of the new fork; if it is None, a new id is made.
+        stays alive meanwhile: an owner counts the new fork from now on; a user keeps its own fork until the receiver
+        sends a `ChildAccept`. ``child`` is the id of the new fork; if it is None, a new id is made.
 
         Raises KeyError if the fork or the value is not held here any more.
         """
@@ -521,8 +526,8 @@ class Forks:
     def take_back(self, handed: Fork, to: int) -> list[Instruction]:
         """Undo a fork whose message to agent ``to`` was never sent. Does nothing if the fork was never made.
 
-        Returns the instruction that follows, for `References.perform`: to drop the value, or to tell the owner that the
-        fork held here has ended. Else an empty list.
+        Returns the instruction to drop the value, or to tell the owner that the fork held here has ended, for
+        `References.perform`; else an empty list.
         """
         if handed.owner != self._me:
             return self._end_child(handed.fork)
@@ -538,7 +543,7 @@ class Forks:
         A fork that came from the owner itself is counted already. A fork whose owner is lost is dead from the start;
         then the message tells the agent from which it came. `References.perform` sends it.
         """
-        # The reference came home: an object here refers to the value.
+        # The reference has come back to its owner: an object here refers to the value.
         if handed.owner == self._me:
             self.retain(handed.rref)
             return []
@@ -547,7 +552,7 @@ class Forks:
                 handed.rref, handed.owner, handed.parent, ForkStanding.DEAD, state=handed.state
             )
             return [Send(handed.parent, ChildAccept(handed.fork))]
-        # The owner has counted this fork before it sent it.
+        # The owner counted this fork before it sent it.
         if handed.parent == handed.owner:
             self._users[handed.fork] = _User(
                 handed.rref, handed.owner, handed.parent, ForkStanding.CONFIRMED, state=handed.state
@@ -561,7 +566,7 @@ class Forks:
     def on_lost(self, incarnation: int) -> list[Instruction]:
         """Drop the forks of a lost agent, mark references to its values as dead, free forks that waited for it.
 
-        Returns what follows, for `References.perform`: values to drop, messages to send.
+        Returns the values to drop and the messages to send, for `References.perform`.
         """
         instructions: list[Instruction] = []
         self._lost.add(incarnation)
@@ -574,7 +579,7 @@ class Forks:
                 del owned.forks[fork]
             if gone:
                 instructions += self._drop_if_free(rref, owned)
-        # Its early deletes, and the children that it was about to accept.
+        # Its early deletes, and the children that it was to accept.
         for fork, holder in list(self._early.items()):
             if holder == incarnation:
                 del self._early[fork]

@@ -1,6 +1,6 @@
 """Reads facts about an object without running any code of the object's class.
 
-Views show values that somebody else wrote. A user's `__len__`, `__repr__`, `__class__`, property, metaclass or
+Views show values of users' classes. A user's `__len__`, `__repr__`, `__class__`, property, metaclass or
 `__torch_function__` may be slow, may fail, may change the value, and may wait for the very worker that asks. So views
 read only what Python and torch store themselves, through the descriptors of the base classes:
 
@@ -51,7 +51,7 @@ _fields: Callable[[torch.nn.Module], dict[str, Any]] = torch.nn.Module.__dict__[
 
 
 def is_a(value: object, *kinds: type) -> bool:
-    """Return whether a value's type is, or derives from, one of these classes. Abstract base classes do not count."""
+    """Return whether the type of a value is one of these classes or a subclass. Abstract base classes do not count."""
     return issubclass(type(value), kinds)
 
 
@@ -66,7 +66,7 @@ def qualname_of(cls: type) -> str:
 
 
 def module_of(cls: type) -> str:
-    """Return the name of the module that a class says it is from; "" if this is no plain text."""
+    """Return the name of the module in which a class says it was defined; "" if that is not a str."""
     try:
         name = _module(cls)
     except AttributeError:
@@ -91,11 +91,11 @@ _HEAP_TYPE = 1 << 9
 """The flag of classes that are made while Python runs, as all classes written in Python are."""
 
 _C_CLASSES = {id(cls): cls for cls in (collections.OrderedDict, collections.deque)}
-"""Classes written in C that some versions of Python make while they run."""
+"""Classes written in C that some versions of Python make as heap types."""
 
 
 def sizer_of(cls: type) -> Callable[[Any], int]:
-    """Return the function that measures instances of a class: `__sizeof__` of its nearest base class in C."""
+    """Return the function that measures instances of a class: the `__sizeof__` of its nearest base class in C."""
     for each in _mro(cls):
         if id(each) in _C_CLASSES or not _flags(each) & _HEAP_TYPE:
             sizer = _class_dict(each).get("__sizeof__")
@@ -110,7 +110,7 @@ def size_of(value: object) -> int:
 
 
 def nbytes_of(value: object) -> int | None:
-    """Return the bytes of an array's or a memoryview's data, or of a whole text or number; None for anything else."""
+    """Return the bytes of an array's or a memoryview's data, or of a whole text or number; None for other values."""
     ndarray = array_class()
     if ndarray is not None and is_a(value, ndarray):
         nbytes: int = ndarray.nbytes.__get__(value)
@@ -132,7 +132,7 @@ def array_class() -> Any:
 
 
 def tensor_fact(tensor: torch.Tensor, name: str) -> Any:
-    """Return an attribute that torch itself keeps of a tensor, such as "shape", whatever the tensor's class defines.
+    """Return an attribute that torch itself stores for a tensor, such as "shape", whatever the tensor's class defines.
 
     Call this inside of `torch_private.no_torch_function`, so that a subclass's `__torch_function__` does not run.
     """
@@ -150,7 +150,7 @@ def user_dispatches(cls: type) -> bool:
 
 
 def parameters_of(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the parameters of a module and of the modules in it, each once."""
+    """Return the parameters of a module and of the modules in it, each parameter once."""
     found: dict[int, torch.Tensor] = {}
     met: set[int] = set()
     stack: list[torch.nn.Module] = [module]

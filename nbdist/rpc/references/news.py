@@ -1,4 +1,4 @@
-"""Tells whoever displays a reference that its state has changed."""
+"""Tells displays of a reference that its state has changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class News:
     def when_changed(self, ids: Sequence[GlobalId], then: Callable[[], None]) -> Callable[[], None]:
         """Call ``then`` whenever a value or fork among ``ids`` changes; return a function that removes the listener.
 
-        ``then`` runs in whichever thread brings the news, and must not block.
+        ``then`` runs in the thread that handles the change, and must not block.
         """
         with self._lock:
             for id in ids:

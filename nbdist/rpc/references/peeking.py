@@ -1,4 +1,4 @@
-"""Describes a value by numbers, computed where the value is: a look at ten gigabytes sends one kilobyte. Pure."""
+"""Describes a value by numbers that its owner computes: a peek at ten gigabytes sends one kilobyte. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _ROWS_SHOWN = 40
 """The most parameters of a module that are printed."""
 _ELEMENTS_A_PART = 1 << 20
-"""The number of elements that are computed with at a time."""
+"""The number of elements that are converted to float64 at a time."""
 
 
 class Histogram(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 class Numbers(msgspec.Struct, frozen=True):
-    """The numbers that describe a tensor. ``min`` to ``norm`` are of its finite elements, and None if there are none.
+    """The numbers that describe a tensor. ``min`` to ``norm`` are those of its finite elements; None if it has none.
 
     For complex elements, ``min``, ``max`` and ``mean`` are None. ``first`` has the first elements as texts.
     """
@@ -75,8 +75,8 @@ class Parameter(msgspec.Struct, frozen=True):
 class Peek(msgspec.Struct, frozen=True):
     """The description of a value: ``numbers`` for a tensor, ``parameters`` for a module, ``text`` for anything else.
 
-    ``type`` is the class's name, ``owner`` the worker's. ``length`` is the number of items of a collection. The repr is
-    a table for people.
+    ``type`` is the name of the value's class, ``owner`` the name of the worker that has the value, ``length`` the
+    number of items of a collection. The repr is a table for people.
     """
 
     type: str
@@ -100,10 +100,10 @@ class Peek(msgspec.Struct, frozen=True):
 
 
 def look(value: Any, owner: str) -> Peek:
-    """Return the description of a value, which the worker named ``owner`` has.
+    """Return the description of a value that the worker named ``owner`` has.
 
-    For a tensor: its numbers; for a module: a row for each parameter; for anything else: its shortened repr. Returns a
-    description also where torch cannot compute with the value, or its repr raises an error.
+    For a tensor: its numbers; for a module: a row for each parameter; for anything else: its shortened repr. Also
+    returns a description if torch cannot compute with the value, or its repr raises an error.
     """
     kind = type(value).__qualname__
     if isinstance(value, torch.Tensor):
@@ -119,10 +119,7 @@ def look(value: Any, owner: str) -> Peek:
 
 
 def _short_repr(value: Any) -> str:
-    """Return the repr of a value, shortened to `_REPR_LENGTH` characters; if it raises an error, say so.
-
-    It never raises.
-    """
+    """Return the repr of a value, shortened to `_REPR_LENGTH` characters; if it raises an error, say so in the text."""
     try:
         text = _short.repr(value) if isinstance(value, _LONG) else repr(value)
     except Exception as error:  # from the user's class
@@ -187,10 +184,10 @@ def _histogram(flat: torch.Tensor, low: float, high: float, count: int) -> Histo
 
 
 def _in_parts(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Return the elements in parts of `_ELEMENTS_A_PART`, as float64, which does not overflow in sums.
+    """Yield the elements in parts of `_ELEMENTS_A_PART`, as float64, whose sums do not overflow.
 
-    The owner may have no room for a copy of the whole. Complex elements come as complex128, and those on Apple's GPU as
-    float32.
+    In parts, because the owner may have no room for a copy of the whole tensor. Complex elements come as complex128,
+    and elements on Apple's GPU as float32.
     """
     for start in range(0, flat.numel(), _ELEMENTS_A_PART):
         part = flat[start : start + _ELEMENTS_A_PART]
@@ -201,7 +198,7 @@ def _in_parts(flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all elements in a row; for a sparse COO tensor, only those that it stores."""
+    """Return all elements as a vector; for a sparse COO tensor, only the elements that it stores."""
     tensor = tensor.detach()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()

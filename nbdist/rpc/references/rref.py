@@ -1,18 +1,17 @@
 """Remote references: the objects with which a user refers to values on other workers.
 
-An `RRef` refers to a value that its owner keeps. The object itself knows only what has come with messages that had to
-be sent anyway: the owner, how far the reference has come, and, once the owner has confirmed it, the value's type and
-shape. Anything more costs a message, and the user asks for it by name: `RRef.to_here`, `RRef.rpc_sync`, `RRef.peek`.
+An `RRef` refers to a value that its owner keeps. The object itself knows only what messages brought that had to be sent
+anyway: the owner, whether the owner has confirmed the reference, and then the value's type and shape. Anything more
+costs a message, and the user asks for it with a method: `RRef.to_here`, `RRef.rpc_sync`, `RRef.peek`.
 
-How far a reference has come, in the word that its repr shows (`RRef.standing`; `ForkStanding` in
-`nbdist.rpc.references.forks`)::
+The states of a reference, as its repr shows them (`RRef.standing`; `ForkStanding` in `nbdist.rpc.references.forks`)::
 
     pending ──▶ confirmed ──▶ released      by release(), also before the confirmation
        │            │
        │            ├──▶ failed             the function raised an error, which to_here() raises
        │            └──▶ dead               the owner is gone
        ├──▶ dead                            the owner is gone, or no longer has the value
-       └──▶ failed                          the call that was to make the value got no answer
+       └──▶ failed                          the call that was to make the value got no answer; a late answer confirms it
 
     on the owner: "owned here"; after the end of RPC: "ended"
 """
@@ -44,7 +43,7 @@ T = TypeVar("T")
 
 
 class Calls(Protocol):
-    """The methods of the agent's `nbdist.rpc.calls.caller.Caller` that a reference calls."""
+    """The methods of the agent's `nbdist.rpc.calls.caller.Caller` that references use."""
 
     def sync(self, to: WorkerInfo, function: Any, args: tuple[Any, ...], kwargs: None, timeout: float) -> Any:
         """Call a function and wait for its result.
@@ -56,7 +55,7 @@ class Calls(Protocol):
     def fetch(self, rref: RRef[Any], timeout: float) -> Any:
         """Return a copy of a value; on its owner, return the value itself.
 
-        Waits until the value exists. The errors are those of `RRef.to_here`, which calls this.
+        Waits until the value exists. Raises the errors of `RRef.to_here`, which calls this.
         """
 
     def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
@@ -80,40 +79,40 @@ class Calls(Protocol):
 
 
 class Home(NamedTuple):
-    """The parts of the agent to which a reference belongs that the reference needs."""
+    """The parts of an agent that its references use."""
 
     references: References
     calls: Calls
     run_pass: Callable[[int, torch.Tensor, bool], None]
-    """Runs a backward pass: takes a context's id, a tensor of this worker, and whether to retain the graph."""
+    """Runs a backward pass. Takes a context's id, a tensor of this worker, and whether to retain the graph."""
 
 
 _find_home: Callable[[], Home]
 
 
 def set_home_finder(finder: Callable[[], Home]) -> None:
-    """Set the function that returns the `Home` of a new ``RRef(value)``: the parts of the current agent that it uses.
+    """Set the function that returns the `Home` of the current agent, for a new ``RRef(value)``.
 
-    The function runs for each ``RRef(value)``, which passes on its error if there is no agent. `nbdist.rpc.api` calls
-    this when it is imported. A second call replaces the function.
+    ``RRef(value)`` calls it each time, and passes on the error that it raises if there is no agent. `nbdist.rpc.api`
+    sets it when it is imported. A second call replaces the function.
     """
     global _find_home
     _find_home = finder
 
 
 class RRef(Generic[T]):
-    """A reference to a value on some worker, which keeps the value alive there.
+    """A reference to a value on some worker. It keeps the value alive there.
 
     `nbdist.rpc.remote` makes a reference to the result of a call. ``RRef(value)`` makes one to a value of this worker,
     to send to other workers. A reference travels in the arguments and results of calls; ``pickle`` refuses it. The
     owner drops the value when no worker has a reference to it any more.
 
-    Methods that need the value raise WorkerLost if the owner is gone, and RRefError if this reference was released, if
-    RPC has ended, or if the call that should have made the value got no answer.
+    Methods that need the value raise WorkerLost if the owner is gone. They raise RRefError if this reference was
+    released, if RPC has ended, or if the call that should have made the value got no answer.
 
     Args:
         value: the value to refer to.
-        type_hint: ignored; torch's programs give it.
+        type_hint: ignored; accepted because torch's programs pass it.
 
     Example:
         >>> rref = rpc.remote("worker1", torch.ones, args=(2,))
@@ -129,11 +128,11 @@ class RRef(Generic[T]):
     fork_id: GlobalId | None
     """The id of the fork that this worker holds; None on the owner, which needs no fork."""
     owner_incarnation: int
-    """The incarnation of the agent that owns the value. `owner_name` is for people."""
+    """The incarnation of the agent that owns the value. `owner_name` is the name to show."""
     hold: Hold | None
     """The object that keeps the value alive; None after `release`. `keep` raises an error instead."""
     _known: State | None = None
-    """The last known description of the value. The agent forgets its own when the reference is released."""
+    """The last known description of the value. It stays after `release`, when the agent forgets its copy."""
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         home = _find_home()
@@ -177,7 +176,7 @@ class RRef(Generic[T]):
             raise self.lost()
 
     def lost(self) -> WorkerLost:
-        """Return the error that says that the value is lost, and what happened to its owner."""
+        """Return the WorkerLost to raise: the value is lost, because of what happened to its owner."""
         why = self._home.references.membership.fate(self.owner_incarnation) or "no longer has the value"
         return WorkerLost(
             f"the value of this RRef is lost: its owner {self.owner_name()} {why}. Create the value again"
@@ -186,7 +185,7 @@ class RRef(Generic[T]):
     def keep(self) -> object:
         """Return an object that keeps the value alive for as long as the caller keeps the object.
 
-        Raises what `check_alive` raises.
+        Raises the errors of `check_alive`.
         """
         hold = self.hold
         if hold is None:
@@ -206,7 +205,7 @@ class RRef(Generic[T]):
         """Make a fork of this reference for a message that the agent with ``references`` sends to agent ``to``.
 
         ``references`` is None if the reference's own agent sends the message. ``child`` is the fork's id; None for a
-        new one. Raises RRefError if this reference belongs to another agent, and what `check_alive` raises.
+        new one. Raises RRefError if this reference belongs to another agent, and the errors of `check_alive`.
         """
         own = self._home.references
         if references is not None and own is not references:
@@ -218,9 +217,10 @@ class RRef(Generic[T]):
         return own.hand_over(self.id, self.fork_id, to, child)
 
     def when_changed(self, then: Callable[[], None]) -> Callable[[], None]:
-        """Call ``then`` each time something becomes known about this reference, its end included.
+        """Call ``then`` each time the state of this reference or its value changes, at its end, too.
 
-        Returns a function that ends this. ``then`` runs in the thread that receives the news, and must not block.
+        Returns a function that removes the listener. ``then`` runs in the thread that handles the change, and must not
+        block.
         """
         ids = [self.id] if self.fork_id is None else [self.id, self.fork_id]
         return self._home.references.when_changed(ids, then)
@@ -247,11 +247,11 @@ class RRef(Generic[T]):
         return self.fork_id is None
 
     def owner(self) -> WorkerInfo:
-        """Return the `WorkerInfo` of the worker that owns the value, also if that worker is gone."""
+        """Return the `WorkerInfo` of the worker that owns the value, even if that worker is gone."""
         return self._home.references.membership.info_of(self.owner_incarnation)
 
     def owner_name(self) -> str:
-        """Return the name of the worker that owns the value, also if that worker is gone."""
+        """Return the name of the worker that owns the value, even if that worker is gone."""
         return self._home.references.membership.name_of(self.owner_incarnation)
 
     def is_forgotten(self) -> bool:
@@ -262,7 +262,7 @@ class RRef(Generic[T]):
         return self.fork_id is not None and self._home.references.forks.standing(self.fork_id) is None
 
     def has_ended(self) -> bool:
-        """Return whether RPC has ended on this worker, so that no method can reach the value any more."""
+        """Return whether RPC has ended on this worker, so that this reference cannot be used any more."""
         return self._home.references.closed
 
     def creation_failure(self) -> BaseException | None:
@@ -436,12 +436,12 @@ class RRef(Generic[T]):
     def release(self) -> None:
         """Give up this reference now, as if Python had collected it. A second call does nothing.
 
-        Calls that are under way still complete. Afterwards, this object cannot be sent or copied, and methods that need
+        Calls that are running still complete. Afterwards, this object cannot be sent or copied, and methods that need
         the value raise RRefError; its owner, its `state` and its repr remain. The owner drops the value once no other
         reference to it exists.
         """
         self._known = self.state
-        self.hold = None  # calls under way, and messages on their way, keep the hold as well
+        self.hold = None  # running calls, and messages that have not arrived, keep the hold as well
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run a backward pass from the value, a tensor of one element, on its owner, and wait for its end.
@@ -479,7 +479,7 @@ class RRef(Generic[T]):
         raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
 
     def __copy__(self) -> RRef[T]:
-        """Return a second reference to the same value, without a message. The value is kept until both have ended.
+        """Return a second reference to the same value, without a message. The value lives until both have ended.
 
         Raises RRefError if this reference was released.
         """
@@ -498,10 +498,10 @@ register_reference(RRef)
 
 
 def refer(home: Home, id: GlobalId, fork: GlobalId | None, owner: int, creation: Promise[Any] | None) -> RRef[Any]:
-    """Make a reference to an existing or future value; ``fork`` is None if this agent owns the value.
+    """Make a reference to an existing or future value. ``fork`` is its fork; None if this agent owns the value.
 
     ``home`` is the agent to which the reference belongs, ``owner`` the owner's incarnation. ``creation`` is the outcome
-    of the ``remote()`` that makes the value; None for a reference that came with a message.
+    of the ``remote()`` call that makes the value; None for a reference that came with a message.
     """
     made: RRef[Any] = RRef.__new__(RRef)
     made._home, made.id, made.fork_id, made.owner_incarnation, made._creation = home, id, fork, owner, creation

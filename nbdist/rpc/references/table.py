@@ -30,14 +30,14 @@ __all__ = ["References", "creation_error"]
 
 
 def creation_error(why: object) -> RRefError:
-    """Return the error to raise wherever a reference is used whose ``remote()`` call failed because of ``why``."""
+    """Return the error to raise when a reference is used whose ``remote()`` call failed because of ``why``."""
     return RRefError(
         f"RRef creation via rpc.remote() failed, and the value may not exist: call remote() again. The cause: {why}"
     )
 
 
 def _failed_promise() -> Promise[Any]:
-    """Return a promise that has failed with RRefError, in place of a value that does not exist any more."""
+    """Return a promise that has failed with RRefError. It stands in for a value that does not exist any more."""
     gone: Promise[Any] = Promise()
     why = "a worker that passed it on was lost, or the call that was to make it was given up; create it again"
     gone.try_settle(None, RRefError(f"the value of this RRef is gone: {why}"))
@@ -63,10 +63,10 @@ class References:
         """Makes the `RRef` object for a value.
 
         Takes the ids of the value and of the fork (None on the owner), the owner's incarnation, and the outcome of the
-        ``remote()`` call that makes the value (None where there was none).
+        ``remote()`` call that makes the value (None without such a call).
         """
         self.is_ending = False
-        """True once all calls of an ending world are over: forks of agents that leave from now on count as leaked."""
+        """True once all calls of an ending world have ended: forks of agents that leave from now on count as leaked."""
         self.membership = membership
         self._exchange = exchange
         self._links = links
@@ -75,7 +75,7 @@ class References:
         self._values: dict[GlobalId, Promise[Any]] = {}
         """The values that this agent owns or is about to own, by id."""
         self._failures: dict[GlobalId, Failure] = {}
-        """The failed calls that should have made a value, by the value's id, to send to whoever uses the reference."""
+        """The failed calls that should have made a value, by the value's id. Each use of the reference gets one."""
         self._leaked: list[tuple[GlobalId, GlobalId]] = []
         """The forks that agents held when they left an ending world, as pairs of the value's id and the fork's id."""
         self.holds: Holds[tuple[GlobalId, GlobalId | None]] = Holds()
@@ -86,9 +86,9 @@ class References:
     # -- values -------------------------------------------------------------------------------
 
     def own(self, rref: GlobalId) -> Promise[Any]:
-        """Make this agent the owner of a value with that id; return the promise of the value.
+        """Make this agent the owner of the value ``rref``; return the promise of the value.
 
-        The `RRef` that the caller makes is counted here as one reference to the value. Once the hold of that `RRef` has
+        This counts one reference to the value, for the `RRef` that the caller makes. Once the hold of that `RRef` has
         ended, the value can be dropped.
         """
         with self._lock:
@@ -103,9 +103,9 @@ class References:
         return value
 
     def expect(self, rref: GlobalId) -> None:
-        """Make a place for a value that a call is to make here.
+        """Make an empty promise for a value that a call is to make here.
 
-        Others may wait for the value from now on. A second call does nothing.
+        Other calls may wait for the value from now on. A second call does nothing.
         """
         with self._lock:
             self._value(rref)
@@ -113,8 +113,8 @@ class References:
     def abandon(self, caller: int, id: int) -> None:
         """Fail the value of a call that was refused here and that its caller will not repeat.
 
-        ``id`` is the caller's number for the call. Other calls may wait for the value already: they run, and fail. Does
-        nothing if no such call was refused.
+        ``id`` is the caller's number for the call. Other calls that wait for the value run, and fail. Does nothing if
+        no such call was refused.
         """
         with self._lock:
             rref, going_on = self._exchange.abandoned(caller, id)
@@ -140,7 +140,7 @@ class References:
     def resume(self, arrivals: Sequence[Arrival]) -> None:
         """Run calls that have waited here for a value or a fork, in jobs; fail those whose callers are lost.
 
-        ``arrivals`` are the calls, each as it came from its caller. The caller of this does not hold the lock.
+        Call this without the lock.
         """
         for arrival in arrivals:
             self._submit(arrival.run if arrival.is_heard else arrival.end_unheard)
@@ -148,12 +148,12 @@ class References:
     def announce(
         self, rref: GlobalId, value: Any, error: BaseException | None, failure: Failure | None = None
     ) -> State:
-        """Tell users of a value what it is going to be, or the error in its place; return that description.
+        """Send the description of a value, or of the error in its place, to its users; return the description.
 
-        `fulfil` then gives out the value itself. The two are separate, because the reply with the description must go
-        out in between. ``failure`` is given only with an error: it describes the failed call that should have made the
-        value, and `failure` returns it, to send to whoever uses the reference. A second call replaces the description,
-        but tells only users that have not been told.
+        Call `fulfil` afterwards: it hands out the value itself. The two are separate, because the reply with the
+        description must go out in between. ``failure`` is given only with an error: it describes the failed call that
+        should have made the value, and `failure` returns it later. A second call replaces the description, but sends it
+        only to users that have none.
         """
         state = describe_value(value) if error is None else describe_error(error)
         with self._lock:
@@ -165,12 +165,12 @@ class References:
         return state
 
     def fulfil(self, rref: GlobalId, value: Any, error: BaseException | None) -> None:
-        """Give the value, or the error, to everyone that waits for it, and run the calls that work on it.
+        """Give the value, or the error, to everything that waits for it, and run the calls that work on it.
 
-        Does nothing for a value that nobody refers to any more.
+        Does nothing for a value to which nothing refers any more.
         """
         with self._lock:
-            # Calls and forks for this value may have come before the call that makes it.
+            # Calls and forks for this value may have arrived before the call that makes it.
             future = self._value(rref) if self.forks.owns(rref) and not self._links.closed else None
         if future is not None:
             if CUDA_IS_BUILT and error is None:
@@ -182,9 +182,9 @@ class References:
                 self.resume(going_on)
 
     def settle(self, rref: GlobalId, value: Any, error: BaseException | None) -> None:
-        """Announce a value, or the error in its place, and give it to everyone that waits for it.
+        """Announce a value, or the error in its place, and give it to everything that waits for it.
 
-        For a value that exists at once, and for an error without a call.
+        For a value that exists at once, and for an error that no call here has raised.
         """
         self.announce(rref, value, error)
         self.fulfil(rref, value, error)
@@ -192,7 +192,7 @@ class References:
     def failure(self, rref: GlobalId) -> Failure | None:
         """Return the description of the failed call that should have made the value; None if there is none.
 
-        It is sent to whoever uses the reference.
+        Each later use of the reference is answered with it.
         """
         return self._failures.get(rref)
 
@@ -208,8 +208,8 @@ class References:
     def local_value(self, rref: GlobalId, timeout: float | None) -> Any:
         """Wait for a value that is owned here, ``timeout`` seconds at most, and return it.
 
-        0 and None are for no limit. Raises RpcTimeout, the error in place of the value, or RRefError if RPC has ended
-        here.
+        ``timeout`` None or 0 means no limit. Raises RpcTimeout, the error in place of the value, or RRefError if RPC
+        has ended here.
         """
         with self._lock:
             future = self._values.get(rref)
@@ -221,7 +221,7 @@ class References:
         return future.wait(timeout or None)
 
     def owned(self) -> list[tuple[GlobalId, Promise[Any], set[int]]]:
-        """List the values that are owned here or will be: id, promise, and the other agents that hold forks of it."""
+        """List the values that this agent owns or will own: id, promise, and the other agents that hold forks."""
         self.reap()
         with self._lock:
             return [(id, value, self.forks.holders_of(id)) for id, value in self._values.items()]
@@ -242,9 +242,9 @@ class References:
             self.forks.begin(rref, fork, owner)
 
     def confirm(self, fork: GlobalId, state: State | None) -> None:
-        """Mark the fork of a ``remote()`` call as confirmed: the reply has come. ``state`` describes the value.
+        """Mark the fork of a ``remote()`` call as confirmed: the reply has arrived. ``state`` describes the value.
 
-        If ``state`` is None, the known description stays. If the `RRef` was released before, its delete goes out now.
+        If ``state`` is None, the known description stays. If the `RRef` was released before, its delete is sent now.
         """
         with self._lock:
             instructions = self.forks.confirm(fork, state)
@@ -252,7 +252,7 @@ class References:
         self._tell(fork)
 
     def fail(self, fork: GlobalId, *, may_exist: bool) -> None:
-        """Mark the fork of a ``remote()`` call as failed. ``may_exist``: whether the owner may have made the value.
+        """Mark the fork of a ``remote()`` call as failed. ``may_exist`` is True if the owner may have made the value.
 
         In that case the owner is told when the `RRef` is released, so that it drops the value.
         """
@@ -281,9 +281,9 @@ class References:
     def accept(self, forks: Sequence[Fork]) -> list[Any]:
         """Return the references that a message brought, as `refer` makes them.
 
-        Called by the reading thread as soon as a message comes, even if its call has ended: each fork must be
-        registered, and then released in the usual way. A value of this agent's own that is gone gets a promise that has
-        failed.
+        The reading thread calls this as soon as a message arrives, even if its call has ended: each fork must be
+        registered, and then released in the usual way. For a value of this agent's own that is gone, the reference gets
+        a promise that has failed.
         """
         accepted: list[Any] = []
         for fork in forks:
@@ -303,39 +303,33 @@ class References:
     # -- messages from other agents -----------------------------------------------------------
 
     def on_fork_request(self, message: ForkRequest, sender: int, _: list[bytes]) -> None:
-        """Count a fork of another agent, and confirm it.
-
-        If the value is gone, the answer says so.
-        """
+        """Count a fork of another agent, and confirm it. If the value is gone, the answer says so."""
         self._perform_locked(self.forks.on_fork_request, message, sender)
 
     def on_user_delete(self, message: UserDelete, sender: int, _: list[bytes]) -> None:
         """Drop a fork that another agent has released.
 
-        The last fork takes the value along, if no object here refers to it. A delete of an unknown fork is remembered,
-        since it may have overtaken the call that creates the fork.
+        With the last fork, the value is dropped if no object here refers to it. A delete of an unknown fork is
+        remembered, since it may have arrived before the call that creates the fork.
         """
         self._perform_locked(self.forks.on_user_delete, message, sender)
 
     def on_child_accept(self, message: ChildAccept, sender: int, _: list[bytes]) -> None:
-        """Note that the owner counts a fork which was made here for another agent, or that this fork is dead.
+        """Record that the owner counts a fork which was made here for another agent, or that this fork is dead.
 
         The fork here from which it was made need not wait for it any more.
         """
         self._perform_locked(self.forks.on_child_accept, message)
 
     def on_fork_confirm(self, message: ForkConfirm, sender: int, _: list[bytes]) -> None:
-        """Mark a fork held here as counted by its owner, or as dead.
-
-        Calls that waited for this are run.
-        """
+        """Mark a fork held here as counted by its owner, or as dead, and run the calls that waited for this."""
         self._settle_fork(message)
 
     def _settle_fork(self, message: ForkConfirm) -> None:
         """Mark a fork as confirmed or dead, and run the calls that waited for it.
 
-        The calls run in jobs, also if the fork is dead; in their functions, using a dead reference raises WorkerLost.
-        A fork that is not pending, or not known here, stays as it is.
+        The calls run in jobs, even if the fork is dead. When they use a dead reference, they get WorkerLost. A fork
+        that is not pending, or not known here, stays as it is.
         """
         with self._lock:
             instructions = self.forks.on_fork_confirm(message)
@@ -358,23 +352,20 @@ class References:
     def hold(self, rref: GlobalId, fork: GlobalId | None) -> Hold:
         """Return a new hold on a reference: an object that keeps the fork alive; on the owner, the value.
 
-        ``fork`` is None on the owner. Each `RRef` object has a hold, and so has each message in which the reference is
-        on its way. When nothing refers to the hold any more, `reap` releases the fork or the value.
+        ``fork`` is None on the owner. Each `RRef` object has a hold, and so has each message that carries the reference
+        and has not arrived. When nothing refers to the hold any more, `reap` releases the fork or the value.
         """
         return self.holds.hold((rref, fork))
 
     def reap(self) -> None:
-        """Release the forks and values to which nothing here refers any more. Ctrl-C is deferred meanwhile.
-
-        If there are none, nothing happens.
-        """
+        """Release the forks and values to which nothing here refers any more. Ctrl-C is deferred meanwhile."""
         with Deferral():  # else Ctrl-C in between would keep some of the values for ever
             self.release_ended()
 
     def release_ended(self) -> None:
         """Release the forks and values to which nothing here refers any more, as `reap` does, without deferring Ctrl-C.
 
-        The caller defers Ctrl-C, or runs in a thread where it cannot come.
+        The caller defers Ctrl-C, or runs in a thread that Ctrl-C cannot interrupt.
         """
         for rref, fork in self.holds.take_ended():
             with self._lock:
@@ -383,7 +374,7 @@ class References:
             self._tell(fork if fork is not None else rref)
 
     def release_all(self) -> None:
-        """Release every fork held here, whatever objects still refer to it: the world ends.
+        """Release every fork held here, even if objects still refer to it, because the world ends.
 
         A fork that its owner has not confirmed yet is released as soon as it is confirmed.
         """
@@ -395,7 +386,7 @@ class References:
     def leaked(self) -> list[tuple[GlobalId, GlobalId]]:
         """List the forks of values here that other agents hold, or held when they left the ending world.
 
-        Each is a pair of the value's id and the fork's id.
+        Each fork is a pair of the value's id and the fork's id.
         """
         with self._lock:
             return [*self._leaked, *self.forks.handed_out()]
@@ -419,7 +410,7 @@ class References:
         self._tell()
 
     def clear(self) -> None:
-        """Fail the values that do not exist yet and forget all others: the agent has ended.
+        """Fail the values that do not exist yet and forget all others, because the agent has ended.
 
         Later uses of a reference raise RRefError.
         """
@@ -444,10 +435,10 @@ class References:
         self.perform(instructions)
 
     def perform(self, instructions: Sequence[Instruction]) -> None:
-        """Carry out the instructions of `Forks`: send messages, drop values. The caller does not hold the lock.
+        """Carry out the instructions of `Forks`: send messages, drop values. Call this without the lock.
 
-        A message to an agent that is gone is skipped. A `ForkRequest` to one is answered here, as if the value were
-        gone.
+        A message to an agent that is gone is skipped. A `ForkRequest` to such an agent is answered here, as if the
+        value were gone.
         """
         for instruction in instructions:
             if isinstance(instruction, Send):
@@ -457,13 +448,13 @@ class References:
                         self._links.post_later(to, message)
                     else:
                         self._links.post(to, message)
-                except NbdistError:  # the agent is gone: `on_lost` deals with its forks, if it ever was known here
+                except NbdistError:  # the agent is gone: `on_lost` handles its forks, if it ever was known here
                     if isinstance(message, ForkRequest):
                         self._settle_fork(ForkConfirm(message.rref, message.fork, gone=True))
             elif isinstance(instruction, Drop):
                 dropped = None
                 with self._lock:
-                    if not self.forks.owns(instruction.rref):  # the call that makes it may have come again
+                    if not self.forks.owns(instruction.rref):  # a repeat of the call that makes it may have arrived
                         dropped = self._values.pop(instruction.rref, None)
                         self._failures.pop(instruction.rref, None)
-                del dropped  # outside of the lock: the value's finaliser may do anything
+                del dropped  # without the lock: the value's finaliser may do anything

@@ -11,7 +11,7 @@ from nbdist.wire.messages import Record
 __all__ = ["offset"]
 
 _ROUND_TRIPS = 8
-"""The number of calls that measure the clock of another host. The fastest one counts."""
+"""The number of calls that measure the clock of another host. The fastest call counts."""
 
 
 def clock() -> float:
@@ -22,8 +22,9 @@ def clock() -> float:
 def offset(me: Record, record: Record, ask: Callable[..., Any]) -> float:
     """Return the seconds by which the clock of ``record``'s worker is ahead of ours.
 
-    0 on one host, where all processes have the same clock. Otherwise the worker's clock is asked `_ROUND_TRIPS` times;
-    the fastest round trip is the most exact. ``ask`` is `nbdist.rpc.agent.Agent.ask`.
+    0 on one host, where all processes have the same clock. For a worker on another host, asks for its clock
+    `_ROUND_TRIPS` times; the fastest round trip is the most exact. ``ask`` is `nbdist.rpc.agent.Agent.ask`, whose
+    errors this raises.
     """
     if record.host == me.host:
         return 0.0

@@ -1,4 +1,4 @@
-"""The meeting of agents: every pair of agents exchanges records before any call is accepted.
+"""Introduces agents to each other: every pair of agents exchanges records before any call is accepted.
 
 ::
 
@@ -9,9 +9,9 @@
     ...                                       ...
     Ready  (I have met all)     ────────▶     on_ready                 worker0 is in `_ready`
 
-Both send `Hello`, and again every 0.1 s until they are answered. A fixed world is complete for a member once all others
-have welcomed it *and* are ready, so that a call which arrives may itself call any member. In a dynamic world there is
-no `Ready`, and a `Hello` from an unknown agent makes that agent a member.
+Both send `Hello`, and repeat it every 0.1 s until it is answered. A member takes a fixed world for complete once all
+others have welcomed it *and* are ready: then a function that another member calls here can itself call any member. In a
+dynamic world there is no `Ready`, and a `Hello` from an unknown agent makes that agent a member.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nbdist.wire.messages import VERSION, Hello, Ready, Record, Refused, Welcome
 __all__ = ["Handshake"]
 
 _LEAST_PATIENCE = 12.0
-"""Seconds for which a member that joins waits at least for the others: a busy one must not be taken for dead."""
+"""Seconds for which a joining member waits for the others at least: a busy member must not be taken for dead."""
 _GREET_EVERY = 0.1
 """Seconds after which an unanswered greeting is sent again."""
 _log = logging.getLogger("nbdist.rpc")
@@ -54,8 +54,8 @@ class Handshake:
     ) -> None:
         """Start with no other member known.
 
-        ``lose`` is `Agent.lose`, called if a member refuses this agent after the world has formed. ``lost_after`` is in
-        seconds; in a dynamic world, a listed member that does not answer for so long counts as dead.
+        ``lose`` is `Agent.lose`, called if a member refuses this agent after the world has formed. In a dynamic world,
+        a listed member that does not answer for ``lost_after`` seconds counts as dead.
         """
         self._me = membership.me
         self._membership = membership
@@ -69,9 +69,9 @@ class Handshake:
         self._welcomed: set[int] = set()
         """The members that have answered this agent's greeting."""
         self._ready: set[int] = set()
-        """The members that have said that they have met all others."""
+        """The members that have reported that they have met all others."""
         self._complete = False
-        """True once all others have welcomed this agent: it then refuses strangers in a fixed world."""
+        """True once all others have welcomed this agent. It then refuses strangers in a fixed world."""
         self._error: NbdistError | None = None
         """The reason why this agent cannot join, if there is one."""
 
@@ -85,8 +85,8 @@ class Handshake:
     def join_fixed(self, world: Sequence[Record], deadline: float) -> None:
         """Meet all members of a fixed world, and return when each of them has met all others, too.
 
-        Raises RendezvousError at the deadline (a time of `time.monotonic`) or if a member refuses, VersionMismatch if a
-        member uses another version of the protocol, and WorkerLost if one dies.
+        Raises RendezvousError at the deadline (a time of `time.monotonic`) or if a member refuses this one,
+        VersionMismatch if a member uses another version of the protocol, and WorkerLost if a member dies.
         """
         others = [record for record in world if record.incarnation != self._me.incarnation]
         for record in others:
@@ -100,9 +100,9 @@ class Handshake:
     def join_dynamic(self, present: Sequence[Record], deadline: float) -> list[Record]:
         """Meet the members that are present in a dynamic world; return the records of those that turn out to be dead.
 
-        A member that has not answered by the deadline (a time of `time.monotonic`) counts as dead, and so does one that
-        has not within ``lost_after`` seconds, or 12 if that is less. Raises RendezvousError or VersionMismatch if a
-        member refuses this one.
+        A member counts as dead if it has not answered by the deadline (a time of `time.monotonic`), or after
+        ``lost_after`` seconds (12 if that is more). Raises RendezvousError or VersionMismatch if a member refuses this
+        one.
         """
         dead: list[Record] = []
         for record in present:
@@ -133,8 +133,8 @@ class Handshake:
     def _greet_until(self, others: Sequence[Record], done: Any, deadline: float) -> None:
         """Greet the others until ``done()`` is true. Raises RendezvousError at the deadline, with the missing names.
 
-        The deadline is as of `time.monotonic`. Before it, raises an error that `on_refused` or `on_lost` has noted. The
-        calling thread sleeps between the greetings, which are repeated until they are answered.
+        The deadline is as of `time.monotonic`. Raises an error that `on_refused` or `on_lost` has stored before that.
+        The calling thread sleeps between the greetings. A member is greeted again until it has answered.
         """
         with blocking_wait():
             while True:
@@ -168,7 +168,7 @@ class Handshake:
                 self._greet(record.incarnation, Ready())
 
     def _greet(self, to: int, message: Hello | Welcome | Ready) -> None:
-        """Send a greeting; a failure is ignored, as `_greet_until` sends it again."""
+        """Send a greeting. Errors are ignored, because `_greet_until` sends it again."""
         with contextlib.suppress(NbdistError):
             self._links.post(to, message)
 
@@ -177,8 +177,8 @@ class Handshake:
     def on_stranger(self, message: Hello) -> None:
         """Handle a greeting from an agent without a connection: let the agent in, refuse it, or ignore it for now.
 
-        An agent with another version of the protocol is refused, and so is one that comes to a fixed world which is
-        complete. One that came too early greets again.
+        Refuses an agent with another version of the protocol, and an agent that comes to a complete fixed world. An
+        agent that came too early greets again.
         """
         record = message.record
         if record.version != VERSION:
@@ -187,7 +187,7 @@ class Handshake:
             try:
                 self._links.connect(record)
                 self._membership.add(record)  # last: a member without a connection could never be called
-            except TooManyFiles as error:  # no reason to refuse: the agent will greet again
+            except TooManyFiles as error:  # do not refuse the agent: it will greet again
                 _log.warning("%s cannot answer %s yet: %s", self._me.name, record.name, error)
             except (NotUnique, ChannelError) as error:
                 self._links.disconnect(record.incarnation)
@@ -204,14 +204,11 @@ class Handshake:
         # else: this agent has not read the roster with the new member yet; the new member will greet again
 
     def _refuse(self, record: Record, reason: str) -> None:
-        """Tell an agent why it is not let in; its `init_rpc` then raises RendezvousError or VersionMismatch."""
+        """Tell an agent why it is not let in. Its `init_rpc` then raises RendezvousError or VersionMismatch."""
         self._links.refuse(record, Refused(self._me.incarnation, reason))
 
     def on_hello(self, message: Hello, sender: int, _: list[bytes]) -> None:
-        """Welcome a member that greets this one.
-
-        A greeting that is repeated is answered again.
-        """
+        """Welcome a member that greets this one. A repeated greeting is answered again."""
         self._meet(sender, message.reads)
         self._welcome(sender)
         if self._complete:
@@ -220,13 +217,13 @@ class Handshake:
     def _welcome(self, sender: int) -> None:
         """Answer a greeting with this agent's record."""
         record = self._links.connected(sender)
-        if record is not None:  # else the sender was lost in between
+        if record is not None:  # else the sender was lost meanwhile
             self._greet(sender, Welcome(self._me, self._sharing.can_read(record)))
 
     def _meet(self, sender: int, reads: bool) -> Record | None:
         """Note whether a member can read this agent's arena; return the member's record, None if it was lost.
 
-        The record is the one by which this agent reached the sender: a message must not give it another name or id.
+        The record is the one with which this agent connected: a message must not give the sender another name or id.
         """
         record = self._links.connected(sender)
         if record is not None:
@@ -234,7 +231,7 @@ class Handshake:
         return record
 
     def on_welcome(self, message: Welcome, sender: int, _: list[bytes]) -> None:
-        """Note that a member has answered this agent's greeting."""
+        """Record that a member has answered this agent's greeting."""
         record = self._meet(sender, message.reads)
         if self.is_dynamic and record is not None:
             with contextlib.suppress(NotUnique):
@@ -244,10 +241,7 @@ class Handshake:
             self._changed.notify_all()
 
     def on_ready(self, message: Ready, sender: int, _: list[bytes]) -> None:
-        """Note that a member has met all others.
-
-        `join_fixed` waits until all have said so.
-        """
+        """Record that a member has met all others. `join_fixed` waits until all members have reported this."""
         with self._changed:
             self._ready.add(sender)
             self._changed.notify_all()
@@ -255,9 +249,9 @@ class Handshake:
     def on_refused(self, message: Refused) -> None:
         """Handle the answer of an agent that did not accept a message of this one.
 
-        A member sends it that has given this agent up, or does not take it in as a newcomer, for instance because its
-        name is taken; so does an agent that now listens at the address of an earlier one.
-        While the world forms, joining fails with RendezvousError or VersionMismatch; later, the sender is lost.
+        The sender may be a member that has lost this agent, or a member that does not let this agent join, for instance
+        because its name is taken, or an agent that now listens at the address of an earlier agent. While the world
+        forms, joining fails with RendezvousError or VersionMismatch. Later, the agent at that address is lost.
         """
         if self._links.connected(message.about) is None:
             return
@@ -277,10 +271,10 @@ class Handshake:
             self._links.doubt_all()
 
     def on_lost(self, record: Record, why: str) -> None:
-        """Give up forming the world if a member is lost that was not ready yet: `join_fixed` raises WorkerLost."""
+        """Give up forming the world if a lost member was not ready yet: `join_fixed` then raises WorkerLost."""
         with self._changed:
             if self._world is not None and record.incarnation in self._ready & self._welcomed:
-                # The member's own view of the world was complete: it has come and gone, so this world may still form.
+                # The member's own view of the world was complete before it left, so this world may still form.
                 self._world.discard(record.incarnation)
             elif self._world is not None and record.incarnation in self._world:
                 self._error = self._error or WorkerLost(

@@ -1,8 +1,8 @@
-"""Keeps one text in a file that many processes change by compare-and-set. Members meet there by ``file://``.
+"""Keeps one text in a file that many processes change by compare-and-set. Members of ``file://`` meet there.
 
 torch's FileStore appends records to its file. A process that is killed in the middle of a write leaves half a record,
-and then torch's C++ reader spins for ever, holding the GIL, in every process that opens the file. Here each change is
-a whole new file that takes the old one's place (`os.replace`), so a reader sees the old text or the new one, never a
+and then torch's C++ reader spins for ever, holding the GIL, in every process that opens the file. Here each change
+writes a new file and renames it over the old one (`os.replace`), so a reader sees the old text or the new text, never a
 part. The lock is the kernel's (`flock`), and ends with the process that holds it.
 
 The file lies beside the path in the URL (``PATH.rpc``): a program may give the same URL to torch's
@@ -29,7 +29,7 @@ _POLL = 0.001
 """Seconds between two attempts to take the lock."""
 
 _LARGEST_ROSTER = 64 << 20
-"""Bytes. A roster takes some 300 bytes for each member; a larger file belongs to another program."""
+"""Bytes. A roster takes about 300 bytes for each member; a larger file belongs to another program."""
 
 
 class MeetingFile:
@@ -41,7 +41,7 @@ class MeetingFile:
         self._draft = Path(f"{self._path}.new")
         try:
             self.compare_set("", "", "")
-        except TimeoutError:  # another process is slow just now; the next `compare_set` shows whether it stays so
+        except TimeoutError:  # another process is slow; if it stays so, the next `compare_set` raises the error
             pass
         except OSError as error:
             raise RendezvousError(
@@ -52,9 +52,9 @@ class MeetingFile:
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Write ``desired`` if the text is ``expected``; return the text that the file has then.
 
-        ``key`` is ignored, since the file has one text; torch's stores have the parameter. While the text is empty
+        ``key`` is ignored, since the file has one text; torch's stores have this parameter. While the text is empty,
         there is no file. Raises TimeoutError if another process holds the lock for 2 s, OSError if the disk is full or
-        the folder is gone, and RendezvousError if the file is too large; the caller retries or gives up.
+        the folder is gone, and RendezvousError if the file is too large. The caller retries or gives up.
         """
         with self._locked() as file:
             text = self._text(file)
@@ -62,8 +62,8 @@ class MeetingFile:
                 text = desired.encode()
                 if text:
                     self._replace(text)
-            if not text:  # also if the file was made only to be read
-                self._draft.unlink(missing_ok=True)  # a killed process or an interrupted `_replace` may leave it
+            if not text:  # `_open` has made the file, or its text has been removed
+                self._draft.unlink(missing_ok=True)  # a killed process or an interrupted `_replace` may have left it
                 os.unlink(self._path)
             return text
 
@@ -71,8 +71,8 @@ class MeetingFile:
     def _locked(self) -> Iterator[int]:
         """Return a context manager that holds the lock of the file at the path; it yields the file's descriptor.
 
-        Another process may replace the file meanwhile: then the new file is locked. Raises TimeoutError if another
-        process holds the lock for `_LOCK_TIMEOUT` seconds.
+        If another process replaces the file meanwhile, the new file is locked. Raises TimeoutError if another process
+        holds the lock for `_LOCK_TIMEOUT` seconds.
         """
         deadline = time.monotonic() + _LOCK_TIMEOUT
         while True:
@@ -91,9 +91,9 @@ class MeetingFile:
             time.sleep(_POLL)
 
     def _lock(self, file: int) -> bool:
-        """Lock an open file. Return False if another process holds the lock, or has put a new file in its place.
+        """Lock an open file; return False if another process holds the lock, or has put a new file in its place.
 
-        Then the caller tries again.
+        After False, the caller tries again.
         """
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,10 +115,7 @@ class MeetingFile:
         return os.pread(file, size, 0)
 
     def _replace(self, text: bytes) -> None:
-        """Replace the file by a new one with ``text``. Only the holder of the lock may call this.
-
-        Readers see the old text or the new one, never a part.
-        """
+        """Replace the file by a new one with ``text``. Only the holder of the lock may call this."""
         self._draft.unlink(missing_ok=True)  # from a process that was killed before it could rename the draft
         try:
             file = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -126,5 +123,5 @@ class MeetingFile:
                 new.write(text)
             os.replace(self._draft, self._path)
         except OSError:
-            self._draft.unlink(missing_ok=True)  # a full disk
+            self._draft.unlink(missing_ok=True)  # the disk may be full
             raise

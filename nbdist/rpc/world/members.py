@@ -1,7 +1,7 @@
 """The members of a world: their names, ids and incarnations. Pure.
 
-A new worker may take the name of one that has died, so the map from names to incarnations changes over time. A member
-that is gone stays known by its incarnation, so that error messages can still name it.
+A new worker may take the name of a dead one, so the map from names to incarnations changes over time. The records of
+former members are kept by incarnation, so that error messages can still name them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAME_LENGTH = 128
 
 
 class WorkerInfo:
-    """A worker's ``name`` and ``id``; the class that torch's programs know by this name.
+    """The ``name`` and ``id`` of a worker. torch's programs know the class by this name, too.
 
     Raises UsageError for a name that is empty, too long, or has other characters than letters, digits, ``-``, ``_`` and
     ``:``.
@@ -55,7 +55,7 @@ class WorkerInfo:
 
 
 class Membership:
-    """The living members of a world, and the names of those that are gone."""
+    """The living members of a world, and the names and fates of former members."""
 
     def __init__(self, me: Record) -> None:
         self.me = me
@@ -70,7 +70,7 @@ class Membership:
     def add(self, record: Record) -> None:
         """Add a member. Raises NotUnique if another living member has its name or id.
 
-        A member that is here already is added again without harm.
+        Adding a member a second time changes nothing.
         """
         holder = self.names.get(record.name) or self._ids.get(record.id)
         if holder is not None and holder.incarnation != record.incarnation:
@@ -85,7 +85,7 @@ class Membership:
         self._gone.pop(record.id, None)
 
     def remove(self, incarnation: int, why: str) -> Record | None:
-        """Remove a member that is gone; return its record, None if it is no member. ``why`` completes "worker1 ...".
+        """Remove a member that is gone; return its record, or None if it is no member. ``why`` completes "worker1 ...".
 
         A second call returns None.
         """
@@ -113,16 +113,17 @@ class Membership:
         return record
 
     def why_gone(self, to: str | int | WorkerInfo) -> str | None:
-        """Return what happened to a member that is gone, as in "worker1 ..."; None if it lives or never was one.
+        """Return a text that completes "worker1 ..." with what happened to a former member.
 
-        None, too, once a new member has taken that name or id.
+        None if the member lives or there never was one, and also once a new member has taken that name or id.
         """
         return self._gone.get(to.name if isinstance(to, WorkerInfo) else to)
 
     def fate(self, incarnation: int) -> str | None:
-        """Return what happened to a former member, as in "worker1 ..."; None if it lives or never was a member.
+        """Return a text that completes "worker1 ..." with what happened to a former member.
 
-        Unlike `why_gone`, it answers too after a new member has taken the former one's name.
+        None if the member lives, or the incarnation was never a member. Unlike `why_gone`, this still answers after a
+        new member has taken the name.
         """
         return self._fates.get(incarnation)
 
@@ -131,7 +132,7 @@ class Membership:
         return self._living.get(incarnation)
 
     def ever(self, incarnation: int) -> Record | None:
-        """Return the record of a present or former member, by its incarnation; None if it was never one."""
+        """Return the record of a present or former member, by its incarnation; None if it was never a member."""
         return self._known.get(incarnation)
 
     def is_gone(self, incarnation: int) -> bool:

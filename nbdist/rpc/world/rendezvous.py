@@ -9,7 +9,7 @@ URL                         the store
 another scheme              as torch, or a package that registered the scheme, opens it
 ==========================  ==================================================================================
 
-The TCPStore is opened here, not by ``torch.distributed.rendezvous``, which waits up to half an hour for all clients.
+The TCPStore is opened here, not by ``torch.distributed.rendezvous``, which waits up to 30 minutes for all clients.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _EVERY_INTERFACE = ("0.0.0.0", "::")
 
 
 class Meeting:
-    """The place where members meet, and the rank with which this member comes.
+    """The place where members meet, and the rank of this member.
 
-    ``scheme`` is ``"tcp"``, ``"file"``, ``"nbdist"`` or ``"other"``; ``place`` is a host, a path or a whole URL, and
-    ``name`` the last part of an ``nbdist://`` URL.
+    ``scheme`` is ``"tcp"``, ``"file"``, ``"nbdist"`` or ``"other"``. ``place`` is a host, a path or a whole URL.
+    ``name`` is the last part of an ``nbdist://`` URL.
     """
 
     def __init__(self, scheme: str, place: str, port: int, rank: int, name: str = "") -> None:
@@ -53,7 +53,7 @@ class Meeting:
 
     @property
     def is_torchruns(self) -> bool:
-        """True if torchrun serves the store, so that no member has to."""
+        """True if torchrun serves the store, so that no member has to serve it."""
         return self.scheme == "tcp" and tcp_store.is_torchruns(self.place, self.port)
 
     @property
@@ -66,7 +66,7 @@ class Meeting:
 
     @property
     def keeps_list(self) -> bool:
-        """True if the list of members is in the memory of this process, which then removes members that are lost."""
+        """True if the list of members is in the memory of this process. Then this process removes lost members."""
         return self.scheme == "nbdist" and is_here(self._address)
 
     @property
@@ -80,15 +80,15 @@ class Meeting:
     def is_open(self) -> bool:
         """Return whether the store still exists. A member that leaves asks this before it writes to the store.
 
-        Always True for a store that is no TCPStore, and in the member that serves the store.
+        Always True for a store that is not a TCPStore, and in the member that serves the store.
         """
         return self.scheme != "tcp" or self.serves or tcp_store.is_served(self.place, self.port)
 
     def open(self, timeout: float, secret: Secret) -> Store:
         """Open the store at which the members meet. Each operation of the store takes at most ``timeout`` seconds.
 
-        ``secret`` is the one that the members share. Raises RendezvousError if it cannot be opened; torch's own errors
-        pass through.
+        ``secret`` is the secret that the members share. Raises RendezvousError if the store cannot be opened; torch's
+        own errors pass through.
         """
         if self.scheme != "tcp":
             tcp_store.end_server()
@@ -105,7 +105,7 @@ class Meeting:
 
 
 def prefixed(store: Any) -> Store:
-    """Return a store of torch's with a prefix before each key, so that nbdist's key differs from all others in it."""
+    """Return a store of torch's that puts a prefix before each key, so that nbdist's key differs from other keys."""
     kept_apart: Store = dist.PrefixStore("nbdist", store)
     return kept_apart
 
@@ -113,8 +113,8 @@ def prefixed(store: Any) -> Store:
 def parse(init_method: str, rank: int, world_size: int | None) -> Meeting:
     """Return the meeting that an ``init_method`` describes.
 
-    A negative ``rank`` is read from the URL, or for ``env://`` from the environment. ``world_size`` is not used. Raises
-    ValueError, in torch's words, if a part is missing.
+    If ``rank`` is negative, it is read from the URL, or for ``env://`` from the environment. ``world_size`` is not
+    used. Raises ValueError, in torch's words, if a part is missing.
     """
     url = urlparse(init_method)
     query = {key: values[0] for key, values in parse_qs(url.query).items()}
@@ -152,15 +152,15 @@ def _environment(name: str, missing: Any) -> str:
 
 
 def settle(meeting: Meeting, shared: bool, host: str | None) -> None:
-    """Check that no other machine reaches the store without a secret, and choose the address of the store.
+    """Check that other machines cannot reach the store without a secret, and choose the address of the store.
 
     Args:
-        meeting: its ``place`` changes if it names every interface, or is a machine's name that stands for loopback on
-            this machine, as on Debian, while members on other machines reach this one at ``host``.
-        shared: whether the user gave the members a secret; without one they use the secret of this user on this host.
+        meeting: ``meeting.place`` changes in two cases: if it names every interface; or if it is a machine's name that
+            means loopback on this machine, as on Debian, while members on other machines reach this one at ``host``.
+        shared: whether the user gave the members a secret. Without one they use this user's own secret of this host.
         host: the address at which this member listens for members on other machines, if any.
 
-    Raises SecurityError, with the settings that are missing.
+    Raises SecurityError, whose text names the settings that are missing.
     """
     _require_shared_secret(meeting, shared, host)
     if meeting.scheme != "tcp" or meeting.is_torchruns or meeting.is_off_host():
@@ -180,7 +180,7 @@ def settle(meeting: Meeting, shared: bool, host: str | None) -> None:
 
 
 def _require_shared_secret(meeting: Meeting, shared: bool, host: str | None) -> None:
-    """Raise SecurityError if members on several hosts share no secret, or if this one is not reachable for others.
+    """Raise SecurityError if members on several hosts share no secret, or if other hosts cannot reach this member.
 
     Called before the store is opened.
     """

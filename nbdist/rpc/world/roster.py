@@ -1,13 +1,13 @@
-"""The list of members in a store, by which the members of a world find each other.
+"""The list of members in a store, through which the members of a world find each other.
 
 The list is one value under one key, changed only by compare-and-set, so that all members see the same world. Its
-records are signed with the cluster's secret and decoded as plain data, never unpickled, because anybody may be able to
-write to the store. The list may be out of date: a member that died without leaving is still in it. Its process, or the
-handshake, shows that it is dead.
+records are signed with the members' secret and decoded as plain data, never unpickled, because anybody may be able to
+write to the store. The list may be out of date: a member that died without leaving is still in it. Other members notice
+that its process is gone, or that it does not answer the handshake.
 
-The parts of the list (`_Document`), and how a record moves::
+The parts of the list (`_Document`), and how a record moves between them::
 
-    fixed world      gathering ── the last member comes ──▶ formed ── leave ──▶ left
+    fixed world      gathering ── the last member registers ──▶ formed ── leave ──▶ left
     dynamic world    dynamic ──── leave ──▶ (removed)
 """
 
@@ -32,38 +32,38 @@ __all__ = ["Roster", "Store"]
 _KEY = "nbdist/roster"
 """The key of the list in the store."""
 _POLL = 0.01
-"""Seconds between two looks at the store."""
+"""Seconds between two reads of the store."""
 _POLL_PER_MEMBER = 0.0005
-"""Seconds between two looks for each member that has come, if that is more: a look reads the whole list."""
+"""Seconds between two reads for each registered member, if that is more: each read gets the whole list."""
 _LONGEST_PAUSE = 5.0
-"""Seconds, at most, before the next attempt to write the list, after others have written it first many times."""
+"""The longest pause, in seconds, before the next attempt to write the list after other members wrote it first."""
 _MISSING_RANKS_SHOWN = 20
 """The number of missing ranks that an error lists."""
 _random = random.SystemRandom()
-"""Draws the pauses: forked workers must not draw the same ones, and the user's seeds must not matter."""
+"""Draws the pauses. Forked workers must not draw the same pauses, and the user's seeds must not be used up."""
 _MIXED_WORLDS_TEXT = "RPC group mixes statically and dynamically initialized members which is not supported."
 
 
 class Store(Protocol):
-    """The method of a store that a roster calls: a `MeetingFile` has it, and so have torch's stores."""
+    """The method of a store that a roster calls. `MeetingFile`, `SharedStore` and torch's stores have it."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set ``key`` to ``desired`` if its value is ``expected``; return the value that the key has then.
 
-        If another process has changed the value meanwhile, nothing is set, and the other value is returned.
+        If another process has changed the value meanwhile, nothing is set, and that value is returned.
         """
         ...
 
 
 class _Document(msgspec.Struct):
-    """The list of members in the store: signed records, by how far they have come."""
+    """The list of members in the store: their signed records, in four parts."""
 
     gathering: list[bytes] = []
-    """The members of a fixed world that have come, until all have."""
+    """The members of a fixed world that have registered, until all have."""
     formed: list[bytes] = []
-    """All members of a fixed world, once complete, without those that have left."""
+    """The members of a complete fixed world that have not left."""
     left: list[bytes] = []
-    """The members that have left a fixed world of which others are still present."""
+    """The members that have left a fixed world in which others are still present."""
     dynamic: list[bytes] = []
     """The members of a dynamic world."""
 
@@ -71,8 +71,8 @@ class _Document(msgspec.Struct):
 class Roster:
     """The list of members in a store, as one member reads and changes it.
 
-    ``reach()`` opens the store, again if its server has gone. ``host`` is this host's identity: processes of this host
-    can be looked up.
+    ``reach()`` opens the store; it is called again if the store's server has gone. ``host`` is this host's identity:
+    the roster can check whether a process of this host is alive.
     """
 
     def __init__(self, reach: Callable[[], Store], secret: Secret, host: str) -> None:
@@ -84,14 +84,14 @@ class Roster:
     # -- joining ------------------------------------------------------------------------------
 
     def form(self, me: Record, deadline: float) -> list[Record]:
-        """Register ``me`` in a fixed world, and return the records of all its members, by id, when all have come.
+        """Register ``me`` in a fixed world; return the records of all its members, by id, once all have registered.
 
         Raises:
-            RendezvousError: some have not come by the deadline (a time of `time.monotonic`; the text names their
-                ranks), the store cannot be reached until then, the members disagree about the size of the world, or a
-                dynamic world uses the same store.
+            RendezvousError: some members have not registered by the deadline (a time of `time.monotonic`; the text
+                names their ranks), the store cannot be reached until then, the members disagree about the size of the
+                world, or a dynamic world uses the same store.
             NotUnique: another process has this rank, or two members have the same name.
-            SecurityError: a record in the list has the signature of another secret.
+            SecurityError: a record in the list is signed with another secret.
             VersionMismatch: a member uses another version of the protocol.
         """
         size = me.world_size
@@ -107,7 +107,7 @@ class Roster:
             gathering = [record for record in self._records(document.gathering) if self._seems_alive(record)]
             if not any(record.incarnation == me.incarnation for record in gathering):
                 gathering = [*self._without_twin(gathering, me), me]
-                if len({record.id for record in gathering}) == size:  # each is from 0 to size - 1
+                if len({record.id for record in gathering}) == size:  # all ranks from 0 to size - 1 are there
                     document.formed, gathering = [self._signed(record) for record in gathering], []
                     document.left = []
                 document.gathering = [self._signed(record) for record in gathering]
@@ -163,7 +163,7 @@ class Roster:
     def join(self, me: Record, deadline: float) -> list[Record]:
         """Register ``me`` in a dynamic world, and return the records of the members that seem to be alive.
 
-        Raises NotUnique if one of them has the name or the id, RendezvousError if a fixed world uses the same store or
+        Raises NotUnique if one of them has the same name or id, RendezvousError if a fixed world uses the same store or
         the store cannot be reached by the deadline (a time of `time.monotonic`), and SecurityError or VersionMismatch
         as `form` does.
         """
@@ -189,16 +189,16 @@ class Roster:
             tries = self._let_others_write(tries, deadline)
 
     def leave(self, *leaving: Record) -> None:
-        """Remove members from the list. Any error, such as a store that cannot be reached, is ignored.
+        """Remove members from the list. Errors are ignored, such as that of a store that cannot be reached.
 
-        A member that is not in the list is ignored. A member of a fixed world moves to the list of those that have
-        left, where the others can still read its record.
+        A member that is not in the list is skipped. A member of a fixed world moves to `_Document.left`, where the
+        other members can still read its record.
         """
         gone = {record.incarnation for record in leaving}
         try:
             while True:
                 text, document = self._read(0.0)
-                # The other members of a fixed world may not have read the list yet, so they find the record in `left`.
+                # Members of a fixed world that have not read the complete list yet find the record in `left`.
                 departed = [r for r in self._records(document.formed) if r.incarnation in gone]
                 for name in ("gathering", "formed", "dynamic"):
                     records = self._records(getattr(document, name))
@@ -232,18 +232,17 @@ class Roster:
     # -- the store ----------------------------------------------------------------------------
 
     def _read(self, deadline: float) -> tuple[str, _Document]:
-        """Read the list: its text, for a later `_write`, and its contents.
+        """Read the list; return its text, for a later `_write`, and its contents.
 
-        Opens the store again and retries until the deadline, as of `time.monotonic`, while the store cannot be reached;
-        then raises RendezvousError. At least one attempt is made. A value that is no list of members raises
-        RendezvousError at once.
+        If the store cannot be reached, opens it again and retries until the deadline (as of `time.monotonic`), but at
+        least once. Then raises RendezvousError. If the value is no list of members, raises RendezvousError at once.
         """
         while True:
             try:
                 text = self._store.compare_set(_KEY, "", "").decode(errors="replace")
                 break
             except Exception as error:
-                # Rank 0 of a world that ends may be closing its server, and the next world's server is about to start.
+                # Rank 0 of an earlier world may be closing its server, and the next world's server is about to start.
                 if time.monotonic() > deadline:
                     raise RendezvousError(
                         f"the store cannot be reached: {error}. Check that the process which serves it (mostly rank 0) "
@@ -271,15 +270,15 @@ class Roster:
             return self._store.compare_set(_KEY, before, text).decode() == text
         except Exception as error:
             if isinstance(error, OSError) and not isinstance(error, ConnectionError):
-                raise  # from a file, for example on a full disk: a retry would not help
-            return False  # the caller reads the list next, and `_read` retries until the deadline
+                raise  # for example, the disk is full: a retry would not help
+            return False  # the caller then reads the list, and `_read` retries until the deadline
 
     @staticmethod
     def _let_others_write(tries: int, deadline: float) -> int:
-        """Sleep after another member has written the list first; return the number of ``tries`` so far, plus one.
+        """Sleep after another member has written the list first; return ``tries``, the number of attempts, plus one.
 
-        If many members join at once, one of them writes and all others have read in vain. So each pauses for a random
-        time, of up to 0.01 s at first; the limit doubles with each try, up to `_LONGEST_PAUSE`, but not beyond
+        If many members join at once, one of them writes, and the others have read in vain. So each sleeps for a random
+        time, at first up to 0.01 s. This limit doubles with each attempt, up to `_LONGEST_PAUSE`, and never goes beyond
         ``deadline``.
         """
         longest = min(_POLL * 2 ** min(tries, 16), _LONGEST_PAUSE, max(_POLL, deadline - time.monotonic()))
@@ -294,7 +293,7 @@ class Roster:
         return [self._record_in(data) for data in sealed]
 
     def _record_in(self, data: bytes) -> Record:
-        """Return the record in the bytes that `_signed` made.
+        """Return the record in bytes that `_signed` made.
 
         Raises SecurityError for a wrong signature, and VersionMismatch for another version of the protocol.
         """

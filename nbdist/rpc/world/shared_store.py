@@ -1,8 +1,8 @@
 """Keeps the list of a world's members in the memory of one process, for members on any host.
 
-Members reach it at the process's `nbdist.channel.entrance.Entrance`. The URL is ``nbdist://host:port/NAME``; one
-process may keep the lists of several worlds, by their names. A request is signed with the secret that the members
-share, so nobody else can read or change a list::
+Members reach it at the process's `nbdist.channel.entrance.Entrance`. The URL is ``nbdist://host:port/NAME``. One
+process may keep the lists of several worlds, by name. A request is signed with the secret that the members share, so
+nobody else can read or change a list::
 
     SharedStore ── knock ──> Entrance ──> Texts.answer
 """
@@ -22,13 +22,13 @@ __all__ = ["ENTRANCE", "STORE", "SharedStore", "Texts", "is_here"]
 ENTRANCE = "entrance"
 """The role whose CURVE key pair (`Secret.curve`) an entrance has."""
 STORE = b"s"
-"""The first byte of a request to the store, by which an entrance tells it from others."""
+"""The first byte of a request to the store. It tells the entrance what kind of request this is."""
 _ANSWER_WITHIN = 10.0
-"""Seconds for an answer, at most."""
+"""The longest time to wait for an answer, in seconds."""
 
 
 class _CompareSet(msgspec.Struct):
-    """A request: write ``desired`` if the text of that name is ``expected``. The answer is the text afterwards."""
+    """A request: write ``desired`` if the text ``name`` is ``expected``. The answer is the text afterwards."""
 
     name: str
     expected: str
@@ -44,19 +44,20 @@ class Texts:
         self._lock = threading.Lock()
 
     def serve_at(self, address: str) -> None:
-        """Note the address of the entrance, such as ``10.0.0.5:40123``, for each `SharedStore` of this process."""
+        """Register the address of the entrance, such as ``10.0.0.5:40123``, for each `SharedStore` of this process."""
         _here[address] = self
 
     def answer(self, signed: bytes) -> bytes:
-        """Return the answer to a request of a `SharedStore`. Raises SecurityError if it has another signature.
+        """Return the answer to a request of a `SharedStore`.
 
-        A request that cannot be read raises `msgspec.MsgspecError`.
+        Raises SecurityError if the request is signed with another secret, and `msgspec.MsgspecError` if it cannot be
+        decoded.
         """
         request = msgspec.msgpack.decode(self._secret.verify(signed), type=_CompareSet)
         return self.compare_set(request.name, request.expected, request.desired)
 
     def compare_set(self, name: str, expected: str, desired: str) -> bytes:
-        """Set the text of that name to ``desired`` if it is ``expected``; return the text that it has then."""
+        """Set the text ``name`` to ``desired`` if it is ``expected``; return the text that it has then."""
         with self._lock:
             text = self._texts.get(name, "")
             if text == expected:
@@ -69,15 +70,15 @@ _here: weakref.WeakValueDictionary[str, Texts] = weakref.WeakValueDictionary()
 
 
 def is_here(address: str) -> bool:
-    """Return whether this process has the texts behind the entrance at ``address``, such as ``10.0.0.5:40123``."""
+    """Return whether the texts behind the entrance at ``address``, such as ``10.0.0.5:40123``, are in this process."""
     return address in _here
 
 
 class SharedStore:
-    """The store of `nbdist.rpc.world.roster.Roster` whose texts another process, or this one, has in its memory."""
+    """A store for `nbdist.rpc.world.roster.Roster` that another process, or this one, has in its memory."""
 
     def __init__(self, address: str, name: str, secret: Secret, timeout: float) -> None:
-        """Use the store at the entrance with ``address``, such as ``10.0.0.5:40123``, and there the text ``name``.
+        """Use the text ``name`` in the store at the entrance with ``address``, such as ``10.0.0.5:40123``.
 
         An operation takes ``timeout`` seconds at most, and never more than `_ANSWER_WITHIN`.
         """

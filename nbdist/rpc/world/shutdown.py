@@ -1,4 +1,4 @@
-"""The orderly end of a world: no worker leaves while anything is under way.
+"""The orderly end of a world: no member leaves while calls or messages are under way.
 
 The member with the lowest id leads. The rounds, in the names of the constants::
 
@@ -7,15 +7,15 @@ The member with the lowest id leads. The rounds, in the names of the constants::
                                                                               about references is
                                                                               under way
 
-`Survey` decides when a round is over; `Ending` asks the members and answers the leader. The leader does not wait for a
-member that is lost meanwhile, but the errors of the others name it.
+`Survey` decides when a round is over; `Ending` asks the members and answers the leader. If a member is lost meanwhile,
+the leader does not wait for it, but `shutdown` of the others raises an error that names it.
 
-Members answer at different moments, so the leader looks twice. One look is an answer of every member, and the leader
-asks for the second look after the last answer of the first has come. The round is over if in both looks no member had
-anything under way, and if between its two answers no member sent a message that must arrive. "Under way" are calls that
-run or are awaited, messages that must arrive and are not acknowledged, and in round 2 forks that are not confirmed. So
-when the last answer of the first look came, nothing ran and nothing was on its way: what a member had sent before its
-first answer had arrived, and after that answer it sent nothing.
+Members answer at different moments, so the leader looks twice. A *look* is one answer of every member. The leader asks
+for the second look after the last answer of the first look has arrived. The round is over if in both looks no member
+had anything under way, and no member sent a message that must arrive between its two answers. *Under way* are calls
+that run or have no answer, messages that must arrive and are not acknowledged, and in round 2 forks that are not
+confirmed. This is why two looks are enough: what a member had sent before its first answer had arrived, and it sent
+nothing after that. So when the last answer of the first look arrived, nothing ran and no message was on its way.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ __all__ = ["Ending", "Reminder", "Survey"]
 RUNNING, DRAINING, RELEASING, CLOSING = range(4)
 
 _FIRST_PAUSE = 0.002
-"""Seconds until a waiting agent looks again, at first; the pause grows up to `_LONGEST_PAUSE` seconds."""
+"""Seconds until a waiting agent checks again, at first; the pause grows up to `_LONGEST_PAUSE` seconds."""
 _LONGEST_PAUSE = 0.05
 REMIND_AFTER = 10.0
-"""Seconds without a call after which a `shutdown` that waits logs what it waits for."""
+"""Seconds without a served call after which a waiting `shutdown` logs what it waits for."""
 
 _NAMES_SHOWN = 20
-"""The number of members that a message names. Each question to a member carries these names."""
+"""The number of members that a message names. Each question of the leader carries these names."""
 
 _ANSWERS_WITHIN = 2.0
 """Seconds within which a member answers the leader, unless it hangs."""
@@ -57,7 +57,7 @@ _DUTY_IN_ROUND = {
     RELEASING: "to release their references",
     CLOSING: "to close",
 }
-"""The duty of a member before the round can end, for messages: "waiting for worker1 to end the calls that run"."""
+"""The duty of a member in each round, for messages: "waiting for worker1 to end the calls that run"."""
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -73,13 +73,10 @@ class Survey:
         self.round = DRAINING
         self._states: dict[int, ShutdownState] = {}
         self._before: int | None = None
-        """The number of messages that the members had sent by the look before, if all were quiet in it; else None."""
+        """The number of messages that the members had sent by the look before; None unless all were quiet in it."""
 
     def missing(self) -> set[int]:
-        """Return the members that have not reached this round, by their incarnations.
-
-        A member that has not answered yet is missing, too.
-        """
+        """Return the members that have not reached this round or have not answered yet, by their incarnations."""
         return {
             member for member in self.members if (state := self._states.get(member)) is None or state.round < self.round
         }
@@ -87,21 +84,21 @@ class Survey:
     def busy(self) -> set[int]:
         """Return the members that have calls or messages under way; all members, if none has.
 
-        For messages to people, which name who is waited for. Every member must have answered a look before.
+        For texts that say for whom `shutdown` waits. Call this only after every member has answered once.
         """
         return {member for member in self.members if self._states[member].active} or set(self.members)
 
     def forget(self, member: int) -> None:
-        """Remove a member that is gone. The round then needs two more looks, each one answer of every member."""
+        """Remove a member that is gone. The round then needs two more looks."""
         self.members.discard(member)
         self._states.pop(member, None)
         self._before = None
 
     def look(self, states: dict[int, ShutdownState]) -> bool:
-        """Take one answer of every member (a look); return whether the round is over. If it is, the next round begins.
+        """Take a look, one answer of every member; return whether the round is over. If it is, begin the next round.
 
-        ``states`` are the new answers, by member. The round is over if all members have reached it, this look and the
-        one before it found nothing under way, and nothing was sent in between.
+        ``states`` has the new answers, by member. The round is over if all members have reached it, this look and the
+        look before it found nothing under way, and no member sent anything in between.
         """
         self._states.update(states)
         if self.missing():
@@ -121,9 +118,9 @@ class Survey:
 class Reminder:
     """Decides when a `shutdown` that waits logs what it waits for. Pure.
 
-    In many programs of torch, workers call shutdown at once and serve calls until the others are done, so waiting is
-    normal. A line comes when this agent has served no call for `REMIND_AFTER` seconds and has waited for the same
-    reason all the time, and only once for each reason.
+    In many programs of torch, workers call shutdown at once and serve calls until the other workers are done, so
+    waiting is normal. `shutdown` logs only after `REMIND_AFTER` seconds without a served call in which the reason to
+    wait stayed the same, and only once for each reason.
     """
 
     def __init__(self, now: float) -> None:
@@ -134,8 +131,8 @@ class Reminder:
     def is_due(self, now: float, served: int, running: int, reason: str) -> bool:
         """Return whether to log now that `shutdown` waits for ``reason``; True once for each reason.
 
-        It is True after `REMIND_AFTER` seconds in which the reason stayed and no call was open or answered. ``served``
-        counts the answered calls, ``running`` the open ones. ``now`` is as of `time.monotonic`.
+        True after `REMIND_AFTER` seconds in which the reason stayed the same and no call ran or was answered here.
+        ``served`` counts the answered calls, ``running`` the unanswered ones. ``now`` is as of `time.monotonic`.
         """
         if running or (served, reason) != self._before:
             self._quiet_since, self._before = now, (served, reason)
@@ -168,9 +165,9 @@ class Ending:
         self._wanted = RUNNING
         """The round that the leader has announced."""
         self._waits_for = "", ""
-        """The members for which the leader waits, and what they have to do."""
+        """The names of the members for which the leader waits, and what they have to do, as texts."""
         self._look = 1
-        """The number of the leader's present look. An answer to an earlier look does not count."""
+        """The number of the leader's current look. Answers to earlier looks do not count."""
         self._looked = 0.0
         """The time of the leader's last complete look."""
         self._asked: set[int] = set()
@@ -178,25 +175,25 @@ class Ending:
         self._answers: dict[int, ShutdownState] = {}
         """The answers in this look, by member."""
         self._lost: list[str] = []
-        """The members that were lost on the way, with the reason, for the error of `end`."""
+        """The members that were lost during the end, with the reason, for the error of `end`."""
         self._survey: Survey | None = None
         """The leader's view; None in an agent that does not lead."""
         self.completed = False
-        """True once `end` has gone through both rounds; the agent's goodbye then says that the end was orderly."""
+        """True once `end` has gone through both rounds. The agent's goodbye then says that the end was orderly."""
         self.release: Callable[[], None] = references.release_all
-        """Releases all references to values of other members. `end` calls it once, when no call runs any more."""
+        """Releases all references to values of other members. `end` calls it once, after the last call has ended."""
 
     # -- every member -------------------------------------------------------------------------
 
     def end(self, timeout: float) -> None:
         """Wait with all other members until the world can end. `shutdown` of a fixed world calls this.
 
-        In the first round no call may run anywhere; then all references are released, and in the second round no
-        message about references may be under way.
+        The first round ends when no call runs anywhere. Then this releases all references. The second round ends when
+        no message about references is under way.
 
         Raises:
             RendezvousError: the world has not ended after ``timeout`` seconds; 0 or less means no limit.
-            WorkerLost: the world has ended, but a member was lost on the way.
+            WorkerLost: the world has ended, but a member was lost meanwhile.
         """
         deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
         with self._changed:
@@ -222,10 +219,9 @@ class Ending:
             )
 
     def _wait_for_round(self, round: int, deadline: float) -> None:
-        """Wait until the leader, perhaps this agent itself, begins ``round``, such as `RELEASING`.
+        """Wait until the leader, which may be this agent, begins ``round``, such as `RELEASING`.
 
-        The leader is the living member with the lowest id. Raises RendezvousError after ``deadline`` (as of
-        `time.monotonic`), with the members that are waited for.
+        After ``deadline`` (as of `time.monotonic`), raises RendezvousError, which names the members that are missing.
         """
         pause, reminder = _FIRST_PAUSE, Reminder(time.monotonic())
         while True:
@@ -249,7 +245,7 @@ class Ending:
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
     def _waiting_for(self) -> tuple[str, str]:
-        """Return the members that keep the next round from beginning, and what they have to do, as two texts."""
+        """Return, as two texts, the members that keep the next round from beginning, and what they have to do."""
         if any(self._waits_for):
             return self._waits_for
         return (self._leader().name, _TO_CALL) if not self._is_leader() else ("the others", _TO_ANSWER)
@@ -264,9 +260,9 @@ class Ending:
     # -- the leader ---------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """As the leader, ask the members what they have under way; if all have answered, see if the round is over.
+        """As the leader, ask the members what they have under way; once all have answered, check if the round is over.
 
-        If it is over, the next round begins. Then all members are asked again. `_wait_for_round` calls this repeatedly.
+        If it is over, the next round begins, and all members are asked again. `_wait_for_round` calls this repeatedly.
         """
         me = self._membership.me.incarnation
         with self._changed:
@@ -301,15 +297,15 @@ class Ending:
                 self._asked.add(member)
 
     def _names(self, members: set[int]) -> str:
-        """Return the names of members, sorted, as one text: `_NAMES_SHOWN` at most, and how many more there are."""
+        """Return the sorted names of members as one text: at most `_NAMES_SHOWN`, and the number of the others."""
         names = sorted(map(self._membership.name_of, members))
         more = [f"{len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
         return ", ".join([*names[:_NAMES_SHOWN], *more])
 
     def _tell_the_end(self, deadline: float) -> None:
-        """As the leader: tell all others that the world has ended, until each has said that it knows, or has gone.
+        """As the leader, tell all others that the world has ended, until each has acknowledged this or has left.
 
-        Repeated every 0.02 s. Returns after ``deadline``, as of `time.monotonic`, in any case.
+        Repeats the message every 0.02 s. Returns at ``deadline`` (as of `time.monotonic`) in any case.
         """
         while time.monotonic() < deadline:
             with self._changed:
@@ -328,24 +324,24 @@ class Ending:
     def _state(self, look: int) -> ShutdownState:
         """Return this member's answer to the leader: its round, how many messages it has sent, how much is under way.
 
-        ``look`` is the number of the leader's question. Takes `Agent._turn`, so no message is half handled.
+        ``look`` is the number of the leader's question. Takes `Agent._turn`, so no message is half handled meanwhile.
         """
-        with self._turn:  # so that every acknowledged message has been handled
+        with self._turn:  # so that every message that was acknowledged has been handled
             active = self._exchange.active + self._exchange.calls.unended
             if self._reached >= RELEASING:
                 self._references.reap()
                 active += self._references.forks.pending
             self._links.post_waiting()
-            sent, outstanding = self._links.traffic()  # last: this counts the answer of a call that ended meanwhile
+            sent, outstanding = self._links.traffic()  # last, to count the answer of a call that has ended meanwhile
             return ShutdownState(self._reached, sent, active + outstanding, look)
 
     def _tell_leader(self, leader: Record) -> None:
-        """Tell the leader this member's state without being asked, with the number 0, which no question has."""
+        """Send the leader this member's state without a question, as an answer to the look 0, which does not exist."""
         with contextlib.suppress(NbdistError):
             self._links.post(leader.incarnation, self._state(0))
 
     def on_ask(self, message: AskShutdown, sender: int, _: list[bytes]) -> None:
-        """Answer the leader, which asks how far this member is.
+        """Answer the leader, which asks what this member has under way.
 
         Before this member's own `shutdown`, the answer says that it is still running.
         """
@@ -358,10 +354,10 @@ class Ending:
             self._links.post(sender, self._state(message.look))
 
     def on_state(self, message: ShutdownState, sender: int, _: list[bytes]) -> None:
-        """Store a member's answer to the leader, unless it answers an earlier question.
+        """Store a member's answer to the leader, unless it answers an earlier look.
 
-        The leader, the living member with the lowest id, asks all members again and again. The answer says which round
-        the member has reached, and what is under way there. An agent that does not lead stores it without using it.
+        The answer says which round the member has reached, and how much it has under way. An agent that does not lead
+        stores the answer without using it.
         """
         with self._changed:
             if message.look != self._look and message.round < CLOSING:
@@ -371,7 +367,7 @@ class Ending:
                 self._changed.notify_all()
 
     def on_orderly_goodbye(self) -> None:
-        """Begin to close: another member closes because the world has ended, and the leader's message may be late.
+        """Begin to close, because another member closes after an orderly end. The leader's message may still be coming.
 
         Before this agent's own `shutdown`, nothing changes.
         """
@@ -383,8 +379,8 @@ class Ending:
     def on_lost(self, record: Record, why: str) -> None:
         """Stop waiting for a member that is lost.
 
-        If this agent has begun its `shutdown` and the world is not closing yet, `shutdown` raises WorkerLost with its
-        name in the end.
+        If this agent's `shutdown` has begun and the world is not closing yet, `shutdown` raises WorkerLost at its end,
+        with the member's name.
         """
         with self._changed:
             if DRAINING <= self._reached < CLOSING and self._wanted < CLOSING:

@@ -1,15 +1,15 @@
-"""Starts an agent and brings it into a world. If a step fails, everything that was started is closed again.
+"""Starts an agent and brings it into a world. If a step fails, closes everything that was started.
 
 The steps of `start_agent`::
 
-    1  rendezvous.parse, settle       where to meet; refused if other machines could reach it without a secret
-    2  ZmqChannel, LocalChannel       the sockets at which others reach this agent
-    3  open_arena, open_gpus          shared memory for large tensors, on the host and on GPUs, if the system has it
-    4  Agent.start                    the agent's threads receive messages
-    5  Roster.form or join            the list of members, in the store; refused if a device map is impossible
-    6  Handshake.join_...             every other member is met
+    1  rendezvous.parse, settle       choose the place to meet; refuse one that other machines reach without a secret
+    2  ZmqChannel, LocalChannel       open the sockets at which others reach this agent
+    3  open_arena, open_gpus          open shared memory for large tensors, on the CPU and on GPUs, if the system has it
+    4  Agent.start                    start the threads that receive messages
+    5  Roster.form or join            register in the list of members in the store; check the device maps
+    6  Handshake.join_...             meet every other member
 
-`Agent.close` ends the threads, closes the sockets and frees the memory; last, `_leave` removes the agent from the
+`Agent.close` ends the threads, closes the sockets and frees the memory. Last, `_leave` removes the agent from the
 roster.
 """
 
@@ -44,13 +44,13 @@ from nbdist.wire.messages import Record
 __all__ = ["start_agent"]
 
 _LONGEST_FORMING = 24 * 3600.0
-"""Seconds for which a world may take to form if the options set no time limit."""
+"""The longest time, in seconds, for a world to form if the options set no time limit."""
 
 _LARGEST_NUMBER = (1 << 63) - 1
 """The largest rank or world size that fits in a message."""
 
 _WAIT_FOR_OTHERS_TO_LEAVE = 2.0
-"""Seconds for which the worker that serves the store waits, after an orderly end, for the others to leave the store."""
+"""Seconds for which the worker that serves the store waits, after an orderly end, until the others have left it."""
 
 
 def start_agent(
@@ -68,11 +68,11 @@ def start_agent(
     """Start an agent, and return it when it is a member of its world.
 
     ``options.rpc_timeout`` limits how long this takes. The name, the rank and the size are those of `init_rpc`, whose
-    errors this raises. ``store`` is a store of torch's to meet at; None opens the one that ``options.init_method``
-    names. ``present`` has the records of the members to meet, if the caller knows them: then there is no store, and
-    members that are not named stay unknown. ``wrap`` returns the agent's channel with something around it, such as
-    faults. ``directory`` is where the agent's sockets lie; None for a new directory of this user. ``device`` is where
-    GPU tensors arrive that no device map names (`Record.device`).
+    errors this raises. ``store`` is one of torch's stores, to meet at; None opens the store that
+    ``options.init_method`` names. ``present`` has the records of the members to meet, if the caller knows them. Then
+    there is no store, and this agent knows no other members. ``wrap`` returns a channel around the agent's channel,
+    such as one with faults. ``directory`` is where the agent's sockets lie; None for a new directory of this user.
+    ``device`` is where GPU tensors arrive that no device map names (`Record.device`).
     """
     timeout = time_limit(options.rpc_timeout) or _LONGEST_FORMING
     deadline = time.monotonic() + timeout
@@ -137,13 +137,13 @@ def start_agent(
             undo.pop_all()
             return agent
         roster = Roster(lambda: _open(meeting, store, timeout, secret), secret, me.host)
-        undo.callback(tcp_store.end_server)  # the contents of the store may be the reason of the failure
+        undo.callback(tcp_store.end_server)  # the next try needs a new store: the contents may have caused the failure
         undo.callback(roster.close)
         undo.callback(roster.leave, me)
         if world_size is not None:
             members = roster.form(me, deadline)
             try:
-                devices.check(members)  # before any member is met: all of them find the same, and none waits
+                devices.check(members)  # before any member is met: all members raise the same error, and none waits
             except UsageError:
                 if meeting is not None and meeting.serves:
                     roster.wait_for_others(me, time.monotonic() + _WAIT_FOR_OTHERS_TO_LEAVE)
@@ -157,14 +157,14 @@ def start_agent(
         agent.at_close(lambda: _leave(agent, roster, meeting))
         agent.at_close(thread_switching.shorten(options.switch_interval))
         agent.on_lost(lambda record, why: _clean_after(agent, record))
-        if meeting is not None and meeting.keeps_list:  # else a successor would not get the lost member's name
+        if meeting is not None and meeting.keeps_list:  # else a new worker could not take the lost member's name
             agent.on_lost(lambda record, why: roster.leave(record))
         undo.pop_all()
     return agent
 
 
 def _uses_gpus(options: RpcBackendOptions, device: str) -> bool:
-    """Return whether an agent shares memory of GPUs, for which CUDA is started in its process.
+    """Return whether an agent shares memory of GPUs, which starts CUDA in its process.
 
     It does if it has a GPU of its own, ``device``, or if its options name a GPU.
     """
@@ -180,8 +180,8 @@ def _open(meeting: rendezvous.Meeting | None, store: Any, timeout: float, secret
 def _leave(agent: Agent, roster: Roster, meeting: rendezvous.Meeting | None) -> None:
     """Remove this member from the roster, if the store still exists, and close the store.
 
-    After an orderly end, the member that serves the store first waits `_WAIT_FOR_OTHERS_TO_LEAVE` seconds at most for
-    the others to leave.
+    After an orderly end, the member that serves the store first waits up to `_WAIT_FOR_OTHERS_TO_LEAVE` seconds until
+    the others have left.
     """
     if meeting is None or meeting.is_open():
         if meeting is not None and meeting.serves and agent.ending.completed:
@@ -191,15 +191,15 @@ def _leave(agent: Agent, roster: Roster, meeting: rendezvous.Meeting | None) -> 
 
 
 def _clean_after(agent: Agent, record: Record) -> None:
-    """After the loss of a process of this host, remove the files that it could not remove itself.
+    """After a member on this host is lost, remove the files that its process could not remove.
 
-    A thread of the pool does it, because listeners of a loss must be quick.
+    A thread of the pool removes them, because a listener of `Agent.on_lost` must be quick.
     """
     if record.host == agent.me.host and record.pid != os.getpid():
         agent.pool.submit(_sweep_soon)
 
 
 def _sweep_soon() -> None:
-    """Remove the files of all dead agents of this user; errors are ignored, as the next agent tries again."""
+    """Remove the files of all dead agents of this user. Errors are ignored: the next agent tries again."""
     with contextlib.suppress(OSError, NbdistError):
         sweep()

@@ -1,12 +1,12 @@
 """Opens torch's TCPStore at the one address that ``tcp://`` or ``env://`` names.
 
-A TCPStore trusts everybody who reaches it, and by itself it listens on every interface of the machine. So this module
-makes the listening socket, bound to the address, and gives it to torch (``master_listen_fd``).
+A TCPStore trusts everybody who can connect to it, and by itself it listens on every interface of the machine. So this
+module makes the listening socket, bound to the address, and passes it to torch (``master_listen_fd``).
 
-One process may open a store twice at one port: `init_rpc` and `init_process_group` of a program with the same
-``MASTER_PORT``. torch keeps the servers of its process by port, and gives the second opener the first one's server
-(``multi_tenant``), so both orders work. The first opener decides where the server listens: if this is
-`init_process_group`, torch's own server listens on every interface.
+One process may open a store twice at one port, if its program calls `init_rpc` and `init_process_group` with the same
+``MASTER_PORT``. torch keeps the servers of its process by port, and the second opener uses the first opener's server
+(``multi_tenant``), so both orders work. The first opener decides where the server listens: if `init_process_group` is
+first, torch's own server listens on every interface.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ __all__ = ["end_server", "is_loopback", "is_own", "is_served", "is_torchruns", "
 dist: Any = torch.distributed  # typed as Any: torch does not declare what this module exports
 
 _SERVER_OF_THIS_PROCESS = -1
-"""No file. torch then uses the server that this process has at the port, and fails if there is none."""
+"""Stands for no file descriptor. torch then uses this process's own server at the port, and fails without one."""
 
 _ANSWER_TIMEOUT = 2.0
-"""Seconds for the store's answer, beyond the time for connecting, so that torch's own error comes first."""
+"""Seconds to wait for the store's answer after the time for connecting, so that torch's own error comes first."""
 
 _PROBE_TIMEOUT = 1.0
-"""Seconds for a connection to the store. It is made or refused at once, unless the other machine is gone."""
+"""Seconds to wait for a connection to the store. It takes no time, unless the other machine is gone."""
 
 
 _served: tuple[str, int, Any] | None = None
-"""The address and the store that this process has served last. The server lives as long as the store."""
+"""The address and the store that this process served last. The server lives as long as the store."""
 
 
 def open_store(host: str, port: int, timeout: float, *, serve: bool) -> Any:
-    """Open the store at an address as its client; with ``serve``, serve it there first.
+    """Open a client of the store at an address; with ``serve``, serve the store there first.
 
     The server runs until this process opens another store, calls `end_server`, or ends. Operations of the store time
     out after ``timeout`` seconds. Raises RendezvousError if another program listens at the address.
@@ -72,8 +72,8 @@ def open_store(host: str, port: int, timeout: float, *, serve: bool) -> Any:
 def _client(host: str, port: int, timeout: float) -> Any:
     """Return a client of the store at an address.
 
-    torch's client tries to connect for ``timeout`` seconds. Once it is connected, it waits for the store's answer for
-    ever, and Python handles no Ctrl-C meanwhile. So a thread connects, and stays behind if nobody answers.
+    torch's client tries to connect for ``timeout`` seconds. Once connected, it waits for the store's answer without a
+    limit, and Python handles no Ctrl-C meanwhile. So a thread of its own connects. It stays behind if no answer comes.
     """
     opened: Future[Any] = Future()
 
@@ -96,7 +96,7 @@ def _client(host: str, port: int, timeout: float) -> Any:
 def end_server() -> None:
     """Close the server that `open_store` started, as soon as nothing else in this process uses its store.
 
-    If this process serves none, nothing happens.
+    Does nothing if this process serves no store.
     """
     global _served
     _served = None
@@ -105,8 +105,8 @@ def end_server() -> None:
 def _listen(host: str, port: int) -> int:
     """Return the file descriptor of a listening socket, which torch closes with its server.
 
-    Returns `_SERVER_OF_THIS_PROCESS` if the port is in use: torch then takes the server that this process has there, or
-    fails. Raises RendezvousError if the host has no address to which this machine can bind a socket.
+    Returns `_SERVER_OF_THIS_PROCESS` if the port is in use: torch then uses this process's own server there, or fails.
+    Raises RendezvousError if this machine cannot bind a socket to any address of the host.
     """
     failed = f"{host} has no address"
     for family, address in _addresses(host, port):
@@ -120,7 +120,7 @@ def _listen(host: str, port: int) -> int:
             listener.close()
             if error.errno == errno.EADDRINUSE:
                 return _SERVER_OF_THIS_PROCESS
-            failed = str(error)  # the error itself would keep the frames of all callers alive, and the store with them
+            failed = str(error)  # the error itself would keep the frames of all callers, and so the store, alive
     raise RendezvousError(
         f"rank 0 cannot serve the store at {host}:{port}: {failed}. Name an address of its machine, and a port that it "
         "may use (MASTER_ADDR and MASTER_PORT, or init_method)"
@@ -128,10 +128,10 @@ def _listen(host: str, port: int) -> int:
 
 
 def _addresses(host: str, port: int = 0) -> list[tuple[int, Any]]:
-    """Return the address families and addresses of a host name, IPv4 first; none if the name is unknown.
+    """Return the address families and addresses of a host name, IPv4 first; an empty list if the name is unknown.
 
-    A store's client tries all of them, so one listener is enough. IPv4 comes first, so that programs that write
-    127.0.0.1 and programs that write localhost meet.
+    A store's client tries all of them, so one listener is enough. IPv4 comes first, so that a program that names
+    127.0.0.1 and one that names localhost meet.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -141,7 +141,7 @@ def _addresses(host: str, port: int = 0) -> list[tuple[int, Any]]:
 
 
 def is_own(host: str) -> bool:
-    """Return whether a host name is this machine's: only then can a socket be bound to its address."""
+    """Return whether a host name belongs to this machine: only then can a socket be bound to its address."""
     for family, address in _addresses(host):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
@@ -153,7 +153,7 @@ def is_own(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name stands for this machine alone, so that no other machine reaches a server there."""
+    """Return whether a host name means only this machine, so that no other machine reaches a server there."""
     found = [address[0].partition("%")[0] for _, address in _addresses(host)]
     return bool(found) and all(ipaddress.ip_address(address).is_loopback for address in found)
 
@@ -167,7 +167,7 @@ def says_loopback(host: str) -> bool:
 
 
 def is_torchruns(host: str, port: int) -> bool:
-    """Return whether torchrun's own process serves the store at an address, so that no rank has to."""
+    """Return whether torchrun's own process serves the store at an address, so that no rank has to serve it."""
     environment = os.environ
     return (
         environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

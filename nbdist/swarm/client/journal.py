@@ -17,17 +17,17 @@ __all__ = ["Journal"]
 
 _log = logging.getLogger("nbdist.swarm")
 _LINES_KEPT = 200
-"""Lines of the log that are kept."""
+"""The number of lines of the log that are kept."""
 _LINES_SHOWN = 50
-"""Lines of the log that a map shows."""
+"""The number of lines of the log that a map shows."""
 _RATE_STEPS = 20
 """The number of steps over which the tokens per second of a session are measured."""
 _IDLE_SECONDS = 2.0
-"""Seconds without a step until a session is shown as idle: between two steps its client computes for a moment."""
+"""Seconds without a step after which a session is shown as idle: between two steps its client computes a moment."""
 
 
 class SteppedSession(Protocol):
-    """The parts of a `nbdist.swarm.client.session.Session` that a map shows, besides the speed of its steps."""
+    """The parts of a `nbdist.swarm.client.session.Session` that a map shows."""
 
     @property
     def id(self) -> str:
@@ -41,12 +41,12 @@ class SteppedSession(Protocol):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in the caches, of each sequence."""
+        """The number of tokens of each sequence in the caches."""
         ...
 
     @property
     def route(self) -> list[Span]:
-        """The spans that the session goes through."""
+        """The spans of the session's route."""
         ...
 
 
@@ -60,18 +60,18 @@ class Journal:
         self._lines: deque[tuple[float, str]] = deque(maxlen=_LINES_KEPT)
         self._listeners: list[Callable[[], None]] = []
         self._session: weakref.ref[SteppedSession] | None = None
-        """The session that has taken the last step."""
+        """The session that took the last step."""
         self._steps: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
-        """The time, and the number of tokens, of each of its last steps."""
+        """The time and the number of tokens of each of that session's last steps."""
         self._lock = threading.Lock()
 
     @property
     def lines(self) -> list[str]:
-        """The last lines of the log, 200 at most, oldest first; without their times."""
+        """The last lines of the log, 200 at most, oldest first, without their times."""
         return [text for _, text in list(self._lines)]
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback()`` on every change, in the thread that made it; return a function that stops that.
+        """Call ``callback()`` on every change, in the thread that made it; return a function that removes the callback.
 
         ``callback`` must be quick; its errors are logged.
         """
@@ -84,7 +84,7 @@ class Journal:
         return forget
 
     def news(self) -> None:
-        """Call all listeners; their errors are logged, because the calling thread is not to blame for them."""
+        """Call all listeners. Their errors are logged: the calling thread has not caused them."""
         for listener in list(self._listeners):
             try:
                 listener()
@@ -92,17 +92,15 @@ class Journal:
                 _log.exception("a listener of a swarm, such as its map, failed")
 
     def tell(self, text: str) -> None:
-        """Append a line to the log, and call all listeners.
-
-        Any thread may call this.
-        """
+        """Append a line to the log, and call all listeners."""
         self._lines.append((time.time(), text))
         self.news()
 
     def stepped(self, session: SteppedSession, tokens: int) -> None:
-        """Note that a session has taken a step of ``tokens`` new tokens of each sequence, and call all listeners.
+        """Record that a session has taken a step of ``tokens`` new tokens of each sequence, and call all listeners.
 
-        A map shows the tokens per second of the session's last steps; a step of another session begins anew.
+        A map shows the tokens per second over the session's last steps; a step of another session starts the count
+        anew.
         """
         with self._lock:
             if self._session is None or self._session() is not session:
@@ -112,11 +110,11 @@ class Journal:
         self.news()
 
     def told(self) -> dict[str, Any]:
-        """Return the data for a map: ``route`` and ``session`` of the session with the last step, and the ``log``.
+        """Return the data for a map: ``route`` and ``session`` of the session that took the last step, and the ``log``.
 
         ``route`` has a list [server, begin, end] for each span. ``session`` is a dict of its id, tokens, rate (tokens
-        per second) and state. ``session`` is None, and ``route`` empty, before any step and once the session was
-        garbage-collected. ``log`` has the last 50 lines, each as [seconds since 1970, text].
+        per second) and state. ``session`` is None, and ``route`` is empty, before the first step and after the session
+        was garbage-collected. ``log`` has the last 50 lines, each as [seconds since 1970, text].
         """
         lines = [[at, text] for at, text in list(self._lines)[-_LINES_SHOWN:]]
         with self._lock:
@@ -124,7 +122,7 @@ class Journal:
             steps = list(self._steps)
         if session is None:
             return {"route": [], "session": None, "log": lines}
-        elapsed = steps[-1][0] - steps[0][0]  # the tokens of the first step came before it, so they do not count
+        elapsed = steps[-1][0] - steps[0][0]  # the first step's tokens do not count: they were computed before it
         rate = sum(tokens for _, tokens in steps[1:]) / elapsed if elapsed else 0.0
         writes = session.state == "idle" and time.monotonic() - steps[-1][0] < _IDLE_SECONDS
         state = "writing" if writes else session.state

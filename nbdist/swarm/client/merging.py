@@ -1,4 +1,4 @@
-"""Merges several steps of a session into one, and splits a long step into several; both without knowing the model.
+"""Merges several steps of a session into one, and splits a long step into several. Neither needs to know the model.
 
 One step of many tokens fills a cache faster than many steps of one token. How the layers were called in each step is
 read from the shapes of their arguments:
@@ -30,11 +30,11 @@ from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackLayout
 __all__ = ["Merged", "Unmergeable", "is_near", "merge"]
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""The difference of two results, relative to the largest value, up to which they are equal but for rounding."""
+"""The relative difference, by dtype, up to which two results count as equal within rounding."""
 
 
 class Unmergeable(Exception):
-    """These steps cannot be merged, or this step cannot be split: an argument of a layer is not understood."""
+    """Raised if steps cannot be merged, or a step cannot be split: the meaning of a layer's argument is not known."""
 
 
 class Merged(NamedTuple):
@@ -46,11 +46,11 @@ class Merged(NamedTuple):
     prompts: torch.Tensor | None
     """As in `Step.prompts`."""
     result: torch.Tensor
-    """The outputs of the single steps: the output that the merged step should have."""
+    """The concatenated outputs of the single steps, which the merged step should have as output."""
 
 
 class _Piece:
-    """A step after later operations on the cache: ``rows`` of its tokens are left, from position ``begin`` on."""
+    """A step after later operations on the cache. ``rows`` of its tokens are left, from position ``begin`` on."""
 
     def __init__(self, begin: int, rows: int, values: Any) -> None:
         self.begin = begin
@@ -64,7 +64,7 @@ class _Piece:
 
 
 def merge(history: History, layout: StackLayout = DEFAULT_LAYOUT) -> Merged:
-    """Merge all steps of a span into one, with which a cache can be rebuilt in one step.
+    """Merge all steps of a span into one step, which rebuilds its cache.
 
     Operations on the cache between the steps, such as crops, are applied. ``layout`` says which arguments of a layer
     have rows for each sequence. Raises `Unmergeable` if the meaning of an argument is not known, or if no tokens are
@@ -81,7 +81,7 @@ def merge(history: History, layout: StackLayout = DEFAULT_LAYOUT) -> Merged:
         batch = step.hidden.shape[0]
     if not pieces:
         raise Unmergeable("no tokens are left")
-    # A mask's columns end where its step ended, though some of the step's tokens may have been cropped since.
+    # A mask's columns end at the end of its step, although some of the step's tokens may have been cropped since.
     ends = [piece.begin + piece.values[0].shape[1] for piece in pieces]
     hiddens, results, calls_of, prompts = zip(*(piece.values for piece in pieces), strict=True)
     spots = [_Spot(piece.begin, piece.size, end, pieces[-1].end) for piece, end in zip(pieces, ends, strict=True)]
@@ -97,9 +97,9 @@ def merge(history: History, layout: StackLayout = DEFAULT_LAYOUT) -> Merged:
 def is_near(found: torch.Tensor, expected: torch.Tensor, calls: Sequence[Any] = ()) -> bool:
     """Return whether two results differ by rounding only; padding does not count.
 
-    The largest difference may be `_TOLERANCE` of the largest expected value, such as 1e-3 for float32. A token is
+    The largest difference may be `_TOLERANCE` times the largest expected value, such as 1e-3 for float32. A token is
     padding if a mask hides all tokens from it: its output is never used, and depends on the amount of padding.
-    ``calls`` has the masks: (args, kwargs) of each block.
+    ``calls`` has the masks, as (args, kwargs) of each block.
     """
     if found.shape != expected.shape:
         return False
@@ -120,7 +120,7 @@ def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: Sta
     """Apply an operation on the cache to the steps before it, ``pieces``; return the number of sequences afterwards.
 
     A crop shortens or removes the last steps; the other operations change the rows of all steps. ``batch`` is the
-    number of sequences before it. Raises `Unmergeable` for an operation that is not known.
+    number of sequences before the operation. Raises `Unmergeable` for an unknown operation.
     """
     name, args = operation
     if name == "crop":
@@ -160,7 +160,7 @@ def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: Sta
 def _by_rows(
     value: Any, name: str | int, batch: int, change: Callable[[torch.Tensor], torch.Tensor], layout: StackLayout
 ) -> Any:
-    """Apply ``change`` to the rows of an argument, if it has rows for each sequence; else return it as it is.
+    """Apply ``change`` to the rows of an argument, if it has rows for each sequence; else return it unchanged.
 
     ``name`` is the argument's keyword or position, ``batch`` the number of sequences. Tuples and lists are changed item
     by item.
@@ -187,7 +187,7 @@ class _Spot(NamedTuple):
     end: int
     """The number of tokens in the cache just after the step, including tokens that were cropped since."""
     total: int
-    """The number of tokens of all steps that are left."""
+    """The number of remaining tokens of all steps."""
 
     @property
     def given(self) -> int:
@@ -198,7 +198,7 @@ class _Spot(NamedTuple):
 def _merge_call(calls: Sequence[tuple[Any, Any]], spots: Sequence[_Spot]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Merge the calls of one block in all steps; return its (args, kwargs) in the merged step.
 
-    ``spots`` has the place of each step in the text. Raises `Unmergeable` if the calls do not fit together.
+    ``spots`` has the place of each step in the sequence. Raises `Unmergeable` if the calls do not fit together.
     """
     (args, kwargs), *others = calls
     if any(len(other[0]) != len(args) or other[1].keys() != kwargs.keys() for other in others):
@@ -212,7 +212,7 @@ def _merge_call(calls: Sequence[tuple[Any, Any]], spots: Sequence[_Spot]) -> tup
 def _merge_values(values: Sequence[Any], spots: Sequence[_Spot]) -> Any:
     """Merge the values that one argument has in all steps, and return the value for the merged step.
 
-    Tensors are merged by their shapes, lists and tuples item by item; all else has to be equal in all steps. Raises
+    Tensors are merged by their shapes, lists and tuples item by item. Other values must be equal in all steps. Raises
     `Unmergeable` if the values do not fit together.
     """
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -233,7 +233,7 @@ def _merge_values(values: Sequence[Any], spots: Sequence[_Spot]) -> Any:
 
 
 def _merge_tensors(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot]) -> torch.Tensor:
-    """Merge the tensors that one argument is in all steps, by the module's table of shapes; return the merged tensor.
+    """Merge the tensors that an argument has in all steps, by the module's table of shapes; return the merged tensor.
 
     For tensors of up to 3 dimensions. Raises `Unmergeable` if the shapes are not in the table.
     """
@@ -247,14 +247,14 @@ def _merge_tensors(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot]) -> t
         ):
             return _concatenated(tensors, spots, dim)
     if all(tensor.shape[-1] == spot.end for tensor, spot in zip(tensors, spots, strict=True)):
-        return tensors[-1][..., : spots[-1].total]  # a column for each token in the cache: the last step has them all
+        return tensors[-1][..., : spots[-1].total]  # a column for each token in the cache: the last step has all
     raise Unmergeable(f"the meaning of an argument of shape {tuple(first.shape)} is not known")
 
 
 def _concatenated(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot], dim: int) -> torch.Tensor:
-    """Concatenate what is left of each step's tensor along ``dim``, its dimension of tokens.
+    """Concatenate the remaining part of each step's tensor along ``dim``, its dimension of tokens.
 
-    Tokens that later operations have cropped are left out.
+    The remaining part has the tokens that no later operation has cropped.
     """
     kept = [tensor.narrow(dim, 0, spot.size) for tensor, spot in zip(tensors, spots, strict=True)]
     most = max(tensor.shape[0] for tensor in kept)
@@ -264,7 +264,7 @@ def _concatenated(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot], dim: 
 
 
 def _merge_masks(masks: Sequence[torch.Tensor | None], spots: Sequence[_Spot]) -> torch.Tensor:
-    """Put the masks of all steps below each other; a step without a mask gets a causal one.
+    """Put the masks of all steps below each other. A step without a mask gets a causal mask.
 
     Raises `Unmergeable` if a mask does not have a row for each token of its step.
     """
@@ -272,7 +272,7 @@ def _merge_masks(masks: Sequence[torch.Tensor | None], spots: Sequence[_Spot]) -
     shut: Any = False if known.dtype == torch.bool else torch.finfo(known.dtype).min
     opened: Any = True if known.dtype == torch.bool else 0.0
     total = spots[-1].total
-    # The merged mask has a row and a column for each token. All is shut at first; then each step's mask is copied in.
+    # The merged mask has a row and a column for each token. It hides all tokens, until each step's mask is copied in.
     rows = max(mask.shape[0] for mask in masks if mask is not None)
     found = torch.full((rows, known.shape[1], total, total), shut, dtype=known.dtype, device=known.device)
     for mask, spot in zip(masks, spots, strict=True):
@@ -282,7 +282,7 @@ def _merge_masks(masks: Sequence[torch.Tensor | None], spots: Sequence[_Spot]) -
             continue
         if mask.shape[-2] != spot.given:
             raise Unmergeable(f"a mask of shape {tuple(mask.shape)} does not have a row for each token of its step")
-        first = spot.end - mask.shape[-1]  # with a sliding window, tokens before it have no column
+        first = spot.end - mask.shape[-1]  # a mask with a sliding window has no columns for tokens before the window
         columns = slice(max(0, -first), mask.shape[-1] - max(0, spot.end - total))
         found[:, :, spot.begin : spot.begin + spot.size, max(0, first) : min(spot.end, total)] = mask[
             :, :, : spot.size, columns
@@ -303,12 +303,12 @@ def split(
 ) -> list[tuple[torch.Tensor, list[Any]]]:
     """Split a step of many tokens into steps of at most ``size`` tokens; return (hidden states, calls) of each.
 
-    If the shape of an argument does not tell its meaning, the step is returned whole. ``begin`` is the number of tokens
-    in the caches before, ``windows`` the sliding window of each layer of the model, ``first`` the number of the first
-    layer in ``calls``.
+    If the meaning of an argument is not known from its shape, the step is returned whole. ``begin`` is the number of
+    tokens in the caches before the step, ``windows`` the sliding window of each layer of the model, ``first`` the
+    number of the first layer in ``calls``.
     """
     total = hidden.shape[1]
-    # The arguments of all layers are cut alike, but for the window of each.
+    # The arguments of all layers are cut in the same way, except for the sliding window of each layer.
     cuts = [(at, min(at + size, total)) for at in range(0, total, size)]
     try:
         return [
@@ -331,28 +331,30 @@ def split(
 
 
 def _cut_part(value: Any, given: int, begin: int, at: int, to: int, window: int | None, name: str = "") -> Any:
-    """Cut the part for the tokens from ``at`` to before ``to`` of a step out of an argument, and return it.
+    """Return the part of a layer's argument for the tokens from ``at`` to before ``to`` of a step.
 
-    The step has ``given`` tokens, of which the first is token 0, behind ``begin`` tokens in the cache. The shape of the
-    argument tells which dimension has the tokens (see the module's table); lists and dicts are cut item by item, and
-    what is no tensor is returned as it is. ``window`` is the sliding window of the layer, in tokens, or None; with it,
-    the part of a mask has only the columns of tokens within the window. ``name`` is that of a keyword argument; an
-    ``attention_mask`` of None becomes a causal mask where the part needs one. Raises `Unmergeable` for a tensor of
-    another shape, or if the part needs a mask of a window.
+    The step has ``given`` tokens, numbered from 0, after ``begin`` tokens in the cache. The shape of the argument tells
+    which dimension has the tokens (see the module's table). Lists and dicts are cut item by item; other values that are
+    not tensors are returned unchanged.
+
+    ``window`` is the sliding window of the layer, in tokens, or None. With a window, the part of a mask has only
+    columns for tokens within the window. ``name`` is the name of a keyword argument. If an ``attention_mask`` is None
+    and the part needs a mask, it gets a causal one. Raises `Unmergeable` for a tensor of another shape, or if the part
+    needs a mask with a window.
     """
     if type(value) in (tuple, list):
         return type(value)(_cut_part(each, given, begin, at, to, window) for each in value)
     if type(value) is dict:
         return {key: _cut_part(each, given, begin, at, to, window, key) for key, each in value.items()}
     if value is None and name == "attention_mask" and begin + at and to - at > 1:
-        # No mask means a causal one, but only in a step that begins the text. Any other part needs it spelled out.
+        # No mask means a causal mask, but only in a step that begins the text. Any other part needs a real one.
         if window is not None and begin + to > window:
             raise Unmergeable("a layer with a sliding window has no mask")
         return torch.ones(to - at, begin + to, dtype=torch.bool).tril(begin + at)[None, None]
     if not isinstance(value, torch.Tensor):
         return value
     if value.dim() == 4 and value.shape[-2] == given:
-        # The cache of a layer with a sliding window only returns the tokens that the window reaches.
+        # The cache of a layer with a sliding window only returns the tokens within the window.
         columns = to - at + min(begin + at, (window or begin + at + 1) - 1)
         missing = begin + given - value.shape[-1]
         return value[:, :, at:to, begin + to - columns - missing : begin + to - missing]

@@ -5,10 +5,9 @@ Each layer is replaced by a stand-in (`_StandIn`)::
     embeddings ─► layer 0 ───► layer 1 ───► ... ───► last layer ───► norm, head
                   notes its    notes its             notes its arguments, then sends hidden states and
                   arguments    arguments             all notes to the servers (`Passage.take`), and
-                                                     returns their hidden states
+                                                     returns the servers' hidden states
 
-Stand-ins before the last one return the hidden states that they were given, which the model passes on without using
-them.
+All stand-ins but the last one return the hidden states that they received, which the model only passes on.
 """
 
 from __future__ import annotations
@@ -37,26 +36,26 @@ _NOT_RETURNED = {
     "output_attentions": "A model in one process returns attentions.",
     "output_router_logits": "A model in one process returns router logits.",
 }
-"""Arguments of models that ask for values from inside of the layers, and what a user can do instead."""
+"""Arguments of models that ask for values from inside of the layers, and what the user can do instead."""
 
 
 class _Probe(BaseException):
-    """Ends a call of a model at its first layer; carries the hidden states and the arguments of that layer."""
+    """Ends a call of a model at its first layer. Carries the hidden states and the arguments of that layer."""
 
 
 class _Notes(threading.local):
-    """The notes of one call of a model, for each thread: several threads may call the same model."""
+    """The notes of one call of a model. Each thread has its own, since several threads may call the same model."""
 
     calls: list[LayerCall] = []  # noqa: RUF012 - never changed, only replaced
     """The call of each layer so far."""
     given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    """The arguments of the layer before."""
+    """The arguments of the previous layer."""
     cache: Any = None
     """The cache among those arguments."""
     only = False
-    """True if layers only note their arguments: nothing is sent to servers, and the cache stays as it is."""
+    """True if layers only note their arguments: nothing is sent to servers, and the cache stays unchanged."""
     expected = 0
-    """Tokens that the next session will have in the end; 0 if unknown."""
+    """The number of tokens that the next session will have at its end; 0 if unknown."""
 
 
 class Passage:
@@ -74,17 +73,17 @@ class Passage:
     def take(self, hidden: torch.Tensor, calls: list[LayerCall], cache: Any) -> torch.Tensor:
         """Take hidden states through all blocks: as a step of the cache's session, or without a session.
 
-        Without a session if there is no cache, or if gradients are wanted. In the latter case nothing goes into the
-        servers' caches, so the session of an empty cache refuses further steps. The model's attribute ``deep_prompts``,
-        if it has one, is added to the hidden states of the first tokens before each block.
+        It goes without a session if there is no cache, or if gradients are wanted. In the latter case the servers'
+        caches stay empty, so the session of the given empty cache refuses further steps. The model's attribute
+        ``deep_prompts``, if it has one, is added to the hidden states of the first tokens before each block.
 
-        Counts the new tokens in the cache. After an error the cache is as before; if some servers may have taken the
-        step, its session refuses further steps.
+        Counts the new tokens in the cache. After an error, the cache is as before. If some servers may have taken the
+        step, the cache's session refuses further steps.
 
         Raises:
             UsageError: gradients are wanted, but the cache has tokens already; or its session refuses further steps.
         """
-        if hidden.device.type != "cpu":  # a model whose embedding is on a GPU: here, everything is on the CPU
+        if hidden.device.type != "cpu":  # the model's embedding is on a GPU, but the crew works with CPU tensors
             return self.take(hidden.cpu(), adapter.moved(calls, "cpu"), cache).to(hidden.device)
         prompts: torch.Tensor | None = getattr(self.model, "deep_prompts", None)
         prompts = prompts.cpu() if prompts is not None else None
@@ -112,10 +111,9 @@ class Passage:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[_Notes]:
-        """Return a context manager in which calls of the model only note how its layers are called.
+        """Return a context manager in which calls of the model by this thread only note how its layers are called.
 
-        This concerns calls by this thread; they reach no server, and leave a cache as it is. The context manager yields
-        the notes.
+        Such calls reach no server, and leave a cache unchanged. The context manager yields the notes.
         """
         self.notes.only = True
         try:
@@ -125,10 +123,10 @@ class Passage:
 
 
 class _StandIn(nn.Module):
-    """A layer of a model whose block is on a server; the module's docstring draws what it does."""
+    """A stand-in for a layer of a model whose block is on a server. The module's docstring draws what it does."""
 
     def __init__(self, passage: Passage, number: int, count: int, layer: nn.Module) -> None:
-        """Stand in for ``layer``, the one with this number of ``count``, in a model that ``passage`` belongs to."""
+        """Stand in for ``layer``, number ``number`` of ``count``, in the model that ``passage`` belongs to."""
         super().__init__()
         vars(self).update(adapter.plain_attributes(layer))
         self._passage = passage
@@ -138,8 +136,8 @@ class _StandIn(nn.Module):
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Note the arguments that the model gives to this layer; as the last layer, compute all layers on the servers.
 
-        A layer before the last one computes nothing and returns ``hidden``. The last one sends ``hidden`` with all
-        noted arguments through the servers, and returns what the last block made of it, as a tuple if the model's own
+        A layer before the last one computes nothing and returns ``hidden``. The last layer sends ``hidden`` with all
+        noted arguments through the servers, and returns the output of the last block, as a tuple if the model's own
         layers return tuples. The first layer begins new notes, and a session for a cache that has none.
 
         Raises what the calls of the servers raise, such as `NoRoute` if a block has no server.
@@ -173,10 +171,10 @@ def remote_model(
 ) -> Any:
     """Build a transformers model of a kind ("CausalLM", "Model", "SequenceClassification") over a swarm's blocks.
 
-    Its embeddings and head are loaded here, and frozen; a classifier's head that the checkpoint lacks is made anew, and
-    can be trained. For the other kinds, a weight that the checkpoint lacks raises UsageError. ``recover`` says how the
-    model's sessions continue after the loss of a server (see `nbdist.swarm.serve`); ``num_labels`` is the number of a
-    classifier's classes, None for that of the checkpoint. A server is called, to learn what a layer returns. Raises
+    Its embeddings and head are loaded here, and frozen. If the checkpoint lacks a classifier's head, a new head is
+    made, which can be trained. For the other kinds, a missing weight raises UsageError. ``recover`` says how the
+    model's sessions continue after the loss of a server (see `nbdist.swarm.serve`). ``num_labels`` is the number of a
+    classifier's classes; None takes it from the checkpoint. Calls a server once, to learn what a layer returns. Raises
     `NoRoute` if no server can serve the first block.
     """
     model = adapter.build(checkpoint.config, kind, num_labels)
@@ -212,7 +210,7 @@ class _OutputCheck:
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._passage.notes.only:
-            return  # what the model returns is not used
+            return  # the caller does not use the model's result
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         for name, instead in _NOT_RETURNED.items():
             value = given.get(name)
@@ -227,10 +225,10 @@ class _OutputCheck:
 
 
 def _probe(passage: Passage) -> None:
-    """Call a new model with few tokens, to find out how its layers are called and what they return.
+    """Call a new model with few tokens, to learn how its layers are called and what they return.
 
-    The answers go into ``passage.in_tuple`` and the crew's ``layout``. If the servers' cache memory is limited, also
-    take one token through a cache, so that servers learn its size.
+    Stores the answers in ``passage.in_tuple`` and the crew's ``layout``. If the servers' cache memory is limited, also
+    takes one token through a cache, so that servers learn how large a token's cache is.
     """
     model, crew = passage.model, passage.crew
     token = torch.zeros(1, 1, dtype=torch.long)
@@ -251,9 +249,9 @@ def _probe(passage: Passage) -> None:
 
 
 def _first_layer_call(passage: Passage, texts: int) -> LayerCall:
-    """Return how the model calls its first layer for ``texts`` sequences of 3 tokens, of which the first has padding.
+    """Return how the model calls its first layer for ``texts`` sequences of 3 tokens, the first of which is padded.
 
-    With padding, models prepare masks that have rows for each sequence. No server is called.
+    With padding, models prepare masks that have rows for each sequence. This calls no server.
     """
     mask = torch.ones(texts, 3, dtype=torch.long)
     mask[0, 0] = 0
@@ -265,7 +263,7 @@ def _first_layer_call(passage: Passage, texts: int) -> LayerCall:
 
 
 class _Generate:
-    """The model's ``generate()``; it tells new sessions how long the text may get, so that servers reserve memory."""
+    """The model's ``generate()``. It tells new sessions how long the text may get, so that servers reserve memory."""
 
     def __init__(self, passage: Passage, own: Any) -> None:
         self._passage = passage
@@ -280,7 +278,7 @@ class _Generate:
             notes.expected = 0
 
     def _expected_tokens(self, inputs: Any, kwargs: dict[str, Any]) -> int:
-        """Return the tokens that a sequence may have in the end, by the arguments of ``generate`` or its config.
+        """Return the tokens that a sequence may have at the end, by the arguments of ``generate`` or its config.
 
         Without a limit in either, this is the number of tokens in the input, or 1 without an input.
         """

@@ -1,12 +1,12 @@
-"""Chooses routes through the servers, and servers for blocks that nobody has. Pure functions.
+"""Chooses routes through the servers, and servers for blocks that no server has. Pure functions.
 
 ======== ==============================================================================================
 function use
 ======== ==============================================================================================
 `cut`    divides the blocks among the workers when a swarm begins
-`route`  the fastest route, for a session: each step waits for the one before
+`route`  the fastest route, for a session: each of its steps waits for the previous one
 `spread` a random route, for requests without a cache: they run side by side and should use all servers
-`assign` chooses servers to load the blocks that nobody has any more
+`assign` chooses servers to load the blocks that no server has any more
 ======== ==============================================================================================
 """
 
@@ -23,7 +23,7 @@ __all__ = ["NoRoute", "Offer", "Span", "assign", "cut", "named", "route", "runs_
 
 
 class NoRoute(NbdistError):
-    """No server serves some block, and none can load it; or too many servers failed one after the other.
+    """No server has some block, and none can load it; or too many servers failed one after the other.
 
     `Swarm.join` gives the swarm another worker. `Swarm.log` and `Swarm.states` show what happened to the servers.
     ``docs/errors.md`` has examples.
@@ -31,7 +31,7 @@ class NoRoute(NbdistError):
 
 
 class Span(NamedTuple):
-    """The consecutive blocks from ``begin`` to before ``end`` on one server, given by its worker's name."""
+    """The consecutive blocks from ``begin`` to before ``end`` on one server, which is named by its worker."""
 
     server: str
     begin: int
@@ -76,18 +76,18 @@ class Offer(NamedTuple):
 
     blocks: Sequence[int]
     hop: float = 1e-3
-    """Seconds that a call of the server takes besides the computation."""
+    """Seconds that a call to the server takes besides the computation."""
     pace: float = 1e-3
     """Seconds of computation for one token in one block."""
     load: int = 0
-    """The number of calls to it whose answers the client is waiting for."""
+    """The number of calls to the server whose answers the client is waiting for."""
 
 
 def route(offers: Mapping[str, Offer], begin: int, end: int) -> list[Span]:
-    """Return the route through these blocks that takes the least time; of equal ones, one with long spans.
+    """Return the route through these blocks that takes the least time; of equally fast routes, one with long spans.
 
-    Dynamic programming from the last block to the first. The time of a route is the server's `hop` for each of
-    its spans, plus `pace` times (1 + `load`) for each block. Raises `NoRoute`, which names the first missing block.
+    The time of a route is the server's `hop` for each of its spans, plus `pace` times (1 + `load`) for each block. This
+    is dynamic programming from the last block to the first. Raises `NoRoute`, which names the first missing block.
     """
     held = {server: set(offer.blocks) for server, offer in offers.items()}
     # By block and by the server that takes it: the time from there to the end, and the server of the next block.
@@ -113,10 +113,7 @@ def route(offers: Mapping[str, Offer], begin: int, end: int) -> list[Span]:
 
 
 def _first_missing(held: Mapping[str, set[int]], begin: int, end: int) -> int:
-    """Return the first block of the range that no server has.
-
-    Call it only if a block is missing.
-    """
+    """Return the first block of the range that no server has. Call it only if a block is missing."""
     known = set[int]().union(*held.values())
     return next(block for block in range(begin, end) if block not in known)
 
@@ -131,8 +128,8 @@ def _spans(
     """Follow the table ``rest`` of `route` from the best server of the first block; return the spans.
 
     ``rest`` has, for each block and each server that may take it, the time from there to the end and the server of the
-    next block. Of servers that are equally fast, the one with the longest row of blocks is taken first. ``held`` is
-    the blocks of each server.
+    next block. If several servers are equally fast for the first block, the server with the longest row of blocks is
+    taken. ``held`` has the blocks of each server.
     """
     if begin == end:
         return []
@@ -156,8 +153,8 @@ def _spans(
 def spread(offers: Mapping[str, Offer], begin: int, end: int, choose: random.Random) -> list[Span]:
     """Return a random route through these blocks, for one of many requests.
 
-    At each point the next server is drawn with a weight that is its speed divided by its load, and takes as many
-    blocks as it can. Raises `NoRoute` if no server has a block.
+    At each point the next server is drawn with a weight: its speed divided by its load. It takes as many blocks as it
+    can. Raises `NoRoute` if no server has a block.
     """
     held = {server: set(offer.blocks) for server, offer in offers.items()}
     found: list[Span] = []
@@ -175,7 +172,7 @@ def spread(offers: Mapping[str, Offer], begin: int, end: int, choose: random.Ran
 
 
 def _first_outside(numbers: set[int], begin: int, end: int) -> int:
-    """Return the first number from ``begin`` on that is not in the set, or ``end`` if all numbers before it are."""
+    """Return the first number from ``begin`` on that is not in the set, or ``end`` if all numbers before it are in."""
     at = begin
     while at < end and at in numbers:
         at += 1
@@ -189,12 +186,12 @@ def assign(
     sizes: Sequence[int] | None = None,
     room: Mapping[str, int | None] | None = None,
 ) -> list[Span]:
-    """Choose servers for those of these blocks that no server has; return what each has to load.
+    """Choose servers for the blocks in a range that no server has; return a span for each server that must load some.
 
-    Each row of missing blocks goes to the server with the least bytes of blocks of those that have room for the whole
-    row; if none has, several servers share it. ``blocks`` has the blocks of each server, ``sizes`` the bytes of each
-    block (1 by default), ``room`` the bytes of blocks that a server may have in all, no limit if it is None or missing.
-    Raises `NoRoute` if no server has room.
+    Each row of missing blocks goes to one server: of those with room for the whole row, the one with the least bytes of
+    blocks. If no server has so much room, several servers share the row. ``blocks`` has the blocks of each server,
+    ``sizes`` the bytes of each block (1 by default), ``room`` the bytes of blocks that a server may have in all; None
+    or no entry means no limit. Raises `NoRoute` if no server has room.
     """
     known = {number for numbers in blocks.values() for number in numbers}
     missing = [number for number in range(begin, end) if number not in known]
@@ -211,7 +208,7 @@ def assign(
 
 
 def runs_of(numbers: Sequence[int]) -> list[list[int]]:
-    """Group ascending numbers into runs of consecutive ones."""
+    """Group ascending numbers into runs of consecutive numbers."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
@@ -228,11 +225,12 @@ def named(numbers: Sequence[int]) -> str:
 
 
 def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mapping[str, int | None]) -> list[Span]:
-    """Place a run of blocks on one server if it fits, else in parts as large as possible; return what each has to load.
+    """Place a run of blocks on one server if it fits, else in parts as large as possible; return the new spans.
 
-    ``size`` has the bytes of every block, ``has`` the bytes of blocks that each server has, which this updates,
-    ``room`` the bytes that it may have in all, None for no limit. Of servers that can take equally many blocks of the
-    run, the one with the least bytes is taken. Raises `NoRoute` if no server has room for the first block that is left.
+    ``size`` has the bytes of every block. ``has`` has the bytes of blocks on each server, which this function updates.
+    ``room`` has the bytes that a server may have in all, None for no limit. If several servers can take equally many
+    blocks of the run, the one with the least bytes takes them. Raises `NoRoute` if no server has room for the first
+    block that is left.
     """
     found: list[Span] = []
     while run:
@@ -255,7 +253,7 @@ def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mappi
 
 
 def _blocks_that_fit(run: Sequence[int], size: Sequence[int], left: int | None) -> int:
-    """Return how many blocks from the beginning of a run fit into ``left`` bytes, None for no limit.
+    """Return how many blocks from the beginning of a run fit into ``left`` bytes; None means no limit.
 
     The blocks are consecutive, so the first one that does not fit ends the count.
     """

@@ -1,7 +1,7 @@
 """The blocks of a swarm, or some of them, as a module from hidden states to hidden states.
 
-Only the model's own code knows how a block is called (masks, positions). So that code runs here on zeros, with
-stand-ins for its layers, and their arguments are noted.
+Only the model's own code knows how a block is called (masks, positions). So that code runs here on zeros, while
+stand-ins for its layers note their arguments.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["BlockSession", "RemoteSequential"]
 
 
 class RemoteSequential(nn.Module):
-    """Consecutive blocks of a swarm as a module; made by `Swarm.sequential`.
+    """Consecutive blocks of a swarm as a module. `Swarm.sequential` makes one.
 
-    ``blocks[a:b]`` is a module with some of the blocks, ``blocks[i]`` one with a single block; iterating yields modules
-    with one block each. Gradients pass through it to its inputs. The module has no parameters.
+    ``blocks[a:b]`` is a module with some of the blocks, and ``blocks[i]`` a module with a single block. Iteration
+    yields modules with one block each. Gradients pass through to the inputs. The module has no parameters.
 
     Example:
         >>> import transformers
@@ -89,7 +89,7 @@ class RemoteSequential(nn.Module):
             attention_mask: (sequences, tokens), 0 for padding, as for the model.
             prompts: (blocks, sequences or 1, tokens, width), added to the hidden states of the first tokens before each
                 block. In a session, tokens count from its beginning.
-            cache: the cache of a `session`; `BlockSession.step` gives it.
+            cache: the cache of a `session`, as `BlockSession.step` passes it.
 
         Raises:
             UsageError: the prompts do not fit, the session has ended, or gradients are wanted in a session.
@@ -124,7 +124,7 @@ class RemoteSequential(nn.Module):
     def _block_calls(self, hidden: torch.Tensor, mask: torch.Tensor | None, cache: Any) -> list[Any]:
         """Return how the model would call each of these blocks; calls no server, and leaves ``cache`` as it is.
 
-        Each call is a `LayerCall`: a block's arguments besides the hidden states. This runs the model while its layers
+        Each call is a `LayerCall`: a block's arguments besides the hidden states. This runs the model, while its layers
         only note their arguments (`Passage.noting`).
         """
         with self._passage.noting() as notes, torch.no_grad():
@@ -140,8 +140,8 @@ class RemoteSequential(nn.Module):
     def session(self, max_tokens: int = 0) -> Iterator[BlockSession]:
         """Open a session with caches on the servers for the duration of a ``with`` block.
 
-        ``max_tokens`` is the number of tokens that it will have, so that servers can reserve memory; 0 if unknown.
-        After the ``with`` block, further steps raise UsageError. The example of `RemoteSequential` has a session.
+        ``max_tokens`` is the number of tokens that the session will have, so that servers can reserve memory; 0 if
+        unknown. After the ``with`` block, further steps raise UsageError. `RemoteSequential` has an example.
         """
         cache = adapter.new_cache(self._passage.model.config)
         sessions = self._passage.sessions
@@ -154,7 +154,7 @@ class RemoteSequential(nn.Module):
 
 
 class BlockSession:
-    """A session of the blocks of a `RemoteSequential`: takes tokens step by step; made by its method `session`."""
+    """A session through the blocks of a `RemoteSequential`, which takes tokens step by step, made by its `session`."""
 
     def __init__(self, blocks: RemoteSequential, cache: Any) -> None:
         self._blocks = blocks
@@ -170,7 +170,7 @@ class BlockSession:
         """Take the hidden states of new tokens through the blocks; return the hidden states behind the last block.
 
         Servers that die are replaced. A step that is refused before it is sent, such as one with gradients, changes
-        nothing. After any other error, begin a new session: further steps raise UsageError. For the arguments and
+        nothing. After any other error, further steps raise UsageError: begin a new session. For the arguments and
         errors see `RemoteSequential.forward`.
         """
         found: torch.Tensor = self._blocks(hidden, prompts=prompts, cache=self.cache)

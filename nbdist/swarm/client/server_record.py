@@ -1,4 +1,4 @@
-"""The client's knowledge of one server: its blocks, its state, its speed, and until when it is not called."""
+"""The client's record of one server: its blocks, its state, its speed, and until when it is not called."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ State = Literal["joining", "online", "draining", "offline", "gone"]
 _NEWEST_WEIGHT = 0.2
 """The weight of the newest measurement in the moving averages of `Member.hop` and `Member.pace`."""
 _LONGEST_BAN_SECONDS = 300.0
-"""Seconds for which a server is banned at most."""
+"""The longest time, in seconds, for which a server is banned."""
 
 
 @dataclass(eq=False)
 class Member:
     """One server of a swarm, as the client knows it; `nbdist.swarm.client.servers` draws its states.
 
-    The crew changes state and blocks under its lock; the other numbers are updated by the threads whose calls end.
+    The crew changes state and blocks under its lock. Threads whose calls have ended update the other numbers.
     """
 
     name: str
@@ -37,26 +37,26 @@ class Member:
     server: RRef[Server]
     address: Address
     room: int | None = None
-    """Bytes of blocks up to which it takes over blocks of other servers; None for no limit."""
+    """The most bytes of blocks that the server may have when it takes over blocks; None for no limit."""
     state: State = "joining"
     note: str = ""
-    """Why it is gone or banned."""
+    """Why the server is gone or banned."""
     blocks: list[int] = field(default_factory=list)
-    """The numbers of the blocks that it serves; it may not have freed others yet."""
+    """The numbers of the blocks that the server serves. It may have others that it has not freed yet."""
     cache: int = 0
-    """Bytes reserved for caches, as of its last reply; so are ``sessions`` and ``steps``."""
+    """Bytes reserved for caches, as of the server's last reply; ``sessions`` and ``steps`` are as of then, too."""
     sessions: int = 0
     steps: int = 0
     load: int = 0
-    """The number of calls to it whose answers this client is waiting for."""
+    """The number of calls to the server whose answers this client is waiting for."""
     hop: float = 1e-3
     """Seconds that a call takes besides the computation: a moving average."""
     pace: float = 1e-3
     """Seconds of computation for one token in one block: a moving average."""
     strikes: int = 0
-    """The number of times in a row that it did not answer."""
+    """The number of times in a row that the server did not answer."""
     banned_until: float = 0.0
-    """The time, by time.monotonic, until which it is not called."""
+    """The time, as of `time.monotonic`, until which the server is not called."""
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -67,7 +67,7 @@ class Member:
     def rest(self, state: State, note: str = "") -> None:
         """Mark the server as "gone" or "offline": it has no blocks and no caches.
 
-        The caller has noted that the server is dead or has been dismissed; ``note`` is the reason, for displays.
+        Call this when the server is dead or has been dismissed. ``note`` is the reason, for displays.
         """
         self.state, self.note = state, note
         self.blocks = []
@@ -75,7 +75,7 @@ class Member:
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:
-        """Return a context manager that counts one more call in `load`, for as long as the call waits for its answer.
+        """Return a context manager that counts one more call in `load`, while the call waits for its answer.
 
         `load` is part of the `offer`, so that busy servers get less new work.
         """
@@ -88,14 +88,14 @@ class Member:
                 self.load -= 1
 
     def answered(self, reply: StepReply, elapsed: float | None, tokens: int, blocks: int) -> None:
-        """Take over the numbers of a reply (speed, sessions, bytes of caches), and lift a ban.
+        """Store the numbers of a reply (speed, sessions, bytes of caches), and lift a ban.
 
-        ``elapsed`` is the seconds from call to answer, or None if the server had to wait for other servers. ``tokens``
-        and ``blocks`` are the size of the request.
+        ``elapsed`` is the seconds from call to answer; None if the server had to wait for other servers. ``tokens`` and
+        ``blocks`` are the size of the request.
         """
         self.cache, self.sessions, self.steps = reply.cache, reply.sessions, reply.steps
         self.strikes, self.banned_until, self.note = 0, 0.0, ""
-        if reply.seconds > 0:  # otherwise the answer was known already, and says nothing about the speed
+        if reply.seconds > 0:  # else the answer was stored already, and says nothing about the speed
             self.pace += _NEWEST_WEIGHT * (reply.seconds / max(1, tokens * blocks) - self.pace)
             if elapsed is not None:
                 self.hop += _NEWEST_WEIGHT * (max(0.0, elapsed - reply.seconds) - self.hop)
@@ -103,7 +103,7 @@ class Member:
     def ban(self, now: float, seconds: float, why: str) -> float:
         """Ban the server because it did not answer or cannot serve; return for how many seconds from ``now``.
 
-        The first ban lasts ``seconds``, each further one in a row twice as long, 300 at most. ``why`` is the reason,
+        The first ban lasts ``seconds``, each further ban in a row twice as long, 300 at most. ``why`` is the reason,
         for displays. ``now`` is as of `time.monotonic`.
         """
         for_ = min(seconds * 2.0**self.strikes, _LONGEST_BAN_SECONDS)
@@ -113,10 +113,7 @@ class Member:
         return for_
 
     def is_banned(self, now: float) -> bool:
-        """Return whether the server is not to be called now.
-
-        A server is banned for a while after it did not answer or failed.
-        """
+        """Return whether the server must not be called now, because it did not answer or failed a short time ago."""
         return now < self.banned_until
 
     def serves(self, now: float) -> bool:
@@ -126,7 +123,7 @@ class Member:
     def has(self, span: Span, now: float) -> bool:
         """Return whether the server is online, not banned, and serves all blocks of a span.
 
-        If not, the session gives the span to another server.
+        If it is not so, the session gives the span to another server.
         """
         blocks = self.blocks
         return self.serves(now) and all(number in blocks for number in range(span.begin, span.end))
@@ -138,8 +135,8 @@ class Member:
     def told(self, now: float, sizes: Sequence[int], budget: int | None) -> dict[str, Any]:
         """Describe the server for a map, as a dict of JSON values: name, state, note, blocks, bytes and counts.
 
-        ``sizes`` are the bytes of all blocks of the model, ``budget`` the bytes of caches that a server may hold, None
-        for no limit. ``now`` is as of `time.monotonic`.
+        ``sizes`` has the bytes of all blocks of the model, ``budget`` is the bytes of caches that a server may hold,
+        None for no limit. ``now`` is as of `time.monotonic`.
         """
         banned = self.state == "online" and self.is_banned(now)
         return {

@@ -12,8 +12,9 @@ The states of a server (`Member.state`), and the methods of `Crew` that change t
 A banned server stays "online", but gets no work for some seconds. `join` makes a new server on a worker whose
 server is "gone" or "offline".
 
-A call that fails tells the crew that its server is lost (`lose`) or does not answer (`_ban`), and raises `Gone`, upon
-which the caller asks for a new route. `Crew.way` lets a server load blocks that nobody serves any more (`_mend`).
+A *member* is the client's record of a server (`nbdist.swarm.client.server_record`). When a call fails, the crew notes
+that the server is lost (`lose`) or does not answer (`_ban`), and raises `Gone`; the caller then asks for a new route.
+`Crew.way` lets a server load blocks that no server has any more (`_mend`).
 """
 
 from __future__ import annotations
@@ -56,25 +57,25 @@ __all__ = ["Crew", "Forgotten", "Gone"]
 
 _numbers = itertools.count()
 _LOADING_SECONDS = 300.0
-"""Seconds that loading blocks may take beyond the time of a step: at first, the worker imports transformers."""
+"""Seconds for loading blocks, in addition to the time of a step: at first, the worker imports transformers."""
 _NEW_WORKER_SECONDS = 15.0
-"""Seconds, at least, for a new worker to answer: its other threads have to wait while it imports transformers."""
+"""The shortest time limit, in seconds, for a new worker to answer: importing transformers delays its other threads."""
 _FIRST_BAN_SECONDS = 5.0
-"""Seconds for which a server is not called after it did not answer; `Member.ban` doubles them for each failure."""
+"""Seconds for which a server that did not answer is not called; `Member.ban` doubles them for each failure in a row."""
 
 
 class Gone(NbdistError):
-    """A server died or did not answer, and the crew has noted that: the caller should ask for another route."""
+    """A server died or did not answer, and the crew has noted that. The caller should ask for another route."""
 
 
 class Forgotten(Gone):
-    """A server answers, but does not have the session or block any more."""
+    """A server answers, but no longer has the session or block."""
 
 
 class Crew:
     """All servers of a swarm, including those that are gone.
 
-    Any thread may use it. Methods that call servers have to be called within `working`.
+    Any thread may use it. Call methods that call servers within `working`.
     """
 
     def __init__(
@@ -94,11 +95,11 @@ class Crew:
         self.sizes = sizes
         """Bytes of each block."""
         self.layout: StackLayout = DEFAULT_LAYOUT
-        """Which arguments of a block have rows for each sequence; `DEFAULT_LAYOUT` until a model has found out."""
+        """Says which arguments of a block have rows for each sequence; `DEFAULT_LAYOUT` until a model has found out."""
         self.options = options
         self.step_timeout = step_timeout
         self.micro_batch = micro_batch
-        """Sequences in one part of a call without a cache; an argument of `serve`."""
+        """The number of sequences in one part of a call without a cache; an argument of `serve`."""
         self.spend = spend
         """Returns the points to spend on a request of a kind and a number of tokens; an argument of `serve`."""
         self.ban_seconds = _FIRST_BAN_SECONDS
@@ -106,28 +107,28 @@ class Crew:
         self._checkpoint = checkpoint
         self._source = offer(checkpoint)
         self._weights = weights
-        """The folder that `close`, or the end of this object, removes: until then servers may load blocks from it."""
+        """The folder that `close`, or the end of this object, removes. Until then servers may load blocks from it."""
         self._journal = journal
         self._room = room
         self._route_timeout = route_timeout
         self._members: dict[str, Member] = {}
-        """By name of the worker, in the order in which they came."""
+        """The members by name of the worker, in the order in which they joined."""
         self._choose = random.Random(0)
         self._changed = threading.Condition(threading.RLock())
         """Guards the list of members and their states; notified when a worker has loaded its blocks."""
         self._arranging = threading.RLock()
-        """Held by a thread that gives blocks to servers. A session's lock comes before it, `_changed` after it."""
+        """Held by a thread that gives blocks to servers. Take a session's lock before it, and `_changed` after it."""
         self.closed = False
         self._agent = api.current_agent()
         self.incarnation = self._agent.me.incarnation
-        """The incarnation of this client's agent. When servers lose the agent, they drop this client's sessions."""
+        """The incarnation of this client's agent. When a server loses the agent, it drops this client's sessions."""
         weakref.finalize(self, self._agent.on_lost(_Listener(self))).atexit = False
 
     # -- who there is -------------------------------------------------------------------------
 
     @property
     def members(self) -> list[Member]:
-        """All members, including those that are gone; of several on one worker, the last."""
+        """All members, including those that are gone. If a worker has had several, the last one."""
         with self._changed:
             return list(self._members.values())
 
@@ -137,7 +138,7 @@ class Crew:
         return [member for member in self.members if member.there]
 
     def member(self, worker: int | str) -> Member:
-        """Return the member on a worker, given by name or id; UsageError if none serves there, or not any more."""
+        """Return the member on a worker, given by name or id; raise UsageError if no server serves there (any more)."""
         name = self._name_of(worker)
         with self._changed:
             found = self._members.get(name)
@@ -146,7 +147,7 @@ class Crew:
         return found
 
     def _name_of(self, worker: int | str) -> str:
-        """Return the name of a worker that is given by name or id; for an unknown id, the id as text."""
+        """Return the name of a worker that is given by name or id; for an unknown id, the id as a text."""
         if isinstance(worker, str):
             return worker
         known = self._agent.members()
@@ -155,24 +156,24 @@ class Crew:
     def lose(self, incarnation: int, why: object) -> None:
         """Mark the server on the worker with this incarnation as "gone", and log its blocks and the reason.
 
-        ``why`` is the reason, unless the agent knows one. Does nothing if no server is there, or it has left or is
-        gone already. Its sessions move when their next step finds it gone. Called by a thread whose call failed, and by
-        the agent when it loses a member.
+        ``why`` is the reason, unless the agent knows one. Does nothing if no server is there, or if it has left or is
+        gone already. Its sessions move when their next step finds it gone. Threads whose call failed call this, and so
+        does the agent when it loses a member.
         """
         with self._changed:
             member = next((each for each in self._members.values() if each.incarnation == incarnation), None)
             if member is None or member.state in ("gone", "offline"):
                 return
-            # The agent's reason is the same, whoever notices the death first.
+            # Prefer the agent's reason: it does not depend on which thread notices the death first.
             why = self._agent.fate(incarnation) or why
             blocks = member.blocks
             member.rest("gone", str(why).splitlines()[0] if str(why) else "")
         self._journal.tell(f"{member.name}, which had {named(blocks)}, is gone: {member.note}")
 
     def kill(self, member: Member) -> None:
-        """Kill the process of a member's worker with SIGKILL; a worker on another host does it itself.
+        """Kill the process of a member's worker with SIGKILL. A worker on another host kills itself.
 
-        Does not wait for its end. Raises UsageError if the member is gone already, or is this process.
+        Does not wait until the process has ended. Raises UsageError if the member is gone already, or is this process.
         """
         record = self._agent.member(member.incarnation)
         if record is None:
@@ -187,13 +188,13 @@ class Crew:
             api.rpc_async(member.name, _die)
 
     def _ban(self, member: Member, why: str = "") -> None:
-        """Do not call a server for a while; ``why`` completes its name in the log, by default "did not answer ...".
+        """Stop calling a server for a while. ``why`` completes its name in the log, by default "did not answer ...".
 
-        Does nothing for a server that is banned already, or that still joins.
+        Does nothing for a server that is banned already, or that is still joining.
         """
         with self._changed:
             if member.state == "joining" or member.is_banned(time.monotonic()):
-                return  # a joining server serves nobody yet; a banned one has failed another call at the same time
+                return  # a joining server has no callers yet; a banned one has failed another call at the same time
             seconds = member.ban(time.monotonic(), self.ban_seconds, why or "did not answer")
         told = why or f"did not answer for {self.step_timeout:g} s"
         self._journal.tell(f"{member.name} {told}: it is left alone for {seconds:g} s")
@@ -203,7 +204,7 @@ class Crew:
     def start(self, workers: Sequence[int | str], spans: Sequence[tuple[int, int]], tell: Steps) -> None:
         """Make a server on each worker and load its span there, all at the same time; ``tell`` shows the progress.
 
-        Raises what `_wait_until_loaded` raises for the first worker that fails; the other servers are left as they are.
+        If a worker fails, raises the error of `_wait_until_loaded` for the first such worker. The other servers stay.
         """
         made = [(self._make_server(worker), span) for worker, span in zip(workers, spans, strict=False)]
         asked = [(member, self._send_load(member, *span)) for member, span in made]
@@ -212,9 +213,9 @@ class Crew:
             self._wait_until_loaded(member, answer)
 
     def join(self, worker: int | str, begin: int, end: int, tell: Steps) -> None:
-        """Load these blocks on a worker besides those that it serves; ``tell`` shows the progress.
+        """Load these blocks on a worker, in addition to those that it serves; ``tell`` shows the progress.
 
-        A worker without a server that is online gets a new one. Raises what `_wait_until_loaded` raises.
+        If the worker has no online server, it gets a new one. Raises the errors of `_wait_until_loaded`.
         """
         with self._changed:
             known = self._members.get(self._name_of(worker))
@@ -236,20 +237,20 @@ class Crew:
         with self._changed:
             before = self._members.pop(member.name, None)  # popped, so that the new member is the last of the list
             if before is not None:
-                before.rest("gone")  # the worker died and was restarted before anybody noticed
+                before.rest("gone")  # the worker died and was restarted, and this process did not notice
             self._members[member.name] = member
         self._journal.news()
         return member
 
     def _send_load(self, member: Member, begin: int, end: int) -> Future[list[int]]:
-        """Ask a server to load the blocks from ``begin`` to before ``end``; `outwait` takes the future."""
+        """Ask a server to load the blocks from ``begin`` to before ``end``; `outwait` waits for the future."""
         record = self._agent.member(member.incarnation)
         far = record is not None and record.host != self._agent.me.host  # it may have to read them from this process
         extra = _LOADING_SECONDS + (seconds_for(sum(self.sizes)) if far else 0.0)  # others may load at the same time
         return self.send(member, "load", begin, end, extra=extra)
 
     def _wait_until_loaded(self, member: Member, asked: Future[list[int]]) -> None:
-        """Wait until a server has loaded its blocks (``asked`` is that call), and let it serve them.
+        """Wait until a server has loaded its blocks, and let it serve them. ``asked`` is the future of that call.
 
         A new server that fails is marked as "gone". Raises WorkerLost if the worker died, UsageError if the swarm was
         closed meanwhile, `Gone` if the server has left meanwhile or does not answer, or the error of loading.
@@ -279,8 +280,8 @@ class Crew:
     def relieve(self, member: Member) -> None:
         """Let other servers load a server's blocks, and send no new work to it: its state becomes "draining".
 
-        Its sessions still have to move. If nobody can take its blocks, it is online again, and this raises `NoRoute`.
-        Raises UsageError if the server is not online or draining.
+        Its sessions are not moved by this. If no server can take its blocks, it is online again, and this raises
+        `NoRoute`. Raises UsageError if the server is not online or draining.
         """
         with self._arranging:
             with self._changed:
@@ -288,7 +289,7 @@ class Crew:
                     raise UsageError(
                         f"{member.name} is {member.state}, so it cannot leave now: only an online or draining one can"
                     )
-                member.state = "draining"  # it may be that already, when an interrupted call is repeated
+                member.state = "draining"  # it is that already if an interrupted call is repeated
             self._journal.tell(f"{member.name} is about to leave")
             try:
                 while not self._load_unserved(0, len(self.sizes)):
@@ -300,7 +301,7 @@ class Crew:
                 raise
 
     def dismiss(self, member: Member) -> None:
-        """Let a server that has been relieved go: it becomes "offline", and frees its blocks and caches."""
+        """Remove a server that has been relieved: it becomes "offline", and frees its blocks and caches."""
         with self._changed:
             member.rest("offline")
         self._release(member)
@@ -315,8 +316,8 @@ class Crew:
     def shift(self, begin: int, end: int, member: Member) -> list[Member]:
         """Load these blocks on a server and take them away from all others; return those others.
 
-        The others keep the weights until `unload`, so that steps under way can end and sessions can move. If the server
-        fails (`Gone`) or cannot load the blocks, that error is raised, and no server loses a block.
+        The others keep the weights until `unload`, so that running steps can end and sessions can move. If the server
+        fails (`Gone`) or cannot load the blocks, this raises that error, and no server loses a block.
         """
         relieved = []
         with self._arranging:
@@ -332,7 +333,7 @@ class Crew:
         return relieved
 
     def unload(self, members: Sequence[Member]) -> None:
-        """Free the weights of the blocks that these servers do not serve any more. A server that is lost is skipped."""
+        """Free the weights of the blocks that these servers no longer serve. A server that is lost is skipped."""
         with self._arranging:
             for member in members:
                 with contextlib.suppress(Gone):
@@ -347,7 +348,7 @@ class Crew:
         withdraw(self._source)
         for member in self.members:
             if member.state not in ("offline", "gone"):
-                self._release(member)  # before the state changes: after an interrupt, a second call does it again
+                self._release(member)  # before the state changes, so that a second call repeats it after an interrupt
                 with self._changed:
                     member.rest("offline")
         self._weights.cleanup()
@@ -358,10 +359,7 @@ class Crew:
         return self.closed or self._agent.closed
 
     def check_open(self) -> None:
-        """Raise UsageError if the swarm is closed.
-
-        Methods that need servers call this first.
-        """
+        """Raise UsageError if the swarm is closed. Methods that need servers call this first."""
         if self.closed:
             raise UsageError("this swarm is closed: call nbdist.swarm.serve again")
 
@@ -370,9 +368,9 @@ class Crew:
     def way(self, begin: int, end: int, *, spread: bool = False) -> list[tuple[Span, Member]]:
         """Return a route through these blocks: the fastest one, or a random one that spreads the load (``spread``).
 
-        The route is a list of spans, each with its server. If nobody serves a block, a server loads it first. If no
-        server can, wait while a worker is joining, and for ``route_timeout`` seconds in any case; then raise `NoRoute`.
-        Raises UsageError if the swarm is closed.
+        The route is a list of spans, each with its server. If no server has a block, a server loads it first. If no
+        server can load it, waits while a worker is joining, but at least ``route_timeout`` seconds; then raises
+        `NoRoute`. Raises UsageError if the swarm is closed.
         """
         began = time.monotonic()
         while True:
@@ -401,10 +399,10 @@ class Crew:
         return {member.name: member for member in self.members if member.serves(now)}
 
     def _may_come(self, since: float) -> bool:
-        """Wait up to 0.1 s for a worker to join, and return True; return False if it is no use to wait any longer.
+        """Wait up to 0.1 s for a worker to join, and return True. Return False if there is nothing to wait for.
 
-        That is, no worker is joining, and ``route_timeout`` seconds have passed since the moment ``since``. A thread
-        that finds no route calls this before it tries again.
+        That is the case if no worker is joining, and ``route_timeout`` seconds have passed since the moment ``since``.
+        A thread that finds no route calls this before it tries again.
         """
         with self._changed:
             joining = any(member.state == "joining" for member in self._members.values())
@@ -415,10 +413,10 @@ class Crew:
         return True
 
     def _load_unserved(self, begin: int, end: int) -> bool:
-        """Let servers load the blocks that nobody serves; return False if one failed and this has to be done again.
+        """Let servers load the blocks that no server has; return False if one failed and this must be repeated.
 
-        A server that fails is banned or lost afterwards, so the next try takes others. Raises `NoRoute` if none is left
-        that has room for the blocks.
+        A server that fails is then banned or lost, so the next attempt uses others. Raises `NoRoute` if no server is
+        left that has room for the blocks.
         """
         try:
             self._mend(begin, end)
@@ -427,10 +425,10 @@ class Crew:
         return True
 
     def _mend(self, begin: int, end: int) -> None:
-        """Let servers load those of these blocks that nobody serves; does nothing if there are none.
+        """Let servers load the blocks of the range that no server has; does nothing if there are none.
 
-        Raises `NoRoute`, which says why other servers do not serve, or `Gone` if a server fails: one that dies is
-        lost, one that cannot load, such as for lack of memory, is banned.
+        Raises `NoRoute`, which says why other servers do not serve, or `Gone` if a server fails. A server that dies is
+        lost. A server that cannot load the blocks, for example for lack of memory, is banned.
         """
         if not _lacks_block(self._serving(), begin, end):
             return
@@ -442,7 +440,7 @@ class Crew:
                 spans = routing.assign(blocks, begin, end, self.sizes, room)
             except NoRoute as error:
                 raise NoRoute("; ".join([str(error), *self._why_not_serving()])) from None
-            for span in spans:  # a quick call first: finding that a server hangs must not take as long as loading may
+            for span in spans:  # a quick call first: noticing that a server hangs must not take as long as loading may
                 self.ask(members[span.server], "info")
             asked = [self._send_load(members[span.server], span.begin, span.end) for span in spans]
             for span, answer in zip(spans, asked, strict=True):
@@ -474,17 +472,17 @@ class Crew:
     def working(self) -> Iterator[None]:
         """Return a context manager to enter around calls of servers.
 
-        Inside, calls are made by the agent with which the crew was made, whatever agent the calling thread has, and a
+        Inside, the agent with which the crew was made makes the calls, whatever agent the calling thread has, and a
         user's distributed autograd context does not record them.
         """
         with self._agent.activate(), recorder().contexts.outside():
             yield
 
     def send(self, member: Member, method: str, *args: Any, extra: float = 0.0, **kwargs: Any) -> Future[Any]:
-        """Call a method of a server, without waiting; `answer` takes the future that is returned.
+        """Call a method of a server, without waiting; pass the returned future to `answer`.
 
-        The call times out after `step_timeout` and ``extra`` seconds more. A call to a server that is known to be lost
-        returns a failed future.
+        The call times out after `step_timeout` plus ``extra`` seconds. For a server that is known to be lost, returns a
+        failed future.
         """
         timeout = self.step_timeout + extra
         try:
@@ -498,7 +496,8 @@ class Crew:
     def answer(self, member: Member, asked: Future[Any], within: float | None = None) -> Any:
         """Wait for a call's result and return it.
 
-        Notes what a failure says of the server. Errors of the computation itself are raised as they are.
+        If the call failed, notes what that says about the server. Errors of the computation itself are raised
+        unchanged.
 
         Args:
             member: the server that was called.
@@ -513,11 +512,11 @@ class Crew:
             try:
                 found = asked.wait(within)
                 if isinstance(found, StepReply):
-                    # A server on a GPU answers a client whose worker has one with tensors there.
+                    # If server and client have GPUs, the server's answer may have tensors on the client's GPU.
                     found = found._replace(result=adapter.moved(found.result, "cpu"))
                 return found
             # Errors lose their tracebacks: the call refers to the error, whose frames refer to the call and to a
-            # session's cache, which would stay until the garbage collector runs.
+            # session's cache. All of these would stay until the garbage collector runs.
             except (WorkerLost, RRefError) as error:
                 self.lose(member.incarnation, error)
                 raise Gone(member.name) from error.with_traceback(None)
@@ -534,32 +533,32 @@ class Crew:
                 raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
 
     def outwait(self, member: Member, asked: Future[Any], within: float | None = None) -> Any:
-        """Wait for a call that may take long, like `answer`, as long as its worker answers another call meanwhile.
+        """Wait for a call that may take long, like `answer`, as long as its worker answers other calls meanwhile.
 
-        The worker is asked every ``within`` seconds, by default `step_timeout`; no answer raises `Gone`.
+        Calls the worker every ``within`` seconds, by default `step_timeout`. If it does not answer, raises `Gone`.
         """
         within = self.step_timeout if within is None else within
         with member.asked():
             while not asked.done():
                 with contextlib.suppress(Exception):  # an error of the call is raised by `answer` below
                     asked.wait(within)
-                if not asked.done():  # call the worker, not the server, which may not have been made yet
+                if not asked.done():  # call the worker, not the server: the server may not exist yet
                     self.answer(member, api.rpc_async(member.name, _do_nothing, timeout=within))
         return self.answer(member, asked)
 
     def ask(self, member: Member, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a server and wait for its result: `send`, then `answer`.
 
-        The errors are those of `answer`: `Gone` if the server is lost or does not answer, its subclass
-        `Forgotten` if it lacks the block, the session or its input, or the method's own.
+        Raises the errors of `answer`: `Gone` if the server is lost or does not answer; its subclass `Forgotten` if it
+        lacks the block, the session or its input; or the method's own error.
         """
         return self.answer(member, self.send(member, method, *args, **kwargs))
 
     def compute(self, member: Member, method: str, tokens: int, blocks: int, *args: Any) -> Any:
         """Call a server's `forward` or `backward` and return its result; note how fast the server was.
 
-        ``tokens`` is the size of the request, ``blocks`` the number of blocks that it goes through. Raises what `ask`
-        raises.
+        ``tokens`` is the size of the request, ``blocks`` the number of blocks that it goes through. Raises the errors
+        of `ask`.
         """
         began = time.perf_counter()
         reply: StepReply = self.ask(member, method, *args, points=self.spend(method, tokens), extra=carriage(*args))
@@ -569,7 +568,7 @@ class Crew:
     def abandon(self, session: str, members: Sequence[Member] | None = None, begin: int | None = None) -> None:
         """Tell all servers, or ``members``, to drop a session, or only its span that begins with ``begin``.
 
-        Does not wait. Servers that do not have it ignore the call.
+        Does not wait. Servers without the session ignore the call.
         """
         with self.working():
             for member in self.there if members is None else members:
@@ -578,7 +577,7 @@ class Crew:
 
 
 class _Listener:
-    """The agent's listener that tells a crew of lost workers; it holds the crew weakly."""
+    """The agent's listener that tells a crew about lost workers. It refers to the crew weakly."""
 
     def __init__(self, crew: Crew) -> None:
         self._crew = weakref.ref(crew)
@@ -590,15 +589,15 @@ class _Listener:
 
 
 def _do_nothing() -> None:
-    """Do nothing: an answer to this call shows that a worker lives."""
+    """Do nothing. An answer to this call shows that a worker is alive."""
 
 
 def _die() -> None:
-    """Kill this process: runs on the worker that `Crew.kill` kills."""
+    """Kill this process. Runs on the worker that `Crew.kill` kills."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _lacks_block(members: dict[str, Member], begin: int, end: int) -> bool:
-    """Return whether there is a block in the range that none of these members has."""
+    """Return whether a block in the range is missing on all of these members."""
     known = {number for member in members.values() for number in member.blocks}
     return any(number not in known for number in range(begin, end))

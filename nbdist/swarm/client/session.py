@@ -7,8 +7,8 @@ A route is a chain of spans; the client keeps the inputs of each span in a `Hist
     servers                worker0        worker1        worker0
 
     a step      `_step_with_spares`: `_send` to all servers at once, then `_wait_for_result` for each in turn
-    worker1 serves span 1 no longer        `_replace`
-      ├─ it still answers (`leave`, `move`): another server takes its caches over        `_move_caches`
+    worker1 no longer serves span 1        `_replace`
+      ├─ it still answers (`leave`, `move`): another server takes over its caches        `_move_caches`
       └─ it is dead: other servers load its blocks (`_open_on_a_route`), then                     `_caught_up`
            ├─ recover="fast": get all inputs of the history in one merged step           `_at_once`
            └─ recover="exact", or the result of the merged step was different:
@@ -24,7 +24,7 @@ Session.state when
 "recovering"  in a step, or in `Session.settle`, while a span gets another server
 ============= =================================================================
 
-Order of locks: a session's lock, then the crew's lock for giving blocks to servers, then the crew's lock for its list.
+Order of locks: first a session's lock, then `Crew._arranging`, then `Crew._changed`.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ Recover = Literal["exact", "fast"]
 
 _numbers = itertools.count()
 _MAX_LOST_SERVERS = 16
-"""Servers that may fail one after the other in one step of a session before the step fails with `NoRoute`."""
+"""The number of servers that may fail one after the other in a step before the step fails with `NoRoute`."""
 _PUSH_SECONDS = 0.5
 """Seconds for which the client waits for a server's result before it sends that server's input itself.
 
-The server before should have pushed the input, but a push may get lost. Sending it twice is harmless.
+The previous server should have pushed the input, but a push may get lost. Sending the input twice is harmless.
 """
 
 
 @dataclass(eq=False)
 class _Part:
-    """A span of the route, the server of that span, and the inputs that have gone into it."""
+    """A span of the route, the server of that span, and the inputs that it has received."""
 
     span: Span
     member: Member
     history: History
     used: bool = False
-    """True if the server may have computed something for the session, so that its caches are not empty."""
+    """True if the server may have computed something for the session, so that its caches may not be empty."""
     linked: _Part | None = field(default=None, repr=False)
     """The part to which the server has been told to push its output."""
 
@@ -90,7 +90,7 @@ def check_recover(value: Any) -> Recover:
 class Session:
     """One inference through some blocks of a swarm, with caches on the servers; made by `Swarm.session`.
 
-    Its lock lets one thread at a time take a step or move the session, so `settle` waits for a step to end.
+    One thread at a time can take a step or move the session, so `settle` waits until a step has ended.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Session:
         cache_timeout: float,
     ) -> None:
         self.id = f"{os.getpid()}.{next(_numbers)}"
-        """The name by which servers know the session, unique among the sessions of this process."""
+        """The name by which servers know the session, unique in this process."""
         self.recover: Recover = recover
         self.state: Literal["idle", "writing", "recovering"] = "idle"
         self._crew = crew
@@ -124,9 +124,9 @@ class Session:
         self._parts: list[_Part] = []
         """The route; empty before the first step."""
         self._refusal = ""
-        """Why further steps fail; empty while the session is usable."""
+        """The reason why further steps fail; empty while the session is usable."""
         self._number = 0
-        """The number of the last step; all servers know the step by it."""
+        """The number of the last step. All servers know the step by this number."""
         self._lock = threading.RLock()
 
     @property
@@ -136,18 +136,18 @@ class Session:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in the caches, of each sequence."""
+        """The number of tokens of each sequence in the caches."""
         return self._parts[0].history.tokens if self._parts else 0
 
     def note(self, name: str, args: tuple[Any, ...]) -> None:
-        """Remember an operation on the client's cache, such as ("crop", (-2,)); servers repeat it before the next step.
+        """Record an operation on the client's cache, such as ("crop", (-2,)). Servers repeat it before the next step.
 
-        Without another step, nothing happens to the servers' caches.
+        If there is no further step, the servers' caches do not change.
         """
         self._before.append(Operation(name, args))
 
     def refuse(self, why: str) -> None:
-        """Fail all further steps with UsageError and this message; the first message stays.
+        """Make all further steps raise UsageError with the message ``why``. If called twice, the first message stays.
 
         The servers are not told.
         """
@@ -164,16 +164,16 @@ class Session:
         """Take the hidden states of new tokens through all blocks; return the hidden states behind the last block.
 
         Servers that are lost meanwhile are replaced. After any error the session is over, since some servers may have
-        taken the step and others not: all further steps raise UsageError.
+        taken the step and others may not: all further steps raise UsageError.
 
         Args:
             hidden: (sequences, new tokens, width).
-            calls: for each block, how it is called: its `LayerCall`.
+            calls: for each block, the `LayerCall` with which it is called.
             prompts: (blocks, sequences or 1, tokens, width), added to the hidden states of the first tokens of the
                 sequences before each block. Tokens count from the beginning of the session.
 
         Raises:
-            NoRoute: a block is with no server, and none can take it; or more than 16 servers failed in this step.
+            NoRoute: no server has a block, and none can load it; or more than 16 servers failed in this step.
             CacheFull: the caches do not fit into a server's memory.
             UsageError: the session is over.
         """
@@ -187,8 +187,9 @@ class Session:
                 self._journal.stepped(self, hidden.shape[1])
                 return found
             except BaseException as error:
-                # Some servers have taken the step; others have not, or still wait for its input. Before an interrupt,
-                # all may have taken it, but then the client's cache does not count its tokens: `RecordedCache.growing`.
+                # Some servers may have taken the step, while others have not, or still wait for its input. After an
+                # interrupt, all may have taken it, but the client's cache does not count its tokens
+                # (`RecordedCache.growing`).
                 self.refuse(
                     f"this cache is of a call that failed: {type(error).__name__}: {error}\n"
                     "Its contents are incomplete: start again with a new cache."
@@ -203,14 +204,14 @@ class Session:
     ) -> torch.Tensor:
         """Take a step in pieces of `chunk` tokens; before the first step, open the session on a route.
 
-        ``before`` are the operations on the cache that servers do before the step; the other arguments and the result
+        ``before`` has the operations on the cache that servers do before the step. The other arguments and the result
         are those of `step`.
         """
         self.rows = hidden.shape[0]
         self._expected = max(self._expected, self.tokens + hidden.shape[1])
         if not self._parts:
             self._parts = self._open_on_a_route(self._begin, self._end)
-        # The position of the first new token: operations that crop the cache come first, by negative numbers.
+        # The position of the first new token. Operations that crop the cache come first; their numbers are negative.
         begin = self.tokens + sum(min(0, each.args[0]) for each in before if each.name == "crop")
         if prompts is not None:
             prompts = prompts[:, :, begin : begin + hidden.shape[1]]
@@ -224,11 +225,11 @@ class Session:
                 self._step_with_spares(Step(before, given, tuple(called), prompt if _is_some(prompt) else None))
             )
             prompts = prompts[:, :, given.shape[1] :] if prompts is not None else None
-            before = ()  # only before the first of the smaller steps
+            before = ()  # only for the first of the smaller steps
         return torch.cat(found, 1)
 
     def _step_with_spares(self, step: Step) -> torch.Tensor:
-        """Take one step, with new servers in place of those that are lost; return what comes out of the last span.
+        """Take one step, with new servers in place of lost ones; return the output of the last span.
 
         All servers are called at once. Each pushes its output to the next one, and also returns it to the client,
         which adds it to the histories and needs it if the next server is lost.
@@ -261,7 +262,7 @@ class Session:
         return hidden
 
     def _part_for_span(self, part: _Part, step: Step, hidden: torch.Tensor) -> Step:
-        """Return a step as one span of the route takes it: with the calls and prompts of its blocks.
+        """Return the part of a step for one span of the route: with the calls and prompts of the span's blocks.
 
         ``hidden`` is the input of the span.
         """
@@ -271,8 +272,8 @@ class Session:
     def _send(self, at: int, step: Step, hidden: torch.Tensor) -> dict[_Part, tuple[Future[StepReply], float]]:
         """Call all servers from span number ``at`` of the route on for a step; return each call's future and its time.
 
-        The time of sending is as of `time.perf_counter`. The first server gets ``hidden`` with the call; the others
-        wait until the server before them pushes their input.
+        The time of sending is as of `time.perf_counter`. The first server gets ``hidden`` with the call. Each of the
+        others waits until the previous server pushes its input.
         """
         self._link()
         crew, tokens = self._crew, hidden.shape[1]
@@ -300,7 +301,8 @@ class Session:
     def _push_input(self, part: _Part, number: int, hidden: torch.Tensor) -> None:
         """Push a step's input to a server from the client; does not wait.
 
-        ``part`` is the span of the route with its server, ``number`` the number of the step. Twice is harmless.
+        ``part`` is the span of the route with its server, ``number`` the number of the step. Pushing the same input
+        twice is harmless.
         """
         self._crew.send(part.member, "push", self.id, part.span.begin, number, hidden, extra=carriage(hidden))
 
@@ -309,17 +311,16 @@ class Session:
     ) -> torch.Tensor:
         """Wait for a server's result of a step and return it; raise `Gone` if the server is lost or does not answer.
 
-        ``asked`` is the call, which was sent at the time ``since``, as of `time.perf_counter`; ``own`` is the step as
-        this span takes it. ``first`` says that its input went with the call.
-        Any other server may wait for a push that got lost, so the client pushes the input after `_PUSH_SECONDS`
-        seconds.
+        ``asked`` is the call, which was sent at the time ``since``, as of `time.perf_counter`. ``own`` is the part of
+        the step for this span. ``first`` is True if the input was sent with the call. If it was not, the server may
+        wait for a push that got lost, so the client pushes the input after `_PUSH_SECONDS` seconds.
         """
         if not first:
             with contextlib.suppress(Exception):  # an error of the call is raised by `Crew.answer` below
                 asked.wait(_PUSH_SECONDS + carriage(own.hidden))
             if not asked.done():
                 self._push_input(part, self._number, own.hidden)
-        # The server has its input by now. Only from here on does its time count: it is not to blame for servers before.
+        # The server has its input by now, so its time counts from here on. It is not to blame for earlier servers.
         within = None if first else self._crew.step_timeout + carriage(own.hidden)
         reply = self._crew.answer(part.member, asked, within)
         elapsed = time.perf_counter() - since if first else None
@@ -333,8 +334,8 @@ class Session:
     def _open_on_a_route(self, begin: int, end: int) -> list[_Part]:
         """Find a route through these blocks and open the session on all of its servers; try again if one is lost.
 
-        Returns the spans of the route with their servers and empty histories. Raises `NoRoute` after 16 attempts, or if
-        a block has no server, and `CacheFull` if a server has no memory for the caches.
+        Returns the spans of the route, with their servers and empty histories. Raises `NoRoute` after 16 attempts, or
+        if no server has a block, and `CacheFull` if a server has no memory for the caches.
         """
         for _ in range(_MAX_LOST_SERVERS):
             way = self._crew.way(begin, end)
@@ -355,8 +356,8 @@ class Session:
     def _open(self, parts: Sequence[_Part]) -> None:
         """Open the session on the servers of these spans of the route. Raises `Gone` if one is lost, or `CacheFull`.
 
-        All at once if caches are unlimited. Otherwise one after the other, in the order of the route: two sessions that
-        each hold memory on one server and wait for the other's would never end.
+        If caches are unlimited, opens all at once. Otherwise one after the other, in the order of the route: two
+        sessions that each hold memory on one server and wait for memory on the other would wait for ever.
         """
         crew = self._crew
         limited = crew.options.cache_bytes is not None
@@ -380,7 +381,7 @@ class Session:
         return History(adapter.forgets(self._empty))
 
     def _link(self) -> None:
-        """Tell each server to which server and span it has to push its output, where it does not know yet.
+        """Tell each server that does not know it yet to which server and span it must push its output.
 
         A server that is lost is skipped: the step notices it.
         """
@@ -402,12 +403,11 @@ class Session:
                 part.linked = then
 
     def _replace(self, at: int) -> None:
-        """Give span number ``at`` of the route to other servers, or open it again on its own, with caches as they were.
+        """Give span number ``at`` of the route to other servers, or open it again on its server; restore its caches.
 
-        Called when its server is gone, is banned, leaves the swarm, has given blocks away, has lost the session (then
-        it may get the span back), or has not got its input in time.
-        Raises `NoRoute` if other servers fail in each of 16 attempts, or if none can take the span; the route is as
-        before then.
+        Called if the span's server is gone, is banned, leaves the swarm, has given blocks away, has lost the session
+        (then it may get the span back), or has not received its input in time. Raises `NoRoute` if other servers fail
+        in each of 16 attempts, or if no server can take the span; then the route stays as it was.
         """
         self.state = "recovering"
         self._journal.news()
@@ -428,10 +428,10 @@ class Session:
         )
 
     def _move_caches(self, part: _Part) -> list[_Part] | None:
-        """Move the caches of a span to another server; None if that is not possible, and `_caught_up` has to be used.
+        """Move the caches of a span to another server; return None if that is impossible.
 
-        Returns a list of the span with its new server. It is possible while the old server answers and one other server
-        has all blocks of the span.
+        Returns a list of the span with its new server. The move is possible while the old server answers and one other
+        server has all blocks of the span. After None, use `_caught_up`.
         """
         if not part.used or not part.member.there or part.member.is_banned(time.monotonic()):
             return None
@@ -462,10 +462,10 @@ class Session:
         return [_Part(span, member, part.history, used=True)]
 
     def _caught_up(self, gone: _Part) -> list[_Part]:
-        """Open a span on other servers and replay its history there; return the spans that take its place.
+        """Open a span on other servers and replay its history there; return the spans that replace it.
 
-        Logs how long it took. Raises `Gone` if one of the new servers fails; the lost server's part is not changed
-        then.
+        Logs how long it took. If one of the new servers fails, raises `Gone`, and leaves the lost server's part
+        unchanged.
         """
         began = time.perf_counter()
         history = gone.history
@@ -482,15 +482,15 @@ class Session:
         if len(parts) == 1:
             parts[0].history = history
         if gone.member not in [part.member for part in parts]:
-            self._crew.abandon(self.id, [gone.member], gone.span.begin)  # it may live, and only not have answered
+            self._crew.abandon(self.id, [gone.member], gone.span.begin)  # it may be alive and only too slow
         who = ", ".join(f"{part.member.name} ({_named(part.span)})" for part in parts)
         self._journal.tell(f"session {self.id} goes on by {who}: {how}, {duration(time.perf_counter() - began)}")
         return parts
 
     def _step_of_lost_part(self, gone: _Part, parts: Sequence[_Part], step: Step) -> torch.Tensor:
-        """Take a step of a lost server's span, ``gone``, through the spans that take its place; return the result.
+        """Take a step of a lost server's span, ``gone``, through the spans that replace it; return the result.
 
-        They compute it one after the other, and each adds the step to its history. Raises `Gone` if one of their
+        The spans compute one after the other, and each adds the step to its history. Raises `Gone` if one of their
         servers is lost.
         """
         hidden = step.hidden
@@ -518,9 +518,9 @@ class Session:
     def _at_once(self, gone: _Part, parts: Sequence[_Part]) -> bool:
         """Replay the whole history as one merged step; return whether the result equals the old one within rounding.
 
-        ``parts`` are the spans that take the place of the lost one, ``gone``. If the result differs, or the steps
-        cannot be merged, the log says why, and the caches of ``parts`` are not usable. Raises `Gone` if one of their
-        servers is lost.
+        ``parts`` are the spans that replace the lost one, ``gone``. If the result differs, or the steps cannot be
+        merged, the log says why, and the caches of ``parts`` are not usable. Raises `Gone` if one of their servers is
+        lost.
         """
         try:
             merged = merging.merge(gone.history, self._crew.layout)
@@ -535,14 +535,14 @@ class Session:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
         self._journal.tell(f"session {self.id}: replaying all steps at once failed ({why}); replaying step by step")
         for part in parts:
-            part.used = True  # the server may have computed something, so the session has to be opened there anew
+            part.used = True  # the server may have computed something, so the session must be opened there anew
         return False
 
     def settle(self) -> None:
-        """Move the session away from servers that no longer serve its spans; waits for a step to end.
+        """Move the session away from servers that no longer serve its spans. Waits until a running step has ended.
 
-        A span that cannot move now stays, with a line in the log: the next step tries again. Called when a worker
-        leaves the swarm or gives blocks away. For a session that is over, it does nothing.
+        If a span cannot move now, it stays, a line in the log says so, and the next step tries again. Called when a
+        worker leaves the swarm or gives blocks away. Does nothing for a session that is over.
         """
         with self._lock:
             if self._refusal:
@@ -555,14 +555,14 @@ class Session:
                 self.state = "idle"
 
     def _replace_server(self, part: _Part) -> None:
-        """Replace the server of a span of the route; an error of nbdist's goes to the log only.
+        """Replace the server of a span of the route. If that fails with an NbdistError, log it.
 
-        The next step tries again, and raises an error that comes again. Any other error is raised at once.
+        The next step tries again, and raises the error if it occurs again. Any other error is raised at once.
         """
         try:
             with self._crew.working():
                 self._replace(self._parts.index(part))
-        except NbdistError as error:  # the next step tries again, and raises it if it fails again
+        except NbdistError as error:
             self._journal.tell(f"session {self.id} could not leave {part.member.name} yet: {error}")
 
 

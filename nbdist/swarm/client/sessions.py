@@ -1,10 +1,10 @@
-"""The open sessions of a swarm: begins them, and lets the servers drop those whose cache is gone.
+"""The open sessions of a swarm: begins them, and tells the servers to drop a session when its cache is collected.
 
 A session lasts as long as its cache on the client::
 
     the cache is collected ── its finaliser, in any thread ── id ──► thread "swarm settles" ── `over` ──► servers
 
-The finaliser must not call servers: garbage may be collected in the middle of any other call.
+The finaliser must not call servers: Python may collect garbage in the middle of any other call.
 """
 
 from __future__ import annotations
@@ -76,34 +76,34 @@ class Sessions:
         return session
 
     def way_to_recover(self, recover: Recover | None) -> Recover:
-        """Return ``recover``, or the swarm's where it is None; raise UsageError if it is not valid."""
+        """Return ``recover``; if it is None, the swarm's own value. Raise UsageError if it is not valid."""
         return check_recover(self.recover if recover is None else recover)
 
     def open(self) -> list[Session]:
-        """Return the sessions whose caches have not been collected, including those that take no further steps."""
+        """Return the sessions whose caches have not been collected, including those that refuse further steps."""
         with self._lock:
             return list(self._open)
 
     def over(self, session: str) -> None:
         """Tell all servers, without waiting, to drop the session with this id.
 
-        Called when the session's cache is collected, or its ``with`` statement ends; servers without the session ignore
+        Called when the session's cache is collected, or its ``with`` statement ends. Servers without the session ignore
         it.
         """
         self.crew.abandon(session)
         self._journal.news()
 
     def close(self) -> None:
-        """End the thread that waits for the ends of caches. A second call changes nothing."""
+        """End the thread that waits for caches to be collected. A second call changes nothing."""
         self._over.put(None)
 
 
 def _close_sessions(sessions: weakref.ref[Sessions], over: queue.SimpleQueue[str | None]) -> None:
-    """Close sessions whose ids arrive on ``over``, until None arrives: the body of the thread "swarm settles"."""
+    """Close sessions whose ids arrive on ``over``, until None arrives. The thread "swarm settles" runs this."""
     while (session := over.get()) is not None:
         found = sessions()
         if found is None:
             return
-        with contextlib.suppress(Exception):  # an error must not end the thread: no session would be closed any more
+        with contextlib.suppress(Exception):  # an error must not end the thread: no further session would be closed
             found.over(session)
         del found

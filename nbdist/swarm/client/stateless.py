@@ -1,10 +1,10 @@
-"""Calls blocks without a cache, as training does: forward, and backward on whatever servers have the blocks then.
+"""Calls blocks without a cache, as training does. Each call uses the servers that have the blocks at that moment.
 
-The client keeps the input of each span; for the backward pass, a server computes the span again. With micro-batches,
-each one takes its own random route, all at the same time, so that no server waits for the one before it::
+The client keeps the input of each span. In the backward pass, a server computes the span again from this input. Each
+micro-batch takes its own random route, and all run at the same time, so that no server waits for the previous one::
 
     micro-batch 0   ─► worker0 ─► worker2 ─►┐
-    micro-batch 1   ─► worker1 ─► worker2 ─►├─ results, concatenated; for each one the inputs of its spans (`_Entrance`)
+    micro-batch 1   ─► worker1 ─► worker2 ─►├─ results, concatenated; and the inputs of all spans (`_Entrance`)
     micro-batch 2   ─► worker0 ─► worker1 ─►┘
 """
 
@@ -26,13 +26,13 @@ from nbdist.swarm.stacking import StackInput
 __all__ = ["forward", "through"]
 
 _TRIES = 16
-"""Servers that may fail one after the other in one micro-batch before the call fails with `NoRoute`."""
+"""The number of servers that may fail one after the other in a micro-batch before the call fails with `NoRoute`."""
 _MAX_THREADS = 8
-"""Micro-batches that are computed at the same time, at most."""
+"""The most micro-batches that are computed at the same time."""
 
 
 class _Entrance(NamedTuple):
-    """The input of a span of blocks, which the backward pass needs."""
+    """The input of one span of blocks, which the backward pass needs."""
 
     begin: int
     end: int
@@ -44,8 +44,8 @@ def through(
 ) -> torch.Tensor:
     """Take hidden states through the blocks from ``begin`` on, one for each of ``calls``; return the hidden states.
 
-    If gradients are enabled and ``hidden`` or ``prompts`` require them, so does the result. Servers that are lost are
-    replaced. Raises `NoRoute` if no server can serve a block, or too many failed.
+    If gradients are enabled and ``hidden`` or ``prompts`` requires them, the result requires them, too. Servers that
+    are lost are replaced. Raises `NoRoute` if no server can serve a block, or too many servers failed.
     """
     if prompts is not None:
         prompts = prompts[:, :, : hidden.shape[1]]  # the sequences may be shorter than the prompts
@@ -59,8 +59,8 @@ def through(
 def forward(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
     """Take an item, the input of the blocks from ``begin`` on, through them in micro-batches (`Crew.micro_batch`).
 
-    Returns the hidden states behind the blocks, and the entrances of each micro-batch. An entrance is the input of one
-    span, which the backward pass sends again. Raises `NoRoute` if no server can serve a block, or too many failed.
+    Returns the hidden states behind the blocks, and the entrances of each micro-batch, which the backward pass sends
+    again. Raises `NoRoute` if no server can serve a block, or too many servers failed.
     """
     parts = stacking.parts(item, crew.micro_batch)
     found = _run_each(crew, [(_one_micro_batch, (crew, begin, part)) for part in parts])
@@ -68,7 +68,7 @@ def forward(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, lis
 
 
 def _one_micro_batch(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, list[_Entrance]]:
-    """Take one micro-batch through its blocks; when a server is lost, take a new route from its span on.
+    """Take one micro-batch through its blocks. When a server is lost, take a new route from its span on.
 
     Returns the hidden states and the input of each span. Raises `NoRoute` after more than `_TRIES` lost servers.
     """
@@ -92,7 +92,7 @@ def _one_micro_batch(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Te
 
 
 def _count_try(tries: int, gone: Gone) -> int:
-    """Return ``tries``, the servers that failed before this one, and one more; raise `NoRoute` if that is too many."""
+    """Return ``tries``, the servers that failed before, plus one for ``gone``; raise `NoRoute` if that is too many."""
     tries += 1
     if tries > _TRIES:
         raise NoRoute(
@@ -103,9 +103,10 @@ def _count_try(tries: int, gone: Gone) -> int:
 
 
 def _of_blocks(item: StackInput, hidden: torch.Tensor, first: int, begin: int, end: int) -> StackInput:
-    """Return the input of the span from block ``begin`` to before ``end``: ``hidden``, with that part of the item.
+    """Return the input of the span from block ``begin`` to before ``end``.
 
-    ``item`` is the input of more blocks, from ``first`` on; its calls and prompts of the span are taken.
+    It has the hidden states ``hidden``, and the span's calls and prompts of ``item``, which is the input of more
+    blocks, from block ``first`` on.
     """
     span = slice(begin - first, end - first)
     prompts = item.prompts[span] if item.prompts is not None else None
@@ -130,7 +131,7 @@ class _Through(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Backpropagate each micro-batch along the spans of its forward pass.
 
-        Prompts that are shared by all sequences get the sum of the micro-batches' gradients.
+        Prompts that all sequences share get the sum of the micro-batches' gradients.
         """
         (gradient,) = gradients
         sizes = [way[0].item.hidden.shape[0] for way in ctx.ways]
@@ -146,10 +147,10 @@ class _Through(torch.autograd.Function):
 
 
 def _backpropagate(crew: Crew, way: list[_Entrance], gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Backpropagate one micro-batch through all its spans; ``way`` has the input of each, in the order of forward.
+    """Backpropagate one micro-batch through all its spans. ``way`` has the input of each span, in forward order.
 
-    ``gradient`` is that of the micro-batch's output. Returns the gradient of its input, and the gradients of the
-    prompts of each span, from the first span on.
+    ``gradient`` is the gradient of the micro-batch's output. Returns the gradient of its input, and the gradients of
+    the prompts of each span, from the first span on.
     """
     prompts: list[torch.Tensor] = []
     for entrance in reversed(way):
@@ -161,9 +162,9 @@ def _backpropagate(crew: Crew, way: list[_Entrance], gradient: torch.Tensor) -> 
 def _back_through(crew: Crew, entrance: _Entrance, gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Backpropagate through one span of the forward pass, on the servers that have its blocks now.
 
-    ``entrance`` is the span and its input. If those servers are several, the inputs of all but the first are computed
-    again. When a server is lost, the whole span is done again on a new route. Returns the gradient of the input, and
-    the gradients of the prompts by server. Raises `NoRoute` after too many lost servers.
+    ``entrance`` is the span and its input. If several servers have its blocks now, the inputs of all but the first are
+    computed again. When a server is lost, the whole span is computed again on a new route. Returns the gradient of the
+    input, and the gradients of the prompts by server. Raises `NoRoute` after too many lost servers.
     """
     begin, end, item = entrance
     tries = 0
@@ -196,10 +197,10 @@ def _back_through(crew: Crew, entrance: _Entrance, gradient: torch.Tensor) -> tu
 
 
 def _run_each(crew: Crew, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
-    """Run all (function, arguments), up to 8 at a time on threads of their own; return the results in order.
+    """Run all (function, arguments), up to 8 at a time, each on a thread; return the results in order.
 
-    A single job runs in the calling thread. The first error, in that order, is raised once the jobs before it are done.
-    Jobs that have not begun are cancelled then, and nobody waits for the others.
+    A single job runs in the calling thread. If jobs fail, the error of the first of them in order is raised, as soon as
+    the jobs before it are done. Then jobs that have not begun are cancelled, and this does not wait for the others.
     """
 
     def run(job: tuple[Any, tuple[Any, ...]]) -> Any:

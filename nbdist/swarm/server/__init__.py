@@ -2,9 +2,9 @@
 
 ============================  ====================================================
 `server`                      the calls that clients make
-`session_caches`              one session: caches, steps asked for, inputs arrived
+`session_caches`              one session: its caches, steps called for, and inputs
 `queues`, `computing`         requests in order, and the one thread that computes
-`cache_budget`, `cache_room`  who gets memory for caches; decides, and waits
+`cache_budget`, `cache_room`  grants memory for caches (pure); waits for it
 `neighbours`                  calls to other servers
 `sources`                     where the weights come from
 ============================  ====================================================

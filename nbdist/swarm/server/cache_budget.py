@@ -1,4 +1,4 @@
-"""Grants cache memory to sessions in the order of asking, with deadlines. Pure: callers pass the time.
+"""Grants cache memory to sessions in the order of their requests, with deadlines. Pure: callers pass the time.
 
 The states of a ticket, and the methods of `Budget` that change them::
 
@@ -7,8 +7,8 @@ The states of a ticket, and the methods of `Budget` that change them::
                 ├──cancel, release──► "over"
                 └──expire──► "expired"
 
-A session that holds memory already comes before one that holds none. Otherwise the first could wait for memory that the
-second waits for, too, and neither would end.
+A session that holds memory already comes before a session that holds none. Otherwise the first could wait for memory
+for which the second waits, too, and neither would end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ State = Literal["waiting", "granted", "expired", "over"]
 
 
 class CacheFull(NbdistError):
-    """A server has no memory for a session's caches: they are larger than its limit, or none became free in time.
+    """A server has no memory for a session's caches: they exceed its limit, or no memory became free in time.
 
     The limit is ``cache_bytes`` of `nbdist.swarm.serve`. The session cannot continue; the swarm and other sessions can.
     ``docs/errors.md`` has examples.
@@ -32,7 +32,7 @@ class CacheFull(NbdistError):
 
 
 class Ticket:
-    """A request for some bytes by an owner, until the time ``deadline``; it holds them while it is granted."""
+    """A request for some bytes by an owner, until the time ``deadline``. While it is granted, it holds the bytes."""
 
     def __init__(self, owner: Hashable, nbytes: int, deadline: float) -> None:
         self.owner = owner
@@ -54,13 +54,13 @@ class Budget:
         self._granted: dict[Hashable, list[Ticket]] = {}
         """The granted tickets, by owner."""
         self._waiting: list[Ticket] = []
-        """The tickets that wait, in the order of asking."""
+        """The waiting tickets, in the order of `ask`."""
 
     def ask(self, owner: Hashable, nbytes: int, deadline: float) -> Ticket:
         """Ask for more bytes for an owner; return a ticket that is granted at once, or waits for its turn.
 
-        ``deadline`` is a time of the clock that the caller gives to `expire` (`Room` uses `time.monotonic`). Nothing
-        happens here when it comes: only `expire` ends the ticket, if it waits still. A granted ticket has no deadline.
+        ``deadline`` is a time of the clock whose time the caller passes to `expire` (`Room` uses `time.monotonic`).
+        Only `expire` ends a ticket that still waits at its deadline. A granted ticket has no deadline.
 
         Raises `CacheFull` if the owner would then have more than the limit, so that waiting would not help.
         """
@@ -77,10 +77,7 @@ class Budget:
         return ticket
 
     def of(self, owner: Hashable) -> int:
-        """Return the bytes that are granted to an owner.
-
-        Tickets that wait do not count.
-        """
+        """Return the bytes that are granted to an owner. Waiting tickets do not count."""
         return sum(ticket.nbytes for ticket in self._granted.get(owner, ()))
 
     @property
@@ -89,9 +86,9 @@ class Budget:
         return sorted(self._waiting, key=lambda ticket: ticket.owner not in self._granted)
 
     def release(self, owner: Hashable) -> list[Ticket]:
-        """Take back all bytes and end all tickets of an owner; return the tickets that are granted because of that.
+        """Take back all bytes and end all tickets of an owner; return the tickets that can be granted now.
 
-        The caller wakes the threads that wait for those. An owner without tickets is ignored.
+        The caller wakes the threads that wait for the returned tickets. An owner without tickets is ignored.
         """
         for ticket in self._granted.pop(owner, []):
             self.used -= ticket.nbytes
@@ -102,9 +99,9 @@ class Budget:
         return self._grant()
 
     def cancel(self, ticket: Ticket) -> list[Ticket]:
-        """End one ticket and take back its bytes; return the tickets that are granted because of that.
+        """End one ticket and take back its bytes; return the tickets that can be granted now.
 
-        The caller wakes the threads that wait for those. For a ticket that is over, nothing changes.
+        The caller wakes the threads that wait for the returned tickets. If the ticket is over, nothing changes.
         """
         if ticket.state == "waiting":
             self._waiting.remove(ticket)
@@ -117,9 +114,9 @@ class Budget:
         return self._grant()
 
     def expire(self, now: float) -> list[Ticket]:
-        """End the waiting tickets whose deadline has come; return them and those that are granted because of that.
+        """End the waiting tickets whose deadline has come; return these, and the tickets that can be granted now.
 
-        The caller wakes the threads that wait for them. ``now`` is in the same clock as the deadlines.
+        The caller wakes the threads that wait for the returned tickets. ``now`` is in the same clock as the deadlines.
         """
         expired = [ticket for ticket in self._waiting if ticket.deadline <= now]
         for ticket in expired:
@@ -128,10 +125,10 @@ class Budget:
         return expired + self._grant()
 
     def _grant(self) -> list[Ticket]:
-        """Grant waiting tickets in order, up to the first that does not fit; return those that were granted.
+        """Grant waiting tickets in order, up to the first that does not fit; return the granted tickets.
 
-        No smaller ticket overtakes one that does not fit. Who is granted the first bytes comes before others from then
-        on, so the order is found anew after each ticket.
+        No smaller ticket overtakes one that does not fit. An owner that gets its first bytes comes before others from
+        then on, so the order is computed again after each ticket.
         """
         found: list[Ticket] = []
         while waiting := self.waiting:

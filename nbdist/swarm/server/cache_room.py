@@ -1,4 +1,4 @@
-"""Cache memory of a server's sessions: a `Budget` with a lock, and threads that wait until it grants their tickets."""
+"""The cache memory of a server: a `Budget` with a lock, and threads that wait until it grants their tickets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nbdist.swarm.server.session_caches import NoSession, ServerSession
 __all__ = ["Room"]
 
 _GROWTH = 1.25
-"""A session with more tokens than it expected reserves this many times what it needs, so as not to ask at each step."""
+"""A session that outgrows what it expected reserves this many times what it needs, so that it seldom asks again."""
 
 Key = tuple[str, int]
 """The id of a session, and the first block of its span."""
@@ -28,12 +28,12 @@ class Room:
 
     @property
     def used(self) -> int:
-        """Bytes that are reserved."""
+        """The bytes that are reserved."""
         return self._budget.used
 
     @property
     def wanting(self) -> int:
-        """The number of requests for memory that wait."""
+        """The number of waiting requests for memory."""
         with self._changed:
             return len(self._budget.waiting)
 
@@ -53,7 +53,7 @@ class Room:
             NoSession: the session ended meanwhile.
         """
         has = self.of(key)
-        # ``per_token`` is 0 as long as no step has shown what a token takes; then nothing is reserved.
+        # ``per_token`` is 0 until a step has shown the size of a token's cache. Until then nothing is reserved.
         if per_token * tokens <= has:
             return
         expected = max(session.expected, tokens, int(_GROWTH * tokens) if has else 0)
@@ -80,8 +80,8 @@ class Room:
     def _await(self, ticket: Ticket, session: ServerSession, deadline: float) -> None:
         """Wait until a ticket is granted or expired, or the session ends.
 
-        Raises no error for any of these: the caller looks at ``ticket.state`` and ``session.ended``. If the session
-        has ended, or the wait is interrupted, the ticket is cancelled. The caller holds the lock; it is released while
+        Raises no error for any of these: the caller checks ``ticket.state`` and ``session.ended``. If the session has
+        ended, or the wait is interrupted, the ticket is cancelled. The caller holds the lock, which is released while
         this waits.
         """
         try:
@@ -90,14 +90,14 @@ class Room:
                     if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                         self._budget.expire(time.monotonic())
         finally:
-            if session.ended or ticket in self._budget.waiting:  # it still waits only if this thread was interrupted
+            if session.ended or ticket in self._budget.waiting:  # it only still waits if this thread was interrupted
                 self._budget.cancel(ticket)
             self._changed.notify_all()
 
     def release(self, key: Key) -> None:
-        """Free the memory of a session's span; threads that wait for memory for it are woken.
+        """Free the memory of a session's span, and wake the threads that wait for its memory.
 
-        If nothing is reserved for it, nothing happens.
+        Does nothing if no memory is reserved for it.
         """
         with self._changed:
             self._budget.release(key)

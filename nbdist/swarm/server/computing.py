@@ -1,7 +1,7 @@
-"""The computing thread of a server: the only thread that runs blocks. All others queue requests and wait.
+"""The computing thread of a server: the only thread that runs blocks. All other threads queue requests and wait.
 
-The first request or session starts the thread. It ends after some seconds without work and sessions; the next request
-or session starts another::
+The first request or session starts the thread. It ends after some seconds without work and sessions. The next request
+or session starts a new one::
 
     run(), any thread ─► pools ─► computing thread: take ─► compute ─► outcomes ─► run() returns or raises
                                         └─ about once a second: look, which drops what has timed out
@@ -24,11 +24,11 @@ _log = logging.getLogger("nbdist.swarm")
 _LOOK_SECONDS = 1.0
 """Seconds between two calls of ``look``."""
 _IDLE_SECONDS = 5.0
-"""Seconds without work after which the thread ends, if ``look`` finds nothing to look after."""
+"""Seconds without work after which the thread ends, if ``look`` does not need it."""
 
 
 class _Job(NamedTuple):
-    """The work of a request, and the place for its outcome: a list, which gets one result or error."""
+    """The work of a request, and a list for its outcome, which gets one result or error."""
 
     work: Any
     outcome: list[Any]
@@ -46,7 +46,7 @@ class Runtime:
         Args:
             pools: the queue of requests.
             compute: takes the works of requests that `Pools.take` returned together, and returns a result or an error
-                for each; if it raises, all of them fail with that error.
+                for each. If it raises an error, all of them fail with it.
             look: called about once a second; returns whether the thread is still needed.
         """
         self._pools = pools
@@ -62,7 +62,7 @@ class Runtime:
     def run(self, request: QueuedRequest) -> Any:
         """Let the computing thread compute a request, and wait; return its result or raise its error.
 
-        Raises `TooLarge` at once for a request with too many tokens. If the wait is interrupted, the request is
+        If the request has too many tokens, raises `TooLarge` at once. If the wait is interrupted, the request is
         withdrawn, unless it is being computed.
         """
         job = request.work = _Job(request.work, [], threading.Event())
@@ -83,18 +83,18 @@ class Runtime:
                 raise outcome
             return outcome
         finally:
-            del outcome  # otherwise an error, whose traceback has this frame, would refer to itself and to the server
+            del outcome  # an error's traceback has this frame, so the error would keep itself and the server alive
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait."""
+        """The number of waiting requests."""
         return len(self._pools)
 
     def keep(self) -> None:
         """Start the thread if there is none, and do not let it end before the next call of ``look``.
 
-        ``look`` is the server's function that ends what has expired. Called when there is something new for it, such as
-        a session that may expire.
+        ``look`` is the server's function that drops what has timed out. Call this when there is something new for it,
+        such as a session that may expire.
         """
         with self._changed:
             self._kept = True
@@ -103,12 +103,12 @@ class Runtime:
                 self._thread.start()
 
     def _serve(self) -> None:
-        """Run `_run_loop` as the body of the computing thread."""
+        """Run `_run_loop`. This is the body of the computing thread."""
         try:
             self._run_loop()
         except BaseException:
             with self._changed:
-                self._thread = None  # so that the next request starts another
+                self._thread = None  # so that the next request starts a new thread
             raise
 
     def _run_loop(self) -> None:
@@ -122,12 +122,12 @@ class Runtime:
             now = time.monotonic()
             if requests:
                 self._run([request.work for request in requests])
-                requests.clear()  # their works refer to the server, which this thread must not keep while it waits
+                requests.clear()  # they refer to the server, which this thread must not keep alive while it waits
                 used = time.monotonic()
             if now - looked >= _LOOK_SECONDS:
                 looked = now
                 self._kept = False
-                # `keep` may be called meanwhile; then this thread has to go on, because `keep` starts none.
+                # If `keep` is called meanwhile, this thread must continue, because `keep` has started no new one.
                 if not self._is_needed() and now - used >= _IDLE_SECONDS:
                     with self._changed:
                         if not self._kept:
@@ -135,20 +135,20 @@ class Runtime:
                             return
 
     def _is_needed(self) -> bool:
-        """Call ``look``; return whether the thread is still needed, which it is after an error.
+        """Call ``look``; return whether the thread is still needed. It is, if ``look`` raises an error.
 
-        ``look`` is the server's function that ends what has expired; its errors are logged.
+        ``look`` is the server's function that drops what has timed out. Its errors are logged.
         """
         try:
             return self._look()
-        except Exception:  # an error must not end the thread: nothing would be computed any more
+        except Exception:  # an error must not end the thread: then nothing would be computed any more
             _log.exception("a swarm's server failed to drop what has timed out")
             return True
 
     def _run(self, jobs: Sequence[_Job]) -> None:
-        """Compute the work of several requests as one, and wake the threads that wait for it.
+        """Compute the work of several requests together, and wake the threads that wait for it.
 
-        Each gets a result or an error. Runs on the computing thread.
+        Each request gets a result or an error. Runs on the computing thread.
         """
         began = time.perf_counter()
         try:

@@ -1,7 +1,6 @@
 """Lets the servers of a swarm call each other, by an `Address`: the worker's name and the server's key.
 
-They do not use remote references: if a server's worker is dead, sending a reference to it would already fail, in the
-client that sends it.
+They do not use remote references: if a server's worker is dead, a client could not even send a reference to the server.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from nbdist.swarm.carriage import carriage
 __all__ = ["Address", "NobodyThere", "call", "hand_on", "register"]
 
 _PUSH_TIMEOUT = 60.0
-"""Seconds until a push of hidden states times out; the client pushes them itself long before."""
+"""Seconds after which a push of hidden states times out. The client pushes them itself long before."""
 
 
 class Neighbour(Protocol):
@@ -57,7 +56,7 @@ class Address(NamedTuple):
 
 
 def register(key: str, server: Neighbour) -> None:
-    """Let other servers find a server of this process by its key; the registry holds it weakly.
+    """Let other servers find a server of this process by its key. The registry refers to it weakly.
 
     A second call with the same key replaces the server.
     """
@@ -73,9 +72,9 @@ def call(to: Address, timeout: float, method: str, *args: Any) -> Any:
 
 
 def _call_server(key: str, method: str, *args: Any) -> Any:
-    """Call a method of the server with this key: runs on the worker that was called.
+    """Call a method of the server with this key. Runs on the worker that was called.
 
-    Raises NobodyThere if it is gone, and the errors of the method.
+    Raises NobodyThere if the server is gone, and the errors of the method.
     """
     found = _servers.get(key)
     if found is None:
@@ -86,10 +85,10 @@ def _call_server(key: str, method: str, *args: Any) -> Any:
 
 
 def hand_on(to: Address, session: str, begin: int, number: int, hidden: torch.Tensor) -> None:
-    """Push hidden states of step ``number`` to the next server; does not wait.
+    """Push the hidden states of step ``number`` to the next server, without waiting.
 
-    ``begin`` is the first block of the session's span there. A push that fails is no error: the client pushes the same
-    hidden states when the next server does not answer.
+    ``begin`` is the first block of the session's span there. If the push fails, no error is raised: when the next
+    server does not answer, the client pushes the same hidden states.
     """
     with contextlib.suppress(NbdistError):
         args = (to.key, "push", session, begin, number, hidden)

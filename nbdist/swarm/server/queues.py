@@ -1,6 +1,6 @@
-"""The queue of requests that a server has to compute: by priority, then in the order of arrival. Pure.
+"""The queue of requests that a server must compute: by priority, then in the order of arrival. Pure.
 
-Requests of one kind that can be computed as one are taken out together, up to a number of tokens.
+Requests of one kind that can be computed together are taken out together, up to a number of tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 class QueuedRequest:
     """One request to compute something.
 
-    ``work`` is opaque here: `nbdist.swarm.server.computing` puts its job into it.
+    The queue does not use ``work``; `nbdist.swarm.server.computing` puts its job into it.
     """
 
     kind: str
@@ -37,33 +37,33 @@ class QueuedRequest:
     """The request with the least priority is computed first."""
     work: Any
     together: Hashable = None
-    """A key: requests of one kind with equal keys can be computed as one. None if this one cannot."""
+    """A key: requests of one kind with equal keys can be computed together. None: this one is computed alone."""
     number: int = -1
     """The position in the order of arrival, set by `Pools.submit`."""
 
     @property
     def order(self) -> tuple[float, int]:
-        """The key by which requests are sorted: the request with the least is computed first."""
+        """The key by which requests are sorted: the request with the least key is computed first."""
         return self.priority, self.number
 
 
 def prioritize(kind: str, tokens: int, points: float) -> float:
     """Return the priority of a request: steps of sessions come before requests for training.
 
-    ``kind`` is "step" for a session's step; any other kind is for training. Among each of the two, requests with more
-    ``points`` come first; ``tokens`` changes nothing. The request with the least number is computed first.
+    ``kind`` is "step" for a session's step; any other kind is for training. Within each of these groups, requests with
+    more ``points`` come first; ``tokens`` does not matter. The request with the least number is computed first.
     """
     return (0.0 if kind == "step" else 1.0) - points / (1.0 + abs(points)) / 2
 
 
 class Pools:
-    """The requests that wait. Not thread-safe: `Runtime` has the lock."""
+    """The waiting requests. Not thread-safe: `Runtime` has the lock."""
 
     def __init__(self, largest: int | None = None, batch: int = 4096) -> None:
         self.largest = largest
-        """Tokens that one request may have; None for no limit."""
+        """The most tokens of one request; None for no limit."""
         self.batch = batch
-        """Tokens that several requests computed as one may have in all."""
+        """The most tokens, in all, of several requests that are computed together."""
         self._waiting: list[QueuedRequest] = []
 
     def submit(self, request: QueuedRequest) -> None:
@@ -79,7 +79,7 @@ class Pools:
     def withdraw(self, request: QueuedRequest) -> bool:
         """Remove a request that is not wanted any more; return False if it has been taken out already.
 
-        Called when the thread that waits for it gives up; after False, its result comes and is dropped.
+        Called when the thread that waits for the request gives up. After False, the result is computed and dropped.
         """
         if request not in self._waiting:
             return False
@@ -89,13 +89,13 @@ class Pools:
     def take(self) -> list[QueuedRequest]:
         """Take out the first request, and all later ones that can be computed with it; an empty list if none waits.
 
-        First is the request with the least ``order``. The others are of its kind and have its key `together`, unless
-        that is None; all have at most `batch` tokens together, and those that do not fit stay. The first goes in any
-        case, alone if it is larger.
+        The first is the request with the least ``order``. The others have its kind and its key `together`, unless that
+        is None. All have at most `batch` tokens in all; requests that do not fit stay. The first request is always
+        taken, alone if it is larger.
         """
         found: list[QueuedRequest] = []
         size = 0
-        # A request that does not fit into the batch is passed over, and later ones may still fit.
+        # A request that does not fit into the batch is skipped; later ones may still fit.
         for request in sorted(self._waiting, key=lambda request: request.order):
             alike = found and request.kind == found[0].kind and request.together == found[0].together
             if not found or (alike and request.together is not None and size + request.size <= self.batch):

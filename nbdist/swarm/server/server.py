@@ -1,9 +1,9 @@
 """A worker's part in a swarm: the blocks that it has loaded, and the caches of the sessions that go through them.
 
-A `Server` is an object on the worker that clients call through a remote reference, so its methods run on the threads
-of the worker's RPC agent. Those threads only queue work and wait; one thread computes
-(`nbdist.swarm.server.computing`), and a server that computes still answers other calls. The output of a step goes to
-the session's next server at once, and also to the client, which keeps it in case a server dies.
+A `Server` is an object on the worker. Clients call it through a remote reference, so its methods run on the threads of
+the worker's RPC agent. These threads only queue work and wait. One other thread computes
+(`nbdist.swarm.server.computing`), so a server that computes still answers other calls. The output of a step goes to the
+session's next server at once, and also to the client, which keeps it in case a server dies.
 
 How a step of a session proceeds::
 
@@ -61,24 +61,25 @@ class Options:
     """
 
     cache_bytes: int | None = None
-    """Bytes of caches that a server may hold; None for no limit. A session waits for memory, or gets `CacheFull`."""
+    """The most bytes of caches of a server; None for no limit. A session waits for memory, or gets `CacheFull`."""
     largest: int | None = None
-    """Tokens of all sequences that one request may have; None for no limit. A larger one fails with `TooLarge`."""
+    """The most tokens, of all sequences, of one request; None for no limit. A larger request fails with `TooLarge`."""
     stack: bool = False
-    """True if requests without caches of several clients may be computed as one: faster, and equal within rounding."""
+    """True if cacheless requests of several clients may be computed together: faster, and equal within rounding."""
     session_timeout: float = 3600.0
     """Seconds without a call after which a server drops a session."""
     device: str | None = None
     """Where blocks and caches are: a device of the server's worker, such as "cuda:1" or "cpu". None for the GPU that a
     cluster has given to the worker, else the CPU. Outside of a cluster, GPUs need device maps between all members."""
     dtype: torch.dtype | None = None
-    """The type of the blocks' weights, and in which they compute and keep caches; None for that of the checkpoint. The
-    hidden states that come and go keep their own type."""
+    """The type of the blocks' weights, computations and caches; None for the type in the checkpoint. Hidden states are
+    sent and returned in their own type."""
     prioritize: Callable[[str, int, float], float] = prioritize
     """Returns the priority of a request: the queue computes the request with the least number first.
 
-    Arguments: the kind ("step", "forward", "backward"), the number of tokens, and the points that the client spends on
-    it. The function is sent to the servers. See `nbdist.swarm.server.queues.prioritize`, the default.
+    Its arguments are the kind ("step", "forward", "backward"), the number of tokens, and the points that the client
+    spends on the request. The function is sent to the servers. The default is
+    `nbdist.swarm.server.queues.prioritize`.
     """
 
 
@@ -94,9 +95,9 @@ class Info(NamedTuple):
     steps: int
     """The number of steps computed so far, of all sessions."""
     cache: int
-    """Bytes that are reserved for caches."""
+    """The bytes that are reserved for caches."""
     wanting: int
-    """The number of requests for cache memory that wait."""
+    """The number of waiting requests for cache memory."""
     waiting: int
     """The number of queued requests."""
     busy: float
@@ -106,8 +107,8 @@ class Info(NamedTuple):
 class Server:
     """Loads and computes blocks of one model on a worker; clients call it through a remote reference.
 
-    ``source`` says where the model is; other servers find this one by ``key``. All methods may be called at the same
-    time by several threads.
+    ``source`` says where the model is. Other servers find this one by ``key``. Several threads may call all methods at
+    the same time.
     """
 
     def __init__(self, source: Source, options: Options | None = None, key: str = "") -> None:
@@ -116,21 +117,21 @@ class Server:
         self._device = self._options.device or self._agent.me.device or "cpu"
         self._dtype = self._options.dtype
         self._moves = self._dtype is not None or self._device != "cpu" or self._agent.me.device.startswith("cuda")
-        """True if what comes may be on another device than the blocks, or of another type."""
+        """True if received tensors may be on another device than the blocks, or of another type."""
         _check_dtype(self._dtype, self._device)
         self._checkpoint = source.open()
         self._skeleton: Any = None
-        """The path of the model's list of layers, and that list without weights; None before the first `load`."""
+        """The path of the model's list of layers, and that list, without weights; None before the first `load`."""
         self._blocks: dict[int, nn.Module] = {}
         self._loading = threading.Lock()
         """Held while blocks are loaded, which may take minutes if they come from another host."""
         self._placing = threading.Lock()
-        """Held while the list of blocks is looked at to change it, and for no longer: the computing thread takes it."""
+        """Held while the table of blocks is changed, and only for a moment, because the computing thread takes it."""
         self._sessions: dict[tuple[str, int], ServerSession] = {}
-        """By id of the session and first block of its span: a session may have several spans here."""
+        """By the session's id and the first block of its span: a session may have several spans here."""
         self._room = Room(self._options.cache_bytes)
         self._per_token = 0.0
-        """Bytes of cache for one token of one sequence in one block; 0 until the first step has shown it."""
+        """Bytes of cache for one token of one sequence in one block; 0 until the first step has shown the size."""
         self._steps = 0
         self._runtime = Runtime(Pools(self._options.largest), _compute, partial(_look, weakref.ref(self)))
         neighbours.register(key, self)
@@ -139,9 +140,9 @@ class Server:
     # -- blocks -------------------------------------------------------------------------------
 
     def load(self, begin: int, end: int) -> list[int]:
-        """Load the missing blocks from ``begin`` to before ``end``; return the numbers of all blocks that are here.
+        """Load the missing blocks from ``begin`` to before ``end``; return the numbers of all loaded blocks.
 
-        An error of loading goes to the caller; the blocks that were loaded before it stay.
+        If loading fails, raises that error; the blocks that were loaded before stay.
         """
         with self._loading:
             with self._placing:
@@ -160,13 +161,12 @@ class Server:
                 return sorted(self._blocks)
 
     def unload(self, keep: Sequence[int]) -> list[int]:
-        """Drop all blocks but those in ``keep``; return the numbers of all blocks that are left.
+        """Drop all blocks except those in ``keep``; return the numbers of all blocks that are left.
 
-        Waits until the computing thread is between two requests, and drops the blocks there. Numbers without a block
-        are ignored.
+        Waits until the computing thread has finished its current request. Numbers without a block are ignored.
         """
 
-        def work() -> list[int]:  # on the computing thread, which otherwise might be inside one of these blocks
+        def work() -> list[int]:  # on the computing thread, which else might be running one of these blocks
             with self._placing:
                 for number in [number for number in self._blocks if number not in keep]:
                     adapter.empty(self._blocks.pop(number))
@@ -190,7 +190,7 @@ class Server:
         )
 
     def _count(self) -> int:
-        """Return the number of sessions; one with several spans here counts once."""
+        """Return the number of sessions. A session with several spans here counts once."""
         return len({id for id, _ in list(self._sessions)})
 
     # -- sessions -----------------------------------------------------------------------------
@@ -204,12 +204,12 @@ class Server:
         expected: int = 0,
         wants: tuple[int, int, int, float] | None = None,
     ) -> None:
-        """Open a session at the span that begins with block ``begin``; if it is open there already, close it first.
+        """Open a session at the span that begins with block ``begin``. If it is open there already, close it first.
 
-        ``cache`` is the empty cache that it begins with (a copy is used), ``client`` the incarnation of the agent
-        whose death ends the session, and ``expected`` the tokens that it will have in the end, 0 if unknown. ``wants``
-        is (sequences, tokens, blocks, seconds): reserve cache memory for so many, and wait so many seconds for it at
-        most; raises `CacheFull`.
+        ``cache`` is the empty cache with which it begins; a copy is used. ``client`` is the incarnation of the agent
+        whose death ends the session. ``expected`` is the number of tokens that it will have at its end, 0 if unknown.
+        ``wants`` is (sequences, tokens, blocks, seconds): reserve cache memory for so many, and wait at most so many
+        seconds for it; then raise `CacheFull`.
         """
         session = ServerSession(copy.deepcopy(cache), client, expected)
         self._enter(id, begin, session)
@@ -219,10 +219,10 @@ class Server:
             self._room.reserve((id, begin), session, per_token, tokens, time.monotonic() + patience)
 
     def _enter(self, id: str, begin: int, session: ServerSession) -> None:
-        """Register a session at a span; a session that is registered there already is ended.
+        """Register a session at a span; end a session that is registered there already.
 
-        ``begin`` is the first block of the span. The computing thread is kept, so that it can drop the session when it
-        has expired.
+        ``begin`` is the first block of the span. The computing thread is started or kept, because it must drop the
+        session when it has expired.
         """
         before = self._sessions.pop((id, begin), None)
         if before is not None:
@@ -231,7 +231,7 @@ class Server:
         self._runtime.keep()
 
     def link(self, id: str, begin: int, to: Address, at: int) -> None:
-        """Push the output of a session's span to another server from now on, to its span that begins with ``at``.
+        """Push the output of a session's span to another server from now on, to the span there that begins with ``at``.
 
         Raises NoSession if the session is not here. A second call replaces the first.
         """
@@ -250,13 +250,13 @@ class Server:
     def _end(self, key: tuple[str, int], session: ServerSession, why: str) -> None:
         """End a session that was taken out of the table, and free its memory.
 
-        ``key`` is its id and the first block of its span. Calls that wait fail with `NoSession`, which gives ``why``.
+        ``key`` is its id and the first block of its span. Waiting calls fail with `NoSession`, which tells ``why``.
         """
         session.end(f"session {key[0]} is over: {why}")
         self._room.release(key)
 
     def _find(self, id: str, begin: int) -> ServerSession:
-        """Return a session at the span that begins with ``begin``, and note that it was used now.
+        """Return a session at the span that begins with ``begin``, and record the time of this use.
 
         Raises NoSession if it is not here.
         """
@@ -269,10 +269,10 @@ class Server:
         return session
 
     def push(self, id: str, begin: int, number: int, hidden: torch.Tensor) -> None:
-        """Store the input of step ``number`` of a session. Twice is harmless.
+        """Store the input of step ``number`` of a session. Pushing it twice is harmless.
 
-        The step is computed as soon as its input and the call of `step` are here. Raises NoSession if the session is
-        not here.
+        The step is computed as soon as both its input and the call of `step` have arrived. Raises NoSession if the
+        session is not here.
         """
         session = self._find(id, begin)
         with session.changed:
@@ -296,23 +296,24 @@ class Server:
         """Compute step ``number`` of a session on the span that begins with block ``begin``; return a future.
 
         The hidden states of the ``tokens`` new tokens are in ``step``, or are pushed before or after this call; no
-        thread waits for them. The last step may be asked for again, and has the same answer. Numbers go up, but a step
-        that is replayed has the number `REPLAYED`.
+        thread waits for them. The last step may be called for again, and gets the same answer. The numbers of steps
+        increase, but a replayed step has the number `REPLAYED`.
 
-        Raises NoSession if the session is not here. The future fails with NoSession if it ends meanwhile, TimeoutError
-        if the hidden states do not come in time, `CacheFull` if there is no memory for the caches, NotHere if a block
-        is not here, `TooLarge` for too many tokens, and UsageError for an earlier step than the last.
+        Raises NoSession if the session is not here. The future fails with NoSession if the session ends meanwhile,
+        TimeoutError if the hidden states do not arrive in time, `CacheFull` if there is no memory for the caches,
+        NotHere if a block is not here, `TooLarge` for too many tokens, and UsageError for an earlier step than the
+        last.
 
         Args:
             id: the session.
             begin: the first block of its span.
             number: the number of the step, the same on all servers.
             tokens: the number of new tokens.
-            step: what to do to the caches first, and how each block is called.
+            step: the operations to do on the caches first, and how each block is called.
             push: whether to push the output to the next server.
             behind: seconds that the servers before this one may need.
-            patience: seconds after that until the hidden states have to be here. A wait for memory may take half of it.
-            points: what the client spends on the request, for its priority.
+            patience: seconds, after those, until the hidden states must be here. A wait for memory may take half of it.
+            points: the points that the client spends on the request, for its priority.
         """
         session = self._find(id, begin)
         deadline = time.monotonic() + behind + patience
@@ -331,10 +332,10 @@ class Server:
             del answer  # for the reason given at `StepCall.settle`: an error's frames must not hold the future
 
     def _go_on(self, key: tuple[str, int], session: ServerSession) -> None:
-        """Take all steps of a session that are ready, one by one; do nothing if another thread is doing so.
+        """Take all steps of a session that are ready, one by one; do nothing if another thread is already doing so.
 
         ``key`` is the session's id and the first block of its span. The calling thread waits while the computing thread
-        computes. Errors go to the clients that asked for the steps.
+        computes. Errors go to the clients that called for the steps.
         """
         with session.changed:
             if session.busy or session.exported:
@@ -354,7 +355,7 @@ class Server:
                     seconds = self._take(key, session, asked, hidden)
                 assert session.last is not None  # a step was taken
                 asked.settle(self._reply(session.last, seconds), None)
-            except BaseException as error:  # it goes to the client that asked for the step
+            except BaseException as error:  # it goes to the client that called for the step
                 asked.settle(None, error)
                 if not isinstance(error, Exception):
                     with session.changed:
@@ -367,15 +368,15 @@ class Server:
     def _take(self, key: tuple[str, int], session: ServerSession, asked: StepCall, hidden: torch.Tensor) -> float:
         """Compute one step on the computing thread and push its output; return the seconds that it took.
 
-        ``asked`` is the client's call, ``hidden`` the whole input. Reserves memory for the caches by an estimate before
-        the step, and by their true size after it; both may raise `CacheFull`. If the output is not pushed on and the
-        estimate says that the memory suffices, the computing thread answers the client before the second reservation.
+        ``asked`` is the client's call, ``hidden`` the whole input. Reserves memory for the caches: before the step an
+        estimate, after it their true size; both may raise `CacheFull`. If the output is not pushed and, by the
+        estimate, the memory suffices, the computing thread answers the client before the second reservation.
         """
         step, begin = asked.step, key[1]
         rows, tokens = hidden.shape[:2]
         span = (begin, begin + len(step.calls))
         have = adapter.length(session.cache, span)
-        # Wait for memory for half of the time only: a client that waits too long takes this server for dead.
+        # Wait for memory for half of the time only: else the client would time out and take this server for dead.
         deadline = time.monotonic() + asked.patience / 2
         per_token = rows * len(step.calls) * self._per_token
         self._room.reserve(key, session, per_token, have + tokens, deadline)
@@ -383,8 +384,8 @@ class Server:
 
         def work() -> float:
             began = time.perf_counter()
-            # inference_mode costs less than no_grad in each of a thousand operations. Its tensors become ordinary ones
-            # when they are sent.
+            # inference_mode costs less than no_grad in each of a thousand operations. Its tensors become ordinary
+            # tensors when they are sent.
             with torch.inference_mode():
                 for operation in step.before:
                     adapter.operate(session.cache, *operation, *span)
@@ -392,7 +393,7 @@ class Server:
             seconds = time.perf_counter() - began
             session.taken_to(asked.number, found)
             self._steps += 1
-            # Send at once, from this thread, because the next server waits for it; or the client does, after the last.
+            # Send at once, from this thread: the next server waits for the output, or after the last span the client.
             with self._agent.activate():
                 if asked.push and session.next is not None:
                     neighbours.hand_on(session.next[0], key[0], session.next[1], asked.number, found)
@@ -410,10 +411,10 @@ class Server:
     def export(self, id: str, begin: int, first: int, last: int, patience: float) -> tuple[Any, ...]:
         """Return what another server needs to continue a session on the blocks from ``first`` to before ``last``.
 
-        This is a tuple: the caches of these blocks, the number of the last step, its output, and the tokens that the
-        session expects. From then on this server computes no more steps of it. Waits up to ``patience`` seconds for the
-        current step; if that is too short, raises TimeoutError, and the session goes on here. Raises NoSession if it is
-        not here.
+        This is a tuple: the caches of these blocks, the number of the last step, its output, and the number of tokens
+        that the session expects. From then on, this server computes no more steps of the session. Waits up to
+        ``patience`` seconds for the current step. If that is too short, raises TimeoutError, and the session stays
+        here. Raises NoSession if it is not here.
         """
         session = self._find(id, begin)
         with blocking_wait(), session.changed:
@@ -426,8 +427,8 @@ class Server:
     def adopt(self, id: str, begin: int, end: int, other: Address, at: int, client: int, patience: float) -> None:
         """Continue a session here on the blocks from ``begin`` to before ``end``, with caches fetched from ``other``.
 
-        ``at`` is the first block of the session's span there. Waits up to ``patience`` seconds for the caches, and as
-        long for memory.
+        ``at`` is the first block of the session's span on ``other``. Waits up to ``patience`` seconds for the caches,
+        and as long for memory.
 
         Raises:
             NoSession: the other server is gone, lacks the session, or does not hand it over in time.
@@ -436,7 +437,7 @@ class Server:
         try:
             found = neighbours.call(other, patience, "export", id, at, begin, end, patience / 2)
         except (neighbours.NobodyThere, WorkerLost, RpcTimeout, TimeoutError) as error:
-            # The client finds out by itself whether the other server is dead; this one is not to blame.
+            # The client finds out by itself whether the other server is dead. This server has not failed.
             raise NoSession(f"{other.worker} does not hand over session {id}: {error}") from None
         cache, taken, last, expected = found
         adapter.move_cache(cache, self._device)
@@ -464,8 +465,8 @@ class Server:
     ) -> StepReply:
         """Compute blocks from ``begin`` on without a cache; the reply's result is the hidden states behind them.
 
-        Raises NotHere if a block is not here, and `TooLarge` for too many tokens. ``layout`` says which arguments have
-        rows for each sequence. A second call computes again.
+        ``layout`` says which arguments have rows for each sequence. Raises NotHere if a block is not here, and
+        `TooLarge` for too many tokens. A second call computes again.
         """
         return self._stateless("forward", begin, (hidden, prompts, None), calls, layout, points)
 
@@ -479,10 +480,10 @@ class Server:
         layout: stacking.StackLayout = stacking.DEFAULT_LAYOUT,
         points: float = 0.0,
     ) -> StepReply:
-        """Compute the blocks again and backpropagate ``gradient``, which is that of their output.
+        """Compute the blocks again and backpropagate ``gradient``, the gradient of their output.
 
         The reply's result is (gradient of ``hidden``, gradient of ``prompts`` or None). The other arguments and the
-        errors are those of `forward`. The weights get no gradients.
+        errors are as in `forward`. The weights get no gradients.
         """
         return self._stateless("backward", begin, (hidden, prompts, gradient), calls, layout, points)
 
@@ -501,7 +502,7 @@ class Server:
         requests without prompts that agree in kind, blocks and shape may be computed as one.
         """
         hidden, prompts, gradient = given
-        if self._moves:  # all to one place: what comes from different clients may be stacked
+        if self._moves:  # move all to one place: the requests of different clients may be stacked
             hidden, calls, prompts, gradient = adapter.moved((hidden, tuple(calls), prompts, gradient), self._device)
         item = stacking.StackInput(hidden, tuple(calls), prompts, gradient, layout)
 
@@ -523,7 +524,7 @@ class Server:
     def _backpropagate(self, begin: int, item: stacking.StackInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the blocks of an item with gradients and backpropagate; runs on the computing thread.
 
-        Returns the gradient of the item's hidden states, and that of its prompts, None without prompts.
+        Returns the gradient of the item's hidden states, and the gradient of its prompts, None without prompts.
         """
         with torch.enable_grad():
             given = item.hidden.detach().requires_grad_()
@@ -535,7 +536,7 @@ class Server:
             return found[0], found[1] if prompts is not None else None
 
     def returns_tuple(self, begin: int, hidden: torch.Tensor, told: adapter.LayerCall) -> bool:
-        """Call a block and return whether its result is a tuple with the hidden states in it: models differ in that.
+        """Call a block and return whether it returns the hidden states in a tuple: models differ in this.
 
         ``told`` has the block's arguments besides ``hidden``. Raises NotHere if block ``begin`` is not on this server.
         """
@@ -561,10 +562,11 @@ class Server:
     ) -> Any:
         """Queue work for the computing thread and wait for its result.
 
-        ``kind``, ``size`` (tokens) and ``points`` decide its priority. With ``item``, ``work`` takes it as its
-        argument; with ``together`` too, the item may be stacked with items of requests that have an equal key.
+        ``kind``, ``size`` (tokens) and ``points`` decide its priority. If there is an ``item``, ``work`` gets it as its
+        argument. If there is also a key ``together``, the item may be stacked with the items of requests with an equal
+        key.
         """
-        priority = float(self._options.prioritize(kind, size, points))  # no number: an error of this caller alone
+        priority = float(self._options.prioritize(kind, size, points))  # if it is no number, only this caller fails
         return self._runtime.run(QueuedRequest(kind, size, priority, (work, item), together))
 
     def _run_blocks(
@@ -578,13 +580,12 @@ class Server:
         """Take hidden states through the blocks from ``begin`` on, one for each of ``calls``; return the hidden states.
 
         ``prompts`` are added to the hidden states of the first tokens before each block. The arguments are moved to the
-        device and type of the blocks. The result stays on that device, and has the type that ``hidden`` had. Runs on
-        the computing thread.
-        Raises NotHere if a block is not on this server.
+        device and type of the blocks. The result stays on that device, and has the type that ``hidden`` had. Raises
+        NotHere if a block is not on this server. Runs on the computing thread.
         """
         came = hidden.dtype
         if self._moves or hidden.is_cuda:
-            # Several blocks are often called with the same object.
+            # Several blocks are often called with the same object, which is then moved once.
             there = {id(told): adapter.moved(told, self._device, self._dtype) for told in calls}
             calls = [there[id(told)] for told in calls]
             hidden, prompts = adapter.moved((hidden, prompts), self._device, self._dtype)
@@ -611,9 +612,9 @@ class Server:
     def look(self) -> bool:
         """Drop unused sessions and fail waits that have timed out; return whether any session is left.
 
-        A step whose input is late fails with TimeoutError, a wait for memory with `CacheFull`, and the steps of a
-        session that nobody has used for `Options.session_timeout` with NoSession. The computing thread calls this about
-        once a second, and ends after a while without sessions and requests.
+        A step whose input is late fails with TimeoutError, and a wait for memory with `CacheFull`. A session that was
+        not used for `Options.session_timeout` seconds ends, and its steps fail with NoSession. The computing thread
+        calls this about once a second.
         """
         now = time.monotonic()
         for key, session in list(self._sessions.items()):
@@ -625,9 +626,9 @@ class Server:
         return bool(self._sessions)
 
     def on_lost(self, client: int) -> None:
-        """Drop the sessions of a client that is lost.
+        """Drop the sessions of a client that is lost. Their waiting calls fail with NoSession.
 
-        ``client`` is the incarnation of the client's agent. Calls that wait fail with NoSession.
+        ``client`` is the incarnation of the client's agent.
         """
         for key, session in list(self._sessions.items()):
             if session.client == client:
@@ -636,7 +637,7 @@ class Server:
 
 
 def _wait_for(found: torch.Tensor) -> None:
-    """Wait until a GPU has computed a tensor, so that the seconds that it took are counted."""
+    """Wait until a GPU has computed a tensor, so that this time is counted."""
     if found.is_cuda:
         torch.cuda.current_stream(found.device).synchronize()
 
@@ -657,7 +658,7 @@ def _check_dtype(dtype: torch.dtype | None, device: str) -> None:
 
 
 def _look(server: weakref.ref[Server]) -> bool:
-    # The computing thread and the agent hold the server by a weak reference only: a server without references must go.
+    # The computing thread and the agent refer to the server weakly: a server without other references must be freed.
     found = server()
     return found is not None and found.look()
 
@@ -669,14 +670,14 @@ def _lost(server: weakref.ref[Server], record: Record, _: str) -> None:
 
 
 _Work = tuple[Callable[..., Any], stacking.StackInput | None]
-"""A function, and the item to call it with, which may be stacked with other requests' items; None to call it alone."""
+"""A function and the item to call it with, which may be stacked with other requests' items; None to call it alone."""
 
 
 def _compute(works: Sequence[_Work]) -> list[Any]:
-    """Compute requests that the pools handed out together, on the computing thread; return a result or error for each.
+    """Compute requests that `Pools.take` returned together, on the computing thread; return a result or error for each.
 
-    They are stacked into one call if possible. If that fails, each is computed alone, so that only the request at
-    fault has an error.
+    They are stacked into one call if possible. If that call fails, each is computed alone, so that only the faulty
+    request gets an error.
     """
     work = works[0][0]
     items = [item for _, item in works if item is not None]
@@ -688,7 +689,7 @@ def _compute(works: Sequence[_Work]) -> list[Any]:
         if stacked is not None:
             found, seconds = work(stacked)
             return [(part, seconds) for part in stacking.split(found, items)]
-    except Exception:  # the fault of one request, but not of the others
+    except Exception:  # only one of the requests may be faulty
         if len(items) == 1:
             raise
     return [_outcome(work, item) for item in items]

@@ -1,4 +1,4 @@
-"""One session on one server: its caches, the steps that clients have asked for, and the inputs that have arrived.
+"""One session on one server: its caches, the calls for steps, and the inputs that have arrived.
 
 Calls for steps, and their inputs, arrive in any order. Nothing here waits: `ServerSession.take_up` returns a step whose
 input is complete, and `nbdist.swarm.server.server` computes it.
@@ -21,7 +21,7 @@ from nbdist.swarm.server.neighbours import Address
 __all__ = ["REPLAYED", "StepCall", "ServerSession", "NoSession", "StepReply"]
 
 REPLAYED = -1
-"""The number of all steps that are replayed from a history; those of new steps begin with 1."""
+"""The number of all steps that are replayed from a history. The numbers of new steps begin with 1."""
 
 
 class NoSession(NbdistError):
@@ -34,7 +34,7 @@ class StepReply(NamedTuple):
     result: Any
     """A tensor, or a tuple of tensors."""
     seconds: float
-    """Seconds spent on computing; 0 for an answer that was known already."""
+    """Seconds spent on computing; 0 for an answer that was stored already."""
     cache: int
     """Bytes reserved for caches on the server."""
     sessions: int
@@ -45,14 +45,14 @@ class StepReply(NamedTuple):
 
 @dataclass(eq=False)
 class StepCall:
-    """A call for a step, which waits for its input and for its turn."""
+    """A call for a step. It waits for its input and for its turn."""
 
     number: int
     tokens: int
     step: Step
     push: bool
     deadline: float
-    """The time, by time.monotonic, until which the input has to arrive."""
+    """The time, as of `time.monotonic`, until which the input must arrive."""
     patience: float
     """Seconds that the client allows for a step; half of it may pass in waiting for cache memory."""
     points: float
@@ -62,7 +62,8 @@ class StepCall:
     def settle(self, reply: StepReply | None, error: BaseException | None) -> None:
         """Complete the caller's future with the reply, or with ``error`` if there is one; a second call does nothing.
 
-        The future is dropped here, because the frames of its error refer to this object: they would keep each other.
+        This object then drops the future: the frames of the error refer to this object, so the two would keep each
+        other alive.
         """
         answer, self.answer = self.answer, None
         if answer is not None:
@@ -70,7 +71,7 @@ class StepCall:
 
 
 class ServerSession:
-    """One session on a server, at one span: its caches and its queue of steps.
+    """One session on a server, for one span: its caches and its queue of steps.
 
     `changed` guards the queue: ``asked``, ``given``, ``taken``, ``last``, ``busy``, ``exported`` and ``ended``.
     """
@@ -79,13 +80,13 @@ class ServerSession:
         self.cache = cache
         self.client = client
         self.expected = expected
-        """Tokens that the session will have in the end, as its client said; 0 if unknown."""
+        """The number of tokens that the session will have at its end, according to its client; 0 if unknown."""
         self.taken = REPLAYED
         """The number of the last step that was computed."""
         self.last: torch.Tensor | None = None
-        """The output of that step, in case a client asks for it again."""
+        """The output of the last step, in case a client asks for it again."""
         self.next: tuple[Address, int] | None = None
-        """The server to which the output is pushed, and the first block of its span; None behind the last span."""
+        """The server to which the output is pushed, and the first block of its span; None for the last span."""
         self.changed = threading.Condition()
         self.asked: list[StepCall] = []
         self.given: dict[int, torch.Tensor] = {}
@@ -95,22 +96,22 @@ class ServerSession:
         self.exported = False
         """True once the session has moved to another server."""
         self.ended = ""
-        """Why the session is over; empty while it is not."""
+        """The reason why the session is over; empty while it is not."""
         self.used = time.monotonic()
-        """When it was last called."""
+        """The time of the last call, as of `time.monotonic`."""
 
     def give(self, number: int, hidden: torch.Tensor) -> None:
         """Store the input of step ``number``. Storing it twice is harmless.
 
-        The input of a step that was computed already is dropped. The caller holds `changed`.
+        If the step was computed already, the input is dropped. The caller holds `changed`.
         """
         if number > self.taken or number == REPLAYED:
             self.given[number] = hidden
 
     def take_up(self) -> tuple[StepCall, torch.Tensor | None] | None:
-        """Take a call that can be answered now out of the queue; return it with its input, or None if there is none.
+        """Remove from the queue a call that can be answered now; return it with its input, or None if there is none.
 
-        The caller computes the step and answers the call. The input is None for the last step, whose output is known.
+        The caller computes the step and answers the call. The input is None for the last step, whose output is stored.
         Calls for earlier steps fail with UsageError. The caller holds `changed`.
         """
         for asked in list(self.asked):
@@ -131,9 +132,9 @@ class ServerSession:
         return None
 
     def taken_to(self, number: int, result: torch.Tensor) -> None:
-        """Note that step ``number`` was computed, with its output; drop the inputs up to it. Acquires `changed`.
+        """Record that step ``number`` was computed, with its output; drop the inputs up to it. Acquires `changed`.
 
-        The output stays, in case the same step is asked for again.
+        The output stays, in case a client asks for the same step again.
         """
         with self.changed:
             self.last = result

@@ -1,7 +1,7 @@
-"""Gives servers the weights of a model: from the client's file, or by calls where a host does not see that file.
+"""Gives servers the weights of a model: from the client's file, or by calls if their host does not see that file.
 
-A server on the client's host, or with a network folder, maps the file, so that the servers of a host share its memory.
-Any other server calls the client for the weights of the blocks that it loads, and keeps them in memory of its own.
+A server on the client's host, or with a shared network folder, maps the file, so that the servers of a host share its
+memory. Any other server calls the client for the weights of its blocks, and keeps them in its own memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from nbdist.swarm.carriage import seconds_for
 __all__ = ["FarWeights", "Source", "offer", "withdraw"]
 
 _ANSWER_SECONDS = 60.0
-"""Seconds within which the client describes the checkpoint."""
+"""Seconds to wait until the client has described the checkpoint."""
 _READ_SECONDS = 600.0
-"""Seconds within which weights come, beside those that they take on a line of their own: all servers load at once."""
+"""Seconds to wait for weights, in addition to the time of sending them alone: all servers load at the same time."""
 _PART_BYTES = 8_000_000
-"""Bytes of weights that one call asks for at most, unless a single weight has more."""
+"""The most bytes of weights that one call asks for, unless a single weight has more."""
 
 _numbers = itertools.count()
 _offered: weakref.WeakValueDictionary[str, adapter.Checkpoint] = weakref.WeakValueDictionary()
@@ -41,7 +41,7 @@ class Source(NamedTuple):
     folder: str
     """The checkpoint's folder on the client's host."""
     mark: tuple[int, ...]
-    """The mark of the file of weights in it, by which a server knows it from another file with the same path."""
+    """The mark of the file of weights (`adapter.mark_of`), which tells it from another file with the same path."""
     client: str
     """The name of the client's agent."""
     key: str
@@ -84,7 +84,7 @@ class FarWeights:
         return found
 
     def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Divide weights into those of one call each; yields the names of each call."""
+        """Divide weights among calls; yield the names of the weights of each call."""
         part: list[str] = []
         for name in names:
             if part and sum(self.sizes[each] for each in (*part, name)) > _PART_BYTES:
@@ -98,7 +98,7 @@ class FarWeights:
 def offer(checkpoint: adapter.Checkpoint) -> Source:
     """Let servers read a ``checkpoint`` of this process until `withdraw`, or until the object is deleted.
 
-    The checkpoint has a file. Returns what servers need for that.
+    The checkpoint must have a file. Returns the `Source` that servers need.
     """
     me = current_agent().me
     key = f"{me.incarnation}.{next(_numbers)}"
@@ -107,7 +107,7 @@ def offer(checkpoint: adapter.Checkpoint) -> Source:
 
 
 def withdraw(source: Source) -> None:
-    """Let servers read the checkpoint of a ``source`` of this process no longer. A second call does nothing."""
+    """Stop letting servers read the checkpoint of a ``source`` of this process. A second call does nothing."""
     _offered.pop(source.key, None)
 
 
@@ -122,11 +122,11 @@ def _find(key: str) -> adapter.Checkpoint:
 
 
 def _describe(key: str) -> tuple[str, dict[str, int]]:
-    """Return the text of a checkpoint's configuration and the sizes of its weights: runs on the client."""
+    """Return the text of a checkpoint's configuration and the sizes of its weights. Runs on the client."""
     found = _find(key)
     return (found.folder / adapter.CONFIG).read_text(), found.weights.sizes
 
 
 def _read(key: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return weights of a checkpoint by name: runs on the client."""
+    """Return weights of a checkpoint by name. Runs on the client."""
     return _find(key).weights.read(names)

@@ -3,12 +3,12 @@
 ===============  ==========================================================
 `pickler`        pickles any value
 `few_tensors`    a quicker pickler for simple values with a few tensors
-`unpickler`      rebuilds what the two have pickled
+`unpickler`      rebuilds the values that these two have pickled
 `names`          names functions and classes of modules for other processes
 `definitions`    functions and classes of ``__main__``, and their digests
-`stand_ins`      the functions that pickled bodies refer to
+`stand_ins`      the functions to which pickled bodies refer
 `registered`     types and reducers that higher layers add
 `culprit`        finds the part of a value that cannot be pickled
-`large_globals`  warns of large globals that travel with functions
+`large_globals`  warns about large globals that travel with functions
 ===============  ==========================================================
 """

@@ -1,4 +1,4 @@
-"""Finds the part of a value that cannot be pickled, and says how to get there: ``args[0]['lock'] is a lock``.
+"""Finds the part of a value that cannot be pickled, and names the way to it: ``args[0]['lock'] is a lock``.
 
 Used only after pickling has failed. Each part is pickled by itself, so this may take as long as many attempts.
 """
@@ -21,14 +21,14 @@ _MOST_PARTS = 10_000
 """The most items of a list, tuple or dict that are tried."""
 
 name_file: list[Callable[[str], str]] = []
-"""Functions that name the file of a function that was typed, such as ``cell 22``; an empty text for other files."""
+"""Functions that return a name, such as ``cell 22``, for the file of a typed function; an empty text for others."""
 
 _KINDS = {"lock": "a lock", "RLock": "a lock", "generator": "a generator", "frame": "a frame", "socket": "a socket"}
 """Words for the types of objects that often cannot be pickled."""
 
 
 class _Trial(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
-    """Pickles into nothing, to see whether it can. Tensors and storages count as sendable."""
+    """Pickles a value and drops the result, to test whether that works. Tensors and storages count as picklable."""
 
     def persistent_id(self, obj: Any) -> Any:
         """Return a text for a tensor or storage, which the codec carries, so that pickle skips it; else None."""
@@ -44,10 +44,10 @@ class _Nowhere(io.RawIOBase):
 
 
 def of_call(body: tuple[Any, Any, Any]) -> str:
-    """Return which part of a call's function, arguments or keywords cannot be pickled; an empty text if none.
+    """Return which part of a call's function, arguments or keywords cannot be pickled; an empty text if there is none.
 
     ``body`` is (function or its name, args, kwargs). The text, such as "`args[0]['lock']` is a lock", goes into the
-    error for the user. Trying costs a pickling of each part.
+    error for the user. This pickles each part, which takes time.
     """
     function, args, kwargs = body
     if not isinstance(function, str) and not _can_travel(function):
@@ -65,7 +65,7 @@ def of_value(value: Any, name: str) -> str:
 
 
 def _can_travel(value: Any) -> bool:
-    """Return whether a value can be pickled, with its tensors left out; try it, and swallow every error."""
+    """Return whether a value can be pickled, apart from its tensors. Tries it, and ignores every error."""
     try:
         _Trial(_Nowhere(), 5).dump(value)
     except Exception:
@@ -76,8 +76,8 @@ def _can_travel(value: Any) -> bool:
 def _follow(value: Any, path: str) -> str:
     """Return a text that names the innermost part of a value that cannot be pickled, and the way to it from ``path``.
 
-    ``path`` is the text for the value itself, such as ``args[0]``. The result names the last function on the way,
-    because the reader knows that better than a path through its globals.
+    ``path`` is the text for the value itself, such as ``args[0]``. If the way goes through a function, the text names
+    the last such function: the reader knows it better than a path through its globals.
     """
     by = ""
     for _ in range(_DEEPEST):
@@ -95,9 +95,9 @@ def _follow(value: Any, path: str) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value, each with the text that leads to it when it is put after the value's name.
+    """Yield the parts of a value, each with the text that leads to it when appended to the value's name.
 
-    The parts of a function are the variables of its closure, and the globals that it names.
+    The parts of a function are the variables of its closure, and the globals that its code names.
     """
     if isinstance(value, types.FunctionType):
         code = value.__code__
@@ -130,7 +130,7 @@ def _name_of(function: Any) -> str:
 
 
 def _cell_of(function: types.FunctionType) -> str:
-    """Return in which cell a function was typed, as " of cell 22"; an empty text for functions of files."""
+    """Return the cell in which a function was typed, as " of cell 22"; an empty text for functions from files."""
     named = next((name for make in name_file if (name := make(function.__code__.co_filename))), "")
     return f" of {named}" if named else ""
 

@@ -1,15 +1,15 @@
 """Finds the functions and classes of ``__main__``, and tells whether two processes define the same.
 
 If every rank runs the same script, each process has its own copy of each function and class, with its own locks and
-globals. There a definition must travel by name. The definitions of a notebook exist in one process only. There they
-must travel by value. The sender cannot know which it is. So a reference to ``__main__`` carries a digest of the code. A
-callee without an equal definition says so (`MissingDefinition`), before it has run the function, and the caller sends
-the call again with the definitions in it (`nbdist.rpc.calls.repeats`). Results and errors carry the definitions at
-once.
+globals. Then a definition must travel by name. The definitions of a notebook exist in one process only. Then they must
+travel by value. The sender cannot know which case it is. So a reference to ``__main__`` carries a digest of the code. A
+callee without an equal definition reports this (`MissingDefinition`) before it has run the function, and the caller
+sends the call again with the definitions in it (`nbdist.rpc.calls.repeats`). Results and errors always carry the
+definitions.
 
-Code counts: bytecode, constants, defaults, class attributes, bases in ``__main__``, and the function that a decorator
-wrapped, which is in the closure. State does not count, because running the code may change it: globals, the contents of
-lists, dicts and objects, and variables of a closure that the function itself assigns (``nonlocal``).
+The digest covers code: bytecode, constants, defaults, class attributes, bases in ``__main__``, and the function that a
+decorator wrapped, which is in the closure. It does not cover state, because running the code may change it: globals,
+the contents of lists, dicts and objects, and variables of a closure that the function itself assigns (``nonlocal``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["choose", "digest", "find_named", "find_own", "get_own", "name_and_di
 
 
 def find_named(qualname: str) -> Any:
-    """Return the object that this process's ``__main__`` has under that qualified name; None if it has none.
+    """Return the object with a qualified name in this process's ``__main__``; None if there is none.
 
     In a process that `multiprocessing` has spawned, ``__mp_main__`` is the program's module.
     """
@@ -44,9 +44,9 @@ def find_named(qualname: str) -> Any:
 
 
 def own_name(definition: Any) -> str | None:
-    """Return the qualified name under which this process's ``__main__`` has ``definition``; None if it has not.
+    """Return the qualified name under which this process's ``__main__`` has ``definition``; None if there is none.
 
-    Only such definitions can be sent by name, or compared by digest.
+    Only a definition with such a name can be sent by name, or compared by digest.
     """
     if getattr(definition, "__module__", None) not in MAIN_NAMES:
         return None
@@ -70,8 +70,8 @@ def find_own(qualname: str, expected: str) -> Any:
 def get_own(qualname: str, expected: str) -> Any:
     """Return what ``__main__`` here has under ``qualname``; raise MissingDefinition unless its digest is ``expected``.
 
-    A pickle refers to this function in the place of a function or class that is sent by name. The sender of the call
-    then repeats it with the definition.
+    If a function or class is sent by name, its pickle refers to this function instead. After MissingDefinition, the
+    caller repeats the call with the definition.
     """
     found = find_own(qualname, expected)
     if found is None:
@@ -88,23 +88,23 @@ def name_and_digest(function: types.FunctionType) -> tuple[str, str] | None:
 def choose(qualname: str, expected: str, value: Any) -> Any:
     """Return what ``__main__`` here has under ``qualname`` if its digest is ``expected``, else ``value``.
 
-    A pickle refers to this function in the place of a function or class that is sent by value, which is ``value``. So
-    an instance that travels has the receiver's own class, where both have the same one.
+    If a function or class is sent by value, its pickle refers to this function, with the function or class as
+    ``value``. So if both processes have the same class, an instance that travels has the receiver's own class.
     """
     return find_own(qualname, expected) or value
 
 
 _DIGESTS_REMEMBERED = 1024
-"""The most entries of each cache here."""
+"""The most entries of each cache in this module."""
 _digests: dict[Any, str] = {}
-"""The digests by everything that counts for them, as `_function` and `_class` return it."""
+"""The digests by description, a tuple of everything that counts for them (`_function`, `_class`)."""
 
 
 def digest(definition: Any) -> str:
     """Return a fingerprint of a function's or class's code that does not depend on where the code was written.
 
-    Everything that counts is looked at each time, so a change is always noticed. Only the slow part is cached: hashing
-    the bytecode and everything around it.
+    Everything that counts is read each time, so a change is always noticed. Only the slow part is cached: hashing the
+    bytecode and the rest of the description.
     """
     described = (
         _function(definition, set()) if isinstance(definition, types.FunctionType) else _class(definition, set())
@@ -133,7 +133,7 @@ _EXACT = frozenset({type(None), bool, int, str, bytes})
 def _constant(value: Any) -> Any:
     """Return ``value`` in a form whose repr is the same in every process.
 
-    Of lists, dicts and all other objects that are no constants, only the type counts.
+    For lists, dicts and all other objects that are not constants, only the type counts.
     """
     if type(value) in _EXACT:
         return type(value).__name__, value
@@ -149,7 +149,7 @@ def _constant(value: Any) -> Any:
 
 
 def _code(code: types.CodeType) -> tuple[Any, ...]:
-    """Return the parts of a code object that count for the digest: not its file, its lines and its name."""
+    """Return the parts of a code object that count for the digest. Its file, its lines and its name do not count."""
     return (
         code.co_code,
         code.co_names,
@@ -176,7 +176,7 @@ def _assigned_around(code: types.CodeType) -> frozenset[str]:
 def _function(function: types.FunctionType, seen: set[Any]) -> tuple[Any, ...]:
     """Return a description of a function by everything that counts for its digest.
 
-    ``seen`` has the functions and classes that were described so far; one that is met again counts by its name, so that
+    ``seen`` has the functions and classes described so far. One that occurs again counts by its name only, so that
     recursion ends. The description is a hashable tuple, so that it can be the key of a cache.
     """
     if function in seen:
@@ -201,7 +201,7 @@ def _function(function: types.FunctionType, seen: set[Any]) -> tuple[Any, ...]:
 
 
 def _content(cell: types.CellType, seen: set[Any]) -> Any:
-    """Return a hashable description of the value of a closure's variable; ``"empty"`` if it has none."""
+    """Return a hashable description of the value of a closure's variable; ``"empty"`` if the variable has no value."""
     try:
         return _member(cell.cell_contents, seen)
     except ValueError:
@@ -226,7 +226,7 @@ _IGNORED = {
 def _class(cls: type, seen: set[Any]) -> tuple[Any, ...]:
     """Return a description of a class by everything that counts for its digest; ``seen`` is as in `_function`.
 
-    Bases of modules other than ``__main__`` count by their names.
+    Bases from modules other than ``__main__`` count by their names only.
     """
     if cls in seen:
         return ("again", cls.__qualname__)

@@ -14,7 +14,7 @@ from nbdist.wire.tensors import TensorPacker, is_packable
 __all__ = ["COMPLEX", "PLAIN", "TENSORS", "TensorPickler", "simplicity"]
 
 _MOST_ITEMS = 64
-"""The most items that a container may have for `simplicity` to look at them; a dict's keys and values both count."""
+"""The most items of a container that `simplicity` looks into. A dict's keys and values both count."""
 
 COMPLEX, TENSORS, PLAIN = range(3)
 """The answers of `simplicity`: a value needs `wire.pickling.pickler`, a pickler that finds tensors, or plain pickle."""
@@ -23,10 +23,9 @@ COMPLEX, TENSORS, PLAIN = range(3)
 def simplicity(value: Any, record: bool, depth: int = 4) -> int:
     """Return which pickler ``value`` needs: `PLAIN` for pickle itself, `TENSORS` for `TensorPickler`, else `COMPLEX`.
 
-    `PLAIN` values are atoms (None, bool, int, float, str, bytes) in tuples, lists and dicts; `TENSORS` have tensors
-    among these.
-    Looks ``depth`` containers deep; deeper ones, and those of more than 64 items, are `COMPLEX`; a dict's keys and
-    values both count. So is a tensor that requires grad, unless ``record``.
+    `PLAIN` values are atoms (None, bool, int, float, str, bytes) in tuples, lists and dicts. `TENSORS` values have
+    tensors among these. Looks ``depth`` containers deep. Deeper containers are `COMPLEX`, and so are containers of more
+    than 64 items (a dict's keys and values both count). A tensor that requires grad is `COMPLEX`, unless ``record``.
     """
     kind = type(value)
     if kind in ATOMS:
@@ -54,7 +53,7 @@ class TensorPickler(pickle.Pickler):
     """
 
     def __init__(self, file: io.BytesIO, packer: TensorPacker, record: bool) -> None:
-        """Pickle into ``file``; tensors go to ``packer``. ``record`` puts those that require grad into `recorded`."""
+        """Pickle into ``file``; tensors go to ``packer``. With ``record``, those that require grad go to `recorded`."""
         super().__init__(file, protocol=5)
         self.recorded: list[torch.Tensor] = []
         """The tensors that were recorded."""
@@ -67,8 +66,8 @@ class TensorPickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> int | None:
         """Return the index by which the pickle refers to a tensor; None for other objects, which are pickled as usual.
 
-        Pickle calls this for each object. The index counts the tensors of the message from 0 on, or those in `recorded`
-        as -1, -2, …
+        Pickle calls this for each object. The index counts the tensors of the message from 0 on; for tensors in
+        `recorded` it is -1, -2, …
         """
         if type(obj) is not torch.Tensor:
             return None

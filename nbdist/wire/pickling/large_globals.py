@@ -1,4 +1,4 @@
-"""Warns of large globals that travel with a function in every call."""
+"""Warns about large globals that travel with a function in every call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LARGE_BYTES = 1 << 20
 """The size in bytes above which a global counts as large."""
 
 _warned: set[tuple[str, int]] = set()
-"""The globals that were warned of, by name and id."""
+"""The name and id of each global that this module has warned about."""
 
 
 def warn_of_large_globals(function: types.FunctionType) -> None:
-    """Warn once of each global of more than 1 MB that travels by value with ``function``.
+    """Warn once about each global of more than 1 MB that travels by value with ``function``.
 
     Called whenever a function of ``__main__`` is pickled by value: cloudpickle sends its globals along each time.
     """
@@ -42,7 +42,7 @@ def warn_of_large_globals(function: types.FunctionType) -> None:
 def _size(value: Any, depth: int = 2) -> int:
     """Return roughly how many bytes a value takes when it is sent. Looks ``depth`` containers deep.
 
-    Functions, classes and modules count as nothing: they travel by name, or are small.
+    Functions, classes and modules count as 0 bytes: they travel by name, or are small.
     """
     if isinstance(value, torch.Tensor):
         return value.nbytes if value.layout is torch.strided else 0

@@ -1,6 +1,6 @@
 """Names functions and classes for other processes as ``module:qualified.name``, and finds them by that name.
 
-``torch.add`` and its like have no usable module name. They are looked for where torch keeps them.
+``torch.add`` and similar functions have no usable module name. They are looked up where torch has them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAIN_NAMES = ("__main__", "__mp_main__")
 """The modules whose definitions may differ between workers."""
 
 _PYTHON = (types.FunctionType, types.MethodType, type)
-"""The types of functions that are written in Python, and classes."""
+"""The types of functions that are written in Python, and the type of classes."""
 _TORCH_HOMES = (
     ("torch", torch),
     ("torch.nn.functional", torch.nn.functional),
@@ -47,11 +47,10 @@ _described: dict[int, tuple[Any, dict[str, Any], str, Named]] = {}
 
 
 def describe(function: Any) -> Named:
-    """Return the facts about ``function`` that a call needs: `name_of`, `display_name` and `is_builtin` of it.
+    """Return the facts about ``function`` that a call needs: its `name_of`, `display_name` and `is_builtin`.
 
-    They are cached while the function's module still has it.
-    A function of ``__main__`` has no name for other processes: it travels with its digest
-    (`nbdist.wire.pickling.definitions`).
+    They are cached while the function's module still has the function. A function of ``__main__`` has no name for other
+    processes: it travels with its digest (`nbdist.wire.pickling.definitions`).
     """
     if type(function) is types.FunctionType and function.__module__ in MAIN_NAMES:
         return Named(None, function.__qualname__ or function.__name__, False)
@@ -72,8 +71,8 @@ def describe(function: Any) -> Named:
 def name_of(function: Any) -> str | None:
     """Return the name by which another process finds ``function``; None if it cannot, or if ``__main__`` defines it.
 
-    The name is checked: this process finds the same object by it. Lambdas, functions inside functions, and methods of
-    an object that is no class have none.
+    This checks that the name leads to the same object in this process. Lambdas, functions inside functions, and methods
+    of an object that is not a class have no such name.
     """
     if isinstance(function, types.BuiltinFunctionType):
         name = function.__name__
@@ -89,14 +88,14 @@ def name_of(function: Any) -> str | None:
         return None
     if isinstance(module, str) and _walk(sys.modules.get(module), qualname) is function:
         return f"{module}:{qualname}"
-    # An operator of torch says nothing useful of its module.
+    # The module name of an operator of torch is of no use.
     short = qualname.rpartition(".")[2]
     for home, namespace in _TORCH_HOMES:
         if getattr(namespace, short, None) is function:
             inner = f"Tensor.{short}" if namespace is torch.Tensor else short
             return f"{home}:{inner}"
     if isinstance(function, types.MethodType) and isinstance(module, str):
-        # A class method: each lookup makes a new object, so it is compared by value.
+        # A class method: each lookup makes a new object, so compare with ==.
         found = _walk(sys.modules.get(module), qualname)
         if isinstance(found, types.MethodType) and found == function:
             return f"{module}:{qualname}"
@@ -114,7 +113,7 @@ def _walk(module: Any, qualname: str) -> Any:
 
 
 def resolve(name: str) -> Any:
-    """Return the object that `name_of` named; import its module if need be.
+    """Return the object that `name_of` named; import its module if necessary.
 
     Raises DecodeError if this process has no such module, or no such object in it.
     """
@@ -153,7 +152,7 @@ def is_builtin(function: Any) -> bool:
 
 
 def display_name(function: Any) -> str:
-    """Return a short name of ``function`` for messages to people."""
+    """Return a short name of ``function`` for displays and messages."""
     name = None if is_builtin(function) else getattr(function, "__qualname__", None)
     name = name or getattr(function, "__name__", None)
     if isinstance(name, str):

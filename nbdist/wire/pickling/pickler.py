@@ -29,14 +29,14 @@ __all__ = ["Pickler", "ValueWanted"]
 
 
 class _ByValue:
-    """Wraps a definition in the place where its value is wanted rather than its name."""
+    """Wraps a definition where a pickle must contain its value rather than its name."""
 
     def __init__(self, definition: Any) -> None:
         self.definition = definition
 
 
 class ValueWanted(Exception):
-    """Raised when the receiver is known to lack a definition: the message must be encoded again, by value."""
+    """Raised if the receiver is known to lack a definition: the message must be encoded again, by value."""
 
 
 class _TakeBuffers:
@@ -48,7 +48,7 @@ class _TakeBuffers:
     def __call__(self, buffer: pickle.PickleBuffer) -> bool:
         """Return False if the buffer was copied into a frame of its own, True if pickle must put it into the body.
 
-        Buffers go into the body if they have fewer than 256 KiB or are not contiguous. Pickle calls this.
+        Pickle calls this. Buffers go into the body if they have fewer than 256 KiB or are not contiguous.
         """
         try:
             raw = buffer.raw()
@@ -65,7 +65,7 @@ _NO_FILE = "<dynamic-code>"
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
-    """Pickles one value into a body, and collects what goes beside it: tensors, buffers, forks."""
+    """Pickles one value into a body, and collects what travels beside it: tensors, buffers, forks."""
 
     def __init__(
         self,
@@ -78,23 +78,23 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     ) -> None:
         """Pickle into ``file``. Large buffers are added to ``buffers``, and tensors to ``packer``.
 
-        ``forker`` makes the forks of references; without one, these cannot be sent. ``by_value`` puts definitions of
-        ``__main__`` into the body. ``record`` puts tensors that require grad into `recorded`, for the receiver to join
-        them to its graph.
+        ``forker`` makes the forks of references; without a forker, references cannot be sent. ``by_value`` puts
+        definitions of ``__main__`` into the body. ``record`` puts tensors that require grad into `recorded`, so that
+        the receiver joins them to its graph.
         """
-        # One dict: cloudpickle's own is a chain of tables, which is slow to find that it has nothing for an object.
+        # One dict: cloudpickle's own table is a chain of tables, in which a search without success is slow.
         self.dispatch_table = {}
         for table in reversed([reducers, *cloudpickle.Pickler.dispatch_table.maps]):
             self.dispatch_table.update(table)
         self.dispatch_table[types.CodeType] = _reduce_code
-        # Not a method of this pickler: that would be a reference cycle, and keep the value until a garbage collection.
+        # The callback is no method of this pickler: a reference cycle would keep the value until a garbage collection.
         super().__init__(file, protocol=5, buffer_callback=_TakeBuffers(buffers))
         self.packer = packer
         self.forks: list[Fork] = []
         self.references: dict[int, int] = {}
         """The index in `forks` of each reference, by the object's id."""
         self.kept: list[Any] = []
-        """The references that were met. Their ids must stay valid while pickling goes on."""
+        """The references met so far. They must stay alive, so that no other object gets one of their ids."""
         self.definitions: list[tuple[str, str]] = []
         """The definitions of ``__main__`` that the value refers to, by name and digest."""
         self.named: list[tuple[str, str]] = []
@@ -104,17 +104,17 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self.known: Collection[str] = ()
         """The digests of definitions that the receiver is known to have."""
         self.plain = True
-        """True while only tensors and types of pickle's own were met: decoding then runs no user code."""
+        """True while only tensors and pickle's own types were met: then decoding runs no user code."""
         self.recorded: list[torch.Tensor] = []
         self._recorded_at: dict[int, int] = {}
         self.requires_grad = False
         self._record = record
         self._modules: set[int] = set()
-        """The ids of modules that `_look_into` has seen."""
+        """The ids of modules that `_look_into` has handled."""
         self._of_modules: set[int] = set()
         """The ids of the parameters of these modules. They are not recorded."""
         self._ordinary: set[type] = set()
-        """The types of objects that were met and need no special treatment."""
+        """The types of the objects met so far that need no special treatment."""
         self._forker = forker
         self._by_value = by_value
         self._wrappers: dict[int, _ByValue] = {}
@@ -124,8 +124,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to pickle ``obj``, as ``__reduce__`` does; NotImplemented to leave it to pickle's own rules.
 
-        Pickle calls this for every object that is no atom and no built-in container, except those that it has pickled
-        before. Everything except a tensor makes the message not `plain`: decoding it may then run the user's code.
+        Pickle calls this for every object that is no atom and no built-in container, unless it has pickled the object
+        before. Any object except a tensor makes the message not `plain`: decoding it may then run the user's code.
         Raises EncodeError for a tensor or reference that cannot be sent.
         """
         kind = type(obj)
@@ -142,11 +142,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if obj is stand_ins.tensor or obj is stand_ins.recorded:
             return NotImplemented
         self.plain = False
-        # The same type was met before, and needed nothing.
+        # An object of this type was met before, and needed no special treatment.
         if kind in self._ordinary:
             return NotImplemented
         if kind is OrderedDict and kind not in self.dispatch_table:
-            # As pickle would do it, without a search for slots: each module has about ten of these dicts.
+            # As pickle does it, but without a search for slots: each module has about ten of these dicts.
             return OrderedDict, (), vars(obj) or None, None, iter(obj.items())
         if kind in reference_types:
             return stand_ins.reference, (self._refer(obj),)
@@ -166,18 +166,18 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return NotImplemented
         if isinstance(obj, torch.jit.ScriptFunction):
             return self._script_function(obj)
-        if obj.__class__ is kind:  # a proxy has another class, and each proxy is looked at by itself
+        if obj.__class__ is kind:  # a proxy has another ``__class__``, and each proxy needs a check of its own
             self._ordinary.add(kind)
             return NotImplemented
         return super().reducer_override(obj)
 
     def _look_into(self, module: torch.nn.Module) -> None:
-        """Note the parameters of a module and of the modules in it, which do not go into `recorded`.
+        """Remember the parameters of a module and of the modules in it, so that they do not go into `recorded`.
 
         The receiver gets parameters of its own, and gradients do not flow back to a copied module.
         """
         stack: list[Any] = [module]
-        # Without the methods of modules, which some modules refuse to run.
+        # Without calling methods of the modules, since some modules refuse that.
         while stack:
             inner = stack.pop()
             if id(inner) not in self._modules:
@@ -188,7 +188,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def _add_recorded(self, tensor: torch.Tensor) -> int:
         """Return the index of a tensor in `recorded`; add it if it is new.
 
-        It requires grad and is sent in an autograd context, so the receiver joins it to its graph.
+        The tensor requires grad and is sent in an autograd context, so the receiver joins it to its graph.
         """
         index = self._recorded_at.get(id(tensor))
         if index is None:
@@ -199,7 +199,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def _refer(self, reference: Any) -> int:
         """Return the index of a reference's fork in the message; make the fork if there is none.
 
-        Raises EncodeError where no references can be sent: in messages other than calls and results.
+        Raises EncodeError in messages that cannot carry references: all except calls and results.
         """
         if self._forker is None:
             raise EncodeError("cannot be sent: an RRef can only be sent in a call or its result")
@@ -213,8 +213,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def _definition(self, obj: Any) -> Any:
         """Return how to pickle a function or class: by its name, by its value, or as cloudpickle does.
 
-        Only definitions of ``__main__`` need care. A definition that ``__main__`` has under its own name is sent as
-        that name and the digest. With ``by_value``, unless the receiver is known to have it, its value is sent as well:
+        Only definitions of ``__main__`` are special. A definition that ``__main__`` has under its own name is sent as
+        that name and the digest. With ``by_value``, its value is sent as well, unless the receiver is known to have it;
         the receiver then chooses its own definition if the digest is the same. A definition that ``__main__`` does not
         have under its name, such as a lambda, always goes by value. A method goes as an attribute of its class.
 
@@ -241,7 +241,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def _value(self, definition: Any) -> Any:
         """Return how to pickle a function or class of ``__main__`` by value.
 
-        Warns once of a large global that goes along with a function. The functions in a class are noted, so that they
+        Warns once about a large global that travels with a function. Remembers the functions in a class, so that they
         travel inside the class and not by names of their own.
         """
         if isinstance(definition, types.FunctionType):
@@ -267,8 +267,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 def _reduce_exception(error: BaseException) -> Any:
     """Return how to pickle an error without calling its ``__init__``; NotImplemented if pickle can do it.
 
-    Pickle can do it for built-in errors, and for classes with a ``__reduce__`` of their own. Attributes that nbdist has
-    put on the error stay here.
+    Pickle can do it for built-in errors, and for classes with their own ``__reduce__``. Attributes that nbdist has put
+    on the error are left out.
     """
     cls = type(error)
     if cls.__module__ == builtins.__name__ or cls.__reduce__ is not BaseException.__reduce__:
@@ -278,6 +278,6 @@ def _reduce_exception(error: BaseException) -> Any:
 
 
 def _reduce_code(code: types.CodeType) -> Any:
-    """Return how to pickle a function's code with the name of its file: errors and `inspect` find its lines by it."""
+    """Return how to pickle a function's code with its file name, with which errors and `inspect` find its lines."""
     make, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
     return make, tuple(code.co_filename if argument == _NO_FILE else argument for argument in arguments)

@@ -1,4 +1,4 @@
-"""The types and reducers that the layers above register with the codec."""
+"""The types and reducers that higher layers register with the codec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ reducers: dict[type, Callable[[Any], Any]] = {}
 
 
 class Forker(Protocol):
-    """Makes the forks of the references in one message; the layer above has one for each message.
+    """Makes the forks of the references in one message. A higher layer implements it.
 
     A fork is one hand-over of a reference to another agent, which the value's owner counts.
     """

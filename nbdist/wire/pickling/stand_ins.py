@@ -1,7 +1,7 @@
-"""The functions that a pickled body refers to by name, beside those in `nbdist.wire.pickling.definitions`.
+"""The functions that a pickled body refers to by name, in addition to those in `nbdist.wire.pickling.definitions`.
 
-`nbdist.wire.pickling.unpickler` replaces the first three by functions that know the message. Renaming or moving a
-function here changes the bytes between agents, and needs a new `nbdist.wire.messages.VERSION`.
+`nbdist.wire.pickling.unpickler` replaces the first three by functions that return objects of the message. Renaming or
+moving a function here changes the bytes between agents, and needs a new `nbdist.wire.messages.VERSION`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["exception", "recorded", "reference", "script", "script_function", "t
 
 
 def tensor(index: int) -> Any:
-    """Stand in a pickle for tensor number ``index`` of its message; always raise DecodeError.
+    """Stand in a pickle for tensor number ``index`` of its message. Always raises DecodeError.
 
     nbdist's `Unpickler` replaces this function by one that returns the tensor. Only plain ``pickle`` calls it.
     """
@@ -25,16 +25,16 @@ def tensor(index: int) -> Any:
 
 
 def recorded(index: int) -> Any:
-    """Stand in a pickle for a tensor that is sent in an autograd context; always raise DecodeError.
+    """Stand in a pickle for a tensor that is sent in an autograd context. Always raises DecodeError.
 
-    nbdist's `Unpickler` replaces this function by one that returns tensor number ``index`` of these, joined to the
-    receiver's graph. Only plain ``pickle`` calls it.
+    nbdist's `Unpickler` replaces this function by one that returns recorded tensor number ``index``, joined to the
+    receiver's graph. Only plain ``pickle`` calls this function itself.
     """
     return tensor(index)
 
 
 def reference(index: int) -> Any:
-    """Stand in a pickle for the reference of fork number ``index`` of its message; always raise DecodeError.
+    """Stand in a pickle for the reference of fork number ``index`` of its message. Always raises DecodeError.
 
     nbdist's `Unpickler` replaces this function by one that returns the receiver's reference. Only plain ``pickle``
     calls it.
@@ -45,7 +45,7 @@ def reference(index: int) -> Any:
 def exception(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
     """Return an error of class ``cls`` with these ``args`` and attributes (``state``), made without its ``__init__``.
 
-    The ``__init__`` may take other arguments than ``args``. A pickle refers to this function.
+    The ``__init__`` may take other arguments than ``args``. Pickles refer to this function.
     """
     error = cls.__new__(cls, *args)
     error.args = args

@@ -22,7 +22,7 @@ __all__ = ["Unpickler"]
 class _Globals(dict[str, Any]):
     """The globals of a function that came by value.
 
-    A name that the sender did not have is looked up in ``__main__`` here.
+    A name that is not among them is looked up in ``__main__`` here.
     """
 
     def __missing__(self, name: str) -> Any:
@@ -46,7 +46,7 @@ class Unpickler(pickle.Unpickler):
     ) -> None:
         """Prepare to `read` ``body``, which refers to ``tensors``, ``references`` and ``recorded`` by their indices.
 
-        ``buffers`` are the large buffers that the pickler put beside the body, in its order. ``recorded`` are the
+        ``buffers`` has the large buffers that the pickler put beside the body, in its order. ``recorded`` has the
         tensors that were sent in an autograd context.
         """
         super().__init__(io.BytesIO(body), buffers=[bytearray(buffer) for buffer in buffers])
@@ -54,31 +54,29 @@ class Unpickler(pickle.Unpickler):
         self._references = references
         self._recorded = recorded
         self._globals: dict[int, tuple[Any, _Globals]] = {}
-        """The globals that were made, by the id of the dict that they replace.
+        """The globals that were made for functions, by the id of the dict that they replace.
 
-        Each with that dict, so that its id stays valid.
+        Each is kept with that dict, so that no other object gets its id.
         """
 
     def persistent_load(self, index: int) -> torch.Tensor:
-        """Return the tensor for an index that a `TensorPickler` wrote; -1, -2, … count the recorded ones."""
+        """Return the tensor for an index that a `TensorPickler` wrote; -1, -2, … count the recorded tensors."""
         return self._tensors[index] if index >= 0 else self._recorded[-1 - index]
 
     def read(self) -> Any:
-        """Return the value. Nothing here refers to it afterwards.
-
-        Call it once: the pickle is used up then.
-        """
+        """Return the value. Afterwards, this object does not refer to it. Call this only once."""
         try:
             return self.load()
         finally:
-            self.memo = {}  # it has methods of this object: a reference cycle that would keep all values
+            self.memo = {}  # it has methods of this object: the reference cycle would keep all values alive
             # Torch checks sparse tensors after loading, and keeps a list of them until it is asked.
             torch_private.validate_sparse()
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object that a pickle names; pickle calls this.
 
-        ``tensor``, ``recorded`` and ``reference`` of `stand_ins` become functions that return those of this message.
+        For ``tensor``, ``recorded`` and ``reference`` of `stand_ins`, returns functions that return objects of this
+        message.
 
         Raises DecodeError if this worker has no such object.
         """
@@ -106,9 +104,9 @@ class Unpickler(pickle.Unpickler):
     def _make_function(self, code: Any, namespace: dict[str, Any], *rest: Any) -> Any:
         """Return a function that came by value; a global that did not come with it is looked up in ``__main__`` here.
 
-        Takes the arguments of cloudpickle's function of that name, in whose place pickle calls it.
+        Takes the arguments of cloudpickle's function of that name. Pickle calls this instead of it.
         """
-        # Functions that shared their globals have one namespace here, too; so what replaces it is one object.
+        # Functions that share their globals have one namespace here, too, so its replacement must be one object.
         known = self._globals.get(id(namespace))
         if known is None:
             known = self._globals[id(namespace)] = (namespace, _Globals(namespace))

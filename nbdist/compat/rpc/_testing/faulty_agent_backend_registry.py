@@ -1,1 +1,1 @@
-"""Replaces torch's module of this name. Importing torch's registers the backend, which nbdist always has."""
+"""Replaces torch's module of this name. Importing torch's module registers the backend, which nbdist always has."""
