@@ -181,11 +181,15 @@ def fresh_host_copy(source: torch.Tensor) -> torch.Tensor:
 def to_gpu(tensor: torch.Tensor, device: str) -> torch.Tensor | None:
     """Return a copy of a large CPU tensor on a GPU; None for any other tensor or device, which torch should move.
 
+    The copy has no history, so a tensor that requires grad is left to torch.
+
     The copy is complete when this returns, so that any thread may use it on any stream. Raises torch's error if the GPU
     has no room for it.
     """
-    if tensor.nbytes < STAGED_BYTES or not tensor.is_cpu or not tensor.is_contiguous():
+    if tensor.nbytes < STAGED_BYTES or tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous():
         return None
+    if tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()):
+        return None  # its bytes are not its values
     there = torch.device(device)
     if there.type != "cuda":
         return None

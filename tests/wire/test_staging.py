@@ -236,6 +236,15 @@ def test_the_copies_come_after_the_streams_of_each_device(gpu):
     assert not gpu[0].queued
 
 
+def test_what_is_more_than_its_bytes_is_left_to_torch(gpu):
+    large = torch.randn(40, 40, dtype=torch.complex64)
+    for each in (large.conj(), large.conj().imag, large.t(), large.clone().requires_grad_(), torch.ones(2)):
+        assert staging.to_gpu(each, "cuda:0") is None
+    assert staging.to_gpu(large, "cpu") is None
+    assert staging.to_gpu(torch.nn.Parameter(large, requires_grad=False), "cuda:0") is not None
+    assert type(staging.to_gpu(large, "cuda:0")) is torch.Tensor
+
+
 # -- what goes wrong ---------------------------------------------------------------------------
 
 
