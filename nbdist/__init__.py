@@ -13,6 +13,7 @@ layer  modules                      contents
        torch_private                the private names of torch that nbdist uses, in one table
        code_places                  whose code a file holds: the user's, nbdist's, torch's, Python's
        amounts columns              bytes, seconds and counts in words; aligned rows of text
+       gpus                         copies between GPUs and the host's memory; times on GPUs
 1      wire                         messages, their encoding, the protocol between two agents: all pure
 2      channel                      moves frames: in-process, unix sockets, ZeroMQ, faulty; wakes readers
                                     (gate, spinning); memory that agents of one host share; how much
@@ -111,6 +112,7 @@ LAYERS: dict[str, int] = {
     "durations": 0,
     "errors": 0,
     "finalisers": 0,
+    "gpus": 0,
     "holds": 0,
     "ids": 0,
     "large_memory": 0,

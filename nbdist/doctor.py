@@ -256,18 +256,22 @@ def _nccl() -> str:
 
 
 def _gpus() -> str:
-    """Return how many GPUs torch sees, and which of them have memory that processes can share."""
+    """Return how many GPUs torch sees, which of them have memory that processes can share, and how tensors go else."""
     import torch  # here, so that everything else is shown if torch cannot be imported
 
     from nbdist.channel.shared_memory import gpu_memory
     from nbdist.cluster.examination.machine import describe_machine
+    from nbdist.gpus import staging
 
     count = torch.cuda.device_count()
     shared = [str(index) for index in range(count) if gpu_memory.is_available(index)]
     if not count:
         return _with_own_findings("none", "GPUs")
     told = f"in the memory of GPU {', '.join(shared)}" if shared else "by way of the host's memory"
-    found = [f"{count}; processes that share a GPU pass tensors {told}"]
+    found = [
+        f"{count}; processes that share a GPU pass tensors {told}",
+        f"large tensors for another GPU, another host or the CPU go {staging.describe()}",
+    ]
     facts = describe_machine(every_gpu=True)
     found += [f"GPU {gpu.index}: {gpu.name}, {gpu.capability[0]}.{gpu.capability[1]}" for gpu in facts.gpus]
     return _with_own_findings("\n".join(found), "GPUs", facts)

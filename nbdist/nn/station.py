@@ -41,6 +41,7 @@ from nbdist.autograd.messages import Head
 from nbdist.autograd.passes.leaves import GradientStore, lent
 from nbdist.autograd.passes.ordering import ordered
 from nbdist.errors import UsageError, WorkerLost
+from nbdist.gpus import spans
 from nbdist.nn.batches import Values, as_tuple
 from nbdist.nn.entry import enter
 from nbdist.nn.inbox import Abandoned, Inbox
@@ -335,7 +336,7 @@ class _Step:
                 latch.on_settle = None  # it holds the latch
 
     def _run(self) -> Done:
-        spans = []
+        times = []
         order, places = self._order, self._station.places
         with self._mode(), WatchedShare.of(order.head, order.row, places, self._me, self._inbox) as watched:
             for op in order.row:
@@ -343,14 +344,18 @@ class _Step:
                     watched.waits(op)
                 wanted, given = self._wait_for_input(op)
                 start = time.monotonic()
-                with watched.doing(op, given) if watched is not None else _NOT_WATCHED as look:
+                device = self._station.stages[op.stage].device
+                span = spans.begin(device) if trace.listeners else None
+                with watched.doing(op, given, device) if watched is not None else _NOT_WATCHED as look:
                     if op.kind == "F":
                         self._forward(op, given, wanted, look)
                     else:
                         self._backward(op, given, look)
                 del given
-                spans.append(OpTimes(op, start, time.monotonic()))
-                trace.emit("micro_batch.ran", agent=self._me, start=start, **op._asdict())
+                times.append(OpTimes(op, start, time.monotonic()))
+                if trace.listeners:
+                    gpu = span.end() if span is not None else None
+                    trace.emit("micro_batch.ran", agent=self._me, start=start, gpu=gpu, **op._asdict())
             told = watched.told if watched is not None else 0
         for latch in self._sent:
             latch.wait()
@@ -361,7 +366,7 @@ class _Step:
                     if gradient is not None:
                         gradients.add(leaf, gradient)
             self._station.commit(self._order, self._inbox, gradients)
-        return Done(spans, self._losses, self._outputs, told)
+        return Done(times, self._losses, self._outputs, told)
 
     def _mode(self) -> AbstractContextManager[Any]:
         """Return a block in the step's grad mode: on if the step trains, or is recorded and the caller's mode is on."""

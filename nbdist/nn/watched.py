@@ -28,6 +28,7 @@ from nbdist.autograd.graph.origins import NodeOrigin
 from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace
 from nbdist.autograd.messages import Head
 from nbdist.autograd.watching.observer import Observer, Stopped, are_finite
+from nbdist.gpus import spans
 from nbdist.nn.inbox import Inbox
 from nbdist.nn.schedules import Op, Table, what_it_needs
 
@@ -152,8 +153,7 @@ class WatchedShare:
 
         The worker reports the number at the end of its step: the watcher waits until it has received so many.
         """
-        self._observer.flush()
-        return self._observer.sent
+        return self._observer.finish()
 
     def waits(self, op: Op) -> None:
         """Tell the watcher at once that an operation waits for its input from another worker.
@@ -164,12 +164,14 @@ class WatchedShare:
         self._observer.flush()
 
     @contextmanager
-    def doing(self, op: Op, given: Sequence[Any]) -> Iterator[Callable[[Sequence[Any]], None]]:
+    def doing(
+        self, op: Op, given: Sequence[Any], device: torch.device | None = None
+    ) -> Iterator[Callable[[Sequence[Any]], None]]:
         """Report the operation that the block runs; halt before the block if the watcher says so.
 
-        ``given`` are the operation's inputs. Yields a function. The block must call it with the operation's outputs
-        before it sends them. Then the worker that made a NaN reports it before the workers that receive it can. Raises
-        the step's error if the step fails during the halt.
+        ``given`` are the operation's inputs, and ``device`` is where its stage computes. Yields a function. The block
+        must call it with the operation's outputs before it sends them. Then the worker that made a NaN reports it
+        before the workers that receive it can. Raises the step's error if the step fails during the halt.
         """
         needs = what_it_needs(op, self._stages)
         if needs is not None and self._places[needs.stage] != self._me:
@@ -182,9 +184,12 @@ class WatchedShare:
         except Stopped:
             self._inbox.check()  # raises the error that stopped the step, which says more
             raise
+        on_gpu = spans.begin(device)
         began = time.perf_counter()
         yield lambda made: self._look(op, number, made, known)
-        self._observer.ran(number, _name(op), time.perf_counter() - began, ())
+        seconds = time.perf_counter() - began
+        span = on_gpu.end() if on_gpu is not None else None
+        self._observer.ran(number, _name(op), seconds, (), span=span)
 
     def _look(self, op: Op, number: int, made: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
         """Report a NaN or Inf in ``made`` that an operation has made from finite inputs, if the watcher wants that.

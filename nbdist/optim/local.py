@@ -13,6 +13,7 @@ from nbdist import trace
 from nbdist.autograd.api import recorder
 from nbdist.autograd.passes.leaves import lent
 from nbdist.errors import NbdistError, UsageError
+from nbdist.gpus import spans
 from nbdist.optim.parameters import name_of
 from nbdist.rpc import api
 from nbdist.rpc.asking import ask_each
@@ -58,11 +59,13 @@ class LocalOptimizer:
         """
         gradients = recorder().contexts.get(context_id).gradients_of(self.parameters)
         start = time.monotonic()
+        span = spans.begin(spans.device_of(self.parameters)) if trace.listeners else None
         with lent(gradients):
             self.optimizer.step()
         if trace.listeners:
-            name = type(self.optimizer).__name__
-            trace.emit("optimizer.stepped", agent=api.current_agent().me.name, start=start, optimizer=name)
+            name, agent = type(self.optimizer).__name__, api.current_agent().me.name
+            gpu = span.end() if span is not None else None
+            trace.emit("optimizer.stepped", agent=agent, start=start, gpu=gpu, optimizer=name)
 
     def describe(self) -> list[tuple[str | None, list[int]]]:
         """Return the full name in the model (None if unknown here) and the shape of each parameter, in their order."""

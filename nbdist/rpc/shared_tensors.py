@@ -28,6 +28,7 @@ from nbdist.channel.shared_memory.arena import Arena, ArenaSpace
 from nbdist.channel.shared_memory.gpu_arena import Gpus
 from nbdist.channel.shared_memory.gpu_memory import GpuBytes
 from nbdist.channel.shared_memory.leases import Leases
+from nbdist.gpus import staging
 from nbdist.wire.messages import Carrier, GiveBack, Message, Place, Record
 from nbdist.wire.tensors import Buffer
 
@@ -257,6 +258,7 @@ class Sharing:
             self._arena.close()
         if self._gpus is not None:
             self._gpus.close()
+        staging.free()
 
     def statistics(self) -> dict[str, int]:
         """Return counters by name: of this agent's arena, and of the blocks of other agents' arenas that it reads."""

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from nbdist.errors import DecodeError, EncodeError, ProtocolError
+from nbdist.gpus import staging
 from nbdist.large_memory import with_large_pages
 from nbdist.wire.devices import CPU_ONLY, Devices
 from nbdist.wire.messages import Place, TensorMeta
@@ -77,6 +78,8 @@ _DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTY
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 _FIRST_NARROW = _DTYPE_NAMES.index("int1")
 """From this number on: integers of fewer bits than a byte, each stored in a byte, which torch cannot copy."""
+
+_NO_COPIES: Mapping[int, torch.Tensor] = {}
 
 _REQUIRES_GRAD = 1
 _PARAMETER = 2
@@ -273,7 +276,7 @@ class _Storage:
         """
         if not self.is_on_gpu:
             return self.storage.data_ptr() + self.start, self.storage
-        copy = self.bytes().cpu()
+        copy = staging.fresh_host_copy(self.bytes())
         return copy.data_ptr(), copy
 
 
@@ -352,29 +355,33 @@ class TensorPacker:
         # Copy the bytes only now: the used part of a storage may grow with each tensor.
         shared = {storage.number: place for storage in storages.values() if (place := self._put_from_gpu(storage))}
         rest = [storage for storage in storages.values() if storage.number not in shared]
-        parts = [(storage.on_host(), storage.end - storage.start) for storage in rest]
-        where, frames = self._copy_out([(address, length) for (address, _), length in parts])
+        parts = [(*storage.on_host(), storage.end - storage.start) for storage in rest]
+        copies = {number: parts[number][1] for number, storage in enumerate(rest) if storage.is_on_gpu}
+        where, frames = self._copy_out([(address, length) for address, _, length in parts], copies)
         shared |= {storage.number: place for storage, place in zip(rest, where, strict=True)}
         return metas, [shared[number] for number in range(len(storages))], frames
 
-    def _copy_out(self, spans: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
+    def _copy_out(
+        self, spans: Sequence[tuple[int, int]], copies: Mapping[int, torch.Tensor] = _NO_COPIES
+    ) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
         """Copy memory into frames or shared memory; return the place of each piece as in `pack`, and the frames.
 
         ``spans`` has the address and the length in bytes of each piece. A piece of 256 KiB or more gets a frame of its
-        own. Smaller pieces share one frame, each at a multiple of `_ALIGN`.
+        own. Smaller pieces share one frame, each at a multiple of `_ALIGN`. ``copies`` has, by their numbers, the
+        pieces that nobody else uses, as tensors of bytes: such a piece becomes a frame without another copy.
         """
         where: list[tuple[int, int, int]] = []
         frames: list[Buffer] = []
         small: list[bytes] = []
         small_size = 0
         shared = -1
-        for pointer, length in spans:
+        for number, (pointer, length) in enumerate(spans):
             if self._put(pointer, length):
                 where.append((-len(self.slots), 0, length))
                 continue
             if length >= OWN_FRAME_BYTES:
                 where.append((len(frames), 0, length))
-                frames.append(_snapshot(pointer, length))
+                frames.append(_memory_of(copies[number]) if number in copies else _snapshot(pointer, length))
                 continue
             if shared < 0:
                 shared = len(frames)
@@ -471,7 +478,12 @@ def _snapshot(pointer: int, length: int) -> memoryview:
     copy = torch.empty(length, dtype=torch.uint8, device="cpu")
     with_large_pages(copy.data_ptr(), length)
     ctypes.memmove(copy.data_ptr(), pointer, length)
-    block = (ctypes.c_char * length).from_address(copy.data_ptr())
+    return _memory_of(copy)
+
+
+def _memory_of(copy: torch.Tensor) -> memoryview:
+    """Return the memory of a tensor of bytes on the CPU; it lives as long as the returned view."""
+    block = (ctypes.c_char * copy.numel()).from_address(copy.data_ptr())
     block.owner = copy  # type: ignore[attr-defined]  # keeps the memory as long as the view lives
     return memoryview(block).cast("B")
 
@@ -645,6 +657,8 @@ def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
     torch waits for a copy between the CPU and a GPU. It does not wait for a copy from GPU to GPU, so this does.
     """
+    if (there := staging.to_gpu(tensor, device)) is not None:
+        return there
     moved = tensor.to(device)
     if tensor.is_cuda and moved.is_cuda and moved is not tensor:
         torch.cuda.current_stream(moved.device).synchronize()

@@ -557,5 +557,7 @@ def test_a_process_that_was_forked_leaves_the_driver_alone(with_driver):
 def test_which_gpus_can_share_memory(with_driver):
     with_driver("cuDeviceGet")
     assert not gpu_memory.is_available(0)
+    assert "CUDA refuses cuDeviceGet" in gpu_memory.why_unavailable(0)
     with_driver()
     assert not gpu_memory.is_available(0), "an attribute is 0"
+    assert "the GPU cannot map memory" in gpu_memory.why_unavailable(0)

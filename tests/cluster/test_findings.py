@@ -20,6 +20,7 @@ FINE = MachineFacts(
     has_driver=False,
     gpu_count=0,
     gpus=(),
+    unpinned="",
     can_share=True,
     memory=64_000_000_000,
     memory_left=30_000_000_000,
@@ -78,6 +79,18 @@ def test_nothing_is_found_where_nothing_is_wrong():
             "GPUs",
             "no code for GPU 0, a Tesla P100 of compute capability 6.0",
             "%dist_init -g",
+        ),
+        (
+            {"gpu_count": 1, "gpus": (replace(H100, unshared="CUDA refuses cuDeviceGet: CUDA_ERROR_NOT_PERMITTED"),)},
+            "GPUs",
+            "the memory of GPU 0 cannot be shared between processes (CUDA refuses cuDeviceGet",
+            "A newer driver",
+        ),
+        (
+            {"gpu_count": 1, "unpinned": "CUDA error: out of memory"},
+            "GPUs",
+            "without pinned memory, which is slower: CUDA error: out of memory",
+            "--ulimit memlock=-1",
         ),
     ],
 )

@@ -8,6 +8,7 @@ import swarm_models
 import torch
 
 from nbdist.errors import UsageError
+from nbdist.gpus import staging
 from nbdist.rpc import api
 from nbdist.swarm import adapter, serve
 from nbdist.swarm.history import Step
@@ -147,6 +148,27 @@ def test_what_goes_in_may_come_before_or_after_and_twice(client):
         assert torch.equal(asked.wait(10).result, expected[0])
         one.server.rpc_sync().push(order, 0, 0, torch.zeros(1, 5, 32))  # late: that step is over
         assert torch.equal(one.step(order, 1).wait(10).result, expected[1])
+
+
+def test_what_goes_in_is_brought_to_the_gpu_while_the_session_is_free(client, monkeypatch):
+    """Large hidden states take the pinned way, whose GPU is a stand-in here; nobody waits with a lock."""
+    one = client()
+    one.open("s")
+    expected = [one.step("s", number).wait().result for number in (0, 1)]
+    one.open("t")
+    brought = []
+
+    def to_gpu(hidden, device):
+        owner = one.held("t").changed
+        assert owner.acquire(timeout=10)  # at once in the thread that holds it, else when it is free
+        brought.append(owner._is_owned() and owner._release_save()[0])
+        return hidden.clone()
+
+    monkeypatch.setattr(staging, "to_gpu", to_gpu)
+    one.server.rpc_sync().push("t", 0, 0, one.hiddens[0])
+    assert torch.equal(one.step("t", 0, hidden=torch.empty(0)).wait(10).result, expected[0])
+    assert torch.equal(one.step("t", 1).wait(10).result, expected[1])
+    assert brought == [1, 1], "the thread had the lock once, from here"
 
 
 def test_it_pushes_to_the_next(client, world):

@@ -134,6 +134,8 @@ test("an outline and how far it is are one", () => {
     told: "told",
   };
   const found = whole(outline, snapshot);
+  const timed = whole(outline, { ...snapshot, gpu: [3.1, null] });
+  assert.deepEqual(timed.nodes.map((node) => node.gpu), [3.1, null]);
   const [first, second] = found.nodes;
   assert.deepEqual(first, { w: 0, n: 4, name: "Mul", state: "done", got: 1, for: [], ms: 0.5, norm: 2, path: true, bad: false });
   assert.deepEqual([second.state, second.for, second.bad, second.norm], ["halted", ["worker2"], true, "nan"]);
@@ -171,6 +173,12 @@ test("what stands below a node", () => {
 });
 
 const told = (rows) => rows.map(([name, parts]) => `${name} ${parts.map((part) => part.text ?? part).join("")}`).join("\n");
+
+test("details tell the time on a GPU beside that of the processor", () => {
+  const tell = (more) => told(details({ workers: ["worker0"], nodes: [node(0, 7, { ms: 0.5, ...more })], messages: [] }, 0));
+  assert.ok(tell({ gpu: 3.1 }).includes("time 500 µs, GPU 3.1 ms"));
+  for (const more of [{ gpu: null }, {}]) assert.ok(!tell(more).includes("GPU"));
+});
 
 test("details name the module, the parameter, the line and for whom a node waits", () => {
   const one = node(1, 7, { module: "Net.fc", label: "Net.fc.weight", line: "cell:3: y = fc(x)", for: ["worker2"], norm: 2 });

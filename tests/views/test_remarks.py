@@ -1,5 +1,7 @@
 """What is told of a backward pass, from events alone: remarks with links, pauses that are no waits."""
 
+import json
+
 import pytest
 
 from nbdist.autograd.graph.traces import Edge, NodeInfo, Trace, planned
@@ -158,3 +160,22 @@ def test_the_critical_path_includes_nodes_that_end_before_the_node_that_sends_to
     if stepped:
         late.append(halted(*SUM, 0.0))
     assert made().after(late).critical_path() == [SUM, RECEIVE, EXP, PARAMETER]
+
+
+def test_times_on_a_gpu_are_shown_beside_those_of_the_processor():
+    timed = [Event(2.5, "notebook", "timed", 2, seconds=0.0031), Event(1.0, "notebook", "timed", 0, seconds=0.001)]
+    found = made().after([*UNPAUSED, *timed])
+    assert "  notebook: 4 of 4 nodes, busy 3.00 s, waited 2.00 s, GPU 4.1 ms" in report.as_text(found)
+    assert any(line.startswith("  worker1: 2 of 2 nodes") and "GPU" not in line for line in report.as_text(found))
+    assert "  the longest on a GPU, 3.1 ms, was Sin@notebook (node 2)" in report.as_text(found)
+    assert ">GPU<" in report.as_html(found, "told")
+    drawn = page.snapshot(found)
+    assert drawn["gpu"] == [1.0, None, 3.1, None, None, None]
+    assert [share.get("gpu") for share in drawn["shares"]] == [4.1, None]
+
+
+def test_without_a_gpu_nothing_is_said_of_one():
+    found = made().after(UNPAUSED)
+    assert "GPU" not in "\n".join(report.as_text(found))
+    assert "GPU" not in report.as_html(found, "told")
+    assert "gpu" not in json.dumps(page.snapshot(found))

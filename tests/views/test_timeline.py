@@ -10,12 +10,14 @@ from html import escape
 
 import pytest
 import torch
+from late_gpu import SECONDS, LateGpu
 from pipeline_models import Slow, square
 
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc, trace
 from nbdist.errors import UsageError
+from nbdist.gpus import spans
 from nbdist.nn import Pipeline, RemoteModule
 from nbdist.optim import DistributedOptimizer
 from nbdist.testing import World
@@ -189,3 +191,43 @@ def test_the_views_are_methods_of_the_class_before_their_layers_are_imported():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert found.stdout.splitlines() == ["['Timeline', 'DirectView | LoadBalancedView']", "[]"]
+
+
+def test_times_on_a_gpu_are_shown_beside_those_of_the_processor(monkeypatch):
+    gpu = LateGpu(monkeypatch)
+    begin = spans.begin  # the stages are on the CPU
+    monkeypatch.setattr(spans, "begin", lambda device: begin(torch.device("cuda:0")) if device is not None else None)
+    with World(3) as world, world[2].activate():
+        pipe = Pipeline([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)], ["worker0", "worker1"], micro_batches=3)
+        optimizer = DistributedOptimizer(torch.optim.SGD, pipe.parameter_rrefs(), lr=0.1)
+        x = torch.randn(6, 8)
+        told = Timeline(world[2])
+        with dist_autograd.context() as context_id:
+            pipe.train_step(x, x, square)
+            optimizer.step(context_id)
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [rpc.rpc_sync("worker0", torch.neg, args=(x.requires_grad_(),)).sum()])
+        rpc.rpc_sync("worker1", max, args=(1, 2))
+        assert gpu.begun, "it has not waited for the GPU"
+        gpu.goes_on.set()
+        told.stop()
+    by_kind = {kind: {one.gpu for one in told.noted if one.kind == kind} for kind in KINDS}
+    assert by_kind["forward"] == by_kind["backward"] == by_kind["segment"] == by_kind["step"] == {SECONDS}
+    assert by_kind["call"] == {SECONDS, None}, "a call without a tensor among its arguments has no time on a GPU"
+    assert re.search(r"worker0: .*; busy .*; GPU .*9.3 ms in micro-batches forward, 9.3 ms in", repr(told))
+    assert re.search(r"forward of micro-batch 0, stage 0, [^\"]*, GPU 3.1 ms", told._repr_html_())
+    assert "in tasks of nbdist's own" not in repr(told)
+    args = [event.get("args") for event in told.to_perfetto()["traceEvents"] if event["ph"] == "X"]
+    assert {"GPU ms": 3.1} in args
+    assert None in args
+
+
+def test_a_gpu_that_does_not_finish_is_left_out(monkeypatch):
+    gpu = LateGpu(monkeypatch)
+    monkeypatch.setattr(recording, "_GPU_WITHIN", 0.05)
+    with World(2) as world, world[0].activate():
+        with Timeline(world[0]) as told:
+            rpc.rpc_sync("worker1", torch.neg, args=(torch.ones(2),))
+        assert gpu.ended
+        assert {one.gpu for one in told.noted} == {None}
+        assert "GPU" not in repr(told)

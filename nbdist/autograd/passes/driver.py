@@ -68,6 +68,7 @@ from nbdist.autograd.state import Context, Outgoing, Run
 from nbdist.autograd.watching.connection import Observing
 from nbdist.channel import machine
 from nbdist.errors import NbdistError, UsageError, WorkerLost
+from nbdist.gpus import spans
 from nbdist.rpc.calls.failures import Failure, describe, rebuild
 from nbdist.rpc.futures import Future, Latch
 
@@ -415,6 +416,7 @@ class Passes:
                 run.arrived = []
                 alone, entries = run.threads == 1, run.entries
             start = time.monotonic()
+            span = spans.begin(run.part.gpu()) if trace.listeners else None
             try:
                 if run.context.check:
                     # A checkpoint computes a forward pass anew here, which is checked for NaN as the first one was.
@@ -429,7 +431,8 @@ class Passes:
                     raise
                 return
             if trace.listeners:
-                trace.emit("segment.ran", agent=self._transport.name, start=start, context=run.context.id)
+                gpu = span.end() if span is not None else None
+                trace.emit("segment.ran", agent=self._transport.name, start=start, gpu=gpu, context=run.context.id)
             with run.lock:
                 if run.again:
                     continue
@@ -566,8 +569,7 @@ class Passes:
                 missing.append(Missing(number, sends[number].function, sends[number].peer))
         observed = 0
         if run.observer is not None:
-            run.observer.flush()
-            observed = run.observer.sent
+            observed = run.observer.finish()
         with run.lock:
             if run.ended or not (run.settled or run.marked or run.sent or waits):
                 return

@@ -68,6 +68,7 @@ from nbdist.autograd.passes.engine import run_backward
 from nbdist.autograd.passes.leaves import Claim, GradientStore
 from nbdist.autograd.passes.ordering import GateQueues
 from nbdist.autograd.watching.observer import Observer
+from nbdist.gpus import spans
 
 __all__ = ["Entry", "Marks", "Part", "PassRoots", "GateState"]
 
@@ -683,6 +684,10 @@ class Part:
                     self._kept.append(Crossing(node, output, gradient))
 
         return keep
+
+    def gpu(self) -> torch.device | None:
+        """Return the GPU of the first gradient on a GPU that no step has taken yet; None if there is none."""
+        return spans.device_of(gradient for entry in list(self.ready) for gradient in list(entry.gradients))
 
     # -- from the nodes -----------------------------------------------------------------------
 

@@ -7,7 +7,8 @@
         |      `-- yes --> halted -- steer, leave -->                 |
         |                     `----- stop --> Stopped                 `-- NaN or Inf --> nan
 
-The words ``halted``, ``running``, ``done`` and ``nan`` are happenings, which are noted and sent to the watcher. While a
+The words ``halted``, ``running``, ``done`` and ``nan`` are happenings, which are noted and sent to the watcher. So is
+``timed``, which tells how long a GPU has run a node; it comes later, as the GPU lags behind the processor. While a
 watch runs until a NaN, ``nan`` also comes before ``running``, for a node that is given one; it halts there.
 
 `around` sets hooks on the nodes that one call of the engine is going to run, and removes them after the call. A halt
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -35,6 +37,8 @@ from nbdist.autograd.passes.leaves import halted
 from nbdist.autograd.watching.inherited import Inherited
 from nbdist.autograd.watching.measuring import is_finite, measure
 from nbdist.errors import NbdistError
+from nbdist.gpus import spans
+from nbdist.gpus.spans import GpuSpan
 from nbdist.rpc.futures import blocking_wait
 
 __all__ = ["Observer", "Stopped", "are_finite"]
@@ -95,6 +99,8 @@ class Observer:
         self._seen: list[Happening] = []
         self._sent_at = time.monotonic()
         self._sending = threading.Lock()
+        self._on_gpu: deque[tuple[float, int, str, GpuSpan]] = deque()
+        """The nodes that have run and whose time on the GPU is not known yet: when, number, name, and the span."""
         self._waiting_for = set[int]()
         self._halts = 0
         """The number of halts so far, which is also the number of the last one."""
@@ -130,18 +136,45 @@ class Observer:
         self._waiting_for = messages
         self.note("resting")
 
-    def flush(self) -> None:
+    def flush(self, at_least: int = 0) -> None:
         """Send what `note` has noted and not sent, if there is any, to the watcher, as one batch.
 
-        The watcher needs the batches of a pass before it is complete, so a worker flushes before it reports.
+        The times of nodes that a GPU has run meanwhile are part of it. If fewer than ``at_least`` batches have been
+        sent, one is sent in any case.
         """
         with self._sending:
-            if not self._seen:
+            if self._on_gpu:
+                self._note_gpu_times()
+            if not self._seen and self.sent >= at_least:
                 return
             self.sent += 1
             number, seen, self._seen = self.sent, self._seen, []
             self._sent_at = time.monotonic()
         self._send(number, seen, self._control.version)
+
+    def finish(self) -> int:
+        """Send all that is noted; return the number of batches that the watcher must await before a pass is complete.
+
+        A worker calls this before it reports. If the GPU still runs nodes, one more batch will follow with their times,
+        and counts already: another thread waits for the GPU.
+        """
+        self.flush()
+        with self._sending:
+            lasting = [span for _, _, _, span in self._on_gpu]
+            awaited = self.sent + bool(lasting)
+        if lasting:
+            spans.when_over(lasting, lambda: self.flush(awaited))
+        return awaited
+
+    def _note_gpu_times(self) -> None:
+        """Note the times of the nodes that the GPU has run, in order, up to the first that it still runs.
+
+        The lock `_sending` is held. Nothing waits for the GPU.
+        """
+        while self._on_gpu and self._on_gpu[0][3].is_over():
+            ended, number, name, span = self._on_gpu.popleft()
+            if (seconds := span.seconds) is not None:
+                self._seen.append(Happening(ended, "timed", number, name=name, seconds=seconds))
 
     # -- being told ---------------------------------------------------------------------------
 
@@ -208,6 +241,7 @@ class Observer:
         sends = kind is RECEIVE
         name = node.name()
         began = [0.0]
+        on_gpu: list[GpuSpan | None] = [None]
         saved: list[Saved] = []
 
         def before(gradients: Gradients) -> None:
@@ -215,14 +249,17 @@ class Observer:
                 self.come_to(number, name, gradients, sends=sends)
                 if self.looks:
                     saved[:] = saved_by(node)  # freed when the node has run
+                on_gpu[0] = spans.begin(spans.device_of(gradients))
                 began[0] = time.perf_counter()
 
         def after(new: Gradients, given: Gradients) -> None:
             if current_part() is part:
                 seconds = time.perf_counter() - began[0]
+                span = on_gpu[0].end() if on_gpu[0] is not None else None
                 try:
-                    self.ran(number, name, seconds, new, given, lambda: self._explain(node, saved))
+                    self.ran(number, name, seconds, new, given, lambda: self._explain(node, saved), span)
                 finally:
+                    on_gpu[0] = None
                     saved.clear()
 
         return before, after
@@ -265,12 +302,17 @@ class Observer:
         new: Gradients,
         given: Gradients = (),
         explain: Callable[[], Inherited | None] = lambda: None,
+        span: GpuSpan | None = None,
     ) -> None:
         """Note that a node has run for that many seconds, and has made the gradients ``new`` from those ``given``.
+
+        ``span`` is the node's time on a GPU, which is noted as a happening of its own once the GPU has run the node.
 
         If the node is the first that made a NaN or Inf, and one is looked for (`looks`), ``explain()`` is called for
         what the forward pass had given the node. In ``run(until="nan")``, the pass then halts before the next node.
         """
+        if span is not None:
+            self._on_gpu.append((_CLOCK_OFFSET + time.monotonic(), number, name, span))
         self.note("done", node=number, name=name, seconds=seconds)
         self._check(number, name, new, given, explain)
         if self._control.paused:

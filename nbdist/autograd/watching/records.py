@@ -35,6 +35,9 @@ class Event:
         A node begins; ``norm`` and ``histogram`` are those of the gradients it was given, in a watch with norms.
     ``done``
         A node has run, in ``seconds``.
+    ``timed``
+        A GPU has run a node, in ``seconds`` on its stream; ``done`` has those of the processor. It comes later than
+        ``done``, with the same time. There is none for a node that is given no gradient on a GPU.
     ``halted``
         The pass is halted before a node.
     ``nan``

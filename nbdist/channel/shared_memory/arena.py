@@ -32,6 +32,7 @@ from nbdist.channel.shared_memory import mapping
 from nbdist.channel.shared_memory.blocks import SEGMENT_SIZE, Block, Blocks, Close, Empty, Instruction, Open
 from nbdist.channel.shared_memory.mapping import MemoryFailure
 from nbdist.finalisers import this_thread
+from nbdist.gpus import staging
 from nbdist.holds import Hold, Holds
 from nbdist.signals import Deferral
 from nbdist.wire.messages import Place
@@ -218,7 +219,7 @@ class Arena:
             return None
         slot, mapped = found
         memory = (ctypes.c_char * part.numel()).from_address(mapped.address + slot.place.offset)
-        torch.frombuffer(memory, dtype=torch.uint8).copy_(part)
+        staging.to_host(part, torch.frombuffer(memory, dtype=torch.uint8))
         return slot
 
     def take(self, length: int, receiver: int) -> tuple[ArenaSlot, Any] | None:

@@ -24,7 +24,7 @@ from nbdist import amounts
 from nbdist.channel.shared_memory import quiet
 from nbdist.channel.shared_memory.mapping import MemoryFailure
 
-__all__ = ["GRANULE", "GpuBytes", "GpuMapping", "create", "is_available", "open_descriptor", "uuids"]
+__all__ = ["GRANULE", "GpuBytes", "GpuMapping", "create", "is_available", "open_descriptor", "uuids", "why_unavailable"]
 
 _PINNED = 1
 """The driver's number for pinned memory, which stays where it is made."""
@@ -76,16 +76,21 @@ def _ask(name: str, *args: Any) -> None:
 
 def is_available(index: int) -> bool:
     """Return whether the driver can share memory of GPU ``index``, as torch counts, between processes."""
+    return not why_unavailable(index)
+
+
+def why_unavailable(index: int) -> str:
+    """Return why the driver cannot share memory of GPU ``index`` between processes; an empty text if it can."""
     try:
         device, answer = ctypes.c_int(), ctypes.c_int()
         _ask("cuDeviceGet", ctypes.byref(device), index)
-        for attribute in (_CAN_MAP, _CAN_EXPORT):
+        for attribute, what in ((_CAN_MAP, "map memory by its handle"), (_CAN_EXPORT, "export memory as a file")):
             _ask("cuDeviceGetAttribute", ctypes.byref(answer), attribute, device)
             if not answer.value:
-                return False
-    except (MemoryFailure, OSError, AttributeError):
-        return False
-    return True
+                return f"CUDA's driver says that the GPU cannot {what}"
+    except (MemoryFailure, OSError, AttributeError) as error:
+        return str(error)
+    return ""
 
 
 def uuids() -> list[str]:

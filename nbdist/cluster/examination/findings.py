@@ -157,6 +157,26 @@ def _of_gpus(facts: MachineFacts) -> list[Finding]:
                     "Choose other GPUs with %dist_init -g, or install a torch that is built for it",
                 )
             )
+        if gpu.unshared:
+            found.append(
+                Finding(
+                    "GPUs",
+                    "",
+                    f"the memory of GPU {gpu.index} cannot be shared between processes ({gpu.unshared}), so tensors "
+                    "between workers on this GPU go through the host's memory",
+                    "A newer driver, or a GPU that is not virtual, may share it",
+                )
+            )
+    if facts.unpinned:
+        found.append(
+            Finding(
+                "GPUs",
+                "",
+                f"large tensors leave and reach the GPU without pinned memory, which is slower: {facts.unpinned}",
+                "Free memory of the host, let the container lock memory (docker run --ulimit memlock=-1), and restart "
+                "the worker",
+            )
+        )
     if facts.gpu_count and not facts.nccl:
         found.append(
             Finding(

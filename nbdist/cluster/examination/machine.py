@@ -11,8 +11,9 @@ import torch
 
 import nbdist
 from nbdist.channel import machine
-from nbdist.channel.shared_memory import mapping
+from nbdist.channel.shared_memory import gpu_memory, mapping
 from nbdist.cluster.worker.gpu import is_supported
+from nbdist.gpus import staging
 from nbdist.rpc.agent import active_agent
 
 __all__ = ["GpuFacts", "MachineFacts", "describe_machine"]
@@ -31,6 +32,8 @@ class GpuFacts:
     """The GPU's compute capability, such as (9, 0)."""
     is_supported: bool
     """True if torch has code for GPUs of this capability."""
+    unshared: str = ""
+    """Why its memory cannot be shared between processes; empty if it can."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class MachineFacts:
     """The number of GPUs that torch sees in this process."""
     gpus: tuple[GpuFacts, ...]
     """The GPUs that were looked at: see `describe_machine`."""
+    unpinned: str
+    """Why the process has no pinned memory for tensors that leave its GPU; empty if it has, or needs none."""
     can_share: bool
     """True if large tensors go to processes of the same host through shared memory."""
     memory: int
@@ -82,6 +87,7 @@ def describe_machine(*, every_gpu: bool = False) -> MachineFacts:
         has_driver=machine.has_nvidia_driver(),
         gpu_count=count,
         gpus=_gpus(count) if every_gpu or torch.cuda.is_initialized() else (),
+        unpinned=staging.refusal(),
         can_share=mapping.is_available() if agent is None else agent.me.arena is not None,
         memory=machine.memory(),
         memory_left=machine.available_memory(),
@@ -109,7 +115,8 @@ def _gpus(count: int) -> tuple[GpuFacts, ...]:
     found = []
     for index in range(count):
         capability = torch.cuda.get_device_capability(index)
-        found.append(GpuFacts(index, torch.cuda.get_device_name(index), capability, is_supported(capability, built)))
+        name, unshared = torch.cuda.get_device_name(index), gpu_memory.why_unavailable(index)
+        found.append(GpuFacts(index, name, capability, is_supported(capability, built), unshared))
     return tuple(found)
 
 

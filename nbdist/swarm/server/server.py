@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
+from nbdist.gpus import staging
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.functions import async_execution
 from nbdist.rpc.futures import Future, blocking_wait
@@ -275,8 +276,9 @@ class Server:
         session is not here.
         """
         session = self._find(id, begin)
+        there = _brought(hidden, self._device)
         with session.changed:
-            session.give(number, hidden.to(self._device))
+            session.give(number, there)
         self._go_on((id, begin), session)
 
     @async_execution
@@ -319,11 +321,12 @@ class Server:
         deadline = time.monotonic() + behind + patience
         answer: Future[StepReply] = Future()
         asked = StepCall(number, tokens, step, push, deadline, patience, points, answer)
+        there = _brought(step.hidden, self._device) if step.hidden.numel() else step.hidden
         with session.changed:
             if session.ended:
                 raise NoSession(session.ended)
-            if step.hidden.numel():
-                session.give(number, step.hidden.to(self._device))
+            if there.numel():
+                session.give(number, there)
             session.asked.append(asked)
         try:
             self._go_on((id, begin), session)
@@ -634,6 +637,15 @@ class Server:
             if session.client == client:
                 self._sessions.pop(key, None)
                 self._end(key, session, "its client is gone")
+
+
+def _brought(hidden: torch.Tensor, device: str) -> torch.Tensor:
+    """Return hidden states on a server's device, complete, by way of pinned memory if they are large.
+
+    Called without a lock: the copy to a GPU waits for what the GPU does before, such as steps of other sessions.
+    """
+    there = staging.to_gpu(hidden, device)
+    return hidden.to(device) if there is None else there
 
 
 def _wait_for(found: torch.Tensor) -> None:

@@ -43,6 +43,8 @@ class WorkerShare:
     """Seconds in which nodes ran."""
     idle: float = 0.0
     """Seconds between the worker's first node and its last in which it ran nothing and no worker was halted."""
+    on_gpu: float | None = None
+    """Seconds that GPUs took for the nodes; None if none of them is known to have run on a GPU."""
     waits_for: list[str] = field(default_factory=list)
     """The other workers whose gradients this worker still waits for."""
 
@@ -74,6 +76,8 @@ class Backward:
         self.state: dict[Key, str] = {}
         self.got: dict[Key, int] = dict.fromkeys(self.nodes, 0)
         self.seconds: dict[Key, float] = {}
+        self.on_gpu: dict[Key, float] = {}
+        """The seconds that a GPU took for each node, for nodes that ran on one."""
         self.norm: dict[Key, float] = {}
         self.histogram: dict[Key, Histogram] = {}
         self.ended: dict[Key, float] = {}
@@ -178,6 +182,8 @@ class Backward:
             for target, message in self._after[key]:
                 if message is None:
                     self.got[target] += 1
+        elif event.what == "timed":
+            self.on_gpu[key] = event.seconds or 0.0
         elif event.what == "nan" and self.bad is None:
             self.bad, self.inherited = key, event.inherited
 
@@ -237,6 +243,8 @@ class Backward:
             if key in self.ended:
                 share.done += 1
                 share.busy += self.seconds[key]
+                if key in self.on_gpu:
+                    share.on_gpu = (share.on_gpu or 0.0) + self.on_gpu[key]
                 ran[key[0]].append((self.ended[key] - self.seconds[key], self.ended[key]))
             share.waits_for = sorted({*share.waits_for, *self.waits(key)})
         halts = [*self.halts, *((begun, math.inf) for begun in self._halted.values())]

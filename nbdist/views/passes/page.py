@@ -70,6 +70,7 @@ def snapshot(found: Backward) -> dict[str, Any]:
         "states": "".join(_CODES[found.state_of(key)] for key in found.nodes),
         "got": list(found.got.values()),
         "ms": [_ms(found.seconds.get(key)) for key in found.nodes],
+        **({"gpu": [_ms(found.on_gpu.get(key)) for key in found.nodes]} if found.on_gpu else {}),
         "norms": [_number_for_json(found.norm.get(key)) for key in found.nodes],
         "for": {index[key]: waits for key in found.nodes if (waits := found.waits(key))},
         "path": [index[key] for key in found.critical_path()],
@@ -86,6 +87,7 @@ def snapshot(found: Backward) -> dict[str, Any]:
                 "done": share.done,
                 "busy": _ms(share.busy),
                 "idle": _ms(share.idle),
+                **({"gpu": _ms(share.on_gpu)} if share.on_gpu is not None else {}),
                 "for": share.waits_for,
             }
             for share in found.shares()

@@ -52,7 +52,7 @@ def remarks(found: Backward) -> list[Remark]:
 
     The last remark counts the messages without gradients. Remarks for which nothing is known are left out.
     """
-    made = [_critical_path(found), _slowest(found), _first_bad(found), _largest(found)]
+    made = [_critical_path(found), _slowest(found), _longest_on_gpu(found), _first_bad(found), _largest(found)]
     if found.plan.unused:
         made.append(
             (SentencePart(f"{len(found.plan.unused)} messages carry no gradients: no root depends on their tensors"),)
@@ -86,6 +86,13 @@ def _slowest(found: Backward) -> Remark:
         node,
         SentencePart(")"),
     )
+
+
+def _longest_on_gpu(found: Backward) -> Remark:
+    if not found.on_gpu:
+        return ()
+    key = max(found.on_gpu, key=lambda key: found.on_gpu[key])
+    return (SentencePart(f"the longest on a GPU, {duration(found.on_gpu[key])}, was "), *_where(found, key))
 
 
 def _first_bad(found: Backward) -> Remark:

@@ -21,6 +21,8 @@ def as_text(found: Backward) -> list[str]:
         line = f"  {share.worker}: {share.done} of {share.nodes} nodes"
         if share.done:
             line += f", busy {duration(share.busy)}, waited {duration(share.idle)}"
+        if share.on_gpu is not None:
+            line += f", GPU {duration(share.on_gpu)}"
         if share.waits_for:
             line += f"; waits for {', '.join(share.waits_for)}"
         lines.append(line)
@@ -32,17 +34,19 @@ def as_html(found: Backward, told: str) -> str:
 
     ``told`` is the line above the picture; it is escaped here.
     """
+    on_gpus = ("GPU",) if found.on_gpu else ()
     rows = [
         (
             share.worker,
             f"{share.done}/{share.nodes}",
             duration(share.busy),
             duration(share.idle),
+            *((duration(share.on_gpu) if share.on_gpu is not None else "",) if on_gpus else ()),
             ", ".join(share.waits_for),
         )
         for share in found.shares()
     ]
-    table = tables.as_html(("worker", "nodes", "busy", "waited", "waits for"), rows)
+    table = tables.as_html(("worker", "nodes", "busy", "waited", *on_gpus, "waits for"), rows)
     told_of = "".join(f"<div>{escape(text_of(remark))}</div>" for remark in remarks(found))
     drawing = as_image(as_svg(found.plan.trace, marks_of(found)))
     return themed(f"<div>{escape(told)}</div>", drawing, table, told_of)

@@ -298,9 +298,12 @@ function render({ model, el }) {
     tellDetails({ rows: node ? details(snapshot, chosen) : [], values: isOf ? detail : null });
     tellRemarks(snapshot.nodes ? (snapshot.remarks ?? []) : []);
     table.replaceChildren();
-    const rows = [["worker", "nodes", "busy", "waited", "waits for"]];
+    const onGpus = (snapshot.shares ?? []).some((share) => share.gpu !== undefined);
+    const rows = [["worker", "nodes", "busy", "waited", ...(onGpus ? ["GPU"] : []), "waits for"]];
     for (const share of snapshot.shares ?? []) {
-      rows.push([share.worker, `${share.done}/${share.nodes}`, time(share.busy), time(share.idle), share.for.join(", ")]);
+      const gpu = onGpus ? [share.gpu === undefined ? "" : time(share.gpu)] : [];
+      const times = [time(share.busy), time(share.idle), ...gpu];
+      rows.push([share.worker, `${share.done}/${share.nodes}`, ...times, share.for.join(", ")]);
     }
     rows.forEach((row, index) => {
       const made = element("tr");

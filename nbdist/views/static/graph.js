@@ -20,6 +20,7 @@ export function whole(outline, snapshot) {
     got: snapshot.got[index],
     for: snapshot.for[index] ?? [],
     ms: snapshot.ms[index],
+    ...(snapshot.gpu ? { gpu: snapshot.gpu[index] } : {}),
     norm: snapshot.norms[index],
     path: path.has(index),
     bad: snapshot.bad === index,
@@ -224,7 +225,7 @@ export function details(snapshot, index) {
     // What is not finite comes as text, for JSON knows no such numbers.
     rows.push(["norm of what it got", [typeof node.norm === "number" ? node.norm.toPrecision(5) : node.norm]]);
   }
-  if (node.ms !== null) rows.push(["time", [time(node.ms)]]);
+  if (node.ms !== null) rows.push(["time", [`${time(node.ms)}${(node.gpu ?? null) === null ? "" : `, GPU ${time(node.gpu)}`}`]]);
   if (node.bad) rows.push(["", ["here a NaN or Inf came up first"]]);
   return rows;
 }

@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nbdist import trace
 from nbdist.errors import UsageError
+from nbdist.gpus import spans
+from nbdist.gpus.spans import GpuSpan
 from nbdist.views.drawing.gantt import micro_batch_name
 from nbdist.views.timeline.wording import name_call
 
 __all__ = ["EVENTS_KEPT", "Noted", "begin", "end", "forget"]
 
+_GPU_WITHIN = 1.0
+"""Seconds to wait for a GPU at the end of a recording."""
 EVENTS_KEPT = 100_000
 """The number of events that a recording keeps; later ones are only counted."""
 
@@ -37,6 +42,8 @@ class Noted(NamedTuple):
     thread: int
     text: str = ""
     """The text in the bar; if empty, the last part of the name."""
+    gpu: float | None = None
+    """Seconds on the stream of a GPU; None if the work is not known to have used one."""
 
 
 def _micro_batch(fields: dict[str, Any]) -> tuple[str, str, str]:
@@ -62,7 +69,11 @@ class _Recording:
     def __init__(self) -> None:
         self.noted: list[Noted] = []
         self.lost = 0
-        self._calls: dict[tuple[str, int, int], tuple[str, str, float]] = {}
+        self._calls: dict[tuple[str, int, int], tuple[str, str, float, GpuSpan | None]] = {}
+        self._gpu_seconds: dict[int, float] = {}
+        """The seconds on a GPU of the pieces of work in `noted`, by the piece's id."""
+        self._on_gpu: deque[tuple[Noted, GpuSpan]] = deque()
+        """The pieces of work that a GPU had not finished when somebody last looked."""
         self.stop = trace.subscribe(self._take)
 
     def _take(self, event: str, fields: dict[str, Any]) -> None:
@@ -76,21 +87,54 @@ class _Recording:
         if event == "call.run":
             named = name_call(fields["function"], fields["callee"], fields["args"])
             if named is not None:
-                self._calls[fields["agent"], thread, fields["id"]] = (*named, time.monotonic())
+                span = spans.begin(spans.device_of(fields["args"]))
+                self._calls[fields["agent"], thread, fields["id"]] = (*named, time.monotonic(), span)
         elif event == "call.ran":
             begun = self._calls.pop((fields["agent"], thread, fields["id"]), None)
             if begun is not None:
-                kind, name, start = begun
-                self._note(Noted(fields["agent"], kind, name, start, now, thread))
+                kind, name, start, span = begun
+                if span is not None:
+                    span.end()
+                self._note(Noted(fields["agent"], kind, name, start, now, thread), span)
         elif event in _NAMES:
             kind, name, text = _NAMES[event](fields)
-            self._note(Noted(fields["agent"], kind, name, fields["start"], now, thread, text))
+            self._note(Noted(fields["agent"], kind, name, fields["start"], now, thread, text), fields["gpu"])
 
-    def _note(self, noted: Noted) -> None:
-        if len(self.noted) < EVENTS_KEPT:
-            self.noted.append(noted)
-        else:
+    def _note(self, noted: Noted, span: GpuSpan | None) -> None:
+        """Keep a piece of work, with its span on a GPU, which has ended in the stream but maybe not on the GPU."""
+        if len(self.noted) >= EVENTS_KEPT:
             self.lost += 1
+            return
+        self.noted.append(noted)
+        if span is not None:
+            self._on_gpu.append((noted, span))
+            self._measure()
+
+    def _measure(self) -> bool:
+        """Note the GPU's times of the pieces that it has finished, in order; return whether it has finished all.
+
+        Does not wait for the GPU.
+        """
+        while True:
+            try:
+                noted, span = self._on_gpu.popleft()
+            except IndexError:
+                return True
+            if not span.is_over():
+                self._on_gpu.appendleft((noted, span))
+                return False
+            if (seconds := span.seconds) is not None:
+                self._gpu_seconds[id(noted)] = seconds
+
+    def of(self, agent: str) -> list[Noted]:
+        """Return the pieces of work of one agent, with their times on a GPU.
+
+        Waits a second at most for what the GPU still does; the times that are not known then are left out.
+        """
+        deadline = time.monotonic() + _GPU_WITHIN
+        while not self._measure() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return [one._replace(gpu=self._gpu_seconds.get(id(one))) for one in self.noted if one.agent == agent]
 
 
 _recordings: dict[str, _Recording] = {}
@@ -114,7 +158,7 @@ def end(key: str, agent: str) -> tuple[list[Noted], int]:
     recording = _recordings.get(key)
     if recording is None:
         raise UsageError("nothing is recorded on this worker: it started after the timeline. Record a new timeline")
-    return [noted for noted in recording.noted if noted.agent == agent], recording.lost
+    return recording.of(agent), recording.lost
 
 
 def forget(key: str) -> None:

@@ -123,7 +123,7 @@ class Timeline:
                 kinds = ", ".join(
                     counted(count[name], kind.one, kind.many) for name, kind in KINDS.items() if count[name]
                 )
-                lines.append(f"{worker}: {kinds}; busy {duration(_busy_seconds(own))}")
+                lines.append(f"{worker}: {kinds}; busy {duration(_busy_seconds(own))}{_on_gpu(own)}")
         if self.lost:
             lines.append(f"{self.lost} events or workers are missing")
         return "\n".join(lines)
@@ -160,6 +160,7 @@ class Timeline:
                         "tid": lane,
                         "ts": one.start * 1e6,
                         "dur": (one.end - one.start) * 1e6,
+                        **({"args": {"GPU ms": one.gpu * 1e3}} if one.gpu is not None else {}),
                     }
                     for one in row
                 ]
@@ -191,8 +192,19 @@ def stack(noted: Iterable[Noted]) -> list[list[Noted]]:
 
 def _bar(one: Noted) -> Bar:
     about = "" if one.kind in ("forward", "backward") else f"{KINDS[one.kind].words}: "  # these names say the kind
-    tip = f"{about}{one.name}, {duration(one.end - one.start)}"
+    on_gpu = f", GPU {duration(one.gpu)}" if one.gpu is not None else ""
+    tip = f"{about}{one.name}, {duration(one.end - one.start)}{on_gpu}"
     return Bar(one.start, one.end, one.text or one.name.rpartition(".")[2], one.kind, tip)
+
+
+def _on_gpu(noted: Sequence[Noted]) -> str:
+    """Return the time on GPUs of each kind of the user's work in words; an empty text if none was measured."""
+    spent: Counter[str] = Counter()
+    for one in noted:
+        if one.gpu is not None and one.kind != "own":  # nbdist's own work contains work of the user's
+            spent[one.kind] += one.gpu  # type: ignore[assignment]  # counts seconds, in the order of KINDS below
+    told = ", ".join(f"{duration(spent[name])} in {kind.many}" for name, kind in KINDS.items() if name in spent)
+    return f"; GPU {told}" if told else ""
 
 
 def _busy_seconds(noted: Sequence[Noted]) -> float:

@@ -1,0 +1,286 @@
+"""Copies large tensors between GPUs and the host's memory, in chunks, by way of pinned memory.
+
+A GPU copies to and from pinned memory by itself, quickly, and while the processor does something else. So a tensor that
+leaves a GPU goes through two pinned buffers (`nbdist.gpus.order`): the GPU fills one while the processor copies the
+other to where the tensor goes, which is shared memory or a frame. A tensor that arrives goes the same way back.
+
+The GPU copies on a stream of its own, after what the calling thread's current stream had to do. The calling thread
+waits for the copy, as it does in ``tensor.cpu()``; no other thread waits, because there is no lock here.
+
+Shared memory itself is not pinned. nbdist frees parts of it in the middle of a segment (`Mapping.empty`); the GPU would
+go on to use the old pages, which no process sees any more. Pinning it would also take longer than a copy for each
+process that maps it, and frames would still have to be copied.
+
+One copy has the buffers for itself. There are `_MOST_LANES` pairs of buffers in a process at most: the copies of
+further threads, small copies, and all copies of a process that gets no pinned memory are torch's own, which wait for
+the whole tensor at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+from nbdist.amounts import size
+from nbdist.errors import NbdistError
+from nbdist.gpus import order, pinned
+from nbdist.large_memory import with_large_pages
+
+__all__ = [
+    "CHUNK_BYTES",
+    "STAGED_BYTES",
+    "CopyLane",
+    "describe",
+    "free",
+    "fresh_host_copy",
+    "refusal",
+    "statistics",
+    "to_gpu",
+    "to_host",
+]
+
+CHUNK_BYTES = 4 << 20
+"""Bytes of one buffer: the processor copies them in about 0.4 ms, and asking the GPU for a copy takes about 0.02 ms."""
+STAGED_BYTES = order.BUFFERS * CHUNK_BYTES
+"""The size of the smallest tensor that is copied in chunks; with one chunk, nothing would overlap."""
+_MOST_LANES = 4
+"""The pairs of buffers in a process, at most: 32 MiB of pinned memory."""
+
+_log = logging.getLogger("nbdist.gpus")
+
+
+class CopyLane(Protocol):
+    """A pair of pinned buffers, and the copies between them and a GPU. Tests have a stand-in for `PinnedLane`."""
+
+    buffers: list[torch.Tensor]
+    """Tensors of bytes."""
+
+    def begin(self, device: torch.device) -> None:
+        """Have later copies wait, on the GPU, for what the calling thread's current stream does so far."""
+
+    def queue(self, buffer: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Ask the GPU to copy bytes between a buffer and the GPU's memory."""
+
+    def wait(self, buffer: int) -> None:
+        """Wait for the last copy that was queued for a buffer."""
+
+    def finish(self) -> None:
+        """Wait for all copies."""
+
+
+class _Lanes:
+    """The lanes of this process. Any thread may call the methods, at any moment: none of them takes a lock.
+
+    ::
+
+        permit ── `take` makes a lane ──> in use ── `put_back` ──> free ── `take` ──> in use
+                                            └── collected, or `clear` of a free one ──> permit
+    """
+
+    def __init__(self, make: Callable[[int], CopyLane] = pinned.PinnedLane) -> None:
+        self.refused = ""
+        """Why this process has no pinned memory, in words of torch's; empty if it has some, or has not asked yet."""
+        self.staged = 0
+        """The bytes that were copied by way of pinned memory; not exact if several threads copy at once."""
+        self._make = make
+        self._permits = deque(range(_MOST_LANES))
+        self._free: deque[CopyLane] = deque()
+
+    @property
+    def pinned(self) -> int:
+        """The bytes of pinned memory that lanes hold."""
+        return (_MOST_LANES - len(self._permits)) * STAGED_BYTES
+
+    def take(self) -> CopyLane | None:
+        """Return a lane that nobody uses; None if there are as many as there may be, or the system refuses one.
+
+        The first refusal is logged. After it, this process asks for no pinned memory any more.
+        """
+        if self.refused:
+            return None
+        try:
+            return self._free.pop()
+        except IndexError:
+            pass
+        try:
+            permit = self._permits.pop()
+        except IndexError:
+            return None
+        try:
+            lane = self._make(CHUNK_BYTES)
+            weakref.finalize(lane, self._permits.append, permit).atexit = False
+            return lane
+        except BaseException as error:
+            self._permits.append(permit)
+            if not isinstance(error, RuntimeError):
+                raise
+            self.refuse(error)
+            return None
+
+    def put_back(self, lane: CopyLane) -> None:
+        """Take back a lane, none of whose copies is under way."""
+        self._free.append(lane)
+
+    def clear(self) -> None:
+        """Drop the lanes that nobody uses. Their memory goes back to torch."""
+        self._free.clear()
+
+    def refuse(self, error: Exception) -> None:
+        """Use no pinned memory from now on, because of an error; log it, once."""
+        if not self.refused:
+            self.refused = str(error).partition("\n")[0] or type(error).__name__
+            _log.warning(
+                "large tensors go between the GPU and the host without pinned memory, more slowly: %s", self.refused
+            )
+        self.clear()
+
+    def forked(self) -> None:
+        """Keep the parent's lanes for ever, in a forked process: to free pinned memory, torch would use CUDA there."""
+        for lane in self._free:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(lane))
+
+
+_lanes = _Lanes()
+
+
+def _after_fork() -> None:
+    global _lanes
+    _lanes.forked()
+    _lanes = _Lanes()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def to_host(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor of bytes on a GPU to one on the CPU of the same length, after what the thread's stream does.
+
+    Returns when ``target`` is complete.
+    """
+    if source.numel() < STAGED_BYTES or not _copied(source.device, order.from_gpu, source, target):
+        target.copy_(source)
+
+
+def fresh_host_copy(source: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU of a tensor of bytes on a GPU, in memory of its own, after what the stream does."""
+    if source.numel() < STAGED_BYTES:
+        return source.cpu()
+    target = torch.empty(source.numel(), dtype=torch.uint8, device="cpu")
+    with_large_pages(target.data_ptr(), target.numel())
+    to_host(source, target)
+    return target
+
+
+def to_gpu(tensor: torch.Tensor, device: str) -> torch.Tensor | None:
+    """Return a copy of a large CPU tensor on a GPU; None for any other tensor or device, which torch should move.
+
+    The copy has no history, so a tensor that requires grad is left to torch.
+
+    The copy is complete when this returns, so that any thread may use it on any stream. Raises torch's error if the GPU
+    has no room for it.
+    """
+    if tensor.nbytes < STAGED_BYTES or tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous():
+        return None
+    if tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()):
+        return None  # its bytes are not its values
+    there = torch.device(device)
+    if there.type != "cuda":
+        return None
+    moved = pinned.empty_like(tensor, there)
+    on_gpu, on_host = _bytes_of(moved), _bytes_of(tensor)
+    if not _copied(moved.device, order.to_gpu, on_gpu, on_host):
+        on_gpu.copy_(on_host)
+    return moved
+
+
+def _copied(
+    device: torch.device,
+    steps: Callable[[int, int], Iterator[order.CopyStep]],
+    on_gpu: torch.Tensor,
+    on_host: torch.Tensor,
+) -> bool:
+    """Copy bytes between a GPU and the host in these steps; return False if torch should copy all of them instead.
+
+    False if no lane is free, if the thread's stream records a CUDA graph, or if torch fails, which is logged. When this
+    returns or raises an error, no copy is under way, unless the GPU has failed.
+    """
+    lanes = _lanes
+    if pinned.is_capturing() or (lane := lanes.take()) is None:
+        return False
+    try:
+        try:
+            lane.begin(device)
+            _carry_out(lane, steps, on_gpu, on_host)
+        finally:  # after Ctrl-C, too: both memories may be used for something else at once
+            lane.finish()
+    except (RuntimeError, AttributeError, TypeError) as error:
+        if isinstance(error, NbdistError) or not _comes_from_torch(error):
+            raise  # another thread has stopped this one, because a worker is lost; or it is from a signal's handler
+        lanes.refuse(error)
+        return False  # if the GPU has failed, torch's own copy says so again
+    lanes.put_back(lane)
+    lanes.staged += on_gpu.numel()
+    return True
+
+
+def _comes_from_torch(error: Exception) -> bool:
+    """Return whether torch raised an error in a copy, rather than a handler of a signal that came meanwhile."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    raised_in = str(at.tb_frame.f_globals.get("__name__")) if at is not None else ""
+    return raised_in.startswith(("torch.", "nbdist.gpus."))
+
+
+def _carry_out(
+    lane: CopyLane, steps: Callable[[int, int], Iterator[order.CopyStep]], on_gpu: torch.Tensor, on_host: torch.Tensor
+) -> None:
+    """Carry out the steps of a copy; those of `order.to_gpu` may leave the last copies under way."""
+    leaves_gpu = steps is order.from_gpu
+    for act, buffer, start, end in steps(on_gpu.numel(), CHUNK_BYTES):
+        between = lane.buffers[buffer][: end - start]
+        if act == "wait":
+            lane.wait(buffer)
+        elif act == "queue":
+            there = on_gpu[start:end]
+            lane.queue(buffer, *((between, there) if leaves_gpu else (there, between)))
+        elif act == "drain":
+            on_host[start:end].copy_(between)
+        else:
+            between.copy_(on_host[start:end])
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor as a tensor that shares its memory."""
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.untyped_storage(), begin, (tensor.nbytes,), (1,))
+
+
+def free() -> None:
+    """Give the pinned memory that is not in use now back to torch's cache. An agent calls this when it closes."""
+    _lanes.clear()
+
+
+def statistics() -> dict[str, int]:
+    """Return counters of this process: bytes of pinned memory, and bytes that were copied by way of it."""
+    return {"pinned_bytes": _lanes.pinned, "staged_bytes": _lanes.staged}
+
+
+def refusal() -> str:
+    """Return why this process uses no pinned memory; an empty text if it does, or has not needed any yet."""
+    return _lanes.refused
+
+
+def describe() -> str:
+    """Return in words how large tensors go between GPUs and the host in this process, for `nbdist.doctor`."""
+    if _lanes.refused:
+        return f"through ordinary memory of the host, as pinned memory is refused: {_lanes.refused}"
+    return f"through pinned memory of the host, {size(CHUNK_BYTES)} at a time"

@@ -1,0 +1,49 @@
+"""A stand-in for the clock of a GPU: all tensors count as on a GPU, which lags behind until the test lets it go on."""
+
+import threading
+
+import torch
+
+from nbdist.gpus import spans
+
+SECONDS = 0.0031
+
+
+class LateGpu:
+    """What the GPU has been asked to measure, and whether it has come to that."""
+
+    def __init__(self, monkeypatch):
+        self.goes_on = threading.Event()
+        self.fails = False
+        self.begun = []
+        self.ended = 0
+        self.asked_by = set()
+        gpu = self
+
+        class Span:
+            def __init__(self, device):
+                gpu.begun.append(device)
+
+            def end(self):
+                gpu.ended += 1
+                return self
+
+            def is_over(self):
+                return gpu.fails or gpu.goes_on.is_set()
+
+            def wait(self):
+                gpu.asked_by.add(threading.current_thread().name)
+                assert gpu.fails or gpu.goes_on.wait(20)
+
+            @property
+            def seconds(self):
+                assert self.is_over()
+                return None if gpu.fails else SECONDS
+
+        def device_of(values):
+            return torch.device("cuda:0") if any(isinstance(value, torch.Tensor) for value in values) else None
+
+        monkeypatch.setattr(spans, "CUDA_IS_BUILT", True)
+        monkeypatch.setattr(spans, "GpuSpan", Span)
+        monkeypatch.setattr(spans, "device_of", device_of)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
