@@ -29,8 +29,8 @@ The path of one token, and the modules along it (a *span* is a row of consecutiv
 
 ============ ======================================================================================
 swarm        `serve` and `Swarm`, the public interface
-client       a room: models, sessions, routes, and what is known of the servers
-server       a room: blocks, caches and the computing thread, on each worker
+client       a subpackage: models, sessions, routes, and what is known of the servers
+server       a subpackage: blocks, caches and the computing thread, on each worker
 history      the inputs of a span, kept by the client to replay them on another server
 stacking     stacks several requests into one, and splits a request into micro-batches
 carriage     the extra time that a call with large tensors gets on a slow connection

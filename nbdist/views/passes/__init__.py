@@ -1,4 +1,4 @@
-"""Views of backward passes: which are watched, what is shown of them, and what stands out.
+"""Views of backward passes: choose the passes to watch, draw them, and say what stands out.
 
 ===========  ==========================================
 `watching`   watches the passes that a cell begins
