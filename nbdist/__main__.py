@@ -56,7 +56,8 @@ def _parser() -> argparse.ArgumentParser:
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Split the arguments into nbdist's own and those of the program to run, which nbdist does not read.
 
-    With ``run``, nbdist's own end with the first argument that is no option: the program. Else all are nbdist's.
+    After ``run``, the first argument that is not an option is the program, and the arguments after it belong to the
+    program. Without ``run``, all arguments are nbdist's.
     """
     if arguments[:1] != ["run"]:
         return arguments, []

@@ -1,4 +1,4 @@
-"""Tells whose code a file holds, by the file's name: ``frame.f_code.co_filename``, or ``module.__file__``.
+"""Tells by a file's name whose code the file holds. Names are ``frame.f_code.co_filename`` or ``module.__file__``.
 
 ==================== ======================================================================================
 function             True for a file of
@@ -10,7 +10,7 @@ function             True for a file of
 `is_of_cell`         a cell of a notebook
 ==================== ======================================================================================
 
-Code that looks at the frames of every operation compares with `NBDIST` and `TORCH` itself, which is quicker.
+Code that looks at the frames of every operation compares names with `NBDIST` and `TORCH` itself, which is quicker.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def shown_name(file: str) -> str:
 
 
 def _is_in(folder: str, packages: tuple[str, ...], file: str) -> bool:
-    """Return whether a file is in this folder; with ``packages``, whether it is in one of these packages of it."""
+    """Return whether a file is in this folder; with ``packages``, whether it is in one of these subfolders."""
     return file.startswith(tuple(f"{folder}{package}/" for package in packages) if packages else folder)
 
 

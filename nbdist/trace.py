@@ -1,6 +1,6 @@
-"""Events of the package, for views and tests, and the lines that show a long operation.
+"""Emits the package's events, for views and tests; and shows the lines of long operations.
 
-`emit` costs one test of an empty tuple while nobody listens. A listener runs in the thread that emits, so it must not
+While nobody listens, `emit` costs one test of an empty tuple. A listener runs in the thread that emits, so it must not
 block. If it raises an error, it is dropped: a broken view must not break a call.
 """
 

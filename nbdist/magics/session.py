@@ -1,4 +1,4 @@
-"""Holds one shell's state of nbdist, and the functions that run with every cell.
+"""Keeps nbdist's state of one shell, and the functions that run with every cell.
 
 These steps run around a cell::
 
@@ -58,7 +58,7 @@ class NotebookSession:
         hook.start_displayhook = self._before_result
         self.reruns = Reruns(shell)
         self._counted: Page | None = None
-        """The page's cell of which a part runs in the notebook: tracebacks count lines from its top."""
+        """The whole text of a cell while a part of it runs in the notebook: tracebacks count lines from its top."""
         follow_page(self._shell.compile, lambda: self._counted)
 
     @classmethod
@@ -146,7 +146,7 @@ class NotebookSession:
 
 
 def _is_plain(lines: list[str]) -> bool:
-    """Return whether a cell is plain code: no magic, no question for help (``x?``), not empty, not only comments."""
+    """Return whether a cell has code, and is neither a magic nor a request for help (``x?``)."""
     text = "".join(lines).strip()
     if text.startswith(("%", "?")) or text.endswith("?"):
         return False
