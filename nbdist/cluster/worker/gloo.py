@@ -34,7 +34,7 @@ _NAME = "gloo_tcp_loop" if torch_version() >= (2, 13) else None
 """The name of a loop's thread; None if the installed torch gives it no name."""
 _EPOLL_WAITS = ("232", "281", "441", "22")  # epoll_wait, epoll_pwait, epoll_pwait2 on x86-64; epoll_pwait on ARM
 _TRIES, _TRIES_FOR_ANY = 100, 3
-"""The most looks, 1 ms apart, whether a thread polls: if it has a loop's name or runs, and for any other thread."""
+"""The most looks, 1 ms apart, to see whether a thread polls. The second is for an idle thread without a known name."""
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 
