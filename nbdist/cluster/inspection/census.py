@@ -1,4 +1,4 @@
-"""Counts the memory that objects hold: every buffer and object once, without calling any code of their classes.
+"""Counts the memory of objects: every buffer and object once, without calling any code of their classes.
 
 A `Census` is one look at one process. A `Walk` visits what one value holds, a bounded number of objects at a time, so
 that a look ends soon however much there is::
@@ -77,7 +77,7 @@ class _Buffer(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """The way in which a walk visits the instances of a class."""
+    """The method by which a walk visits the instances of a class."""
 
     cls: type
     size_of: Callable[[Any], int]
@@ -173,7 +173,7 @@ class Census:
 
 
 class Walk:
-    """Visits all objects that one value holds, and counts those that no walk of the same census has visited before."""
+    """Visits all objects that one value holds; counts an object unless a walk of the same census has visited it."""
 
     def __init__(self, census: Census, category: str, value: object) -> None:
         self.nbytes = 0
@@ -201,8 +201,8 @@ class Walk:
     def go(self, count: int) -> int:
         """Visit up to ``count`` more objects; return how many were visited.
 
-        Call it until `done`, or stop early: what is left is not counted. A container that another thread changes
-        meanwhile is not visited further, and sets `is_partial`.
+        Call it until `done`, or stop early; the remaining objects are then not counted. If another thread changes a
+        container meanwhile, the walk leaves that container, and sets `is_partial`.
         """
         before = self.count
         with no_torch_function():

@@ -1,4 +1,4 @@
-"""Finds what a user of this process knows: variables, results of cells, errors, and the references to remote values."""
+"""Finds the objects that the user of this process knows: variables, results of cells, errors, remote references."""
 
 from __future__ import annotations
 
