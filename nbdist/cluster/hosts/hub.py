@@ -87,7 +87,7 @@ class KeeperMember:
         self.host = host
         """The name of its host."""
         self.workers: set[str] = set()
-        """The names of its workers, including those that have ended."""
+        """The names of its workers, ended workers included."""
 
     @property
     def name(self) -> str:

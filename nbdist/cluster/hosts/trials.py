@@ -1,4 +1,4 @@
-"""Asks a notebook whether a worker of this host could join, and tries the way there, in both directions.
+"""Asks a notebook whether a worker of this host could join, and tests the connection in both directions.
 
 ::
 
@@ -10,8 +10,8 @@
     connection ──────────────────────────────────────> a port of the hub's agent
     trial      <─────────────────────── connection ─── a port that is open here for this purpose
 
-All but the connections go through the cluster's entrance, encrypted. The notebook answers only who has a valid
-invitation, which may move a bounded number of bytes in a minute (`Invitations.try_out`).
+All but the connections go through the cluster's entrance, encrypted. The notebook answers only a process with a valid
+invitation, and an invitation may move only a bounded number of bytes in a minute (`Invitations.try_out`).
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Origins:
         return key
 
     def know(self, names: Sequence[str]) -> None:
-        """Note the names of the workers, of which there are more now. Earlier cells stay as they are. In any thread."""
+        """Note the names of all workers after the cluster has grown. Earlier cells stay as they are. In any thread."""
         self._names = names
 
     def find(self, key: str) -> Origin | None:

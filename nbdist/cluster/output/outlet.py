@@ -63,7 +63,7 @@ class Outlet:
         self._quiet_due: asyncio.TimerHandle | None = None
 
     def feed(self, worker: str, message: Published) -> list[Published]:
-        """Take a message of a worker, and show what is due.
+        """Take a message of a worker, and show the output that is due.
 
         Returns the messages that are kept as the cell's outputs: this one, others that were held back before, or none
         while its text is held back (`OutputCutter`), because the worker has printed too many lines to show.

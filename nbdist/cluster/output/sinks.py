@@ -37,7 +37,7 @@ class Sink(Protocol):
     """The words that tell the user what ends a cell, such as ``Stop ends``."""
 
     cut: frozenset[str]
-    """The streams of which only the first and the last lines are shown."""
+    """The streams whose long text is cut to its first and last lines."""
 
     captured: frozenset[str]
     """The streams that the user's code takes as text, so that nothing in them can be replaced later."""
@@ -105,7 +105,7 @@ class KernelSink:
 
     @property
     def page(self) -> KernelSink:
-        """This place itself: what is published here appears in the notebook's page, below the cell.
+        """This place itself, which shows output in the notebook's page, below the cell.
 
         Notices go to a sink's ``page``, so that the user sees them even if the cell's output is captured: only the
         ``page`` of a `CapturedSink` is another place, the `KernelSink` of the same cell.
@@ -254,7 +254,8 @@ class PlainSink:
 def current_sink() -> Sink:
     """Return the place for the output of the code that runs now.
 
-    In a notebook this is the present cell; in a captured one (`%%capture`) what captures its output.
+    In a notebook this is the present cell. If the cell's output is captured (`%%capture`), it is the object that
+    captures it.
     """
     shell: Any = get_ipython()
     sink = sink_of((shell.get_parent() if hasattr(shell, "get_parent") else None) or {})

@@ -23,9 +23,9 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
     name: str
     id: int
-    """Its id in the RPC world, of which the notebook is a member too."""
+    """Its id in the RPC world. The notebook is a member of that world, too."""
     rank: int
-    """Its rank in the process group, of which the notebook is no member."""
+    """Its rank in the process group. The notebook is not a member of the group."""
     world_size: int
     """The number of workers in the process group."""
     connection_file: str

@@ -1,7 +1,7 @@
 """`InvitingLauncher`: the common part of the launchers whose clusters grow when people start workers by an invitation.
 
-A *keeper* is the process that starts the workers of one host. When a keeper comes by an invitation, the launcher uses
-its room for the first kind of worker in this table that there is::
+A *keeper* is the process that starts the workers of one host. When a keeper comes with an invitation, the launcher uses
+its room for the first row of this table that applies::
 
     a worker that a start of the cluster or a restart waits for     `RemoteLauncher._place` starts it at once
     a worker that has lost its keeper: an open place                the keeper waits until a restart starts the worker
@@ -67,7 +67,7 @@ class InvitingLauncher(RemoteLauncher):
             return max(0, free - len(known - placed))
 
     def _is_invited(self, member: KeeperMember) -> bool:
-        """Return whether a keeper came by one of the user's invitations, and not by one of the launcher's own."""
+        """Return whether a keeper came with one of the user's invitations, and not with one of the launcher's own."""
         return True
 
     def _needs_invited(self, rank: int) -> bool:

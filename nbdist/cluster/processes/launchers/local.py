@@ -107,9 +107,9 @@ def _start_zygote(*, by_fork: bool = False) -> Processes:
 
 
 def _home(folder: Path) -> dict[str, str]:
-    """Return a home for processes of a user who has none: the run directory, as a variable of the environment.
+    """Return ``{"HOME": ...}`` with the run directory ``folder`` if this user has no home; else an empty dict.
 
-    Jupyter's packages cannot be imported without one. Users of containers may have neither a name nor ``HOME``.
+    Jupyter's packages cannot be imported without a home. In containers, a user may have neither a name nor ``HOME``.
     """
     try:
         Path.home()

@@ -1,9 +1,9 @@
 """`OpenLocalLauncher`: workers of this host, in a cluster that workers of other hosts may join: ``%dist_init --host``.
 
 A worker that `LocalLauncher` starts listens only at sockets of this host, and cannot listen elsewhere later. So this
-launcher starts the workers of this host as those of other hosts are started: by a *keeper*, a process that starts and
-ends the workers of one host, with addresses and encryption for other hosts. The launcher starts the keeper, and starts
-it again if it has died and workers wait for it.
+launcher starts the workers of this host like the workers of other hosts: by a *keeper*, a process that starts and ends
+the workers of one host, with addresses and encryption for other hosts. The launcher starts the keeper, and starts it
+again if it has died and workers wait for it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class OpenLocalLauncher(InvitingLauncher):
         return rank >= self.spec.count
 
     def advice(self) -> str:
-        """Return how to start missing workers of other hosts, or ""; those of this host need no person's help."""
+        """Return how to start missing workers of other hosts, or ""; workers of this host start by themselves."""
         with self._lock:
             missing = [name for name in {*self._wanted, *self._missed} if self._needs_invited(self._ranks[name])]
         return (
