@@ -89,7 +89,7 @@ class DistributedOptimizer(Distributed):
     def step(self, context_id: int | None = None) -> None:
         """Update all parameters with the gradients of a context; parameters without a gradient there stay as they are.
 
-        All owners make their step at the same time, and this returns when the last one has. Steps of two optimizers
+        All owners make their step at the same time. This returns when the last step is done. Steps of two optimizers
         that share a parameter run one after the other on its owner.
 
         Args:
@@ -124,7 +124,7 @@ class DistributedOptimizer(Distributed):
         Each worker's optimizer gets the part that belongs to its parameters.
 
         Raises:
-            UsageError: The state has other parameters, shapes or groups, is no such state, or is one of the older form
-                that was keyed by workers. No optimizer has been changed.
+            UsageError: The state has other parameters, shapes or groups, is not the state of an optimizer, or has the
+                older form, keyed by workers. No optimizer has been changed.
         """
         self.give_all("load_state_dict", scatter(state, self._groups, self._shapes, self._keys))
