@@ -36,7 +36,7 @@ Checked = Literal["nan"] | None
 
 
 def recorder() -> Recorder:
-    """Return the `Recorder` of the calling thread's agent, by which its contexts and backward passes are reached.
+    """Return the `Recorder` of the calling thread's agent, which has the agent's contexts and backward passes.
 
     Raises NotInitialized if RPC has not begun.
     """
@@ -44,7 +44,7 @@ def recorder() -> Recorder:
 
 
 class ContextId(int):
-    """The id of a context: an int, as in torch, whose methods are the functions that take such an id.
+    """The id of a context: an int, as in torch, which has the functions that take an id as methods.
 
     `context` and `open` return one. It may be sent to other workers. Every method raises `nbdist.UsageError` once the
     context has ended.
@@ -118,8 +118,8 @@ class context:
     workers, and its record and its gradients are freed. Contexts do not nest: to enter a second one in a thread raises
     `nbdist.UsageError`.
 
-    Each argument switches on a record or a check, on every worker that the context reaches. Without it, nothing is
-    paid for it.
+    Each argument switches on a record or a check, on every worker that the context reaches. A record or check that is
+    off costs nothing.
 
     Args:
         lines: Note which module and which line of code made each node of the graph; `nbdist.autograd.trace` shows them.
@@ -164,7 +164,7 @@ class context:
 def open(*, lines: bool = False, check: Checked = None) -> ContextId:
     """Begin a context that may span several cells of a notebook, and return its id; ``close()`` of the id ends it.
 
-    The calling thread stays in the context until then; so do the cells that come later in a notebook.
+    The calling thread stays in the context until then. In a notebook, later cells stay in it, too.
 
     Args:
         lines: Note the line of code of each node, as in `context`.

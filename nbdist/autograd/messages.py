@@ -336,7 +336,7 @@ encode: Callable[[Message], bytes] = _encoder.encode
 
 
 def decode(data: bytes) -> Message:
-    """Return the message in some bytes from another worker; raises ProtocolError if there is none."""
+    """Decode a message from another worker. Raises ProtocolError if the bytes are not a message."""
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -354,9 +354,9 @@ def encode_usual_gradients(
 ) -> tuple[Payload, list[bytes]] | None:
     """Return the payload and the frames of a list with one small gradient; None where `codec.encode` is needed.
 
-    It is needed for any other list, and for a gradient that requires grad, has no elements or is no plain dense tensor.
-    ``space`` is the memory that is shared with the receiver, or None; a gradient that would go there needs it, too.
-    What this returns is what `codec.encode` would return, but sooner; it is the usual case.
+    `codec.encode` is needed for any other list, and for a gradient that requires grad, has no elements, is not a plain
+    dense tensor, or goes into ``space``, the memory shared with the receiver (None without such memory). The result is
+    the same as `codec.encode`'s, but this usual case is faster here.
     """
     gradient = gradients[0] if len(gradients) == 1 else None
     if gradient is None or gradient.requires_grad or not is_packable(gradient):

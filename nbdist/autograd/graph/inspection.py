@@ -68,8 +68,8 @@ def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: Mode) 
 def trace(context_id: int | None = None) -> Trace:
     """Return what a context has recorded, on all workers that it reaches.
 
-    This asks the workers, and waits for their answers. Nodes after a worker's last send or receive, such as those of
-    the loss, are in the trace once a pass has begun from them.
+    This asks the workers, and waits for their answers. Nodes after a worker's last send or receive, such as the loss's
+    nodes, are in the trace once a pass has begun from them.
 
     Args:
         context_id: The context; None means the one that the calling thread is in.
@@ -125,7 +125,7 @@ def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace
 
 
 def _who_only_looks(context: Context, me: int) -> int | None:
-    """Return the incarnation of the worker that watches a context; None if nobody does, or if its maker does.
+    """Return the incarnation of the worker that watches a context; None if no worker or its maker does.
 
     `_collect` leaves that worker out of the trace if it has no nodes. ``me`` is this worker's incarnation.
     """
@@ -169,7 +169,8 @@ def local_nodes(
 def _describe(node: Node, number: int, numbers: dict[Node, int], names: dict[int, ParameterName]) -> NodeInfo:
     """Return a node as data for a trace.
 
-    ``number`` is its own, ``numbers`` has those of all nodes, and ``names`` the names of leaves by the leaf's `id`.
+    ``number`` is the node's number, ``numbers`` has the numbers of all nodes, and ``names`` the names of leaves by the
+    leaf's `id`.
     """
     kind: Any = type(node)
     if kind is ACCUMULATE:

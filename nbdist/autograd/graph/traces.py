@@ -33,7 +33,7 @@ class NodeInfo:
     message: int | None = None
     """For a receive: the ``autograd_message_id`` of the edge that ends here."""
     tensors: tuple[int, ...] = ()
-    """For a receive: the positions, among the edge's tensors, of those that this node made."""
+    """For a receive: the indices of the tensors that this node made, among the edge's tensors."""
     origin: NodeOrigin = _NOWHERE
     """The module and the line that made the node, if the context notes lines."""
     label: str | None = None
