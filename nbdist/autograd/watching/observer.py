@@ -44,7 +44,7 @@ _CLOCK_OFFSET = time.time() - time.monotonic()
 _BATCH_SIZE = 200
 """The number of happenings at which a batch is sent."""
 _BATCH_SECONDS = 0.05
-"""Seconds since the last batch after which the next happening is sent at once, with those that were kept back."""
+"""Seconds since the last batch after which the next happening is sent at once, with all that were kept back."""
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -72,9 +72,9 @@ class Observer:
     ) -> None:
         """Set what to observe and how to tell the watcher; ``watching`` names the watch and carries its first control.
 
-        ``send(number, happenings, version)`` sends a batch to the watcher; ``version`` is that of the control it was
-        made under. ``explain(node, saved)`` returns where a NaN that the node has made comes from, if it comes from the
-        forward pass; ``saved`` is what the node had saved before it ran.
+        ``send(number, happenings, version)`` sends a batch to the watcher; ``version`` is the version of the control
+        under which it was made. ``explain(node, saved)`` returns where a NaN that the node has made comes from, if it
+        comes from the forward pass; ``saved`` are the values that the node had saved before it ran.
 
         With ``in_engine``, torch's engine runs the nodes, and a halt is entered in `nbdist.autograd.passes.leaves`,
         which knows the leaves that the halted call has claimed. Steps of pipelines claim no leaves.
@@ -105,13 +105,14 @@ class Observer:
         self._halting = threading.Lock()
         """Held during a halt, so that the engine threads of several devices halt one after the other."""
 
-    # -- telling ------------------------------------------------------------------------------
+    # -- reports to the watcher ---------------------------------------------------------------
 
     def note(self, what: str, **known: Any) -> None:
-        """Note for the watcher that something happened here; send all that is noted if that is much or old.
+        """Note an event for the watcher; send all noted events if there are many, or if the last batch is old.
 
-        ``what`` is the kind, as in `Event.what`; ``known`` has further fields of a `Happening`. It is sent at once at
-        200 happenings, or 50 ms after the last batch; else later, by `flush`. Any thread may call this.
+        ``what`` is the kind, as in `Event.what`; ``known`` has further fields of a `Happening`. Sends a batch if 200
+        happenings are noted, or if the last batch is more than 50 ms old; otherwise `flush` sends it later. Any thread
+        may call this.
         """
         with self._sending:
             self._seen.append(Happening(_CLOCK_OFFSET + time.monotonic(), what, **known))
@@ -122,8 +123,8 @@ class Observer:
     def waits_for(self, messages: set[int]) -> None:
         """Note that nothing more can run here until the gradients of these messages have come.
 
-        ``messages`` are numbers of messages that this worker sent. One that was in the last call's set is not noted
-        again.
+        ``messages`` are numbers of messages that this worker sent. A number that was in the last call's set is not
+        noted again.
         """
         for message in messages - self._waiting_for:
             self.note("waiting", message=message)
@@ -131,7 +132,7 @@ class Observer:
         self.note("resting")
 
     def flush(self) -> None:
-        """Send what `note` has noted and not sent, if there is any, to the watcher, as one batch.
+        """Send the happenings that `note` has kept back to the watcher, as one batch; do nothing if there are none.
 
         The watcher needs the batches of a pass before it is complete, so a worker flushes before it reports.
         """
@@ -143,7 +144,7 @@ class Observer:
             self._sent_at = time.monotonic()
         self._send(number, seen, self._control.version)
 
-    # -- being told ---------------------------------------------------------------------------
+    # -- orders of the watcher ----------------------------------------------------------------
 
     def steer(self, control: Control | None, over: int) -> None:
         """Take the watcher's newer order on where to halt, if one is given, and end the halts up to number ``over``.
@@ -201,8 +202,8 @@ class Observer:
     ) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return the hooks for torch to call before and after a node: they halt and note it, by `come_to` and `ran`.
 
-        They do nothing if another pass runs the node, which may happen at the same time. The first reads what the node
-        has saved while a NaN is looked for, because torch frees that when the node has run.
+        They do nothing if another pass runs the node, which may happen at the same time. While a NaN is looked for, the
+        first hook reads the node's saved values, because torch frees them when the node has run.
         """
         kind: Any = type(node)
         sends = kind is RECEIVE
@@ -336,9 +337,9 @@ class Observer:
     def _halt(self, number: int, name: str, known: dict[str, Any], *, sends: bool) -> None:
         """Wait before a node until the watcher ends the halt, or a newer control does not halt here.
 
-        ``known`` has the measured norm and histogram, if any, for the ``halted`` happening. The halt is announced
-        again under every newer control. If the watcher has resumed and paused again while the
-        first announcement was on its way, it has ignored that announcement.
+        ``known`` has the measured norm and histogram, if any, for the ``halted`` happening. The halt is announced again
+        under every newer control: if the watcher has resumed and paused again while the first announcement was on its
+        way, it has ignored that one.
 
         Raises:
             Stopped: the pass was given up.

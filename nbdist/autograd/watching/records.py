@@ -32,7 +32,7 @@ class Event:
     ``waiting``
         Nothing more can run on the worker before gradients for ``message``, which it sent, have come.
     ``running``
-        A node begins; ``norm`` and ``histogram`` are those of the gradients it was given, in a watch with norms.
+        A node begins. In a watch with norms, ``norm`` and ``histogram`` describe the gradients that it was given.
     ``done``
         A node has run, in ``seconds``.
     ``halted``
@@ -66,7 +66,7 @@ class Event:
     norm: float | None = None
     histogram: Histogram | None = None
     inherited: Inherited | None = None
-    """For a ``nan``: where the forward pass made it; None if the backward pass made it, or gave it to the node."""
+    """For a ``nan``: its origin in the forward pass; None if the backward pass made it, or gave it to the node."""
 
     @property
     def told(self) -> str:
@@ -129,7 +129,7 @@ class Pass:
     root: str
     """The name of the worker that began the pass."""
     number: int
-    """The number of the pass among those that began on that worker."""
+    """The number of the pass among the passes that began on that worker."""
     mode: str
     """``smart`` or ``fast``; empty as long as that is not known."""
     events: list[Event] = field(default_factory=list)
