@@ -106,13 +106,13 @@ class Layout:
     routes: list[list[list[Point]]] = field(default_factory=list)
     """For each line of the diagram, its strokes: points to join, by a curve where they differ in height."""
     elbows: set[int] = field(default_factory=set)
-    """The numbers of lines from a box to the one that it hangs below; their strokes have corners, not curves."""
+    """The numbers of lines from a box to the box that it hangs below; their strokes have corners, not curves."""
     marks: list[BreakMark] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _Item:
-    """An item in a column of a lane: a box with those that hang below it, or the place of a line that passes."""
+    """An item in a column of a lane: a box with the boxes that hang below it, or the place of a line that passes."""
 
     lane: str
     column: int
@@ -164,7 +164,7 @@ class _Making:
         self._set_columns()
         self._join()
 
-    # -- what hangs below what ----------------------------------------------------------------
+    # -- boxes that hang below others ---------------------------------------------------------
 
     def _hosts(self) -> dict[Key, Key]:
         """Return, for each box that is drawn below another one, that other box.
@@ -194,7 +194,7 @@ class _Making:
         return hosts
 
     def _sorted(self) -> list[Key]:
-        """Return the boxes, each after those from which lines come to it, as far as that is possible."""
+        """Return the boxes; each comes after the boxes from which lines lead to it, as far as that is possible."""
         missing = {key: len(sources) for key, sources in self.sources.items()}
         ready = [key for key, count in missing.items() if not count][::-1]
         found: list[Key] = []
@@ -208,7 +208,7 @@ class _Making:
         return found + [key for key, count in missing.items() if count]
 
     def _root(self, key: Key) -> Key:
-        """Return the box at the top of those below which a box hangs, which may be the box itself."""
+        """Return the topmost box of the pile in which a box hangs; this may be the box itself."""
         while key in self.hosts:
             key = self.hosts[key]
         return key
@@ -241,7 +241,7 @@ class _Making:
         return found
 
     def _set_columns(self) -> None:
-        """Set the column of each item: by `Diagram.ranks`, or without them by the longest way to it, in boxes.
+        """Set the column of each item: by `Diagram.ranks`, or without ranks by the longest path to it, in boxes.
 
         Ranks that no item has get no column. Without ranks, a box that no line comes to is just before its first user.
         """
@@ -289,7 +289,7 @@ class _Making:
     def _cells(self) -> dict[tuple[int, str], list[_Item]]:
         """Return the items of each column and lane from top to bottom, ordered so that few lines cross.
 
-        Each sweep over the columns, forth and back, sorts an item beside those that it is connected with.
+        Each sweep over the columns, forth and back, sorts each item beside the items that it is connected with.
         """
         everything = [*self.items.values(), *(each for row in self.passing.values() for each in row)]
         cells: dict[tuple[int, str], list[_Item]] = {}
@@ -415,7 +415,7 @@ class _Grid:
 
 
 def _longest_paths(before: dict[Key, set[Key]]) -> dict[Key, int]:
-    """Return for each box the number of boxes on the longest way to it; a cycle is broken where it is entered."""
+    """Return for each box the number of boxes on the longest path to it; a cycle is broken where it is entered."""
     found: dict[Key, int] = {}
     entered = set[Key]()
     for start in before:
@@ -433,13 +433,13 @@ def _longest_paths(before: dict[Key, set[Key]]) -> dict[Key, int]:
 
 
 def _set_order(cell: Sequence[_Item]) -> None:
-    """Set the order of the items of a column in one lane, from top to bottom, to that of the list."""
+    """Set the order of the items of a column in one lane, from top to bottom, to their order in the list."""
     for number, item in enumerate(cell):
         item.order = float(number)
 
 
 def _pull(item: _Item, others: Sequence[_Item], lane: dict[str, int]) -> float:
-    """Return the position at which an item would be beside ``others``, those that it is connected with at one side.
+    """Return the position at which an item would be beside ``others``: the items connected with it at one side.
 
     The position is a number that can be compared with the `order` of the other items. ``lane`` has the number of each
     lane, from top to bottom. An item that is connected with other lanes only is put at the top, or where it is.

@@ -1,4 +1,4 @@
-"""Records on a worker when it did what, for a `Timeline` of the notebook.
+"""Records the work of a worker, with its times, for a `Timeline` of the notebook.
 
 A recording subscribes to `nbdist.trace`, and only while somebody records. An event with a ``start`` stands for work
 that began then and ends now. A call has two events, at the start and at the end of its function.

@@ -5,9 +5,8 @@
     timeline                      # a picture with lanes by worker
     timeline.save("step.json")    # for ui.perfetto.dev
 
-All times are those of this process's clock. Workers of this host have the same clock; the clocks of other hosts are
-compared by round trips (`nbdist.rpc.world.clocks`). `nbdist.views.timeline.recording` is the part that runs on the
-workers.
+All times are on this process's clock. Workers of this host have the same clock; the clocks of other hosts are compared
+by round trips (`nbdist.rpc.world.clocks`). `nbdist.views.timeline.recording` is the part that runs on the workers.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from nbdist.views.timeline.recording import Noted
 __all__ = ["Timeline"]
 
 _BARS_DRAWN = 1500
-"""The number of bars that a picture has at most; the shortest are left out."""
+"""The most bars of a picture; the shortest bars are left out."""
 
 
 class Timeline:
@@ -95,8 +94,8 @@ class Timeline:
         """Call a function of `views.timeline.recording` on all workers; return the results by worker name.
 
         The function gets the recording's key, and then the arguments in the tuple ``more(record)``, where ``record`` is
-        the worker's in the list of members. A worker that is gone, or fails, is left out: whatever it raises, the
-        others must end their recordings.
+        the worker's in the list of members. A worker that is gone, or fails, is left out: its error must not keep the
+        others from ending their recordings.
         """
         there = [record for record in self._records if self._is_there(record)]
         args = {record.name: (self._key, *(more(record) if more is not None else ())) for record in there}
