@@ -32,7 +32,7 @@ NBDIST = f"{Path(__file__).parent}/"
 TORCH = f"{Path(torch.__file__).parent}/"
 """The folder of torch's code, with a slash at its end."""
 _PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
-"""The folder of Python's library, inside of which packages may be installed as well."""
+"""The folder of Python's library. Packages may be installed inside of it, too."""
 _PACKAGES = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("purelib", "platlib"))
 """The folders into which this Python installs packages."""
 _CELL = re.compile(r"/ipykernel_\d+/\d+\.py$")

@@ -222,7 +222,7 @@ def _pidfd() -> str:
 
 @functools.cache
 def _facts() -> MachineFacts:
-    """Return the facts about this process and its machine, read once, without those that only CUDA can tell."""
+    """Return the facts about this process and its machine, read once, without facts that only CUDA can tell."""
     from nbdist.cluster.examination.machine import describe_machine  # here: it imports torch
 
     return describe_machine()

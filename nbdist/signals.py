@@ -45,7 +45,7 @@ class Deferral:
         ``sleeps`` is the code of a function in which the thread may sleep: there, handlers run at once all the same.
         """
         self.is_due = False
-        """True once a signal has come whose handler waits for the end."""
+        """True once a signal has arrived whose handler waits for the end of the block."""
         self._sleeps = sleeps
         self._outer: Deferral | None = None
         self._before: dict[int, Any] = {}

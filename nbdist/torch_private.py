@@ -341,13 +341,13 @@ _no_world = SimpleNamespace(pg_names={}, group_count=0)
 
 
 def process_groups() -> dict[str, list[int]]:
-    """Return the global ranks of each process group of which this process is a member, by the group's name."""
+    """Return the global ranks of each process group that this process is in, by the group's name."""
     groups = _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
     return {name: torch.distributed.get_process_group_ranks(group) for group, name in list(groups.items())}
 
 
 def groups_by_name() -> dict[str, Any]:
-    """Return each process group of which this process is a member, by the group's name."""
+    """Return each process group that this process is in, by the group's name."""
     groups = _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
     return {name: group for group, name in list(groups.items())}
 

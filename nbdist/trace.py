@@ -34,7 +34,7 @@ def subscribe(listener: Listener) -> Callable[[], None]:
 
     =================  ===========================================================================
     ``call.sent``      agent, to, function, id: this process has sent a call
-    ``call.ended``     agent, to, function, id: the answer has come, or the call has failed
+    ``call.ended``     agent, to, function, id: the answer has arrived, or the call has failed
     ``call.run``       agent, function, id, callee, args: this process begins to run a function
     ``call.ran``       agent, function, id: the function has returned, or raised an error
     ``call.failed``    agent, function, error, note: the function has raised an error

@@ -22,7 +22,7 @@ entry          the roots, or the gradient of one slot, which the part has not gi
 step           one call of torch's engine (`_Step`). A step of a pipeline is something else (`nbdist.nn`)
 segment        what a part runs without waiting for other workers, one step or several (`Part.run`)
 region         the nodes that can be reached from given graph edges on one worker (`graph.walk.Region`)
-pending        of a gate: its gradient has not come, and will or may come
+pending        of a gate: its gradient has not arrived, and will or may arrive
 held back      of a node: it lies behind a pending gate, so it cannot run yet. Other nodes are *free*
 kept           of a gradient: computed for a held-back node by a node that has run, and stored until that node
                can run (`worker_part.Crossing`)
@@ -32,7 +32,7 @@ SMART, FAST    the two modes of a pass. SMART: marks first tell which gates will
 mark           a message which says that tensors sent earlier will get gradients
 token          the name of one mark or gradient message, from when it is sent until it is settled
 settled        of a token: the receiver has done all that follows from the message
-report         a message to the root: the tokens that a worker has settled, and those that it has sent
+report         a message to the root: the tokens that a worker has settled, and the tokens that it has sent
 ledger         the root's account of all tokens; it tells when marking, or the whole pass, is over
 given up       of a pass: ended by an error, a lost worker or the user; its gradients are dropped
 claim          the leaves that only one step may use, with their ``.grad`` set aside (`passes.leaves.Claim`)

@@ -1,4 +1,4 @@
-"""The functions that users call: those of torch.distributed.autograd, and nbdist's own `open` and `watch`."""
+"""The functions that users call: the ones of torch.distributed.autograd, and nbdist's own `open` and `watch`."""
 
 from __future__ import annotations
 
@@ -425,7 +425,7 @@ def get_gradients(context_id: int | None = None) -> dict[torch.Tensor, torch.Ten
         A new dict, from leaf to gradient. The gradients are the context's own tensors: do not change them in place.
 
     Raises:
-        UsageError: The context has ended or has never come to this worker, or the thread is in none.
+        UsageError: The context has ended or has never reached this worker, or the thread is in none.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)

@@ -3,7 +3,7 @@
 ================== ================================ ====================================================
 message            from, to                         sent when
 ================== ================================ ====================================================
-`Entered`          a worker, to the maker           a third worker has brought the context to it
+`Entered`          a worker, to the maker           a third worker's message has brought the context to it
 `Release`          the maker, to all workers        the context has ended
 `Mark`             one worker, to another           tensors that the other sent will get gradients
 `Gradients`        one worker, to another           the gradients of those tensors are computed
@@ -100,7 +100,7 @@ class Missing(msgspec.Struct, array_like=True, frozen=True, order=True):
 
 
 class Control(NamedTuple):
-    """The order of a watch to the passes of its context: go on, halt, or go on until something happens.
+    """The order of a watch to the passes of its context: run, halt, or run until something happens.
 
     Of two controls, the one with the higher version wins.
     """
@@ -248,7 +248,7 @@ class Release(msgspec.Struct, array_like=True, frozen=True, tag=8):
 
 
 class WatchChanged(msgspec.Struct, array_like=True, frozen=True, tag=9):
-    """To all workers of a context, by way of its maker: its passes are watched from now on, or (``over``) no more."""
+    """To all workers of a context, through its maker: its passes are watched from now on, or (``over``) no more."""
 
     context: int
     maker: int

@@ -6,7 +6,7 @@ the agent calls            when
 `Recorder.current`         a call is about to be sent: is its thread in a context?
 `Recorder.outgoing`        a call or answer is sent in a context: makes gates for its tensors
 `Recorder.withdraw`        that message could not be sent
-`Recorder.enter`           a call or answer of a context has come: makes the context here if it is new
+`Recorder.enter`           a call or answer of a context arrives: makes the context here if it is new
 `Recorder.incoming`        that message's tensors are decoded: makes their receive nodes
 `Recorder.running`         that call's function runs: in the context, and in the caller's gradient mode
 `Recorder.warn`            tensors that require grad are sent outside of any context
@@ -210,7 +210,7 @@ class Recorder:
             context.watch.close()
 
     def _on_entered(self, message: messages.Entered, sender: int) -> None:
-        """Note that a context of this maker has come to a worker; tell that worker if the context has ended."""
+        """Note that a context of this maker has reached a worker; tell that worker if the context has ended."""
         context = self.contexts.find(message.context)
         if context is not None:
             self._join(context, sender)
@@ -430,11 +430,11 @@ class Recorder:
     def _on_freeze(self, message: messages.Freeze, sender: int) -> None:
         """Stop the clocks of all calls of this agent, because the sender has paused a pass, or let them run again."""
         if message.number < self._frozen.get(sender, 0):
-            return  # a newer one has come before it
+            return  # a newer message has overtaken it
         self._frozen[sender] = message.number
         if message.frozen:
             self._agent.freeze(sender)
-        if not message.frozen or not self.is_there(sender):  # the sender's loss may have come before this freeze
+        if not message.frozen or not self.is_there(sender):  # the sender may be lost already
             self._agent.thaw(sender)
 
     # -- messages that arrive -----------------------------------------------------------------

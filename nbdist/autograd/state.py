@@ -217,4 +217,4 @@ class Run:
         """The worker that was asked for the pass's turn to reduce."""
         self.its_turn = False
         self.waiting_for_turn: set[int] = set()
-        """The workers that must not go on before the pass has its turn."""
+        """The workers that must not continue before the pass has its turn."""

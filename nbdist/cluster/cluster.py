@@ -859,7 +859,7 @@ class Cluster:
 
         Asks for versions, clocks, memory, GPUs and NCCL. Then one pair of members after another makes calls and sends a
         tensor, which takes about 0.7 s for each pair, and less if there are many. Busy workers take part. The result
-        names dead workers and those that do not answer within 3 s. A notebook shows the result as tables, and `print`
+        names dead workers and workers that do not answer within 3 s. A notebook shows the result as tables, and `print`
         as text. `%dist_doctor` shows it.
 
         Args:
@@ -929,7 +929,7 @@ class Cluster:
         """Interrupt a cell; return a text for each worker that does not stop.
 
         Waits until the workers have stopped, about 2 s at most, or 30 s if one is formatting its traceback. In the
-        kernel thread, this method does not wait and returns an empty list; the interrupt goes on in the background.
+        kernel thread, this method does not wait and returns an empty list; the interrupt continues in the background.
         """
         if self._thread.is_current():
             self._thread.loop.create_task(interrupt_cell(self, cell))
@@ -1025,7 +1025,7 @@ class Cluster:
             targets: Which workers. A rank or a name gives one result; everything else, also None, gives a list.
 
         Raises:
-            UsageError: A name is not that of a variable or an attribute; `evaluate` takes any expression.
+            UsageError: A name cannot be the name of a variable or an attribute; `evaluate` takes any expression.
             CellError: A worker has no such variable or attribute, or is dead. The error is then also a NameError,
                 AttributeError or WorkerLost, as in `execute`.
             EncodeError: A value cannot be sent.

@@ -232,7 +232,7 @@ class Lookout:
         """Ask the workers where they are (`place`), if the cell has had no output since about the last look.
 
         The kernel thread must not wait for their answers. `_judge` therefore runs `_ANSWER_WITHIN` seconds later and
-        takes the answers that have come by then.
+        takes the answers that have arrived by then.
         """
         if self._cell.done:
             return
@@ -244,7 +244,7 @@ class Lookout:
         self._call_later(self._judge, _ANSWER_WITHIN, asked)
 
     def _judge(self, asked: Mapping[str, Any]) -> None:
-        """Take the answers that have come, show, change or remove the line, and plan the next look.
+        """Take the answers that have arrived; show, change or remove the line; and plan the next look.
 
         ``asked`` has the future of each worker's `Position`, by name.
         """

@@ -250,7 +250,7 @@ class Worker:
 
 
 def _lines_that_say_why(lines: list[str]) -> list[str]:
-    """Return at most `_LAST_LINES` of the lines of a process's standard error: those that say why it died.
+    """Return at most `_LAST_LINES` of the lines of a process's standard error: the lines that say why it died.
 
     If there is a crash report of Python or C++, they begin with its first line; otherwise they are the last lines.
     """

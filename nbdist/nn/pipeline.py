@@ -89,9 +89,9 @@ class _Outcomes:
 class Pipeline:
     """Train or run a model whose stages live on several workers, a batch sliced into micro-batches.
 
-    Outputs, losses and gradients equal those of `Reference` to the last bit, whatever the schedule. Several threads
-    may use one pipeline. A worker of the pipeline that dies ends the running step with `WorkerLost`, and the pipeline
-    cannot be used any more: make a new one, and give it a state that was saved before. The notebook
+    Outputs, losses and gradients are the same as with `Reference`, to the last bit, whatever the schedule. Several
+    threads may use one pipeline. A worker of the pipeline that dies ends the running step with `WorkerLost`, and the
+    pipeline cannot be used any more: make a new one, and give it a state that was saved before. The notebook
     ``04_pipeline_resnet50.ipynb`` shows all of this with a ResNet-50.
 
     Args:

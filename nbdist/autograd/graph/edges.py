@@ -8,7 +8,7 @@ One message with two tensors; the arrows show the way of the gradients::
     history of y <--- gate (Slot 1) <---+            +--- receive node <--- what was computed from y
 
 A *gate* is the node in front of the history of a tensor that was sent. The tensor's gradient enters right behind it, at
-`EdgeSlot.edge`; the gate itself runs only as a barrier, or where the gradient that has come is None. When a *receive
+`EdgeSlot.edge`; the gate itself runs only as a barrier, or if the gradient that has arrived is None. When a *receive
 node* runs, it hands its gradient to the part of the pass. The part sends it to the worker that the tensor came from,
 together with the gradients of the message's other tensors.
 
@@ -142,9 +142,9 @@ class Received:
     """The receiving end of an edge: the receive nodes of a message's tensors, the sender, and the function called."""
 
     looked_at = False
-    """True if the tensors were searched for NaN and Inf when they came, as in a context that is watched."""
+    """True if the tensors were searched for NaN and Inf when they arrived, as in a context that is watched."""
     spoilt: frozenset[int] = frozenset()
-    """The indices of the tensors that held a NaN or Inf when they came, if `looked_at`."""
+    """The indices of the tensors that held a NaN or Inf when they arrived, if `looked_at`."""
 
     def __init__(self, message: int, peer: int, function: str) -> None:
         self.message = message
@@ -161,7 +161,7 @@ class Received:
         return [node for reference in self.node_references if (node := reference()) is not None]
 
     def look(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note which of the tensors that have come hold a NaN or Inf; waits for a GPU that they are on.
+        """Note which of the received tensors hold a NaN or Inf; waits for the GPU if they are on one.
 
         A view later shows from which message a NaN came. Errors are swallowed: a view must not fail the user's call.
         """

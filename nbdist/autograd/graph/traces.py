@@ -121,7 +121,7 @@ class Plan:
     trace: Trace
     roots: list[Key]
     waits_for: dict[Key, int]
-    """By node that takes part: the number of gradients that come to it from other nodes and other workers."""
+    """By node that takes part: the number of gradients that it gets from other nodes and other workers."""
     edges: list[Edge]
     """The edges along which gradients go, for some of their tensors or all."""
     unused: list[Edge]

@@ -178,7 +178,7 @@ class Passes:
         return PassId(self._transport.me, next(self._numbers))
 
     def go(self, run: Run) -> None:
-        """Run the first nodes of a pass that has begun here, on this thread: those that need no other worker's answer.
+        """Run the nodes of a pass that has begun here, on this thread, as far as they need no other worker's answer.
 
         An error in the pass settles its outcome, and is not raised. KeyboardInterrupt and the like are raised, and give
         the pass up.

@@ -43,7 +43,7 @@ class Ledger:
         self._early: set[Token] = set()
         self._marked: set[Token] = set()
         self._begun = False
-        """True once the root's first report has come. Reports of other workers may come before it."""
+        """True once the root's own first report has arrived. Reports of other workers may arrive earlier."""
 
     def take(self, sender: int, report: Report) -> None:
         """Enter a report: the tokens of the messages that ``sender`` has sent, and of the messages that it has settled.

@@ -14,7 +14,7 @@ that flow downwards::
 
 =========== ==============================================================================================
 gate        the node in front of the history of one sent tensor (a slot), where the tensor's gradient enters;
-            its `GateState` says whether the gradient has come. UNSURE and EXPECTED gates are *pending*
+            its `GateState` says whether the gradient has arrived. UNSURE and EXPECTED gates are *pending*
 held back   of a node: it lies behind a pending gate, so it cannot run yet (`Part._holders`)
 free        of a node: it lies behind no pending gate, so it can run now
 kept        of a gradient: a free node has computed it for a held-back one, here ``a`` for ``c``. It is
@@ -40,7 +40,7 @@ plain
 contested
     Other graph edges lead into held-back nodes, as from ``a`` to ``c``. The pending gates become *barriers*: more roots
     of the call, with the lowest priority. The engine does not run ``c``, which still waits for a gradient from gate 2.
-    It comes to gate 2 when no other node is left to run, and the gate ends the call by raising `HeldBack`. Hooks on the
+    It reaches gate 2 when no other node is left to run, and the gate ends the call by raising `HeldBack`. Hooks on the
     free nodes have kept the gradients for held-back nodes. A contested step runs alone, and only if a receive node is
     free: otherwise no other worker waits for its results, and its entries wait for the next gradient.
 
@@ -130,7 +130,7 @@ Marks = dict[Received, list[int]]
 
 
 class Part:
-    """One worker's part of one pass: gates, gradients that have come (*entries*), calls of torch's engine (*steps*).
+    """One worker's part of one pass: gates, arrived gradients (*entries*), calls of torch's engine (*steps*).
 
     ``sends`` are the messages that this worker has sent in the context; their slots are the part's gates.
     ``send_back(received, indices, gradients)`` sends gradients back to the worker that sent the tensors, and
@@ -176,7 +176,7 @@ class Part:
         self._awaited: dict[Received, set[int]] = {}
         """The tensors of each received message that will get a gradient, as far as is known."""
         self._crossed: dict[Received, dict[int, torch.Tensor | None]] = {}
-        """The gradients that have come to receive nodes, and wait for others of their message."""
+        """The gradients that have reached receive nodes, and wait for other gradients of their message."""
         self._gone_back: dict[Received, set[int]] = {}
         """The tensors whose gradients have been sent back."""
         self.root_edges: list[tuple[Node, int]] = []
@@ -256,7 +256,7 @@ class Part:
             for index, gradient in zip(outputs, gradients, strict=True):
                 slot = slots[index]
                 if gradient is not None and gradient.device != slot.device:
-                    gradient = gradient.to(slot.device)  # it has come from a worker that has the tensor elsewhere
+                    gradient = gradient.to(slot.device)  # the other worker may have the tensor elsewhere
                 self.states[slot] = GateState.ARRIVED
                 self._release(slot)
                 entry = _Arrived([slot.edge], [gradient], slot)
@@ -265,7 +265,7 @@ class Part:
                 self.ready.append(entry)
 
     def missing(self) -> list[EdgeSlot]:
-        """Return the sent tensors whose gates are EXPECTED: their gradients will or must come, and have not.
+        """Return the sent tensors whose gates are EXPECTED: their gradients must still arrive.
 
         A FAST pass that cannot end names them in its error.
         """
@@ -288,7 +288,7 @@ class Part:
         return left and (GateState.UNSURE in self.states.values() or (self.reduces and not self._may_reduce))
 
     def stop(self) -> None:
-        """Begin no further step, because the pass has been given up. Steps that run now go on to their end.
+        """Begin no further step, because the pass has been given up. Steps that run now continue to their end.
 
         Gradients that arrive later are not entered.
         """

@@ -110,7 +110,7 @@ class Observing:
     def on_over(self, message: messages.Over) -> None:
         """On the watcher: tell the watch that a pass has ended, and how many batches each worker sent of it.
 
-        The watch is complete once these batches have come. A message for an unknown watch is skipped.
+        The watch is complete once these batches have arrived. A message for an unknown watch is skipped.
         """
         watch = self._find(message.context, message.watch)
         if watch is not None:
@@ -125,7 +125,7 @@ class Observing:
         return self._awaiting.get((context_id, id))
 
     def _forget_complete(self, watch: Watch) -> None:
-        """Drop a closed watch if all passes that it saw are over and all batches of them have come."""
+        """Drop a closed watch if all passes that it saw are over and all their batches have arrived."""
         if watch.complete:
             self._awaiting.pop((watch.context_id, watch.id), None)
 

@@ -190,7 +190,7 @@ class _Search:
         """Return where a NaN or Inf comes from that a node returned as ``output``, going back from node to node.
 
         ``value`` is ``"NaN"`` or ``"Inf"``. The search ends at a leaf, at data, at the operation that made it, or where
-        it cannot go on; at a tensor that was received, it asks the sender.
+        it cannot continue. At a tensor that was received, it asks the sender.
         """
         seen = set[Edge]()
         while (node, output) not in seen:

@@ -121,7 +121,7 @@ class Observer:
             self.flush()
 
     def waits_for(self, messages: set[int]) -> None:
-        """Note that nothing more can run here until the gradients of these messages have come.
+        """Note that nothing more can run here until the gradients of these messages have arrived.
 
         ``messages`` are numbers of messages that this worker sent. A number that was in the last call's set is not
         noted again.
@@ -328,7 +328,7 @@ class Observer:
     def _pause(self, control: Control) -> None:
         """Halt before every node from now on, until the watcher sends a newer control.
 
-        Called where ``control`` says to halt. Does nothing if a newer control has come since.
+        Called where ``control`` says to halt. Does nothing if a newer control has arrived since.
         """
         with self._changed:
             if self._control is control:

@@ -26,11 +26,11 @@ class Event:
     ``marked``
         Tensors of ``message``, which the worker sent, will get gradients.
     ``arrived``
-        Gradients for ``message``, which the worker sent, have come.
+        Gradients for ``message``, which the worker sent, have arrived.
     ``sent``
         The worker has sent gradients for ``message``, which it received, to the sender.
     ``waiting``
-        Nothing more can run on the worker before gradients for ``message``, which it sent, have come.
+        Nothing more can run on the worker before gradients for ``message``, which it sent, have arrived.
     ``running``
         A node begins. In a watch with norms, ``norm`` and ``histogram`` describe the gradients that it was given.
     ``done``
@@ -145,7 +145,7 @@ class Pass:
 
     @property
     def complete(self) -> bool:
-        """True if the pass is over and every event of it has come."""
+        """True if the pass is over and all its events have arrived."""
         return self.over and all(
             worker in self.shares and self.shares[worker].taken >= count for worker, count in self.told.items()
         )

@@ -435,7 +435,7 @@ class Watch:
                 for happening in following.happenings:
                     self._enter_event(seen, worker, self._transport.name_of(sender), happening)
             if self._reached is not None and self._control.until:
-                self._steer(paused=True)  # a worker has come to where `run` halts: halt the others too
+                self._steer(paused=True)  # a worker is where `run` halts: halt the others too
             elif worker.version < self._control.version:
                 self._send_control(sender)
             self._freeze()
@@ -522,7 +522,7 @@ class Watch:
         if event.what == "halted" and worker.at is not None and happening.halt == worker.halt and not reached:
             return  # announced before
         if event.what == "halted" and happening.halt > worker.gone and (now or self._control.paused):
-            worker.halt, worker.at = happening.halt, event  # else an order to go on is on its way
+            worker.halt, worker.at = happening.halt, event  # else an order to continue is on its way
         if reached:
             self._reached = event
         seen.events.append(event)

@@ -41,7 +41,7 @@ _OLDEST_TORCH = (2, 10)
 
 
 class Newcomer(msgspec.Struct, tag="newcomer"):
-    """The request of a keeper that wants to come in."""
+    """The request of a keeper that wants to join."""
 
     token: str
     """From the invitation."""
@@ -57,7 +57,7 @@ class Newcomer(msgspec.Struct, tag="newcomer"):
 
 
 class Admitted(msgspec.Struct, tag="admitted"):
-    """The answer to a newcomer that may come in: how it reaches the hub, and the secret that all members share."""
+    """The answer to a newcomer that may join: how it reaches the hub, and the secret that all members share."""
 
     id: int
     secret: str
@@ -65,7 +65,7 @@ class Admitted(msgspec.Struct, tag="admitted"):
 
 
 class Denied(msgspec.Struct, tag="denied"):
-    """The answer to a newcomer that may not come in."""
+    """The answer to a newcomer that may not join."""
 
     why: str
     version: bool

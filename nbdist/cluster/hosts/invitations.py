@@ -140,7 +140,7 @@ class Invitations:
         grant.tried += nbytes
 
     def give_back(self, token: str, workers: int) -> None:
-        """Give back uses of a token, for workers that were let in and did not come."""
+        """Give back uses of a token, for workers that were admitted and did not join."""
         for grant in self._grants:
             if grant.token == token:
                 grant.left += workers

@@ -591,7 +591,7 @@ class Cell:
             self._show(part, message)
 
     def _show(self, part: CellPart, message: Published) -> None:
-        """Show a message by way of the cell's `Outlet`, and add what the outlet lets through to `CellPart.outputs`."""
+        """Show a message through the cell's `Outlet`, and add the outlet's messages to `CellPart.outputs`."""
         self._remember(part, self._outlet.feed(part.worker, message))
 
     def _show_held(self, part: CellPart, error: Published | None = None) -> None:

@@ -111,7 +111,7 @@ class Relay:
         self._wake()
 
     def drain(self, quiet: float, timeout: float) -> None:
-        """Wait until everything that was read here has been carried away, and nothing has come for ``quiet`` seconds.
+        """Wait until all parcels read here are carried away, and no new one has arrived for ``quiet`` seconds.
 
         Returns after ``timeout`` seconds at the latest.
         """

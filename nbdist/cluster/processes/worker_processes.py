@@ -1,4 +1,4 @@
-"""`Processes`: starts, signals and ends the worker processes of one cluster, by way of a zygote. For `LocalLauncher`.
+"""`Processes`: starts, signals and ends the worker processes of one cluster, through a zygote. For `LocalLauncher`.
 
 The module `nbdist.cluster.processes.zygote` has a drawing of both sides, and defines the messages between them. One
 thread, `_read`, receives the zygote's answers, and settles the futures for which other threads wait::

@@ -111,7 +111,7 @@ class Start(msgspec.Struct, tag="start"):
     environment: dict[str, str]
     directory: str
     log: str
-    """The file that gets standard output and error, but for the time in which ipykernel captures them."""
+    """The file that gets standard output and error while ipykernel does not capture them."""
     path: list[str]
     """The worker's ``sys.path``."""
 

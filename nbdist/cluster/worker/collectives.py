@@ -1,6 +1,6 @@
 """Forms the process group of a worker, and ends collectives after the death of a member or an interrupt.
 
-A collective waits in C++ until all other members have come, and ignores signals. To end a collective of gloo, this
+A collective waits in C++ until all other members have joined it, and ignores signals. To end a collective of gloo, this
 module shuts down the connections of its process group (see `nbdist.cluster.worker.gloo`). To end a collective of NCCL,
 it aborts the group's communicators (see `nbdist.cluster.worker.nccl`)::
 
@@ -369,7 +369,7 @@ def _all_loops() -> list[gloo.Loop]:
 
 
 def _is_known(address: bytes) -> bool:
-    """Return whether the group whose gloo listens at this address formed here, by way of the present store.
+    """Return whether the group whose gloo listens at this address formed here, through the present store.
 
     ``address`` is as in `GroupStore.group_at`.
     """

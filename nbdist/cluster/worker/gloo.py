@@ -1,8 +1,8 @@
 """Finds the connections of gloo's process groups in this process, tells the groups apart, and shuts connections down.
 
-A collective of gloo waits in C++ until all members have come. It ignores signals, and gloo cannot cancel it. But it
-fails if its connections are shut down. Each process group has a *loop*, a thread that polls the group's connections and
-its *listener*, the socket to which other members connect. Linux tells which files a thread polls::
+A collective of gloo waits in C++ until all members have joined it. It ignores signals, and gloo cannot cancel it. But
+it fails if its connections are shut down. Each process group has a *loop*, a thread that polls the group's connections
+and its *listener*, the socket to which other members connect. Linux tells which files a thread polls::
 
     /proc/self/task/<thread>/comm        gloo_tcp_loop, since torch 2.13
     /proc/self/task/<thread>/syscall     the poller (epoll file) with which the thread waits

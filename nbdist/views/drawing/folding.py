@@ -67,7 +67,7 @@ class DrawnLine:
 
 @dataclass(frozen=True)
 class Diagram:
-    """The boxes of each worker, each after the boxes from which lines come to it where possible; and the lines."""
+    """The lines; and the boxes of each worker, each after the boxes from which lines lead to it where possible."""
 
     boxes: dict[str, list[Box]]
     lines: list[DrawnLine]
@@ -177,7 +177,7 @@ class _Graph:
         Operations whose group is "" are cut into runs of at most 2 / `_MOST_BOXES` of all nodes, or of 2 nodes if that
         is more.
 
-        A receive has its own box and ends a run, so no run depends on itself by way of another worker. Leaves, and
+        A receive has its own box and ends a run, so no run depends on itself through another worker. Leaves, and
         operations on one parameter alone, join the run that uses them if only one does.
         """
         aside = {key for key in self.order if self._is_aside(key)}

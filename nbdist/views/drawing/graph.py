@@ -50,7 +50,7 @@ class Marks:
     """The nodes that take part, and the number of gradients that each waits for."""
     roots: Collection[Key] = ()
     got: Mapping[Key, int] | None = None
-    """The number of these gradients that have come, for a pass that is not over; else None."""
+    """The number of these gradients that have arrived, for a pass that is not over; else None."""
     states: Mapping[Key, str] = field(default_factory=dict)
     """The state of nodes: ``waiting``, ``ready``, ``running``, ``halted`` or ``done``; empty if no pass has begun."""
     bad: Key | None = None

@@ -6,10 +6,10 @@
     ----------------- \\ ------------ / --------- [ w ]          a wider diagram continues in another row of lanes
     worker1            [receive]--[Exp]
 
-A box is one column to the right of the last box from which a line comes to it, and a box without such lines one column
-to the left of its first user; boxes that are folded by distance are in the columns of `Diagram.ranks`. A line across
-several columns has a narrow place of its own in each of them, so it passes boxes and does not cross them. All lengths
-are in pixels. Pure: numbers in, numbers out. The steps of `_Making`, in this order:
+A box is one column to the right of the last box from which a line leads to it. A box to which no line leads is one
+column to the left of its first user. Boxes that are folded by distance are in the columns of `Diagram.ranks`. A line
+across several columns has a narrow place of its own in each of them, so it passes boxes and does not cross them. All
+lengths are in pixels. Pure: numbers in, numbers out. The steps of `_Making`, in this order:
 
 =============== =====================================================================================
 _hosts          which boxes hang below others
@@ -140,7 +140,7 @@ def lay_out(diagram: Diagram, width_of: Callable[[Box], float], left: float, wid
     """Return the places of a diagram's boxes and lines, in pixels.
 
     The first column begins at ``left``. The diagram is at most ``widest`` wide, unless a single column is wider: it
-    goes on in another row of lanes below.
+    continues in another row of lanes below.
     """
     return _Making(diagram, width_of).lay_out(left, widest)
 
@@ -243,7 +243,7 @@ class _Making:
     def _set_columns(self) -> None:
         """Set the column of each item: by `Diagram.ranks`, or without ranks by the longest path to it, in boxes.
 
-        Ranks that no item has get no column. Without ranks, a box that no line comes to is just before its first user.
+        Ranks that no item has get no column. Without ranks, a box to which no line leads is just before its first user.
         """
         before = self._links()
         ranks = self.diagram.ranks
@@ -254,7 +254,7 @@ class _Making:
             columns = _longest_paths(before)
             for key in self.items:
                 users = [columns[other] for other, sources in before.items() if key in sources]
-                if users and not before[key]:  # a box that nothing comes to is next to its first user
+                if users and not before[key]:  # a box to which no line leads is next to its first user
                     columns[key] = max(columns[key], min(users) - 1)
         for number, key in enumerate(self._sorted()):
             if key in self.items:

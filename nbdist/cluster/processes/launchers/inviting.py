@@ -36,7 +36,7 @@ class InvitingLauncher(RemoteLauncher):
 
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
         self.on_arrival: Callable[[], object] = lambda: None
-        """Called when a keeper has come in, after the workers that waited for one were given to it. Must be quick."""
+        """Called when a keeper has joined, after it got the workers that waited for a keeper. Must be quick."""
         self._ranks: dict[str, int] = {}
         """The rank of each worker that was ever started or waited for a keeper, by the worker's name."""
         self._joining: set[str] = set()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["OpenLocalLauncher"]
 
 _INVITED_FOR = 600.0
-"""Seconds within which the keeper must come to the hub; it needs a few."""
+"""Seconds within which the keeper must join; it needs a few."""
 _ENDS_WITHIN = 5.0
 """Seconds for the keeper to end after SIGTERM; then it gets SIGKILL."""
 
@@ -79,11 +79,11 @@ class OpenLocalLauncher(InvitingLauncher):
         watch.start()
 
     def _watch(self, token: str, own: subprocess.Popen[bytes], said: Path) -> None:
-        """Wait until a keeper's process has ended. If it never came to the hub, fail the starts that wait for it."""
+        """Wait until a keeper's process has ended. If the keeper never joined, fail the starts that wait for it."""
         own.wait()
         with self._lock:
             if self._closing or token in self.hub.came:
-                return  # the hub notices the end of a keeper that has come
+                return  # the hub notices the end of a keeper that has joined
             starts = [start for start in self._wanted.values() if not self._needs_invited(start.setup.rank)]
             for start in starts:
                 del self._wanted[start.name]
