@@ -96,7 +96,7 @@ class ContextId(int):
         return get_gradients(int(self))
 
     def close(self) -> None:
-        """End a context that was begun by `open`, on all workers, and free what it has recorded.
+        """End a context that was begun by `open`, on all workers, and free its record.
 
         Call it on the worker that opened the context. Backward passes that still run in the context fail.
 
@@ -214,7 +214,7 @@ def backward(*arguments: Any, **options: Any) -> None:
 
     - ``context_id``: the id of the context in which the roots were computed.
     - ``roots``: one tensor, or a list of them, that depend on leaves here or on other workers.
-    - ``retain_graph``: keep what the graph has saved, so that another pass can go over it.
+    - ``retain_graph``: keep the tensors that the graph has saved, so that another pass can use it.
     - ``mode``: ``"smart"`` first finds out which of the tensors that were sent take part. ``"fast"`` skips this, but
       fails with `UnusedOutputs` if a tensor that was sent in the context does not contribute to the roots.
     - ``grad_tensors``: a gradient for each root; None for a root of one element. Other roots must have one.

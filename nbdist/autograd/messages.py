@@ -257,7 +257,7 @@ class WatchChanged(msgspec.Struct, array_like=True, frozen=True, tag=9):
 
 
 class Observed(msgspec.Struct, array_like=True, frozen=True, tag=10):
-    """To the watcher: what was seen of a pass on this worker, and the version of the control that holds there.
+    """To the watcher: events of a pass on this worker, and the version of the control that holds there.
 
     The messages of one worker about one pass are numbered from 1, because one may overtake another.
     """

@@ -884,7 +884,7 @@ class Cluster:
     # -- views: of higher layers, by `nbdist.registry` ------------------------------------------
 
     def timeline(self) -> Timeline:
-        """Return a new timeline, which records what all workers do from now on.
+        """Return a new timeline, which records the work of all workers from now on.
 
         It records until `Timeline.stop` or the end of a ``with`` block.
 
@@ -1056,7 +1056,7 @@ class Cluster:
     # -- for the notebook -----------------------------------------------------------------------
 
     def settle(self, *, patience: float | None = None) -> None:
-        """Show, below the cell that runs in the notebook, what its calls (RPCs) have printed on workers.
+        """Show, below the cell that runs in the notebook, the output that its calls (RPCs) have printed on workers.
 
         Waits for text that is on its way. The magics call this after each cell, and before a cell's result is shown;
         programs need not. ::

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["NotebookSession"]
 
 _RESULT_WAITS_FOR_OUTPUT = 0.3
-"""The most seconds for which a cell's result waits for what its calls printed. A worker may hold the GIL longer."""
+"""The most seconds for which a cell's result waits for the output of its calls. A worker may hold the GIL longer."""
 
 _RANK = re.compile(r"^(\s*%%rank)(?=\[)")
 
@@ -125,7 +125,7 @@ class NotebookSession:
         return lines
 
     def _before_result(self) -> None:
-        """Wait for what the cell's calls have printed on workers, so that it is shown above the cell's result.
+        """Wait for the output of the cell's calls on workers, so that it is shown above the cell's result.
 
         Waits `_RESULT_WAITS_FOR_OUTPUT` seconds at most. Does nothing without a running cluster.
         """
@@ -136,7 +136,7 @@ class NotebookSession:
 
     @staticmethod
     def _after_cell(_: Any) -> None:
-        """Wait for what the cell's calls have printed on workers, so that it is shown below this cell.
+        """Wait for the output of the cell's calls on workers, so that it is shown below this cell.
 
         IPython calls this after each cell. Does nothing without a running cluster.
         """

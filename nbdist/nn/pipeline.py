@@ -108,7 +108,7 @@ class Pipeline:
             stage on each worker), or ``"interleaved"`` (the default for several). They differ in time and memory only.
         checkpoint: keep only the inputs of the stages, and compute the rest again in the backward pass.
         seed: seeds the stages' random draws, together with the step, the stage and the micro-batch.
-        reduction: what the loss function of `train_step` does with its rows: ``"mean"`` or ``"sum"``.
+        reduction: the way in which the loss function of `train_step` combines its rows: ``"mean"`` or ``"sum"``.
 
     Raises:
         UsageError: the arguments do not fit together, or a worker is not in this world.
@@ -371,7 +371,7 @@ class Pipeline:
                 told.append(self._agent.begin(name, abandon_step, *args, timeout=_ABANDON_SECONDS))
         return told
 
-    # -- what it is made of -------------------------------------------------------------------
+    # -- parameters and state -----------------------------------------------------------------
 
     def parameter_rrefs(self) -> list[RRef[Any]]:
         """Return references to all parameters, stage by stage, as `DistributedOptimizer` takes them.

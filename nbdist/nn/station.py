@@ -166,8 +166,8 @@ class Station:
     def inbox(self, step: int) -> Inbox | None:
         """Return the `Inbox` that keeps the step's inputs from other workers; None if the step is over.
 
-        The first call makes it. Deliveries and the step's own thread may come in either order, so either makes it. The
-        caller drops what comes for a step that is over.
+        The first call makes it. A delivery may arrive before the step's own thread begins or after, so both make it.
+        The caller drops a delivery for a step that is over.
         """
         with self._lock:
             inbox = self._inboxes.get(step)

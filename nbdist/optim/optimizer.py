@@ -106,8 +106,8 @@ class DistributedOptimizer(Distributed):
         """Return the state of all workers' optimizers as one state, keyed by parameter, with all tensors on the CPU.
 
         A parameter's key is the name it was given in a ``(name, reference)`` pair, or its full name in the model if it
-        belongs to a `Pipeline`, or else its position among all parameters. The state does not say which worker had
-        what, so it can be loaded when the parameters live on other workers. `torch.save` writes it, and
+        belongs to a `Pipeline`, or else its position among all parameters. The state does not name the workers, so it
+        can be loaded when the parameters live on other workers. `torch.save` writes it, and
         ``torch.load(weights_only=True)`` reads it.
 
         Raises:

@@ -11,7 +11,7 @@ The joint state looks like the state of one optimizer of torch, with keys (`nbdi
 
     {"state": {key: …}, "param_groups": [{"params": [key, …], "lr": …}, …], "shapes": {key: [size, …]}}
 
-It does not say which worker had what.
+It does not name the workers.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 `edges`       the two ends of an edge between workers
 `walk`        goes over torch's graph, node by node
 `numbers`     the numbers by which nodes are shown
-`saved`       what nodes have saved of the forward pass
+`saved`       reads the tensors that nodes have saved
 `origins`     which module and which line made a node
 `noting`      notes the origins while the forward pass runs
 `parameters`  the names of leaves

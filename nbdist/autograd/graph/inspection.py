@@ -1,4 +1,4 @@
-"""Collects what a context has recorded on all workers, as the data of `graph.traces`: `trace` and `plan`.
+"""Collects the record of a context from all workers, as the data of `graph.traces`: `trace` and `plan`.
 
 Nothing is recorded for this while programs run. Each worker walks its autograd graph when it is asked.
 """
@@ -27,7 +27,7 @@ __all__ = ["local_nodes", "plan", "plan_from", "trace"]
 
 
 def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], mode: Mode = "smart") -> Plan:
-    """Return what `backward` from these roots would do, without running anything.
+    """Return the plan of a `backward` from these roots, without running anything.
 
     Args:
         context_id: The context; None means the one that the calling thread is in.
@@ -66,7 +66,7 @@ def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: Mode) 
 
 
 def trace(context_id: int | None = None) -> Trace:
-    """Return what a context has recorded, on all workers that it reaches.
+    """Return the graph that a context has recorded, on all workers that it reaches.
 
     This asks the workers, and waits for their answers. Nodes after a worker's last send or receive, such as the loss's
     nodes, are in the trace once a pass has begun from them.

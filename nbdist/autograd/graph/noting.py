@@ -45,7 +45,7 @@ class _PerThread(threading.local):
     modules: list[_Running] | None = None
     """The modules whose forward runs on this thread, outermost first; None if this thread notes nothing."""
     checking: _Noting | None = None
-    """The mode that checks for NaN what this thread computes."""
+    """The mode that checks this thread's results for NaN."""
 
 
 _thread = _PerThread()

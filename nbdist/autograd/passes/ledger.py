@@ -1,7 +1,8 @@
 """The account by which the root of a pass knows whether any worker still has work to do.
 
 Every mark and every gradient message carries a *token*. Its sender reports the token as sent and its receiver as
-settled, both to the root. One report names what a worker has settled together with what it has sent because of that::
+settled, both to the root. One report names the tokens that a worker has settled, together with the tokens that it has
+sent because of these::
 
     reported as sent            open      the message is on its way, or its receiver works on it
     then reported as settled    forgotten

@@ -21,8 +21,8 @@ kept        of a gradient: a free node has computed it for a held-back one, here
             stored as a `Crossing` (`Part._kept`), and a later step enters it into that node
 =========== ==============================================================================================
 
-The states of a gate. In SMART mode gradients may arrive without a mark before them: what a worker can run at once, it
-does not mark first::
+The states of a gate. In SMART mode, gradients may arrive without a mark before them: a worker does not mark gradients
+that it can compute at once::
 
     SMART:  UNSURE --- mark() ---> EXPECTED --- arrive() ---> ARRIVED
               |                                                  ^
@@ -225,7 +225,7 @@ class Part:
         """Set the gates that are still UNSURE to UNUSED, as no gradient will come for them; let DDP modules average.
 
         Called when the root says that the marking is over, that is, no worker will announce a gradient any more. The
-        caller then calls `run` for what has waited.
+        caller then calls `run` for the waiting gradients.
         """
         with self._lock:
             self._may_reduce = True
@@ -334,7 +334,7 @@ class Part:
         return False
 
     def _free_entry(self, entry: Entry) -> None:
-        """Free what an entry that has run refers to: the pass may last much longer. Called with the lock held."""
+        """Free the objects of an entry that has run: the pass may last much longer. Called with the lock held."""
         if entry.slot is not None and self._lines.places:
             self._lines.leave(entry.slot)
         self._regions.pop(entry, None)
@@ -690,8 +690,8 @@ class Part:
     def enter(self, slot: EdgeSlot) -> torch.Tensor | None:
         """Return None as the gradient of a gate that torch's engine runs; called by the gate's node.
 
-        None is what has arrived for that gate. If the gate is a barrier of `_contested_call`, its gradient has not
-        arrived, and no other node can run: this raises `HeldBack`, which ends the engine's call.
+        The gradient that has arrived for the gate is None. But if the gate is a barrier of `_contested_call`, its
+        gradient has not arrived, and no other node can run: then this raises `HeldBack`, which ends the engine's call.
         """
         if slot in self._barriers:
             raise HeldBack

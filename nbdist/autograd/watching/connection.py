@@ -98,7 +98,7 @@ class Observing:
             self.on_watch(message)
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
-        """On the watcher: give a batch of what the worker ``sender`` saw of a pass to the watch of that pass.
+        """On the watcher: give a batch of events of the worker ``sender`` to the watch of the pass.
 
         A batch for a watch that is not known any more is dropped.
         """

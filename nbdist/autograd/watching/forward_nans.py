@@ -53,7 +53,7 @@ _NAMES = """
     unbind unflatten unfold unsqueeze unsqueeze_ view view_as view_as_complex view_as_real vsplit vstack where
 """
 _UNCHECKED_FUNCTIONS = frozenset(_NAMES.split())
-"""Functions that make no NaN themselves: they pass values on, overwrite what was there, or only read."""
+"""Functions that make no NaN themselves: they pass values on, overwrite old values, or only read."""
 
 _jit: Any = torch.jit  # Any, because is_tracing has no annotations
 _UPDATE_FILES = tuple(f"{TORCH}{part}" for part in ("optim/", "nn/utils/clip_grad.py", "amp/grad_scaler.py"))
@@ -106,7 +106,7 @@ def _holds_nan(values: torch.Tensor) -> bool:
 
 
 class Check:
-    """The check for NaN of what one worker computes in a context; each thread that enters the context uses one."""
+    """Checks the results of one worker in a context for NaN; each thread that enters the context uses one `Check`."""
 
     def __init__(self, worker: str, name_of: Callable[[int], str]) -> None:
         """Set the name of this worker for error messages; ``name_of`` returns a worker's name by its incarnation."""

@@ -8,8 +8,8 @@ value. At a tensor that was received, the worker that sent it continues the sear
     Pow  saved self = NaN
      └─ receive (message 7) ─────────>  Log  saved self = -1.0, which is finite, but its output was NaN: Log made it
 
-The search reads only what torch has saved for the backward pass, and computes nothing again. Values behind hooks for
-saved tensors, as in a checkpoint, are not read, because unpacking them runs the user's code.
+The search reads only values that torch has saved for the backward pass, and computes nothing again. Values behind hooks
+for saved tensors, as in a checkpoint, are not read, because unpacking them runs the user's code.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ The words ``halted``, ``running``, ``done`` and ``nan`` are happenings, which ar
 watch runs until a NaN, ``nan`` also comes before ``running``, for a node that is given one; it halts there.
 
 `around` sets hooks on the nodes that one call of the engine is going to run, and removes them after the call. A halt
-is a thread of the engine that waits in such a hook. So the pass itself stands still: what the user changes meanwhile,
-such as a hook on a node still to run or the value of a gradient, takes effect.
+is a thread of the engine that waits in such a hook. So the pass itself stands still: a change that the user makes
+meanwhile, such as a hook on a node still to run or another value of a gradient, takes effect.
 
 For a step of a pipeline, `nbdist.nn.watched` calls `come_to`, `ran` and `made` instead of the hooks.
 """
@@ -270,7 +270,8 @@ class Observer:
         """Note that a node has run for that many seconds, and has made the gradients ``new`` from those ``given``.
 
         If the node is the first that made a NaN or Inf, and one is looked for (`looks`), ``explain()`` is called for
-        what the forward pass had given the node. In ``run(until="nan")``, the pass then halts before the next node.
+        the value that the forward pass had given the node. In ``run(until="nan")``, the pass then halts before the next
+        node.
         """
         self.note("done", node=number, name=name, seconds=seconds)
         self._check(number, name, new, given, explain)

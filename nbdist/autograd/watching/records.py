@@ -1,4 +1,4 @@
-"""The data of a watch: what was seen of each backward pass."""
+"""The data of a watch: the events of each backward pass."""
 
 from __future__ import annotations
 

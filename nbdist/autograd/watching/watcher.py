@@ -1,4 +1,4 @@
-"""Watches the backward passes of a context from one worker: shows what all workers do, pauses and steps the passes.
+"""Watches the backward passes of a context from one worker: shows the work of all workers, pauses and steps the passes.
 
 ::
 
@@ -21,8 +21,8 @@ A worker numbers its halts 1, 2, … in each pass. `Share.halt` is the number of
 that halt while it lasts, and `Share.gone` the number up to which halts are ended by `run` or `step`. So an order to
 continue does not end a halt that begins while the order is on its way.
 
-The pass itself is paused, not a record of it. Workers send what happens without being asked, and record nothing as
-long as there is no watch.
+The pass itself is paused, not a record of it. Workers send events without being asked, and record nothing as long as
+there is no watch.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ class Watch:
             self._transport.freeze(self.context_id, frozen)
 
     def close(self) -> None:
-        """Resume the passes and stop watching; what was seen stays. A second call does nothing.
+        """Resume the passes and stop watching; the recorded events stay. A second call does nothing.
 
         Every context closes its watch when it ends.
         """

@@ -41,7 +41,7 @@ _LINKS_COMPARED = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, and what to do about it."""
+    """A fault, and what to do about it."""
 
     topic: str
     """The subject: shared memory, open files, ports, GPUs, NCCL, members, versions, clocks or links."""

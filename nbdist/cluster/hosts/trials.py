@@ -77,7 +77,7 @@ class TrialWay:
         return answer
 
     def round_trips(self) -> RoundTrips:
-        """Return what some small trials, one after another, tell of the latency and of the notebook's clock."""
+        """Return the latency and the offset of the notebook's clock, measured by small trials, one after another."""
         return round_trips(lambda: self._try().now)
 
     def rates(self, fastest: float) -> tuple[float, float]:

@@ -81,7 +81,7 @@ class _Kind(NamedTuple):
 
     cls: type
     size_of: Callable[[Any], int]
-    """Returns the bytes of an instance itself, without what it refers to."""
+    """Returns the bytes of an instance itself, without the objects that it refers to."""
     base: Any
     """The class of Python, torch or numpy whose methods read the instances; `object` if none of the known ones fits."""
     is_passed_by: bool = False
@@ -221,7 +221,7 @@ class Walk:
         return self.count - before
 
     def _count_once(self, value: object) -> None:
-        """Count an object unless it has been visited, and put what it refers to on the stack, to be visited next."""
+        """Count an object unless it has been visited, and put its referents on the stack, to be visited next."""
         cls = type(value)
         if cls is int or cls is float:
             self._object(cls.__sizeof__(value))
@@ -244,7 +244,7 @@ class Walk:
             self._stack.append(children)
 
     def _children(self, value: Any, cls: type) -> Iterator[Any] | None:
-        """Count an object; return an iterator over what it refers to, or None if there is nothing to visit."""
+        """Count an object; return an iterator over its referents, or None if there is nothing to visit."""
         kind = self._census.kind_of(cls)
         if kind.is_passed_by:
             return None
@@ -280,7 +280,7 @@ class Walk:
         return chain(referents, self._graph(node)) if node is not None else iter(referents)
 
     def _graph(self, node: Any) -> Iterator[Any]:
-        """Yield the nodes of an autograd graph, from ``node`` on, and what they have saved for the backward pass.
+        """Yield the nodes of an autograd graph, from ``node`` on, and the values that they have saved for backward.
 
         Nodes that a walk of the same census has visited are skipped.
         """

@@ -82,7 +82,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class WorkerMemory(msgspec.Struct, frozen=True):
-    """The memory that one worker uses, and what for."""
+    """The memory that one worker uses, and its uses."""
 
     name: str
     incarnation: int
@@ -328,7 +328,7 @@ def _pins_within(named: NamedValue) -> list[Pin]:
 
 
 def _memory(agent: Agent, census: Census, rows: list[Variable]) -> WorkerMemory:
-    """Return the memory that this worker uses: the amounts of the census, and what the system counts.
+    """Return the memory that this worker uses: the amounts of the census, and the system's count.
 
     ``rows`` describes its variables.
     """

@@ -67,7 +67,7 @@ class Regions:
 
 
 def measure() -> tuple[Usage | None, Regions]:
-    """Return what this process uses, and the places of its shared memory; takes about 20 ms.
+    """Return the memory that this process uses, and the places of its shared memory; takes about 20 ms.
 
     The usage is None, and there are no places, where there is no ``/proc``.
     """

@@ -8,7 +8,7 @@
 `comms`                 messages of widgets
 `output_widgets`        messages of widgets that capture output
 `asking`                completion and help
-`notices`               what a cell says of workers that failed
+`notices`               texts about workers that failed
 `labels`, `page_lines`  names and lines in tracebacks of cells
 `relay`                 messages of a kernel on another host
 `versions`              the differences between Jupyter versions

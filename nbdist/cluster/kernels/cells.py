@@ -430,7 +430,7 @@ class Cell:
         self._maybe_end(part)
 
     def on_input(self, worker: str, request: Message) -> None:
-        """Show what a worker has printed so far, and pass its request for input to the thread that waits.
+        """Show the worker's output so far, and pass its request for input to the thread that waits.
 
         The kernel thread calls this. The request is kept until a thread is in `wait`, which asks the user by `_ask`.
         """

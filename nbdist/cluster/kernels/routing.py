@@ -97,7 +97,7 @@ class Router:
     # -- at the end of a cell -----------------------------------------------------------------
 
     def settle(self, origin: Origin, workers: Sequence[Worker], ask: Callable[[str, str], bool], within: float) -> None:
-        """Show what the calls (RPCs) of a cell have printed, once all of it has arrived, or after ``within`` seconds.
+        """Show the output of a cell's calls (RPCs), once all of it has arrived, or after ``within`` seconds.
 
         ``origin`` is the notebook's cell. ``ask(worker, token)`` makes a worker send a message with the token after its
         output so far, and returns whether the worker could be asked. Blocks the calling thread, which must not be the

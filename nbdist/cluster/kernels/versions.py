@@ -55,7 +55,7 @@ class Completions(NamedTuple):
     kind: str = ""
     """A word for the names, such as "worker", which front ends show beside them."""
     alone: bool = False
-    """True if IPython must not add what its own completers find, even if there are no names."""
+    """True if IPython must not add its own completions, even if there are no names."""
 
 
 class _Nothing(list[Any]):
@@ -267,7 +267,7 @@ def keep_output_apart(shell: Any) -> None:
 
 
 def _publishers(shell: Any) -> tuple[Any, ...]:
-    """Return the shell and the four objects that publish its output; each knows what request the output answers."""
+    """Return the shell and the four objects that publish its output; each has the request that the output answers."""
     return shell, shell.displayhook, shell.display_pub, sys.stdout, sys.stderr
 
 
@@ -284,7 +284,7 @@ class _Scope:
         self._waiting: dict[Any, list[str]] = {}
 
     def write(self, stream: Any, text: str) -> None:
-        """Send text to a stream soon, together with what comes meanwhile."""
+        """Send text to a stream soon, together with later text."""
         with self._lock:
             first = stream not in self._waiting
             self._waiting.setdefault(stream, []).append(text)

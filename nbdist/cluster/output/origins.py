@@ -1,4 +1,4 @@
-"""Shows what functions print for RPCs: under the cell that called them, with the worker's name before each line."""
+"""Shows the prints of functions that run for RPCs, under the cell that called them, labelled with the worker's name."""
 
 from __future__ import annotations
 

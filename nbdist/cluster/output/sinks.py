@@ -71,7 +71,7 @@ class Sink(Protocol):
         ...
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
-        """Do what a cell's reply asks the front end for: show a help page, write a next cell. Main thread only."""
+        """Carry out a cell's requests to the front end, such as to show a help page. Main thread only."""
         ...
 
 
@@ -263,7 +263,7 @@ def current_sink() -> Sink:
 
 
 def _captured(page: KernelSink, shell: Any) -> Sink:
-    """Return the sink for what captures the output of a notebook's cell now; ``page`` if nothing does.
+    """Return the sink for the object that captures the cell's output now; ``page`` if none does.
 
     Every call asks for its sink. So the streams and publisher of the usual case are kept in `_not_captured`, and looked
     at first.

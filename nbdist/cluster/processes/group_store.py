@@ -166,7 +166,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         if why := self.ended:
             raise RendezvousError(why)
 
-    # -- what torch asks about the store itself -----------------------------------------------
+    # -- questions of torch about the store itself --------------------------------------------
 
     def deleteKey(self, key: str) -> bool:
         """Remove a key, as `delete_key` does."""

@@ -24,7 +24,7 @@ _SIZE = 1 << 16
 
 
 def guard_streams() -> None:
-    """Make ipykernel copy what C code prints to the worker's log before it takes the text out of the pipe.
+    """Make ipykernel copy C code's output to the worker's log before it takes the text out of the pipe.
 
     The pipes stand in for standard output and error. So the text is not lost if the process crashes before ipykernel
     shows it. Call before the kernel starts. On systems without ``tee`` it does nothing, and the last text may be lost.

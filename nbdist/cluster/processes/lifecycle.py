@@ -327,7 +327,7 @@ class Lifecycle:
     def _await_group(
         self, beginning: Coroutine[Any, Any, tuple[list[str], Coroutine[Any, Any, None] | None]], deadline: float
     ) -> list[str]:
-        """Run a coroutine that returns what `_begin_if_idle` does; wait for the group, and return the busy workers."""
+        """Run a coroutine with the result of `_begin_if_idle`; wait for the group, and return the busy workers."""
         busy, forming = self._thread.run(beginning).result()
         if forming is not None:
             self._in_time(forming, deadline)

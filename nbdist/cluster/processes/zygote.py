@@ -213,7 +213,7 @@ def frozen_imports(collect: bool = False) -> Iterator[None]:
 
 
 def fork_zygote(setup: Setup, log: int, environment: Mapping[str, str]) -> int:
-    """Fork the zygote from this process, which has imported what workers need; return its pid.
+    """Fork the zygote from this process, which has imported the modules that workers need; return the zygote's pid.
 
     Only a process without other threads may call this. ``log`` is the file that gets the zygote's standard output and
     error, ``environment`` has its environment variables.

@@ -133,7 +133,7 @@ class Backward:
         for key, targets in self._after.items():
             yield from ((key, target, message) for target, message in targets)
 
-    # -- what happens -------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------
 
     def after(self, events: Sequence[Event], halted: Sequence[Event] = ()) -> Backward:
         """Return a copy of this pass, with these events instead of its own, and halted at the events ``halted``.

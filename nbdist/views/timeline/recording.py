@@ -40,9 +40,9 @@ class Noted(NamedTuple):
 
 
 def _micro_batch(fields: dict[str, Any]) -> tuple[str, str, str]:
-    """Return what a timeline shows of a pipeline's forward or backward, from the fields of the event "micro_batch.ran".
+    """Return three texts for a pipeline's forward or backward, from the fields of the event "micro_batch.ran".
 
-    That is the kind, which chooses the colour, the full name, and the text in the bar: the micro-batch's number.
+    They are the kind, which chooses the colour; the full name; and the text in the bar, the micro-batch's number.
     """
     kind = "forward" if fields["kind"] == "F" else "backward"
     return kind, micro_batch_name(kind, fields["stage"], fields["micro_batch"]), str(fields["micro_batch"])

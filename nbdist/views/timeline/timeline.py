@@ -1,4 +1,4 @@
-"""Records what each worker does and when; shows it as a picture in the notebook, or as a file for Perfetto.
+"""Records the work of each worker with its times; shows it as a picture in the notebook, or as a file for Perfetto.
 
     with cluster.timeline() as timeline:
         …
@@ -39,8 +39,8 @@ _BARS_DRAWN = 1500
 class Timeline:
     """A recording of the work of an agent and of all members of its world, until `stop` or the end of a ``with`` block.
 
-    Recording begins when the object is made. Workers that join later are not recorded. If a worker dies, what it has
-    noted is lost, and `lost` counts that.
+    Recording begins when the object is made. Workers that join later are not recorded. If a worker dies, its events are
+    lost, and `lost` counts the worker.
 
     Attributes:
         noted: after `stop`, all pieces of work, sorted by start, with times in seconds since the recording began.

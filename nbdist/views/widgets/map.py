@@ -48,7 +48,7 @@ class MapView(View):
         self.close()
 
     def look(self) -> dict[str, Any]:
-        """Return what this process knows of the swarm, for the page; if the swarm is over, the last such snapshot.
+        """Return the facts that this process knows about the swarm, for the page; the last ones if the swarm is over.
 
         ``"over"`` in it says whether the swarm is over. The thread that publishes all views calls this.
         """

@@ -180,7 +180,7 @@ class View(anywidget.AnyWidget):
     # -- the snapshot -------------------------------------------------------------------------
 
     def look(self) -> dict[str, Any]:
-        """Return what the page should draw now. Called by the thread that publishes all views.
+        """Return the data that the page should draw now. Called by the thread that publishes all views.
 
         Each kind of view returns its own dict, of values that JSON can hold.
         """
@@ -215,10 +215,10 @@ class View(anywidget.AnyWidget):
     # -- buttons ------------------------------------------------------------------------------
 
     def press(self, message: dict[str, Any]) -> None:
-        """Do what a button says. Called by a thread of its own for each press; the page shows an error that is raised.
+        """Act on a button. Called by a thread of its own for each press; the page shows an error that is raised.
 
-        ``message`` is what the page sent: "press" names the button, other keys what it applies to. Subclasses with
-        buttons override this; here it does nothing.
+        ``message`` comes from the page: "press" names the button, and other keys name its object, such as a worker.
+        Subclasses with buttons override this; here it does nothing.
         """
 
     def receive(self, message: dict[str, Any]) -> None:

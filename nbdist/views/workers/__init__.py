@@ -1,8 +1,8 @@
-"""Views of the workers of a cluster: how they start, what they do, print and hold.
+"""Views of the workers of a cluster: their start, their work, their prints, their memory.
 
 =======================  ==================================================
 `progress`, `line`       workers that start; one line for a long operation
-`remarks`                what to know about a cluster that has just started
+`remarks`                lines about a cluster that has just started
 `status`                 the table of `%dist_status`
 `panel`                  the samples of `%dist_panel`
 `memory`, `memory_rows`  the tables of `%dist_memory` and `%dist_free`

@@ -45,8 +45,8 @@ class Panel:
     def sample(self) -> None:
         """Take one sample of all workers; a second thread waits for its turn.
 
-        A worker that does not answer within half a second gets a row of what the notebook itself knows, as in
-        `%dist_status`.
+        The row of a worker that does not answer within half a second has the facts that the notebook itself knows, as
+        in `%dist_status`.
         """
         with self._sampling:
             rows = collect(self.cluster)

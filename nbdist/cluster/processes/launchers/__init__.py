@@ -8,7 +8,7 @@
 `join`       workers that a person or a batch system starts, and that join
 `open_local` processes of this host, and workers that join them
 `ray`        workers that Ray places
-`ray_actor`  what runs in the process that Ray starts for a worker
+`ray_actor`  the code in the process that Ray starts for a worker
 `ray_room`   waits until Ray has room for the workers, and says why there is none
 ============ =============================================================================
 

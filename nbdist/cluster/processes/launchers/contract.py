@@ -106,7 +106,7 @@ class Launcher(Protocol):
         ...
 
     def last_words(self, name: str) -> str:
-        """Return the end of what a worker wrote to standard error outside of cells; empty if nothing.
+        """Return the last text that a worker wrote to standard error outside of cells; empty if there is none.
 
         Called after the worker has ended.
         """

@@ -224,8 +224,8 @@ class LocalLauncher:
     def last_words(self, name: str) -> str:
         """Return the last `_LAST_WORDS_LETTERS` characters of the worker's log; empty if there is none.
 
-        The log has what the worker wrote to standard error outside of cells. Complete only after the zygote has
-        reported the worker's end, when it has added what was left in the worker's pipe.
+        The log has the text that the worker wrote to standard error outside of cells. It is complete only after the
+        zygote has reported the worker's end: by then, the zygote has added the rest of the text in the worker's pipe.
         """
         try:
             return self._processes.log(name).read_text(errors="replace")[-_LAST_WORDS_LETTERS:].strip()

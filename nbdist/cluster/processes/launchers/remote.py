@@ -251,7 +251,7 @@ class RemoteLauncher:
             return len(self._wanted) + len(self._missed)
 
     def last_words(self, name: str) -> str:
-        """Return the end of what a worker wrote to standard error outside of cells, which its keeper has sent."""
+        """Return the last text that a worker wrote to standard error outside of cells, which its keeper has sent."""
         return self._words.get(name, "")
 
     def close(self) -> int:
