@@ -1,23 +1,25 @@
 """nbdist: a notebook drives a small distributed PyTorch system, and shows how it works.
 
-The map of the package. A lower layer never imports a higher one; a higher layer registers its functions with a lower
-one instead. `tests/test_layers.py` checks every import against the tables below.
+This is the map of the package. A lower layer never imports a higher one; a higher layer registers its functions with a
+lower one instead. `tests/test_layers.py` checks every import against the tables below.
 
-====== ============================ ====================================================================
+====== ============================ ==========================================================================
 layer  modules                      contents
-====== ============================ ====================================================================
+====== ============================ ==========================================================================
 0      errors ids trace             errors, ids, events that views and tests can see
        durations registry           checks of times that users give; functions that higher layers set
-       signals holds                no Ctrl-C in the middle of an update; which objects were collected
+       signals holds                delay of signal handlers, such as Ctrl-C's, while code updates something;
+                                    a queue of objects that were garbage-collected
        finalisers                   calls that a user's ``__del__`` or signal handler makes
+       large_memory                 memory for large data, in large pages
        torch_private                the private names of torch that nbdist uses, in one table
        code_places                  whose code a file holds: the user's, nbdist's, torch's, Python's
        amounts columns              bytes, seconds and counts in words; aligned rows of text
        gpus                         copies between GPUs and the host's memory; times on GPUs
 1      wire                         messages, their encoding, the protocol between two agents: all pure
-2      channel                      moves frames: in-process, unix sockets, ZeroMQ, faulty; wakes readers
-                                    (gate, spinning); memory that agents of one host share; how much
-                                    of the machine this process may use
+2      channel                      moves frames: in-process, unix sockets, ZeroMQ, and with faults for tests;
+                                    wakes readers (gate, spinning); memory that agents of one host share;
+                                    how much of the machine this process may use
 3      rpc                          agents, calls, remote references, membership
 4      autograd optim nn            backward passes over workers; optimizers, modules and pipelines on
        swarm                        workers; language models served by workers that may die
@@ -26,7 +28,7 @@ layer  modules                      contents
 7      magics                       each reads a line, makes one call, shows one view
 8      compat doctor testing        tools on top, which no other layer imports
        __main__
-====== ============================ ====================================================================
+====== ============================ ==========================================================================
 
 The path of a call: `rpc.api` → `rpc.calls.caller` → `rpc.calls.sender` (encodes with `wire.codec`, waits in
 `rpc.calls.pending`) → `rpc.links.post` → `wire.peer` (numbers the message and keeps a copy) → a `channel` → the other
@@ -38,7 +40,7 @@ follows it step by step. Besides:
 - `rpc.shared_tensors` passes large tensors to an agent of the same host through shared memory.
 - `rpc.recording` asks `autograd.recorder` to record a call for a backward pass.
 
-A package with many modules is divided into subpackages, called *rooms*; the ``__init__`` of each lists its modules.
+A package with many modules is divided into subpackages. The ``__init__`` of each subpackage lists its modules.
 """
 
 from __future__ import annotations
@@ -205,8 +207,8 @@ def _make_timeline(agent: Agent) -> Timeline:
 def _make_view(cluster: Cluster, targets: Any, balanced: bool) -> DirectView | LoadBalancedView:
     """Return ipyparallel's view of some workers of a cluster, which calls functions on them. For `Cluster.view`.
 
-    ``targets`` is as for `Cluster.view`; None for all workers. If ``balanced``, each call runs on the first of them
-    that is free, else on all of them.
+    ``targets`` is as for `Cluster.view`; None for all workers. If ``balanced``, each call runs on the first of these
+    workers that is free; otherwise it runs on all of them.
     """
     from nbdist.compat.ipyparallel.client import view_of
 

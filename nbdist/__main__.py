@@ -54,9 +54,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Split the arguments into nbdist's own and those of the program to run, which nbdist does not read.
+    """Split the arguments into nbdist's own and the program's, which nbdist does not read.
 
-    With ``run``, nbdist's own end with the first argument that is no option: the program. Else all are nbdist's.
+    After ``run``, the first argument that is not an option is the program, and the arguments after it belong to the
+    program. Without ``run``, all arguments are nbdist's.
     """
     if arguments[:1] != ["run"]:
         return arguments, []
@@ -69,7 +70,7 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; after an error of nbdist, print the error to stderr and return 2.
 
-    ``run`` replaces this process by the program, and does not return. ``arguments`` is what follows ``python -m
+    ``run`` replaces this process by the program, and does not return. ``arguments`` are the words after ``python -m
     nbdist``; None for this process's own command line.
 
     Example:

@@ -31,5 +31,5 @@ def counted(number: int, one: str, many: str = "") -> str:
 
 
 def plural(number: int, one: str, many: str = "") -> str:
-    """Return ``one`` for the number 1, and else ``many``, by default ``one`` with an s."""
+    """Return ``one`` for the number 1, and ``many`` for any other; ``many`` is ``one`` with an s by default."""
     return one if number == 1 else many or f"{one}s"

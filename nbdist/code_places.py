@@ -1,4 +1,4 @@
-"""Tells whose code a file holds, by the file's name: ``frame.f_code.co_filename``, or ``module.__file__``.
+"""Tells by a file's name whose code the file holds. Names are ``frame.f_code.co_filename`` or ``module.__file__``.
 
 ==================== ======================================================================================
 function             True for a file of
@@ -10,7 +10,7 @@ function             True for a file of
 `is_of_cell`         a cell of a notebook
 ==================== ======================================================================================
 
-Code that looks at the frames of every operation compares with `NBDIST` and `TORCH` itself, which is quicker.
+Code that looks at the frames of every operation compares names with `NBDIST` and `TORCH` itself, which is quicker.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NBDIST = f"{Path(__file__).parent}/"
 TORCH = f"{Path(torch.__file__).parent}/"
 """The folder of torch's code, with a slash at its end."""
 _PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
-"""The folder of Python's library, inside of which packages may be installed as well."""
+"""The folder of Python's library. Packages may be installed inside of it, too."""
 _PACKAGES = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("purelib", "platlib"))
 """The folders into which this Python installs packages."""
 _CELL = re.compile(r"/ipykernel_\d+/\d+\.py$")
@@ -81,7 +81,7 @@ def shown_name(file: str) -> str:
 
 
 def _is_in(folder: str, packages: tuple[str, ...], file: str) -> bool:
-    """Return whether a file is in this folder; with ``packages``, whether it is in one of these packages of it."""
+    """Return whether a file is in this folder; with ``packages``, whether it is in one of these subfolders."""
     return file.startswith(tuple(f"{folder}{package}/" for package in packages) if packages else folder)
 
 

@@ -41,8 +41,8 @@ _PACKAGES = ("torch", "pyzmq", "msgspec", "cloudpickle")
 def examine(invitation: str | None = None) -> int:
     """Print versions, the features of this machine and this user's agents; return 1 if agents cannot work, else 0.
 
-    With the path of an ``invitation`` of a notebook, also what a worker of this host would find there; 1 if it would be
-    refused. Raises UsageError or SecurityError if the file cannot be used.
+    With the path of a notebook's ``invitation``, also prints what a worker of this host would find there, and returns 1
+    if the notebook would refuse it. Raises UsageError or SecurityError if the file cannot be used.
     """
     _line("nbdist", f"{__version__}, {Path(__file__).parent}")
     _line("Python", f"{platform.python_version()}, {sys.executable}")
@@ -120,7 +120,7 @@ def _bandwidth(way: TrialWay, fastest: float) -> str:
 
 
 def _ports_there(way: TrialWay, facts: NotebookFacts) -> str:
-    """Return whether this host and the notebook's reach each other at ports other than that of the entrance."""
+    """Return in words whether this host and the notebook's host reach each other at ports beside the entrance's."""
     told = [
         f"{who} {unreached}. Open all TCP ports between the two hosts: agents, gloo and NCCL listen at free ports. "
         "Start the worker with --host if others reach this host at another address."
@@ -142,14 +142,14 @@ def _line(what: str, found: str) -> None:
 
 
 def _with_findings(found: str, findings: Iterable[Finding]) -> str:
-    """Return what was found, and below it a line for each finding: what is wrong, and what to do about it."""
+    """Return the text ``found``, and below it a line for each finding: the fault, and what to do about it."""
     return "\n".join([found, *map(str, findings)])
 
 
 def _with_own_findings(found: str, topic: str, facts: MachineFacts | None = None) -> str:
-    """Return what was found, and below it the findings about this machine and process with that topic.
+    """Return the text ``found``, and below it the findings about this machine and process that have this ``topic``.
 
-    ``facts`` are those about them; None for `_facts`.
+    ``facts`` are the facts about both; None stands for `_facts`.
     """
     from nbdist.cluster.examination.findings import of_machine, of_process
 
@@ -188,8 +188,8 @@ def _unix_sockets() -> str:
 def _secret() -> str:
     """Return where agents read the secret that they prove to one another.
 
-    That is the path of the file that several hosts share, or a phrase that says that it is this user's own. Raises an
-    error if the secret cannot be read.
+    The result is the path of the file that several hosts share, or a phrase that says that the secret is this user's
+    own. Raises an error if the secret cannot be read.
     """
     if Secret.find(None).shared_off_host:
         return os.environ["NBDIST_SECRET_FILE"]
@@ -222,7 +222,7 @@ def _pidfd() -> str:
 
 @functools.cache
 def _facts() -> MachineFacts:
-    """Return the facts about this process and its machine, read once, without those that only CUDA can tell."""
+    """Return the facts about this process and its machine, read once, without facts that only CUDA can tell."""
     from nbdist.cluster.examination.machine import describe_machine  # here: it imports torch
 
     return describe_machine()
@@ -244,7 +244,7 @@ def _open_files() -> str:
 
 
 def _ports() -> str:
-    """Return the range of ports at which agents, gloo and NCCL listen."""
+    """Return the range of ports at which agents, gloo and NCCL listen, as text."""
     found = _facts().ports
     told = "any free ones" if found is None else f"free ones from {found[0]} to {found[1]}"
     return _with_own_findings(f"{told}; hosts of one cluster must reach each other at all of them", "ports")

@@ -25,7 +25,7 @@ LONGEST = 1e8
 
 
 def seconds(value: Any, name: str = "timeout") -> float:
-    """Return ``value``, a number of seconds, as a float; an infinity if it is out of a float's range.
+    """Return ``value``, a number of seconds, as a float. A number that is too large for a float becomes infinity.
 
     Raises:
         TypeError: ``value`` is no number; the message calls it ``name``.

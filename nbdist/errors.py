@@ -1,4 +1,4 @@
-"""The classes of nbdist's own errors, by whose fault an error is.
+"""The classes of nbdist's own errors. The class says whose fault an error is.
 
 ::
 

@@ -5,9 +5,9 @@ garbage, and the handler of a signal between any two steps of the main thread. T
 package at this moment, or be the one that reads messages. A call made there would wait for ever: for the lock, or for
 an answer that nobody reads.
 
-So a thread sets ``this_thread.is_closed`` while it runs code of the package in which the user's code can run only as a
-finaliser or as a signal's handler. A call made in a closed thread is handed over to another thread, which sends it.
-Waiting for the answer there is refused.
+So while a thread runs code of the package, it is *closed*: it sets ``this_thread.is_closed``. There, the user's code
+can run only as a finaliser or as a signal's handler. A call that is made in a closed thread is handed over to another
+thread, which sends it. Waiting for the answer in a closed thread raises UsageError.
 
 ======================================  ================================  =======================  ==========
 the calling thread                      ``rpc_async``, ``remote``         ``rpc_sync``             ``wait``
@@ -54,7 +54,7 @@ _is_running = False
 
 
 def guard(lock: Any) -> Callable[[], bool]:
-    """Register a reentrant lock that other threads need; return a function that says if the calling thread holds it.
+    """Register a reentrant lock that other threads need; return a function that tells if the calling thread holds it.
 
     `may_wait` is False in a thread that holds the lock: a call that a finaliser makes there is sent, but waiting for
     the answer raises UsageError. The caller uses the function for its own decisions. The lock stays registered until it
@@ -68,9 +68,9 @@ def guard(lock: Any) -> Callable[[], bool]:
 def may_wait() -> bool:
     """Return whether the calling thread may wait for other threads.
 
-    It may not while it runs code of nbdist in which the user's code can run only as a finaliser or as a signal's
-    handler (``this_thread.is_closed``), and while it holds a lock of `guard`. Code that is about to wait asks this
-    first, and if the answer is False, raises UsageError or hands the work over to another thread.
+    The result is False in a closed thread (see the module's docstring), and while the thread holds a lock of `guard`.
+    Code that is about to wait calls this first. If the result is False, it raises UsageError or hands the work over to
+    another thread.
     """
     return not this_thread.is_closed and not any(lock._is_owned() for lock in list(_locks))
 

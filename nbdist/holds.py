@@ -1,9 +1,9 @@
 """Reports which objects have been collected, without running any Python code at that moment.
 
-Python may collect an object at any moment, in any thread, with any lock held. A ``__del__`` or a callback in Python
-could do little there. Ctrl-C could also interrupt it: Python would swallow the Ctrl-C, and the resources of the object
-would never be released. So an object keeps a `Hold`. When the hold is collected, Python's C code adds a note to a
-queue. Later, a thread that may run any code asks `Holds` which holds have ended, and releases their resources.
+Python may collect an object at any moment, in any thread, while any lock is held. A ``__del__`` or a callback in Python
+may do little there. Besides, Ctrl-C could interrupt it: Python would swallow the Ctrl-C, and the object's resources
+would never be released. So an object keeps a `Hold`. When Python collects the hold, C code adds a note to a queue.
+Later, a thread that may run any code asks `Holds` which holds have ended, and releases their resources.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Hold:
 
 
 class _Note(weakref.ref[Hold]):
-    """A weak reference to a `Hold`, with what is held."""
+    """A weak reference to a `Hold`, together with the held object."""
 
     __slots__ = ("held",)
 
@@ -34,7 +34,7 @@ class _Note(weakref.ref[Hold]):
 
 
 class Holds(Generic[T]):
-    """A group of holds, with what each of them holds. Any thread may use it."""
+    """A group of holds, each with its held object. Any thread may use it."""
 
     def __init__(self) -> None:
         self.ended: deque[_Note] = deque()
@@ -54,12 +54,12 @@ class Holds(Generic[T]):
         return hold
 
     def forget(self, hold: Hold) -> None:
-        """Drop what ``hold`` holds: `take_ended` will not return it. A second call raises AttributeError."""
+        """Drop the held object of ``hold``: `take_ended` will not return it. A second call raises AttributeError."""
         self._notes.discard(hold.note)
         del hold.note
 
     def take_ended(self) -> list[T]:
-        """Return what was held by the holds that have been garbage-collected since the last call; perhaps nothing.
+        """Return the held objects of the holds that have been garbage-collected since the last call.
 
         Each held object is returned once, to one thread.
         """
@@ -74,5 +74,5 @@ class Holds(Generic[T]):
         return taken
 
     def clear(self) -> None:
-        """Stop reporting the holds made so far: `take_ended` need not return what they held, but still may."""
+        """Stop reporting the holds made so far. `take_ended` may still return some of their held objects."""
         self._notes.clear()

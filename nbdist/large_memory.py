@@ -1,7 +1,7 @@
-"""Makes memory for large pieces of data, neither filled with zeros nor mapped in small pages, and copies them.
+"""Makes memory for large data without filling it with zeros, mapped in large pages; and copies large data.
 
-Linux maps new memory when it is first written to, in pages of 4 KiB: for 64 MB that is 16,000 interruptions, which take
-longer than to copy the bytes. With pages of 2 MiB there are 32.
+Linux maps new memory page by page, at the first write to each page of 4 KiB. For 64 MB these are 16,000 interruptions,
+which take longer than the copy of the bytes. With pages of 2 MiB there are 32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _WORTH_WHILE = 4 << 20
 """The size in bytes of the smallest memory for which the kernel is asked for large pages."""
 _PAGE = 4096
 _ALIGNED = 64
-"""Memory for tensors begins at a multiple of this: vectorised arithmetic elsewhere differs in the last bit."""
+"""Tensors begin at a multiple of this address: at other addresses, vectorised arithmetic differs in the last bit."""
 _MADV_HUGEPAGE = 14
 
 _WITHOUT_GIL = 64 * 1024
@@ -41,7 +41,7 @@ def unfilled(length: int) -> memoryview:
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copy the bytes of ``source`` to ``target``, which has as many; other threads run meanwhile if they are many."""
+    """Copy the bytes of ``source`` to ``target``, which has the same length. Other threads run during a long copy."""
     if len(source) < _WITHOUT_GIL or source.readonly:
         target[:] = source
     else:

@@ -1,8 +1,8 @@
 """Functions through which a lower layer gets objects of a higher layer, without importing it.
 
-`nbdist` itself, above all layers, sets them; each imports its layer when it is first called. So a worker takes part in
-calls that are recorded for a backward pass, although its program never imported `nbdist.autograd`; and a trace that is
-printed in a plain script draws itself, although the drawing is in `nbdist.views`.
+The package's own ``__init__``, above all layers, sets them. Each function imports its layer when it is first called. So
+a worker can record calls for a backward pass although its program never imported `nbdist.autograd`, and a trace in a
+plain script can draw itself although the drawing code is in `nbdist.views`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 __all__ = ["describe", "draw", "make_recorder", "make_timeline", "make_view"]
 
 make_recorder: Callable[[Any], Any]
-"""Returns the recorder of an agent, a `nbdist.rpc.recording.CallRecorder`, which the agent calls for each call."""
+"""Returns a new recorder for an agent, a `nbdist.rpc.recording.CallRecorder`. The agent uses it for each call."""
 
 describe: Callable[[Any], str]
-"""Returns a value as lines of text. For a `Trace`, a `Plan` or an `Examination`, whose repr this is."""
+"""Returns the repr of a `Trace`, a `Plan` or an `Examination`: lines of text."""
 
 draw: Callable[[Any], dict[str, str]]
-"""Returns a value's pictures by MIME type. For a `Trace`, a `Plan`, a `PipelineTimeline` or an `Examination`."""
+"""Returns the pictures of a `Trace`, a `Plan`, a `PipelineTimeline` or an `Examination`, by MIME type."""
 
 make_timeline: Callable[[Agent], Timeline]
 """Returns a new timeline of the work of an agent and its world. For `Cluster.timeline`."""
 
 make_view: Callable[[Cluster, Any, bool], DirectView | LoadBalancedView]
-"""Returns a view of a cluster's workers, as ipyparallel has them. For `Cluster.view`, whose arguments it takes."""
+"""Returns a view of a cluster's workers, like ipyparallel's views. For `Cluster.view`, whose arguments it takes."""

@@ -1,4 +1,4 @@
-"""Delays the handlers of signals, such as that of Ctrl-C, while code runs that must not be cut short."""
+"""Delays signal handlers, such as the one of Ctrl-C, while code runs that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Deferral:
         ``sleeps`` is the code of a function in which the thread may sleep: there, handlers run at once all the same.
         """
         self.is_due = False
-        """True once a signal has come whose handler waits for the end."""
+        """True once a signal has arrived whose handler waits for the end of the block."""
         self._sleeps = sleeps
         self._outer: Deferral | None = None
         self._before: dict[int, Any] = {}
@@ -110,7 +110,7 @@ class Deferral:
     def _run_what_came(self) -> None:
         """Call the handlers of the signals that came during the block, in order. The error of a handler is raised.
 
-        Then the later signals stay queued, and the next call goes on with them.
+        After an error the later signals stay queued, and the next call continues with them.
         """
         while self._came:
             number, frame = self._came[0]

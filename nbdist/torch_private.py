@@ -1,4 +1,4 @@
-"""Every private name of torch that nbdist uses, and what happens if a version of torch lacks it.
+"""Lists every private name of torch that nbdist uses, and what happens if a version of torch lacks it.
 
 torch may change or drop a private name in any release, without notice. So private functions are taken from torch here
 and nowhere else. Private attributes of torch's objects are listed here (`ATTRIBUTES`), but read where they are needed,
@@ -301,7 +301,7 @@ _future: type = _find("torch._C.Future", torch.futures.Future)
 
 
 def is_torch_future(value: object) -> bool:
-    """Return whether a value is a future of torch's, be its class from Python or from C++."""
+    """Return whether a value is one of torch's futures. torch has such a class in Python and one in C++."""
     return isinstance(value, _future)
 
 
@@ -341,13 +341,13 @@ _no_world = SimpleNamespace(pg_names={}, group_count=0)
 
 
 def process_groups() -> dict[str, list[int]]:
-    """Return the global ranks of each process group of which this process is a member, by the group's name."""
+    """Return the global ranks of each process group that this process is in, by the group's name."""
     groups = _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
     return {name: torch.distributed.get_process_group_ranks(group) for group, name in list(groups.items())}
 
 
 def groups_by_name() -> dict[str, Any]:
-    """Return each process group of which this process is a member, by the group's name."""
+    """Return each process group that this process is in, by the group's name."""
     groups = _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
     return {name: group for group, name in list(groups.items())}
 

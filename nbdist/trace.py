@@ -1,6 +1,6 @@
-"""Events of the package, for views and tests, and the lines that show a long operation.
+"""Emits the package's events, for views and tests; and shows the lines of long operations.
 
-`emit` costs one test of an empty tuple while nobody listens. A listener runs in the thread that emits, so it must not
+While nobody listens, `emit` costs one test of an empty tuple. A listener runs in the thread that emits, so it must not
 block. If it raises an error, it is dropped: a broken view must not break a call.
 """
 
@@ -34,7 +34,7 @@ def subscribe(listener: Listener) -> Callable[[], None]:
 
     =================  ===========================================================================
     ``call.sent``      agent, to, function, id: this process has sent a call
-    ``call.ended``     agent, to, function, id: the answer has come, or the call has failed
+    ``call.ended``     agent, to, function, id: the answer has arrived, or the call has failed
     ``call.run``       agent, function, id, callee, args: this process begins to run a function
     ``call.ran``       agent, function, id: the function has returned, or raised an error
     ``call.failed``    agent, function, error, note: the function has raised an error

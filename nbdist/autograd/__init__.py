@@ -18,23 +18,24 @@ pass           one backward computation from its roots, on all workers that it r
 root           of a pass: the worker on which it began
 run            what one worker keeps of one pass: its part, its threads, what it must report (`state.Run`)
 part           what one worker computes of one pass (`passes.worker_part.Part`)
-entry          the roots, or the gradient of one slot: gradients that a part has still to give to torch's engine
+entry          the roots, or the gradient of one slot, which the part has not given to torch's engine yet
 step           one call of torch's engine (`_Step`). A step of a pipeline is something else (`nbdist.nn`)
 segment        what a part runs without waiting for other workers, one step or several (`Part.run`)
 region         the nodes that can be reached from given graph edges on one worker (`graph.walk.Region`)
-pending        of a gate: its gradient has not come, and will or may come
+pending        of a gate: its gradient has not arrived, and will or may arrive
 held back      of a node: it lies behind a pending gate, so it cannot run yet. Other nodes are *free*
 kept           of a gradient: computed for a held-back node by a node that has run, and stored until that node
                can run (`worker_part.Crossing`)
 barrier        a pending gate, made a root of lowest priority, at which torch's engine stops
-SMART, FAST    the two modes: marking finds out which gates will get a gradient; or all gates must get one
+SMART, FAST    the two modes of a pass. SMART: marks first tell which gates will get a gradient. FAST: all gates
+               must get one
 mark           a message which says that tensors sent earlier will get gradients
 token          the name of one mark or gradient message, from when it is sent until it is settled
 settled        of a token: the receiver has done all that follows from the message
-report         a message to the root: the tokens that a worker has settled, and those that it has sent
+report         a message to the root: the tokens that a worker has settled, and the tokens that it has sent
 ledger         the root's account of all tokens; it tells when marking, or the whole pass, is over
 given up       of a pass: ended by an error, a lost worker or the user; its gradients are dropped
-claim          the leaves that one step has to itself, with their ``.grad`` set aside (`passes.leaves.Claim`)
+claim          the leaves that only one step may use, with their ``.grad`` set aside (`passes.leaves.Claim`)
 reduce         average the gradients of a DistributedDataParallel module over its processes (`passes.ddp`)
 turn           the right of one pass to reduce, while others wait (`passes.ddp_turns`)
 watch          the user's view of a context's passes, and the control over them (`watching.watcher.Watch`)
@@ -53,12 +54,12 @@ tensor([3., 3.])
 The modules:
 
 - Users call `api`. The agent calls `recorder` for every message in a context. `contexts` finds the context, and `state`
-  stores what is recorded in it, and its passes.
-- `graph`, a room: the record of a forward pass. It has the edges between workers, walks over torch's graphs, and
+  stores its record and its passes.
+- `graph`, a subpackage: the record of a forward pass. It has the edges between workers, walks over torch's graphs, and
   collects both as the data of `trace` and `plan`, which `nbdist.views` draws.
-- `passes`, a room: the backward pass. It decides what each worker can run, has torch's engine run it, exchanges
+- `passes`, a subpackage: the backward pass. It decides what each worker can run, has torch's engine run it, exchanges
   `messages` with other workers, and keeps the gradients.
-- `watching`, a room: the watch that users have of a pass, and the search for NaNs.
+- `watching`, a subpackage: watches passes for the user, and finds the origin of a NaN.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The functions that users call: those of torch.distributed.autograd, and nbdist's own `open` and `watch`."""
+"""The functions that users call: the ones of torch.distributed.autograd, and nbdist's own `open` and `watch`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Checked = Literal["nan"] | None
 
 
 def recorder() -> Recorder:
-    """Return the `Recorder` of the calling thread's agent, by which its contexts and backward passes are reached.
+    """Return the `Recorder` of the calling thread's agent, which has the agent's contexts and backward passes.
 
     Raises NotInitialized if RPC has not begun.
     """
@@ -44,7 +44,7 @@ def recorder() -> Recorder:
 
 
 class ContextId(int):
-    """The id of a context: an int, as in torch, whose methods are the functions that take such an id.
+    """The id of a context: an int, as in torch, which has the functions that take an id as methods.
 
     `context` and `open` return one. It may be sent to other workers. Every method raises `nbdist.UsageError` once the
     context has ended.
@@ -96,7 +96,7 @@ class ContextId(int):
         return get_gradients(int(self))
 
     def close(self) -> None:
-        """End a context that was begun by `open`, on all workers, and free what it has recorded.
+        """End a context that was begun by `open`, on all workers, and free its record.
 
         Call it on the worker that opened the context. Backward passes that still run in the context fail.
 
@@ -118,8 +118,8 @@ class context:
     workers, and its record and its gradients are freed. Contexts do not nest: to enter a second one in a thread raises
     `nbdist.UsageError`.
 
-    Each argument switches on a record or a check, on every worker that the context reaches. Without it, nothing is
-    paid for it.
+    Each argument switches on a record or a check, on every worker that the context reaches. A record or check that is
+    off costs nothing.
 
     Args:
         lines: Note which module and which line of code made each node of the graph; `nbdist.autograd.trace` shows them.
@@ -164,7 +164,7 @@ class context:
 def open(*, lines: bool = False, check: Checked = None) -> ContextId:
     """Begin a context that may span several cells of a notebook, and return its id; ``close()`` of the id ends it.
 
-    The calling thread stays in the context until then; so do the cells that come later in a notebook.
+    The calling thread stays in the context until then. In a notebook, later cells stay in it, too.
 
     Args:
         lines: Note the line of code of each node, as in `context`.
@@ -214,7 +214,7 @@ def backward(*arguments: Any, **options: Any) -> None:
 
     - ``context_id``: the id of the context in which the roots were computed.
     - ``roots``: one tensor, or a list of them, that depend on leaves here or on other workers.
-    - ``retain_graph``: keep what the graph has saved, so that another pass can go over it.
+    - ``retain_graph``: keep the tensors that the graph has saved, so that another pass can use it.
     - ``mode``: ``"smart"`` first finds out which of the tensors that were sent take part. ``"fast"`` skips this, but
       fails with `UnusedOutputs` if a tensor that was sent in the context does not contribute to the roots.
     - ``grad_tensors``: a gradient for each root; None for a root of one element. Other roots must have one.
@@ -425,7 +425,7 @@ def get_gradients(context_id: int | None = None) -> dict[torch.Tensor, torch.Ten
         A new dict, from leaf to gradient. The gradients are the context's own tensors: do not change them in place.
 
     Raises:
-        UsageError: The context has ended or has never come to this worker, or the thread is in none.
+        UsageError: The context has ended or has never reached this worker, or the thread is in none.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)

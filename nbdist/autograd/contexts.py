@@ -34,7 +34,7 @@ from nbdist.errors import UsageError
 __all__ = ["Contexts"]
 
 _COUNTER_BITS = 48
-"""The ids of contexts and messages are the worker's id, and below it a count of this many bits."""
+"""An id of a context or message is the worker's id, followed by a counter of this many bits."""
 _ENDED_CONTEXTS_REMEMBERED = 10_000
 """The number of ended contexts that a worker remembers, to recognise messages that come too late."""
 
@@ -88,9 +88,9 @@ class Contexts:
         return context if context is not None and context.id in self._contexts else None
 
     def set_current(self, context: Context | None) -> Context | None:
-        """Put the calling thread into a context, or into none; return the context it was in.
+        """Put the calling thread into a context, or with None into no context; return the context that it was in.
 
-        The caller puts it back with the context that was returned.
+        The caller later passes the returned context to this method, to undo the change.
         """
         before, self.here.context = self.here.context, context
         return before
@@ -107,7 +107,7 @@ class Contexts:
     # -- life ---------------------------------------------------------------------------------
 
     def new(self, *, lines: bool = False, check: bool = False) -> Context:
-        """Make a context, of which this worker is the maker; no thread enters it.
+        """Make a new context on this worker, its maker; no thread enters it.
 
         ``lines`` and ``check`` say whether it notes lines of code and looks for NaN. `Recorder.open` has the thread
         enter it, and `Recorder.close` ends it on all workers.
@@ -148,9 +148,9 @@ class Contexts:
 
         ``maker`` is the incarnation of the worker that made the context. Calls ``entered()`` if the context is new on
         this worker. ``lines`` and ``check`` turn on what they do in `new`.
-        A dead maker's context is over, even if a third worker's message of it comes late. So if there is a context with
-        the same id and another maker, that maker is dead and ``maker`` has taken its place: the new context replaces
-        the old one.
+        If the maker is dead, its context is over, even if another worker's message of the context arrives late. A
+        living maker may have the same id as the context of an earlier maker: that maker is dead, and this one has taken
+        its place. Then the new context replaces the old one.
         """
         context = self._contexts.get(id)
         if context is not None and context.maker == maker:
@@ -174,9 +174,8 @@ class Contexts:
     def release(self, id: int, maker: int) -> Context | None:
         """End a context on this worker; return it, or None if it was not here.
 
-        Messages of it that come later no longer find it, nor make it anew.
-        ``maker`` is the incarnation of the worker that made the context: a restarted worker may reuse ids. A second
-        call returns None.
+        Later messages of the context do not find it, and do not make it again. ``maker`` is the incarnation of the
+        worker that made the context: a restarted worker may reuse ids. A second call returns None.
         """
         with self._lock:
             self._note_over(id, maker)
@@ -184,7 +183,7 @@ class Contexts:
             return self._contexts.pop(id) if context is not None and context.maker == maker else None
 
     def _note_over(self, id: int, maker: int) -> None:
-        """Remember that a context has ended, so that a late message does not make it anew; called with the lock held.
+        """Remember that a context has ended, so that a late message does not make it again; called with the lock held.
 
         ``maker`` is the incarnation of the worker that made it. Only the last 10,000 are remembered.
         """

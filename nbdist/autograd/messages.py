@@ -3,7 +3,7 @@
 ================== ================================ ====================================================
 message            from, to                         sent when
 ================== ================================ ====================================================
-`Entered`          a worker, to the maker           a third worker has brought the context to it
+`Entered`          a worker, to the maker           a third worker's message has brought the context to it
 `Release`          the maker, to all workers        the context has ended
 `Mark`             one worker, to another           tensors that the other sent will get gradients
 `Gradients`        one worker, to another           the gradients of those tensors are computed
@@ -100,7 +100,7 @@ class Missing(msgspec.Struct, array_like=True, frozen=True, order=True):
 
 
 class Control(NamedTuple):
-    """The order of a watch to the passes of its context: go on, halt, or go on until something happens.
+    """The order of a watch to the passes of its context: run, halt, or run until something happens.
 
     Of two controls, the one with the higher version wins.
     """
@@ -248,7 +248,7 @@ class Release(msgspec.Struct, array_like=True, frozen=True, tag=8):
 
 
 class WatchChanged(msgspec.Struct, array_like=True, frozen=True, tag=9):
-    """To all workers of a context, by way of its maker: its passes are watched from now on, or (``over``) no more."""
+    """To all workers of a context, through its maker: its passes are watched from now on, or (``over``) no more."""
 
     context: int
     maker: int
@@ -257,7 +257,7 @@ class WatchChanged(msgspec.Struct, array_like=True, frozen=True, tag=9):
 
 
 class Observed(msgspec.Struct, array_like=True, frozen=True, tag=10):
-    """To the watcher: what was seen of a pass on this worker, and the version of the control that holds there.
+    """To the watcher: events of a pass on this worker, and the version of the control that holds there.
 
     The messages of one worker about one pass are numbered from 1, because one may overtake another.
     """
@@ -336,7 +336,7 @@ encode: Callable[[Message], bytes] = _encoder.encode
 
 
 def decode(data: bytes) -> Message:
-    """Return the message in some bytes from another worker; raises ProtocolError if there is none."""
+    """Decode a message from another worker. Raises ProtocolError if the bytes are not a message."""
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -354,9 +354,9 @@ def encode_usual_gradients(
 ) -> tuple[Payload, list[bytes]] | None:
     """Return the payload and the frames of a list with one small gradient; None where `codec.encode` is needed.
 
-    It is needed for any other list, and for a gradient that requires grad, has no elements or is no plain dense tensor.
-    ``space`` is the memory that is shared with the receiver, or None; a gradient that would go there needs it, too.
-    What this returns is what `codec.encode` would return, but sooner; it is the usual case.
+    `codec.encode` is needed for any other list, and for a gradient that requires grad, has no elements, is not a plain
+    dense tensor, or goes into ``space``, the memory shared with the receiver (None without such memory). The result is
+    the same as `codec.encode`'s, but this usual case is faster here.
     """
     gradient = gradients[0] if len(gradients) == 1 else None
     if gradient is None or gradient.requires_grad or not is_packable(gradient):

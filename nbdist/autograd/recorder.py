@@ -6,14 +6,14 @@ the agent calls            when
 `Recorder.current`         a call is about to be sent: is its thread in a context?
 `Recorder.outgoing`        a call or answer is sent in a context: makes gates for its tensors
 `Recorder.withdraw`        that message could not be sent
-`Recorder.enter`           a call or answer of a context has come: makes the context here if it is new
-`Recorder.incoming`        its tensors are made: makes their receive nodes
-`Recorder.running`         its function runs: in the context, and in the caller's gradient mode
+`Recorder.enter`           a call or answer of a context arrives: makes the context here if it is new
+`Recorder.incoming`        that message's tensors are decoded: makes their receive nodes
+`Recorder.running`         that call's function runs: in the context, and in the caller's gradient mode
 `Recorder.warn`            tensors that require grad are sent outside of any context
 ========================== ===========================================================================
 
-The recorder also sends the messages of `nbdist.autograd.messages`, and hands those that come to `Passes`, `Observing`
-and `TurnTaking`. It is the ``transport`` of these three.
+The recorder also sends the messages of `nbdist.autograd.messages`, and hands arriving ones to `Passes`, `Observing` and
+`TurnTaking`. It is the ``transport`` of these three.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class Recorder:
     def when_opened(self, then: Callable[[Context], None], wants_lines: Callable[[], bool]) -> Callable[[], None]:
         """Call ``then`` with each context that is opened here from now on; return a function that ends that.
 
-        The thread that opens the context first calls ``wants_lines()``, which says if lines are to be noted in it, and
-        then ``then``. An error of ``then`` closes the context and is raised by `open`.
+        The thread that opens the context first calls ``wants_lines()``, which returns True to have lines noted in the
+        context, and then ``then``. An error of ``then`` closes the context and is raised by `open`.
         """
         watcher = (then, wants_lines)
         self._watchers.append(watcher)
@@ -210,14 +210,14 @@ class Recorder:
             context.watch.close()
 
     def _on_entered(self, message: messages.Entered, sender: int) -> None:
-        """Note that a context of this maker has come to a worker; tell that worker if the context has ended."""
+        """Note that a context of this maker has reached a worker; tell that worker if the context has ended."""
         context = self.contexts.find(message.context)
         if context is not None:
             self._join(context, sender)
         if context is None or self.contexts.find(message.context) is None:  # it may have ended just now
             self.tell(sender, messages.Release(message.context, self.me))
 
-    # -- what the agent asks ------------------------------------------------------------------
+    # -- called by the agent ------------------------------------------------------------------
 
     def current(self) -> Context | None:
         """Return the context in which the calling thread is; None if in none. Every call asks, so it must be fast."""
@@ -235,7 +235,7 @@ class Recorder:
     def outgoing(self, context: Context, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
         """Make a gate for each of the tensors, which a message carries; return the recording that travels with it.
 
-        ``tensors`` are those of the message that require grad, ``to`` is the receiver's incarnation, and ``function``
+        ``tensors`` are the message's tensors that require grad, ``to`` is the receiver's incarnation, and ``function``
         names the call. The recording names the context and the message. The agent calls this before it sends a call or
         a reply; `withdraw` undoes it if the sending fails.
         """
@@ -257,9 +257,9 @@ class Recorder:
             context.sends.pop(recording.message, None)
 
     def enter(self, recording: Recording, sender: int) -> Context | None:
-        """Return the context of a message that has come, new here or not; None if the context has ended.
+        """Return the context of a message that has arrived, made now if it is new here; None if the context has ended.
 
-        If another worker than the maker has brought it, the maker is told.
+        If a worker other than the maker has sent the message, this tells the maker.
         """
         maker = recording.maker
 
@@ -279,8 +279,9 @@ class Recorder:
         def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             end = Received(recording.message, sender, function)
             made = edges.receive(end, tensors)
+            # A live view switches `lines` on, which the call itself says; the message about its watch may come later.
             if context.lines or context.watching is not None or context.watch is not None:
-                end.look(made)  # a live view asks for lines, which the call itself says; its watch may come later
+                end.look(made)
             context.receives[recording.message] = end
             return made
 
@@ -307,7 +308,7 @@ class Recorder:
         """Warn of tensors that are sent to a function on another worker outside of any context, once for each place.
 
         A place is a line of the code that calls nbdist: the innermost frame outside of nbdist, as a warning names it.
-        Every such call looks for its place, so it must be fast, also where it has warned already.
+        Every call with such tensors looks up its place, so this must be fast, even where it has warned before.
         """
         frame = sys._getframe(1)
         level = 2
@@ -358,7 +359,7 @@ class Recorder:
             finally:
                 del said  # or the error would refer to itself, by its traceback and this frame
 
-    # -- what passes ask ----------------------------------------------------------------------
+    # -- called by passes ---------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -409,7 +410,7 @@ class Recorder:
         except NbdistError:
             return  # the worker is gone, and with it all that the message is about
 
-    # -- what watches ask ---------------------------------------------------------------------
+    # -- called by watches --------------------------------------------------------------------
 
     def freeze(self, context_id: int, frozen: bool) -> None:
         """Tell all members that a pass of a context is paused from here, or that none is paused any more.
@@ -429,14 +430,14 @@ class Recorder:
     def _on_freeze(self, message: messages.Freeze, sender: int) -> None:
         """Stop the clocks of all calls of this agent, because the sender has paused a pass, or let them run again."""
         if message.number < self._frozen.get(sender, 0):
-            return  # a newer one has come before it
+            return  # a newer message has overtaken it
         self._frozen[sender] = message.number
         if message.frozen:
             self._agent.freeze(sender)
-        if not message.frozen or not self.is_there(sender):  # the sender's loss may have come before this freeze
+        if not message.frozen or not self.is_there(sender):  # the sender may be lost already
             self._agent.thaw(sender)
 
-    # -- what comes ---------------------------------------------------------------------------
+    # -- messages that arrive -----------------------------------------------------------------
 
     def _handle(self, kind: type, act: Callable[[Any, int], Job | None]) -> None:
         """Register ``act(message, sender)`` for a kind of message; the reading thread calls it.
@@ -452,8 +453,8 @@ class Recorder:
     def _handle_with_value(self, kind: type, act: Callable[[Any, Any, Payload, list[bytes]], None]) -> None:
         """Register ``act(message, value, payload, frames)`` for a kind of message, in a thread of the pool.
 
-        ``payload`` describes ``frames``, the encoded value. The reading thread decodes small values, before ``act``
-        runs; of larger ones the value is `codec.NOT_DECODED`, and ``act`` decodes it.
+        ``payload`` describes ``frames``, the encoded value. The reading thread decodes a small value before ``act``
+        runs. For a larger value, ``act`` gets `codec.NOT_DECODED`, and decodes the value itself.
         """
 
         def on_cast(cast: Cast, sender: int, frames: list[bytes]) -> Job:

@@ -2,7 +2,7 @@
 
 A context has its runs, and a run has its context, so one module defines both.
 
-The way of the token of a mark or gradient message through the lists of a `Run`::
+The token of a mark or gradient message moves through the lists of a `Run` in this way::
 
     on the receiver                                            on the sender
     Mark -------------------------------------> settled        sent
@@ -67,7 +67,7 @@ class Context:
         self.watching: Watching | None = None
         """The watch that passes which begin on this worker report to."""
         self.watches_over: set[tuple[int, int]] = set()
-        """The watches that have ended, as (watcher, number of the watch): the end may overtake the begin on its way."""
+        """The watches that have ended, as (watcher, number): the end may arrive before the begin."""
         self.watch: Watch | None = None
         """The newest watch of the context that is on this worker itself."""
         self.before_step: Callable[[Plan], None] | None = None
@@ -89,7 +89,7 @@ class Context:
         starts += [slot.edge for sent in list(self.sends.values()) for slot in sent.slots]
         starts += [(node, 0) for end in list(self.receives.values()) for node in end.nodes]
         found = walk(starts)
-        return [*found.leaves, *found.nodes.difference(found.leaves)]  # leaves have no order but that of the walk
+        return [*found.leaves, *found.nodes.difference(found.leaves)]  # leaves have no other order than the walk's
 
     def number_all(self, more: Iterable[tuple[Node, int]] = ()) -> dict[Node, int]:
         """Return the number by which users see each node of the graph on this worker; `nodes` finds the nodes.
@@ -140,7 +140,7 @@ class Context:
             self._gradients.scale(leaves, factor)
 
     def stored(self) -> list[torch.Tensor]:
-        """Return all gradient tensors of the context on this worker; those of several passes are not added up."""
+        """Return all gradient tensors of the context on this worker; gradients of several passes are not added up."""
         with self.lock:
             parts = [
                 self._gradients,
@@ -150,9 +150,9 @@ class Context:
         return [gradient for part in parts for _, gradient in part.items()]
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the gradients on this worker by leaf, summed over passes; those of passes under way are included.
+        """Return the gradients on this worker by leaf, summed over all passes, those under way included.
 
-        A worker other than the root learns of the end of a pass later, so it cannot leave those out.
+        A worker other than the root learns of the end of a pass only later, so it cannot leave out passes under way.
         """
         return dict(self._total().items())
 
@@ -189,13 +189,13 @@ class Run:
         self.told: set[int] = set()
         """The workers to which this one has sent messages of the pass."""
         self.settled: list[Token] = []
-        """Tokens for the next report: all that follows from them has been done here."""
+        """Tokens for the next report: this worker has done all that follows from them."""
         self.marked: list[Token] = []
         """Tokens for the next report: they only wait for the end of the marking."""
         self.outbox: Outgoing | None = None
-        """Gradients for the root that wait for the next report, to travel in one message."""
+        """Gradients for the root, kept back so that they travel in one message with the next report."""
         self.sent: list[tuple[Token, int]] = []
-        """Tokens for the next report: they were sent from here, each with its receiver."""
+        """Tokens for the next report: this worker has sent them, each to the receiver beside it."""
         self.arrived: list[Token] = []
         """Tokens of gradients that no thread has taken up."""
         self.taken: list[Token] = []
@@ -208,7 +208,7 @@ class Run:
         self.entries = 0
         """The number of times that a thread has begun to run the pass."""
         self.again = False
-        """True if something has arrived for which no thread was added: one of those that run looks once more."""
+        """True if something has arrived and no thread was added for it: a running thread must look once more."""
         # On the root only:
         self.ledger: Ledger | None = None
         self.outcome: Future[None] | Latch | None = None
@@ -217,4 +217,4 @@ class Run:
         """The worker that was asked for the pass's turn to reduce."""
         self.its_turn = False
         self.waiting_for_turn: set[int] = set()
-        """The workers that must not go on before the pass has its turn."""
+        """The workers that must not continue before the pass has its turn."""

@@ -204,14 +204,14 @@ class Cluster:
         self.driver = driver or "notebook"
         self._lanes = Lanes(self)
         self._changing = threading.Lock()
-        """Held while workers restart, join, or form the process group at the user's wish: one of these at a time."""
+        """Held while workers restart, join, or form the process group for the user: one of these at a time."""
         self._is_ending = False
         """True from the beginning of `shutdown`."""
         self._growth: Growth | None = None
         """Takes workers into the running cluster; None if the launcher lets none join."""
 
     def _make_worker(self, rank: int) -> Worker:
-        """Return a new worker of this rank. The ids of those that join later come after the notebook's id."""
+        """Return a new worker of this rank. The id of a worker that joins later comes after the notebook's id."""
         first = 0 if self.spec.driver is None else 1
         if rank < self.spec.count:
             return Worker(f"worker{rank + first}", rank, rank + first, *self._devices[rank])
@@ -268,7 +268,7 @@ class Cluster:
         return str(self._lives.folder)
 
     def is_as(self, spec: Spec) -> bool:
-        """Return whether this cluster was started as ``spec`` says, but for the timeout; or has grown to its size."""
+        """Return whether this cluster was started with ``spec``, whatever its timeout, or has grown to its size."""
         return self.spec.same_as(spec) or replace(self.spec, count=len(self.workers)).same_as(spec)
 
     def find(self, name: str) -> Worker:
@@ -459,7 +459,7 @@ class Cluster:
         work. RRefs to values of the killed workers are lost.
 
         Args:
-            targets: Which workers; None for those that have died.
+            targets: Which workers; None for all dead workers.
             process_group: Whether to form the process group now, even if no worker is restarted, and to wait until
                 busy workers take part.
 
@@ -791,10 +791,10 @@ class Cluster:
             return cell
 
     def _send(self, token: object, cell: Cell, workers: Sequence[Worker], content: bytes, metadata: bytes) -> None:
-        """Send a cell to its workers; the cell fails at once on those that are dead. In the kernel thread.
+        """Send a cell to its workers; the cell fails at once on dead workers. In the kernel thread.
 
-        ``content`` and ``metadata`` are those of the execute request, as JSON; ``token`` is that of
-        `Lifecycle.choosing`. A dead worker does not keep the others from running the cell.
+        ``content`` and ``metadata`` belong to the execute request, as JSON; ``token`` comes from `Lifecycle.choosing`.
+        The other workers run the cell even if one is dead.
         """
         self._lives.unsent.discard(token)  # no other work of this thread runs before the end of this method
         cell.when_part_ends(self._part_ended)
@@ -855,11 +855,11 @@ class Cluster:
     # -- looking for trouble --------------------------------------------------------------------
 
     def examine(self, *, timeout: float = 60.0) -> Examination:
-        """Ask each worker for its facts, measure the links between all members, and return what is wrong.
+        """Ask each worker for its facts, measure the links between all members, and return the faults.
 
         Asks for versions, clocks, memory, GPUs and NCCL. Then one pair of members after another makes calls and sends a
         tensor, which takes about 0.7 s for each pair, and less if there are many. Busy workers take part. The result
-        names dead workers and those that do not answer within 3 s. A notebook shows the result as tables, and `print`
+        names dead workers and workers that do not answer within 3 s. A notebook shows the result as tables, and `print`
         as text. `%dist_doctor` shows it.
 
         Args:
@@ -884,7 +884,7 @@ class Cluster:
     # -- views: of higher layers, by `nbdist.registry` ------------------------------------------
 
     def timeline(self) -> Timeline:
-        """Return a new timeline, which records what all workers do from now on.
+        """Return a new timeline, which records the work of all workers from now on.
 
         It records until `Timeline.stop` or the end of a ``with`` block.
 
@@ -929,7 +929,7 @@ class Cluster:
         """Interrupt a cell; return a text for each worker that does not stop.
 
         Waits until the workers have stopped, about 2 s at most, or 30 s if one is formatting its traceback. In the
-        kernel thread, this method does not wait and returns an empty list; the interrupt goes on in the background.
+        kernel thread, this method does not wait and returns an empty list; the interrupt continues in the background.
         """
         if self._thread.is_current():
             self._thread.loop.create_task(interrupt_cell(self, cell))
@@ -1025,7 +1025,7 @@ class Cluster:
             targets: Which workers. A rank or a name gives one result; everything else, also None, gives a list.
 
         Raises:
-            UsageError: A name is not that of a variable or an attribute; `evaluate` takes any expression.
+            UsageError: A name cannot be the name of a variable or an attribute; `evaluate` takes any expression.
             CellError: A worker has no such variable or attribute, or is dead. The error is then also a NameError,
                 AttributeError or WorkerLost, as in `execute`.
             EncodeError: A value cannot be sent.
@@ -1056,7 +1056,7 @@ class Cluster:
     # -- for the notebook -----------------------------------------------------------------------
 
     def settle(self, *, patience: float | None = None) -> None:
-        """Show, below the cell that runs in the notebook, what its calls (RPCs) have printed on workers.
+        """Show, below the cell that runs in the notebook, the output that its calls (RPCs) have printed on workers.
 
         Waits for text that is on its way. The magics call this after each cell, and before a cell's result is shown;
         programs need not. ::

@@ -1,8 +1,8 @@
 """The errors with which a cell fails when workers fail: the workers' own errors, as if the cell had raised them itself.
 
-If all errors have one class, the cell's error has the name of that class, and their texts. ``except`` catches it by
-that class, too, if the class is nbdist's or Python's, with the exceptions that `_class_for` lists. Errors of different
-classes become one plain `CellError`. The cell's error shows at most four different tracebacks.
+If all errors have one class, the cell's error has the name of that class, and their texts. If that class is nbdist's or
+Python's, ``except`` with that class catches the cell's error, too; `_class_for` lists the exceptions. Errors of
+different classes become one plain `CellError`. The cell's error shows at most four different tracebacks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NEVER_SUBCLASSED = (
 )
 _NUMBER = re.compile(r"\b(?:0x[0-9a-fA-F]+|\d+(?:\.\d+)*)\b")
 _SHORT_TEXT = 80
-"""Characters up to which a text is short: every number in it may matter to the reader."""
+"""The most characters of a short text: in a short text, every number may matter to the reader."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -61,7 +61,7 @@ class WorkerError:
         return self.name, text, _name_pattern(self.worker).sub("", shown)
 
     def lines(self, workers: str) -> list[str]:
-        """Return the lines of the traceback, with ``workers``, the names of all that had it, in place of the worker."""
+        """Return the lines of the traceback, labelled with ``workers``: the names of all workers with this error."""
         if not self.traceback:
             return [f"{self.name}: {self.text}" if self.text else self.name]
         return [_name_pattern(self.worker).sub(f" on {workers}", line) for line in self.traceback]

@@ -216,7 +216,7 @@ class WorkerExecutor(Executor):
         return task
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Refuse new tasks, and wait for those that were submitted. The workers stay.
+        """Refuse new tasks, and wait for the submitted ones. The workers stay.
 
         Args:
             wait: Whether to wait; else the tasks run on while this returns.

@@ -1,4 +1,4 @@
-"""Interrupts work on the workers, and reports what does not stop.
+"""Interrupts work on the workers, and reports the workers that do not stop.
 
 Every interrupt goes through `interrupt`::
 
@@ -11,13 +11,13 @@ what a worker does                   how it ends
 ===================================  ==============================================================================
 Python code, a sleep, a lock         SIGINT, once the cell has begun: before that, a kernel ignores it
 a call to another worker             SIGINT; the wait for the call ends, and the call is stopped where it runs
-a collective                         deaf to SIGINT; 0.4 s later the connections of its process group are shut
+a collective                         ignores SIGINT; 0.4 s later the connections of its process group are shut
 a cell that has not begun            the worker is told not to run it
 a call that runs for another worker  `Stopping` raises KeyboardInterrupt in its thread (for `interrupt_workers` only)
 ===================================  ==============================================================================
 
-A worker that has not ended its cell 2 s later is asked which line it is in, by a signal whose handler needs no GIL. A
-worker that is formatting the traceback of its interrupt has stopped, and gets up to 30 s.
+If a worker has not ended its cell after 2 s, it is asked for its present line, by a signal whose handler needs no GIL.
+A worker that is formatting the traceback of its interrupt has stopped, and gets up to 30 s.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ if TYPE_CHECKING:  # workers import this module for `stop_served_calls`, but not
 __all__ = ["interrupt", "interrupt_cell", "interrupt_workers", "stop_served_calls"]
 
 _SIGNAL_ANYWAY_AFTER = 0.3
-"""Seconds after which a worker whose turn it is gets SIGINT, even if it has not reported that the cell began."""
+"""Seconds after which a worker gets SIGINT for its next cell, even if it has not reported that the cell began."""
 _WAKE_AFTER = 0.02
-"""Seconds after SIGINT until a message wakes the worker's event loop, which otherwise may not notice the signal."""
+"""Seconds from SIGINT to a message that wakes the worker's event loop, which may not notice the signal itself."""
 _SKIP_CONFIRMED_WITHIN = 0.3
 """Seconds to wait for a worker to confirm that it skips a cell, and for the skipped cell to end once it has begun."""
 
@@ -122,9 +122,9 @@ def _interrupt_cells_of(cluster: InterruptedCluster, workers: Sequence[Worker]) 
 async def interrupt(cluster: InterruptedCluster, work: Sequence[tuple[Cell, CellPart]]) -> list[str]:
     """Interrupt cells on workers, in the kernel thread; return a text for each worker that does not stop in time.
 
-    ``work`` has each cell with the part of the worker on which to interrupt it. Cells that have not begun are called
-    off, cells that run get SIGINT. After `BREAK_OFF_AFTER` seconds collectives are broken; after `NAME_AFTER` seconds
-    the texts say where the workers are that still run.
+    ``work`` has each cell with the part of the worker on which to interrupt it. Calls off the cells that have not
+    begun, and sends SIGINT to the workers of the others. After `BREAK_OFF_AFTER` seconds, breaks collectives off. After
+    `NAME_AFTER` seconds, the texts say where the workers are that still run.
     """
     began = time.monotonic()
     work = [(cell, part) for cell, part in work if not part.done]
@@ -211,9 +211,10 @@ def _signal(cluster: InterruptedCluster, part: CellPart) -> None:
 def _call_off(cluster: InterruptedCluster, part: CellPart) -> Future[Any] | None:
     """Tell the worker of a cell's part to skip the cell, which has not begun there.
 
-    Returns a future that is done once the worker has confirmed, with an error if it has not after `NAME_AFTER` seconds;
-    None if the worker is gone. A worker that has confirmed ends the cell as soon as it begins. If the cell begins and
-    still runs `_SKIP_CONFIRMED_WITHIN` seconds later, the worker gets SIGINT: an earlier one could hit its next work.
+    Returns a future that is done once the worker has confirmed; it fails if there is no confirmation after `NAME_AFTER`
+    seconds. Returns None if the worker is gone. After its confirmation, the worker ends the cell as soon as the cell
+    begins. If the cell begins and still runs `_SKIP_CONFIRMED_WITHIN` seconds later, the worker gets SIGINT. An earlier
+    signal could hit the worker's next cell.
     """
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""Lets a worker ask the notebook for help after it has aborted collectives of NCCL: these functions run there.
+"""Lets a worker ask for help after it has aborted collectives of NCCL. The notebook runs these functions, by RPC.
 
 ==================  ===============================================  ==================================================
 worker              reason                                           notebook
@@ -10,8 +10,8 @@ worker              reason                                           notebook
                     process
 ==================  ===============================================  ==================================================
 
-If the abort after a death succeeds, the worker asks for nothing: the user's `%dist_restart` starts the dead worker, and
-forms the group again.
+If a member has died and the abort succeeds, the worker asks for nothing: the user's `%dist_restart` starts the dead
+worker, and forms the group again.
 """
 
 from __future__ import annotations

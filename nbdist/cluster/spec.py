@@ -32,7 +32,7 @@ _LARGEST = (1 << 63) - 1
 
 
 def default_count(gpu_ids: Sequence[int] | None, backend: str | None) -> int:
-    """Return the number of workers of a cluster that names none: one for each GPU that they may get, 2 without GPUs.
+    """Return the default number of workers: one for each GPU that they may get, or 2 without GPUs.
 
     ``gpu_ids`` and ``backend`` are as `Cluster` describes them.
     """

@@ -1,4 +1,4 @@
-"""Shows one line below a cell that has been silent for some seconds: what its workers wait for.
+"""Shows a line below a cell that has been silent for some seconds; the line says what the cell's workers wait for.
 
 ::
 
@@ -42,16 +42,16 @@ _ANSWER_WITHIN = 0.4
 """Seconds for the workers to answer. A worker that holds the GIL cannot, and counts as computing."""
 
 _SHARE_OF_WAITING = 0.05
-"""The share of the time between two looks that a waiting thread may use the processor."""
+"""The share of the time between two looks for which a waiting thread may use the processor."""
 
 _SHOWN = 60
-"""Characters of a line of code that are shown, at most."""
+"""The most characters of a line of code that are shown."""
 
 _COLLECTIVE_WRAPPER = f"{TORCH}distributed/c10d_logger.py"
 """The file with torch's wrapper around each collective, which is often the innermost frame of an interrupted one."""
 
 _SHOWN_ARGUMENTS = ("src", "dst", "group_src", "group_dst", "to")
-"""The arguments that are shown of a call: they name the worker for which it waits."""
+"""The arguments of a call that the line shows: they name the worker for which the call waits."""
 
 
 class Position(NamedTuple):
@@ -141,7 +141,7 @@ def _say_call(frame: FrameType) -> str:
     return f"{space}{code.co_qualname}({', '.join(told)})"
 
 
-# -- what is said of it: pure -----------------------------------------------------------------------------------
+# -- the line: pure ---------------------------------------------------------------------------------------------
 
 
 class Stands:
@@ -151,7 +151,7 @@ class Stands:
         self._last: dict[str, tuple[float, Position]] = {}
         """When each worker was seen last, and where."""
         self._since: dict[str, float] = {}
-        """Since when each worker waits; without an entry it computes, or is not known to wait."""
+        """The time from which each worker has waited. A worker without an entry computes, or is not known to wait."""
 
     def saw(self, worker: str, found: Position | None, now: float) -> None:
         """Note that a worker was at ``found`` at the time ``now``, in seconds of any one clock.
@@ -179,8 +179,8 @@ class Stands:
         """Return the line to show at the time ``now``; empty if none should be shown.
 
         There is a line if all ``running`` workers wait, or if some wait and others have ended, as in a deadlock after
-        an error. Workers that wait at the same place are named together. ``ended`` says of each worker that has ended
-        the cell whether it failed.
+        an error. Workers that wait at the same place are named together. ``ended`` has the workers that have ended the
+        cell: True for a worker that failed.
         """
         waiting = [worker for worker in running if worker in self._since]
         if not waiting or not (ended or len(waiting) == len(running)):
@@ -232,7 +232,7 @@ class Lookout:
         """Ask the workers where they are (`place`), if the cell has had no output since about the last look.
 
         The kernel thread must not wait for their answers. `_judge` therefore runs `_ANSWER_WITHIN` seconds later and
-        takes the answers that have come by then.
+        takes the answers that have arrived by then.
         """
         if self._cell.done:
             return
@@ -244,7 +244,7 @@ class Lookout:
         self._call_later(self._judge, _ANSWER_WITHIN, asked)
 
     def _judge(self, asked: Mapping[str, Any]) -> None:
-        """Take the answers that have come, show, change or remove the line, and plan the next look.
+        """Take the answers that have arrived; show, change or remove the line; and plan the next look.
 
         ``asked`` has the future of each worker's `Position`, by name.
         """

@@ -1,4 +1,4 @@
-"""Parses which workers a line means: ``0``, ``0,2``, ``[0-2]``, ``0:2``, ``::2``, ``-1``, ``all``, ``worker1``.
+"""Parses a target, which names workers: ``0``, ``0,2``, ``[0-2]``, ``0:2``, ``::2``, ``-1``, ``all``, ``worker1``.
 
 One parser reads the notations of several notebook tools, and never evaluates the text. A target that names no worker of
 the cluster is an error that lists the workers: a cell must not run on fewer workers than its author meant.
@@ -58,8 +58,8 @@ def parse_targets(text: str, names: Sequence[str]) -> list[int]:
 def _parse_one(part: str, text: str, names: Sequence[str]) -> Sequence[int]:
     """Return the ranks that ``part``, a piece of ``text`` between commas, names.
 
-    ``text`` is the whole target, for the error. Raises UnknownWorker for a worker that does not exist, UsageError for
-    what cannot be read.
+    ``text`` is the whole target, for the error. Raises UnknownWorker for a worker that does not exist, UsageError for a
+    piece that cannot be read.
     """
     if part in _ALL and part:
         return range(len(names))

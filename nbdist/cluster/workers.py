@@ -186,8 +186,8 @@ class Worker:
         """Fail the worker's cells with the reason of its process's end, and return that reason.
 
         ``how`` is the process's exit code, or minus the signal that killed it, or words. The reason has the last lines
-        of ``last_words``, the process's standard error; where that is empty, those of the present cell's standard
-        error. In the kernel thread.
+        of ``last_words``, the process's standard error. If that is empty, it has the last lines that the present cell
+        wrote to standard error. In the kernel thread.
         """
         lines = _lines_that_say_why([line for line in last_words.splitlines() if line.strip()] or self.stderr.lines())
         why = describe_exit(how)
@@ -239,8 +239,8 @@ class Worker:
     def remember(self, stream: str, text: str, cell: int) -> None:
         """Keep text that the worker printed in cell number ``cell``: all of it in the log, on disk.
 
-        The last lines stay in memory, too: those of all streams for the panel, those of standard error for the error
-        if the worker dies.
+        The last lines stay in memory, too: the panel shows the lines of all streams, and the error of a worker that
+        dies shows the lines of standard error.
         """
         if self.print_log is not None:
             self.print_log.write(cell, stream, text)
@@ -250,10 +250,9 @@ class Worker:
 
 
 def _lines_that_say_why(lines: list[str]) -> list[str]:
-    """Return at most `_LAST_LINES` of the lines of a process's standard error: those that say why it died.
+    """Return at most `_LAST_LINES` of the lines of a process's standard error: the lines that say why it died.
 
-    They start with the first line of a crash report of Python's or C++'s, if there is one; otherwise they are the last
-    lines.
+    If there is a crash report of Python or C++, they begin with its first line; otherwise they are the last lines.
     """
     crash = next((index for index, line in enumerate(lines) if _CRASH.search(line)), None)
     return lines[-_LAST_LINES:] if crash is None else lines[crash : crash + _LAST_LINES]

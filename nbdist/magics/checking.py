@@ -15,11 +15,11 @@ from nbdist.errors import UsageError
 __all__ = ["check"]
 
 _MARKS = {"run_line_magic": "%", "run_cell_magic": "%%"}
-"""The method to whose call IPython transforms a magic, and the sign of the magic."""
+"""By method: the sign of the magics that IPython turns into a call of the method."""
 
 
 class _BadCell(UsageError):
-    """A cell for workers has a syntax error. The notebook shows it as it shows one in its own cells."""
+    """A cell for workers has a syntax error. The notebook shows it like a syntax error in one of its own cells."""
 
     shown: Sequence[str] = ()
     """The lines to show."""

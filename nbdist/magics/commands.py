@@ -62,7 +62,7 @@ from nbdist.views.workers.status import StatusTable
 __all__ = ["DistMagics"]
 
 _MANY_PAIRS = 20
-"""Pairs of workers, with the notebook, from which on `%dist_doctor` says first that it takes a while."""
+"""The number of pairs of members from which `%dist_doctor` first says that it takes a while."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -72,7 +72,7 @@ _REMOTE_USAGE = (
 
 
 def _shortly(magic: F) -> F:
-    """Return the magic, with errors of nbdist shown without a traceback, which would show only nbdist's own code.
+    """Return the magic, changed so that nbdist's errors show no traceback: it would have only nbdist's own code.
 
     An error with a rendering of its own, or with notes, such as an error of a worker, is shown as usual.
     """
@@ -684,7 +684,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         return self._run(options, cell)
 
     def _run(self, options: CellLine, code: str) -> Cell | None:
-        """Run code on workers as the line of `%%remote` asks; return the handle with ``-a``, else None.
+        """Run code on workers with the ``options`` of `%%remote`; return the handle with ``-a``, else None.
 
         Raises UsageError without a cluster, UnknownWorker for a wrong target, and CellError if the cell fails while
         this waits.

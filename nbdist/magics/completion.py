@@ -55,7 +55,7 @@ class RemoteCompleter:
         self._remove: Callable[[], None] | None = None
 
     def install(self) -> None:
-        """Add this completer to those of the shell, until `remove`.
+        """Add this completer to the shell's completers, until `remove`.
 
         Called once. IPython then asks this completer for each completion.
         """
@@ -70,8 +70,8 @@ class RemoteCompleter:
     def complete(self, text: str, cursor: int) -> Completions:
         """Return the completions at a place in a cell's text; ``cursor`` counts characters.
 
-        An empty result, where the text is not for this completer, leaves the completion to IPython. No worker is asked
-        unless the cursor is in code for workers.
+        The result is empty where the text is not for this completer; IPython then completes alone. Asks a worker only
+        if the cursor is in code for workers.
         """
         before = text[:cursor]
         if (called := _CALLED.search(before)) is not None and Cluster.current is not None:
@@ -96,9 +96,9 @@ class RemoteCompleter:
         return self._words(line, _BACKENDS if _BACKEND.fullmatch(line) else options)
 
     def _variables(self, magic: str) -> list[str]:
-        """Return the notebook's variables for ``%dist_push``, the workers' for ``%dist_pull`` and ``%dist_diff``.
+        """Return the names of variables that a magic takes: of the notebook for ``%dist_push``, else of all workers.
 
-        [] for any other magic.
+        Returns an empty list for a magic that takes no variables.
         """
         if magic == "%dist_push":
             hidden = self._shell.user_ns_hidden
@@ -109,7 +109,7 @@ class RemoteCompleter:
 
     @staticmethod
     def _words(before: str, words: Iterable[str], *, alone: bool = True) -> Completions:
-        """Return those of ``words`` that begin as the last word of ``before``, the text up to the cursor.
+        """Return the completions of the last word of ``before``, the text up to the cursor, by the given ``words``.
 
         With ``alone``, IPython shows no completions of its own beside them.
         """
@@ -123,7 +123,7 @@ class RemoteCompleter:
     def _remote_code(place: RemoteCode) -> Completions:
         """Return the completions of code for workers, from the first target worker.
 
-        An idle worker is asked; a busy or silent one is completed from the names that it had after its last cell.
+        Asks an idle worker. For a busy or silent one, uses the names that it sent after its last cell.
         """
         worker = place.first_target()
         if worker is None or Cluster.current is None:

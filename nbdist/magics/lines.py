@@ -59,7 +59,7 @@ class _Reader(argparse.ArgumentParser):
 reader = _Reader
 
 _LONGEST_TIMEOUT = 1e8
-"""The most seconds of a time limit, which Python can wait for on every system."""
+"""The most seconds of a time limit: Python can wait for this long on every system."""
 
 
 def _this_host(text: str) -> str:
@@ -148,7 +148,7 @@ def _cell_reader(usage: str) -> _Reader:
 
 
 def parse_cell(line: str, usage: str) -> CellLine:
-    """Parse the first line of a cell for workers, behind the magic. ``usage`` is the syntax that an error shows.
+    """Parse the line after the magic of a cell for workers. ``usage`` is the syntax that an error shows.
 
     Raises UsageError for a wrong line; the target is not looked up here.
     """
@@ -248,7 +248,7 @@ LINE_OPTIONS: dict[str, tuple[str, ...]] = {
     "%dist_pull": ("-r", "--rank", "--targets"),
     "%dist_diff": ("-r", "--rank", "--targets"),
 }
-"""The options of all magics but those of cells for workers, for completion."""
+"""The options of the other magics, for completion."""
 
 _INIT_USAGE = (
     "%dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS] "
@@ -318,7 +318,10 @@ def parse_init(line: str) -> Spec:
 
 
 def _ports(text: str) -> tuple[int, int]:
-    """Parse ``40000-40100``, the first and the last port. Raises ArgumentTypeError if ``text`` is none."""
+    """Return the first and the last port of a range such as ``40000-40100``.
+
+    Raises argparse's error, which the user sees as UsageError, for any other text.
+    """
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is no range of ports such as 40000-40100")
@@ -326,9 +329,9 @@ def _ports(text: str) -> tuple[int, int]:
 
 
 def _device_map(text: str) -> tuple[str, dict[str, str]]:
-    """Parse ``worker1:0=1,cpu=cuda:0``: a receiver, and its devices for those of the others; a number is a GPU.
+    """Return the receiver in a text such as ``worker1:0=1,cpu=cuda:0``, and its device for each device of a sender.
 
-    Raises ArgumentTypeError if ``text`` is none.
+    A number stands for a GPU. Raises argparse's error, which the user sees as UsageError, for any other text.
     """
     name, _, pairs = text.partition(":")
     devices = {}
@@ -341,13 +344,13 @@ def _device_map(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _device(text: str) -> str:
-    """Return the name of a device, for which a number is enough if it is a GPU."""
+    """Return the name of a device; a number is the number of a GPU, so that ``0`` becomes ``cuda:0``."""
     text = text.strip()
     return f"cuda:{text}" if text.isdecimal() else text
 
 
 def _with_maps(maps: Sequence[tuple[str, Mapping[Device, Device]]]) -> RpcBackendOptions:
-    """Return options of RPC with these device maps. Raises UsageError if torch knows no such device."""
+    """Return options of RPC with these device maps. Raises UsageError for a device that torch does not know."""
     options = RpcBackendOptions()
     for name, device_map in maps:
         try:
@@ -389,7 +392,7 @@ class LogLine(NamedTuple):
     cell: int | None
     """The number of the only cell whose lines are shown."""
     lines: tuple[int | None, int | None] | None
-    """The first and the last line, counted from 1; ``(None, n)`` for the last n lines, ``(n, None)`` for n and on."""
+    """The first and the last line, counted from 1; ``(None, n)`` for the last n lines, ``(n, None)`` from line n on."""
     save: str | None
     """The file that all lines are written to."""
 
@@ -426,7 +429,7 @@ def _can_name(out: str | None) -> bool:
 
 
 def _whole_number(text: str) -> int:
-    """Return the whole number that the text of an option says; argparse's error if it is not a number from 1 on."""
+    """Return the whole number in the text of an option. Raises argparse's error if it is not a number from 1 on."""
     if not re.fullmatch(r"\s*\d{1,9}\s*", text) or not int(text):
         raise argparse.ArgumentTypeError(f"{text.strip()!r} is not a whole number from 1 on")
     return int(text)

@@ -1,4 +1,4 @@
-"""Makes the text of `%dist`: all magics, by the question that a user has. Pure."""
+"""Makes the text of `%dist`: all magics, grouped by the question that they answer. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _OTHERS = "And:"
 def overview(said: Mapping[str, str]) -> str:
     """Return the magics by question, one in a line, each with the first line of its docstring.
 
-    ``said`` has the docstring of each magic by its name, such as ``%%watch``. Magics without a question come last.
+    ``said`` has the docstring of each magic by the magic's name, such as ``%%watch``. Magics without a question come
+    last.
     """
     grouped = {name for _, names in _BY_QUESTION for name in names}
     groups = [*_BY_QUESTION, (_OTHERS, tuple(sorted(set(said) - grouped - {"%dist"})))]

@@ -1,7 +1,7 @@
 """Handles a cell of the page that is run again while its earlier run, started with ``-a``, is still running.
 
-Workers run cells in the order in which they were sent, so the new run begins when the earlier one has ended. A page
-drops the output area of the earlier run, so the rest of its output is shown below the new run. One line tells the user
+A worker runs its cells one after the other, so the new run begins when the earlier one has ended. The page drops the
+output area of the earlier run, so the rest of that run's output is shown below the new run. One line tells the user
 both.
 """
 

@@ -1,4 +1,4 @@
-"""Holds one shell's state of nbdist, and the functions that run with every cell.
+"""Keeps nbdist's state of one shell, and the functions that run with every cell.
 
 These steps run around a cell::
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["NotebookSession"]
 
 _RESULT_WAITS_FOR_OUTPUT = 0.3
-"""The most seconds for which a cell's result waits for what its calls printed. A worker may hold the GIL longer."""
+"""The most seconds for which a cell's result waits for the output of its calls. A worker may hold the GIL longer."""
 
 _RANK = re.compile(r"^(\s*%%rank)(?=\[)")
 
@@ -58,7 +58,7 @@ class NotebookSession:
         hook.start_displayhook = self._before_result
         self.reruns = Reruns(shell)
         self._counted: Page | None = None
-        """The page's cell of which a part runs in the notebook: tracebacks count lines from its top."""
+        """The whole text of a cell while a part of it runs in the notebook: tracebacks count lines from its top."""
         follow_page(self._shell.compile, lambda: self._counted)
 
     @classmethod
@@ -125,7 +125,7 @@ class NotebookSession:
         return lines
 
     def _before_result(self) -> None:
-        """Wait for what the cell's calls have printed on workers, so that it is shown above the cell's result.
+        """Wait for the output of the cell's calls on workers, so that it is shown above the cell's result.
 
         Waits `_RESULT_WAITS_FOR_OUTPUT` seconds at most. Does nothing without a running cluster.
         """
@@ -136,7 +136,7 @@ class NotebookSession:
 
     @staticmethod
     def _after_cell(_: Any) -> None:
-        """Wait for what the cell's calls have printed on workers, so that it is shown below this cell.
+        """Wait for the output of the cell's calls on workers, so that it is shown below this cell.
 
         IPython calls this after each cell. Does nothing without a running cluster.
         """
@@ -146,7 +146,7 @@ class NotebookSession:
 
 
 def _is_plain(lines: list[str]) -> bool:
-    """Return whether a cell is plain code: no magic, no question for help (``x?``), not empty, not only comments."""
+    """Return whether a cell has code, and is neither a magic nor a request for help (``x?``)."""
     text = "".join(lines).strip()
     if text.startswith(("%", "?")) or text.endswith("?"):
         return False

@@ -194,8 +194,9 @@ def parts_of(
 ) -> tuple[list[Maker], list[str]]:
     """Return the stages of a `Pipeline`'s model, and the name at which each begins.
 
-    For a Sequential, that is the name of the stage's first layer; for a list, the stage's number. ``workers`` is the
-    number of workers; the other arguments are those of `Pipeline`. A model that is neither raises `UsageError`.
+    For a Sequential, a stage's name is the name of its first layer; for a list, it is the stage's number. ``workers``
+    is the number of workers; the other arguments are as for `Pipeline`. A model that is neither a Sequential nor a list
+    raises `UsageError`.
     """
     if isinstance(model, torch.nn.Sequential):
         count = workers if stages is None and not at else stages

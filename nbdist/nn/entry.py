@@ -24,7 +24,8 @@ __all__ = ["enter"]
 class _Entry(Function):
     """The autograd node by which a tensor enters a stage.
 
-    The tensor gets a history. So a module may change it in place, which autograd forbids for a leaf that requires grad.
+    The node gives the tensor a history. So a module may change it in place; autograd forbids this for a leaf that
+    requires grad.
     """
 
     @staticmethod

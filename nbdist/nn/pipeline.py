@@ -68,8 +68,8 @@ class _Outcomes:
     def add(self, index: int, future: Future[Any]) -> None:
         """Expect an answer from worker number ``index``: the value of ``future``. Called once for each worker.
 
-        Once all workers have answered, whoever waits for `all` gets the list of their answers, by worker number. If one
-        fails, the waiting thread gets the first error at once.
+        Once all workers have answered, the thread that waits for `all` gets the list of their answers, by worker
+        number. If one fails, that thread gets the first error at once.
         """
         future.add_done_callback(lambda done: self._take(index, done))
 
@@ -89,9 +89,9 @@ class _Outcomes:
 class Pipeline:
     """Train or run a model whose stages live on several workers, a batch sliced into micro-batches.
 
-    Outputs, losses and gradients equal those of `Reference` to the last bit, whatever the schedule. Several threads
-    may use one pipeline. A worker of the pipeline that dies ends the running step with `WorkerLost`, and the pipeline
-    cannot be used any more: make a new one, and give it a state that was saved before. The notebook
+    Outputs, losses and gradients are the same as with `Reference`, to the last bit, whatever the schedule. Several
+    threads may use one pipeline. A worker of the pipeline that dies ends the running step with `WorkerLost`, and the
+    pipeline cannot be used any more: make a new one, and give it a state that was saved before. The notebook
     ``04_pipeline_resnet50.ipynb`` shows all of this with a ResNet-50.
 
     Args:
@@ -107,8 +107,8 @@ class Pipeline:
         schedule: the order of the forwards and backwards in `train_step`: ``"gpipe"``, ``"1f1b"`` (the default for one
             stage on each worker), or ``"interleaved"`` (the default for several). They differ in time and memory only.
         checkpoint: keep only the inputs of the stages, and compute the rest again in the backward pass.
-        seed: the number from which the stages' random draws follow, together with the step, stage and micro-batch.
-        reduction: what the loss function of `train_step` does with its rows: ``"mean"`` or ``"sum"``.
+        seed: seeds the stages' random draws, together with the step, the stage and the micro-batch.
+        reduction: the way in which the loss function of `train_step` combines its rows: ``"mean"`` or ``"sum"``.
 
     Raises:
         UsageError: the arguments do not fit together, or a worker is not in this world.
@@ -371,7 +371,7 @@ class Pipeline:
                 told.append(self._agent.begin(name, abandon_step, *args, timeout=_ABANDON_SECONDS))
         return told
 
-    # -- what it is made of -------------------------------------------------------------------
+    # -- parameters and state -----------------------------------------------------------------
 
     def parameter_rrefs(self) -> list[RRef[Any]]:
         """Return references to all parameters, stage by stage, as `DistributedOptimizer` takes them.
@@ -437,7 +437,7 @@ class Pipeline:
         """Continue from ``state``, which `state_dict` returned, of this pipeline or of one with the same model and cut.
 
         The pipeline takes over the weights, the seed and the count of steps; the caller's process and the workers'
-        processes take over the states of the random generators. A worker with several stages takes those that were
+        processes take over the states of the random generators. A worker with several stages takes the states that were
         saved for its first stage. To load the weights alone, call `load_model`.
 
         Raises:
@@ -549,7 +549,7 @@ class Pipeline:
     def _gather(self, method: str) -> dict[int, Any]:
         """Call a method of the `Station` of each worker that returns a dict by stage; return the union of the dicts.
 
-        Errors are raised as in `_call_all_stations`: that of the worker that failed, or `StepFailed` if several did.
+        If one worker fails, its error is raised; if several fail, `StepFailed`.
         """
         found: dict[int, Any] = {}
         for part in self._call_all_stations(method):

@@ -3,8 +3,8 @@
 The pipeline's seed, the step, the stage and the micro-batch decide what a stage draws from torch's generators, and
 nothing else does: not the worker, not the order of operations, not a checkpoint that computes the stage again. A stage
 takes no torch numbers out of the process's own sequence. So the seed and the count of steps decide what a pipeline
-draws next. The states of the process's generators are saved for the user's other code, and for a stage that draws from
-Python's or numpy's generators, which are not seeded here.
+draws next. The states of the process's generators are saved for two other uses: the user's own code, and stages that
+draw from Python's or numpy's generators, which are not seeded here.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def seed_of(seed: int, step: int, stage: int, micro_batch: int) -> int:
 def seeded(number: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators with ``number`` for the time of the block, then restore them.
 
-    Other threads' stages wait until the block ends before they draw. The generators are those of the CPU, and of
-    ``device`` if it is a GPU.
+    Other threads' stages wait until the block ends before they draw. This seeds the CPU's generator, and the generator
+    of ``device`` if it is a GPU.
     """
     generators = [torch.default_generator]
     if device.type == "cuda":
@@ -106,8 +106,8 @@ def _generator_of(device: torch.device) -> torch.Generator:
 def _alone() -> Iterator[None]:
     """Hold the lock under which stages draw random numbers, so that no other thread's stage draws during the block.
 
-    A thread of the agent's pool that has to wait for the lock says so (`blocking_wait`), and the pool may add a thread
-    meanwhile.
+    If a thread of the agent's pool has to wait for the lock, it tells the pool (`blocking_wait`), which may add a
+    thread meanwhile.
     """
     if not _drawing.acquire(blocking=False):
         with blocking_wait():

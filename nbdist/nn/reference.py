@@ -27,9 +27,9 @@ class Reference:
     Args:
         stages: the modules, in order; `nbdist.nn.cut` makes them from a Sequential.
         micro_batches: the number of slices of a batch. A batch of fewer rows has one micro-batch for each row.
-        seed: the number from which the stages' random draws follow, together with the step, stage and micro-batch.
+        seed: seeds the stages' random draws, together with the step, the stage and the micro-batch.
         checkpoint: keep only the inputs of the stages, and compute the rest again in the backward pass.
-        reduction: what the loss function of `train_step` does with its rows: ``"mean"`` or ``"sum"``.
+        reduction: the way in which the loss function of `train_step` combines its rows: ``"mean"`` or ``"sum"``.
 
     Example:
         >>> reference = Reference([torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)], micro_batches=2)

@@ -241,7 +241,7 @@ def run(rref: RRef[torch.nn.Module], device: str, /, *args: Any, **kwargs: Any) 
 
 
 def run_to_cpu(rref: RRef[torch.nn.Module], device: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Do as `run`, and move the tensors of the result to the CPU: the caller has no device map for this worker."""
+    """Do the work of `run`, and move the result's tensors to the CPU: the caller has no device map for this worker."""
     return on_cpu(run(rref, device, *args, **kwargs))
 
 
@@ -277,7 +277,7 @@ def state_of(rref: RRef[torch.nn.Module]) -> tuple[dict[str, Any], Any]:
 def load(rref: RRef[torch.nn.Module], state: Mapping[str, Any], metadata: Any, strict: bool, assign: bool) -> Any:
     """Load a state into the module; return torch's lists of missing and unexpected keys.
 
-    ``metadata`` has the versions of the modules whose state it is, by which torch tells old states; None if unknown.
+    ``metadata`` has the version of each module in the state, from which torch recognises old states; None if unknown.
     Runs on the owner. Raises torch's RuntimeError if the state does not fit.
     """
     return rref.local_value().load_state_dict(_with_metadata(state, metadata), strict=strict, assign=assign)

@@ -77,8 +77,8 @@ def one_f_one_b(workers: int, stages: int, micro_batches: int) -> Table:
     """Return the table of 1F1B: some forwards ahead, then one forward and one backward by turns.
 
     A worker keeps the activations of at most as many micro-batches as there are workers from it to the last: of four
-    workers with eight micro-batches, the first keeps four instead of `gpipe`'s eight. The time is that of `gpipe`.
-    Raises `UsageError` unless each worker has one stage. Three workers, four micro-batches::
+    workers with eight micro-batches, the first keeps four instead of `gpipe`'s eight. It takes the same time as
+    `gpipe`. Raises `UsageError` unless each worker has one stage. Three workers, four micro-batches::
 
         worker0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
         worker1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
@@ -99,8 +99,8 @@ def interleaved(workers: int, stages: int, micro_batches: int) -> Table:
         worker1  .    F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1 .
 
     The micro-batches go through a worker's stages in groups of as many as there are workers. If the last group is
-    smaller, all workers may have to run some more forwards before their first backward (``more``), or they would wait
-    for each other for ever: the smallest number with which the table can be run is taken.
+    smaller, the workers would wait for each other for ever unless each runs some more forwards before its first
+    backward (``more``). This takes the smallest number with which the table can be run.
     """
     depth = stages // workers
     for more in range(stages * micro_batches + 1):

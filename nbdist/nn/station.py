@@ -14,10 +14,10 @@ wait in the step's `Inbox` until the operation that needs them runs::
 In every state, `abandon_step` withdraws the gradients that this worker has added to the context for the step.
 
 `Pipeline.train_step` does not record its calls for distributed autograd. Each stage keeps the graph of each
-micro-batch, which ends at the stage's input (`nbdist.nn.entry`), until the gradient of its output arrives; then the
-stage runs backward and sends the gradient of its input on. So the order of all sums is the schedule's.
-`Pipeline.forward` cannot know what the user will do with its output, so its calls are recorded like any others in a
-context, and `nbdist.autograd.passes.ordering` fixes the order of the sums.
+micro-batch, which ends at the stage's input (`nbdist.nn.entry`), until the gradient of its output arrives. Then the
+stage runs backward and sends the gradient of its input on. So the schedule fixes the order of all sums.
+`Pipeline.forward` cannot know what the user will do with its output. So its calls are recorded like all other calls in
+a context, and `nbdist.autograd.passes.ordering` fixes the order of the sums.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ from nbdist.wire.messages import Record
 __all__ = ["Done", "Order", "Station", "abandon_step", "build_stages", "call_station", "deliver", "run_share"]
 
 _STEPS_REMEMBERED = 1000
-"""The number of steps that are known to be over; deliveries for older steps cannot be under way any more."""
+"""The most finished steps to remember, to drop their late deliveries. No delivery arrives as late as this."""
 Look = Callable[[Sequence[Any]], None]
-"""A function that is given the values which an operation has computed, so that a watcher can look for NaN in them."""
+"""A function that takes the values that an operation has computed, so that a watcher can look for NaN in them."""
 
 _NOT_WATCHED: AbstractContextManager[Look] = nullcontext(lambda made: None)
 
@@ -167,8 +167,8 @@ class Station:
     def inbox(self, step: int) -> Inbox | None:
         """Return the `Inbox` that keeps the step's inputs from other workers; None if the step is over.
 
-        The first call makes it. Deliveries and the step's own thread may come in either order, so either makes it. The
-        caller drops what comes for a step that is over.
+        The first call makes it. A delivery may arrive before the step's own thread begins or after, so both make it.
+        The caller drops a delivery for a step that is over.
         """
         with self._lock:
             inbox = self._inboxes.get(step)
@@ -279,7 +279,7 @@ class Station:
             stage.module.load_state_dict({name.removeprefix(stage.prefix): value for name, value in state.items()})
 
     def random_states(self) -> dict[int, dict[str, Any]]:
-        """Return, for each stage, the states of this process's random generators, with that of the stage's own GPU."""
+        """Return, for each stage, the states of this process's random generators, with the generator of its GPU."""
         return {index: random_state(stage.device) for index, stage in self.stages.items()}
 
     def restore_random(self, seed: int, states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -369,7 +369,7 @@ class _Step:
         return Done(times, self._losses, self._outputs, told)
 
     def _mode(self) -> AbstractContextManager[Any]:
-        """Return a block in the step's grad mode: on if the step trains, or is recorded and the caller's mode is on."""
+        """Return a block that sets the grad mode: on if the step trains, or is recorded and the mode is on now."""
         if self._order.train:
             return torch.enable_grad()
         return torch.set_grad_enabled(self._order.recorded and torch.is_grad_enabled())
@@ -395,8 +395,8 @@ class _Step:
     def _forward(self, op: Op, given: Values, wanted: int, look: Look) -> None:
         """Run one stage on one micro-batch; send the output on, or keep it as the loss or the output of the step.
 
-        ``given`` are the stage's inputs, ``wanted`` is a bit mask of those that need a gradient, and ``look`` reports a
-        NaN to a watcher. An error gets a note with the stage and the worker.
+        ``given`` are the stage's inputs, ``wanted`` is a bit mask of the inputs that need a gradient, and ``look``
+        reports a NaN to a watcher. An error gets a note with the stage and the worker.
         """
         stage, order = self._station.stages[op.stage], self._order
         entry: list[torch.Tensor | None] = []
@@ -577,7 +577,7 @@ def build_stages(
 
     ``makers`` has a module, or a function that makes one, for each of this worker's stages. With ``prefixed``, the
     names in a stage's state begin with the stage's number. ``device`` is the device of these stages, ``options`` are
-    further arguments of `Stage`, and ``uid``, ``places`` and ``driver`` are those of `Station`.
+    further arguments of `Stage`, and ``uid``, ``places`` and ``driver`` are arguments of `Station`.
     """
     stages = {}
     for index, maker in makers.items():

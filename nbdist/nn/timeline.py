@@ -22,8 +22,8 @@ class PipelineTimeline:
         stages: the number of stages.
         step: the count of the step; the first step is 0.
         rows: for each worker, its operations with their start and end, in seconds from the step's first operation.
-        ideal: as ``rows``, if sending took no time, every operation began as early as it could, and took the median
-            time of its stage and direction.
+        ideal: the rows of an ideal step, in which sending takes no time, and every operation begins as early as it can
+            and takes the median time of its stage and direction.
     """
 
     def __init__(self, workers: Sequence[str], stages: int, rows: Sequence[Sequence[OpTimes]], step: int) -> None:

@@ -7,7 +7,7 @@
     worker1     F0 ── B0 ── F1 ── B1
 
 A node waits for the operation whose output it needs; if that runs on another worker, for its message. The workers
-report their operations to the watcher, and halt before a node if the watcher says so, by the messages that a pass uses
+report their operations to the watcher, and halt before a node if the watcher says so. They use the messages of a pass
 (`nbdist.autograd.watching.connection`). A step that nobody watches does none of this, and neither does
 `Pipeline.forward`.
 
@@ -125,7 +125,7 @@ class WatchedShare:
         self._me = me
         self._inbox = inbox
         self._spoilt = set[tuple[int, int]]()
-        """The stages and micro-batches whose forward here returned a NaN or Inf, be it made here or given."""
+        """The stages and micro-batches whose forward here returned a NaN or Inf, made here or received."""
         inbox.on_fail = observer.stop
 
     @classmethod
@@ -151,7 +151,8 @@ class WatchedShare:
     def told(self) -> int:
         """The number of messages sent to the watcher, after the reports that were kept back have been sent, too.
 
-        The worker reports the number at the end of its step: the watcher waits until it has received so many.
+        The worker reports the number at the end of its step: the watcher waits until it has received that many
+        messages.
         """
         return self._observer.finish()
 
@@ -192,7 +193,7 @@ class WatchedShare:
         self._observer.ran(number, _name(op), seconds, (), span=span)
 
     def _look(self, op: Op, number: int, made: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
-        """Report a NaN or Inf in ``made`` that an operation has made from finite inputs, if the watcher wants that.
+        """Report a NaN or Inf in ``made`` that an operation has made from finite inputs, if the watcher looks for it.
 
         ``number`` is the operation's place in the worker's row, ``made`` are its outputs, and ``given`` its inputs.
         """
@@ -212,6 +213,6 @@ class WatchedShare:
 
 
 def _numbers_in(values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that can hold a NaN: those of floating-point or complex numbers."""
+    """Return the tensors of floating-point or complex numbers: only these can hold a NaN."""
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     return tuple(tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())

@@ -1,4 +1,4 @@
-"""Clips the gradients of a context by the norm of all of them together, on whichever workers they are."""
+"""Clips the gradients of a context by their common norm, on all workers that hold them."""
 
 from __future__ import annotations
 

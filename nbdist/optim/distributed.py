@@ -20,7 +20,8 @@ class Distributed:
     def call_all(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method on all local objects at once, wait for all of them, and return the results by worker name.
 
-        Raised after every worker has answered: the error of the one worker that failed, or `StepFailed` if several did.
+        If one worker fails, raises its error; if several fail, `StepFailed`. Either way, every worker has answered by
+        then.
         """
         return ask_all(call_local, {name: (rref, method, *args) for name, rref in self._parts.items()})
 

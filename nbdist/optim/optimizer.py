@@ -89,7 +89,7 @@ class DistributedOptimizer(Distributed):
     def step(self, context_id: int | None = None) -> None:
         """Update all parameters with the gradients of a context; parameters without a gradient there stay as they are.
 
-        All owners make their step at the same time, and this returns when the last one has. Steps of two optimizers
+        All owners make their step at the same time. This returns when the last step is done. Steps of two optimizers
         that share a parameter run one after the other on its owner.
 
         Args:
@@ -106,8 +106,8 @@ class DistributedOptimizer(Distributed):
         """Return the state of all workers' optimizers as one state, keyed by parameter, with all tensors on the CPU.
 
         A parameter's key is the name it was given in a ``(name, reference)`` pair, or its full name in the model if it
-        belongs to a `Pipeline`, or else its position among all parameters. The state does not say which worker had
-        what, so it can be loaded when the parameters live on other workers. `torch.save` writes it, and
+        belongs to a `Pipeline`, or else its position among all parameters. The state does not name the workers, so it
+        can be loaded when the parameters live on other workers. `torch.save` writes it, and
         ``torch.load(weights_only=True)`` reads it.
 
         Raises:
@@ -124,7 +124,7 @@ class DistributedOptimizer(Distributed):
         Each worker's optimizer gets the part that belongs to its parameters.
 
         Raises:
-            UsageError: The state has other parameters, shapes or groups, is no such state, or is one of the older form
-                that was keyed by workers. No optimizer has been changed.
+            UsageError: The state has other parameters, shapes or groups, is not the state of an optimizer, or has the
+                older form, keyed by workers. No optimizer has been changed.
         """
         self.give_all("load_state_dict", scatter(state, self._groups, self._shapes, self._keys))

@@ -11,7 +11,7 @@ The joint state looks like the state of one optimizer of torch, with keys (`nbdi
 
     {"state": {key: …}, "param_groups": [{"params": [key, …], "lr": …}, …], "shapes": {key: [size, …]}}
 
-It does not say which worker had what.
+It does not name the workers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nbdist.optim.parameters import Key
 __all__ = ["agreed", "gather", "refuse_old_form", "scatter", "some"]
 
 _OWN = ("params", "param_names")
-"""The entries of a group in an optimizer's state that are not options."""
+"""The entries of a group that are not options, in an optimizer's state."""
 
 
 def gather(groups: Sequence[Sequence[Key]], parts: Mapping[str, tuple[Sequence[Sequence[Key]], Any]]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def scatter(
 
     Raises:
         UsageError: the saved state has other parameters, shapes or groups, has different options for parameters that
-            are now in one group of one worker, or is no state of an optimizer.
+            are now in one group of one worker, or is not the state of an optimizer.
     """
     refuse_old_form(saved, "optimizer", isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys())
     options: dict[Key, dict[str, Any]] = {}

@@ -17,8 +17,8 @@ __all__ = ["DistributedLRScheduler"]
 class DistributedLRScheduler(Distributed):
     """A learning rate scheduler over workers: every local optimizer of a `DistributedOptimizer` gets one of torch's.
 
-    Every local optimizer has all parameter groups. So all schedulers are alike, and arguments with a value for each
-    group are the same as in one process.
+    Every local optimizer has all parameter groups. So all schedulers are alike, and an argument with a value for each
+    group means the same as in one process.
 
     Args:
         scheduler_class: A class of ``torch.optim.lr_scheduler``.
@@ -59,7 +59,7 @@ class DistributedLRScheduler(Distributed):
     def get_last_lr(self) -> dict[str, list[float]]:
         """Return the learning rates of all parameter groups, by worker name.
 
-        They change with `step`, and are those that the next step of the optimizer uses.
+        `step` changes them, and the next step of the optimizer uses them.
         """
         return self.call_all("get_last_lr")
 
@@ -76,8 +76,8 @@ class DistributedLRScheduler(Distributed):
         """Load ``state``, which `state_dict` returned, into all schedulers, wherever the parameters lived then.
 
         Raises:
-            UsageError: The state is not that of a scheduler, or is one of the older form that was keyed by workers. No
-                scheduler has been changed.
+            UsageError: The state is not the state of a scheduler, or has the older form, keyed by workers. No scheduler
+                has been changed.
         """
         of_torch = isinstance(state, Mapping) and any(not isinstance(value, Mapping) for value in state.values())
         refuse_old_form(state, "scheduler", of_torch)

@@ -11,9 +11,9 @@
 2
 
 `Faults` names messages by the words of `nbdist.wire.messages.Message.kind`: ``call``, ``remote``, ``fetch``,
-``method``, ``reply``, ``ack``, ``ping``, ``fork_request``, ``user_delete`` and so on. A released reference is a
-``user_delete`` only where this message goes alone: most go along with another message, and are dropped or delayed with
-it.
+``method``, ``reply``, ``ack``, ``ping``, ``fork_request``, ``user_delete`` and so on. The release of a reference is a
+``user_delete`` only if it is sent in a message of its own. Most releases travel with another message, and are dropped
+or delayed with that message.
 """
 
 from __future__ import annotations

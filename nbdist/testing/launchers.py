@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["LauncherContract"]
 
 _SOON = 20.0
-"""Seconds within which what a test waits for must happen; far more than it takes."""
+"""Seconds for which a test waits at most; far more than it needs."""
 
 
 class LauncherContract:
@@ -50,7 +50,7 @@ class LauncherContract:
         assert cluster.backend in ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 
     def test_an_interrupt_ends_a_cell(self, cluster: Cluster) -> None:
-        """An endless loop on a worker of ``cluster`` ends by an interrupt, and the worker goes on."""
+        """An interrupt ends an endless loop on a worker of ``cluster``, and the worker runs later cells."""
         cell = cluster.execute("while True: pass", "worker0", block=False)
         _until(lambda: cell.parts["worker0"].began)
         cell.cancel()
@@ -88,7 +88,7 @@ class LauncherContract:
             self.test_the_process_group_has_all_workers(cluster)
 
     def test_a_worker_that_is_restarted_has_a_new_process(self, cluster: Cluster) -> None:
-        """A restart of a living worker of ``cluster`` ends its process, and what it had."""
+        """A restart of a living worker of ``cluster`` ends its process, so its variables are gone."""
         cluster.execute("here = 1")
         cluster.restart("worker0")
         assert cluster.evaluate("'here' in globals()", "worker0") is False
@@ -96,7 +96,7 @@ class LauncherContract:
         assert cluster.names == ["worker0", "worker1"]
 
     def test_much_output_arrives_whole_and_in_order(self, cluster: Cluster) -> None:
-        """Megabytes of output of a worker of ``cluster`` arrive, every line of it, in order."""
+        """Megabytes of output of a worker of ``cluster`` arrive: every line, in order."""
         cell = cluster.execute("for i in range(20_000): print(f'{i:0100d}')", "worker1")
         lines = "".join(_texts(cell)).split()
         assert [int(line) for line in lines] == list(range(20_000))
@@ -108,7 +108,7 @@ class LauncherContract:
 
 
 def _texts(cell: Any) -> list[str]:
-    """Return the texts that a cell has put out, in their order."""
+    """Return the texts of a cell's outputs, in their order."""
     found: list[str] = []
     for outputs in cell.outputs.values():
         for output in outputs:

@@ -1,4 +1,4 @@
-"""Agents in one process, with faults, and a clock that the test moves."""
+"""A world of agents in one process, whose channels can fail on purpose; and a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class World:
     Args:
         size: how many agents the world begins with.
         channel: ``"inprocess"`` for queues; ``"local"`` for unix sockets, ``"zeromq"`` for ZeroMQ over ``ipc://``.
-        faults: what goes wrong on every agent's channel, from the handshake on. The object stays ``world.faults``, and
-            a test may change it while the world runs.
+        faults: the faults of every agent's channel, from the handshake on. The object is also ``world.faults``, and a
+            test may change it while the world runs.
         options: as for `nbdist.rpc.init_rpc`; its ``init_method`` is ignored.
         dynamic: whether agents may join (`add`) and leave later.
-        apart: True to have every agent take the others for workers on other hosts, so that silence makes them lost.
+        apart: True to let every agent treat the others as workers on other hosts, so that a silent agent is lost.
         timeout: how long joining may take, in seconds.
 
     Raises:
@@ -203,11 +203,11 @@ class World:
         return iter(self.agents)
 
     def kill(self, index: int, why: str = "died") -> None:
-        """End one agent as SIGKILL would end its process: it sends nothing more, and the others lose it at once.
+        """End one agent as SIGKILL would end its process: it sends nothing more, and the others report it as lost.
 
         Args:
             index: the agent's place in the world.
-            why: what the errors of the others say, behind the agent's name.
+            why: the text after the agent's name in the errors of the others.
 
         Example:
             >>> with World(2) as world, world[0].activate():

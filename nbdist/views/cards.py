@@ -1,6 +1,7 @@
 """Draws remote references as text and HTML, from facts that this process knows already. Pure.
 
-The standing of a reference, with its words and colours, is in the table `_STANDINGS`.
+The *standing* of a reference says what this process knows of its life: `_STANDINGS` has each standing's words and
+colour.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _STANDINGS = {
     "released": ("released", "#4a5568"),
     "ended": ("its cluster has ended", "#4a5568"),
 }
-"""Words and colour of each standing. White text can be read on each of the colours."""
+"""The words and the colour of each standing. White text is readable on each colour."""
 _SETTLED = ("here", "pending", "confirmed")
 """The standings that a reference's text leaves out, so that it is the same before and after a confirmation."""
 _ALARM = "color:var(--jp-error-color1, #d14343)"
 ROWS_SHOWN = 200
-"""The number of rows that a table shows at most."""
+"""The most rows that a table shows."""
 _LINE_COLUMNS = 79
 """The number of columns up to which a list is printed on one line, as IPython's shell does it."""
 _NEXT = ",\n "
@@ -44,7 +45,7 @@ _NEXT = ",\n "
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about a reference that this process knows."""
+    """The facts that this process knows about a reference."""
 
     owner: str
     standing: str
@@ -64,7 +65,7 @@ class Rows(Generic[T]):
     kind: type
     items: list[tuple[str, T]]
     count: int
-    """The number of all items, also of those that are left out."""
+    """The number of all items, shown or not."""
 
     def each(self, function: Callable[[T], U]) -> Rows[U]:
         """Return new rows with the same names, and ``function(item)`` in place of each item."""
@@ -161,7 +162,7 @@ def value(state: State | None) -> str:
 def _more(state: State | None) -> list[tuple[str, str]]:
     """Return pairs of a name and a text about a tensor's device, gradient and bytes, as far as they are known.
 
-    The texts are not escaped. There are none for a value that is not known or is an error.
+    The texts are not escaped. Returns no pairs for an unknown value and for an error.
     """
     if state is None or state.error is not None:
         return []

@@ -35,7 +35,7 @@ from nbdist.views.workers.panel import Panel
 __all__ = ["register", "unregister"]
 
 _VALUE_SECONDS = 1.0
-"""Seconds to wait, for all references of one picture together, for news of their values."""
+"""Seconds to wait for news of the values of all references in one picture."""
 _HOW = '.step(3), .run(), .run(until="nan"), .pause(), .wait()'
 """The methods of a `Watcher`, as the text of a cell names them."""
 _VIEWS_LIVE = 8
@@ -88,7 +88,7 @@ def register(shell: Any) -> None:
 
 
 def unregister(shell: Any) -> None:
-    """Give the types back to the printers that the shell had before `register`.
+    """Restore the printers that the shell had before `register`.
 
     Harmless if nothing is registered.
     """
@@ -299,7 +299,7 @@ def _leave_pictures(known: weakref.ref[Cluster]) -> None:
 def _await(rrefs: Sequence[RRef[Any]]) -> None:
     """Wait until the values of these references are known, for `_VALUE_SECONDS` at most in all.
 
-    Returns then, whether they are known or not; a picture leaves out a value that is not known.
+    Returns after that time even if some are not known; a picture leaves out an unknown value.
     """
     deadline = time.monotonic() + _VALUE_SECONDS
     for rref in rrefs:

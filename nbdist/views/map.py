@@ -44,7 +44,7 @@ class Mapped(Protocol):
     """The methods of a swarm that a map needs."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what this process knows of the swarm, as values that JSON can hold; no worker is asked."""
+        """Return the facts that this process knows about the swarm, as values that JSON can hold; asks no worker."""
         ...
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Collects what this process knows of a remote reference, without asking its owner, and shows it as a cell's value."""
+"""Collects the facts that this process knows about a remote reference, and shows them as a cell's value."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ FINAL_STANDINGS = frozenset({"failed", "dead", "released", "ended"})
 
 
 def facts_of(rref: RRef[Any]) -> Facts:
-    """Return what this process knows of a reference now: owner, standing, value, forks, error.
+    """Return the facts that this process knows about a reference now: owner, standing, value, forks, error.
 
-    The owner is not asked.
+    Does not ask the owner.
     """
     state, standing = rref.state, rref.standing
     forks = rref.forks_out()
@@ -44,8 +44,8 @@ def facts_of(rref: RRef[Any]) -> Facts:
 def _error_in_one_line(rref: RRef[Any], standing: str, state: State | None) -> str:
     """Return the error of a reference in one line; an empty text if it has none.
 
-    That is the error of its value, of the call that should have made the value, or of the loss of its owner.
-    ``standing`` and ``state`` are the reference's own.
+    The error is the reference's value, or comes from the call that should have made the value, or from the loss of its
+    owner. ``standing`` and ``state`` are the reference's own.
     """
     if state is not None and state.error is not None:
         return error_line(state.qualname, state.error)

@@ -8,9 +8,9 @@ One message with two tensors; the arrows show the way of the gradients::
     history of y <--- gate (Slot 1) <---+            +--- receive node <--- what was computed from y
 
 A *gate* is the node in front of the history of a tensor that was sent. The tensor's gradient enters right behind it, at
-`EdgeSlot.edge`; the gate itself runs only as a barrier, or where the gradient that has come is None. When a *receive
-node* runs, it hands its gradient to the part of the pass, which sends it to the worker that the tensor came from,
-together with those of the other tensors of the message.
+`EdgeSlot.edge`; the gate itself runs only as a barrier, or if the gradient that has arrived is None. When a *receive
+node* runs, it hands its gradient to the part of the pass. The part sends it to the worker that the tensor came from,
+together with the gradients of the message's other tensors.
 
 Both kinds of nodes need to know the part for which they run (`current_part`). It belongs to the thread that calls
 torch's engine, and the engine hands it on to its threads for other devices.
@@ -63,10 +63,11 @@ class RunningPart(Protocol):
     """The methods of a part that its nodes call while torch's engine runs them."""
 
     def enter(self, slot: EdgeSlot) -> torch.Tensor | None:
-        """Return None as the gradient of the gate of ``slot``, one sent tensor; torch's engine runs the gate now.
+        """Return the gradient of the gate of ``slot``, a sent tensor, which is None; torch's engine runs the gate now.
 
-        The engine runs a gate in two cases only: the gradient that has come is None; or none has come, and no other
-        node can run. In the second case this raises `HeldBack`, which ends the engine's call.
+        The engine runs a gate in two cases only. In the first, the gradient that has arrived is None, and this returns
+        None. In the second, no gradient has arrived, and no other node can run: this raises `HeldBack`, which ends the
+        engine's call.
         """
 
     def cross(self, end: Received, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -79,7 +80,7 @@ class RunningPart(Protocol):
 def current_part() -> RunningPart | None:
     """Return the part of a pass for which the calling thread runs nodes now.
 
-    None if it runs no nodes, or those of a plain ``backward()`` of torch.
+    Returns None if the thread runs no nodes, or the nodes of a plain ``backward()`` of torch.
     """
     return thread_value(_PART) if thread_has(_PART) else None
 
@@ -141,9 +142,9 @@ class Received:
     """The receiving end of an edge: the receive nodes of a message's tensors, the sender, and the function called."""
 
     looked_at = False
-    """True if the tensors were searched for NaN and Inf when they came, as in a context that is watched."""
+    """True if the tensors were searched for NaN and Inf when they arrived, as in a context that is watched."""
     spoilt: frozenset[int] = frozenset()
-    """The indices of the tensors that held a NaN or Inf when they came, if `looked_at`."""
+    """The indices of the tensors that held a NaN or Inf when they arrived, if `looked_at`."""
 
     def __init__(self, message: int, peer: int, function: str) -> None:
         self.message = message
@@ -160,7 +161,7 @@ class Received:
         return [node for reference in self.node_references if (node := reference()) is not None]
 
     def look(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note which of the tensors that have come hold a NaN or Inf; waits for a GPU that they are on.
+        """Note which of the received tensors hold a NaN or Inf; waits for the GPU if they are on one.
 
         A view later shows from which message a NaN came. Errors are swallowed: a view must not fail the user's call.
         """
@@ -183,8 +184,8 @@ def _enter(ctx: Any, slot: EdgeSlot, tensor: torch.Tensor) -> torch.Tensor:
 def _let_in(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:
     """Run a gate: the backward of `_Gate`. torch's engine calls it, only for a part of a pass.
 
-    Returns None, None if the gate's gradient has come and is None. Raises `HeldBack`, which stops the engine, if the
-    gradient has not come: `RunningPart.enter` decides.
+    Returns ``(None, None)`` if the gate's gradient has arrived and is None. Raises `HeldBack`, which stops the engine,
+    if the gradient has not arrived: `RunningPart.enter` decides.
     """
     part = current_part()
     assert part is not None  # only the steps of a part have a gate's output as a root

@@ -1,4 +1,4 @@
-"""Collects what a context has recorded on all workers, as the data of `graph.traces`: `trace` and `plan`.
+"""Collects the record of a context from all workers, as the data of `graph.traces`: `trace` and `plan`.
 
 Nothing is recorded for this while programs run. Each worker walks its autograd graph when it is asked.
 """
@@ -27,7 +27,7 @@ __all__ = ["local_nodes", "plan", "plan_from", "trace"]
 
 
 def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], mode: Mode = "smart") -> Plan:
-    """Return what `backward` from these roots would do, without running anything.
+    """Return the plan of a `backward` from these roots, without running anything.
 
     Args:
         context_id: The context; None means the one that the calling thread is in.
@@ -66,10 +66,10 @@ def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: Mode) 
 
 
 def trace(context_id: int | None = None) -> Trace:
-    """Return what a context has recorded, on all workers that it reaches.
+    """Return the graph that a context has recorded, on all workers that it reaches.
 
-    This asks the workers, and waits for their answers. Nodes after a worker's last send or receive, such as those of
-    the loss, are in the trace once a pass has begun from them.
+    This asks the workers, and waits for their answers. Nodes after a worker's last send or receive, such as the loss's
+    nodes, are in the trace once a pass has begun from them.
 
     Args:
         context_id: The context; None means the one that the calling thread is in.
@@ -125,7 +125,7 @@ def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace
 
 
 def _who_only_looks(context: Context, me: int) -> int | None:
-    """Return the incarnation of the worker that watches a context; None if nobody does, or if its maker does.
+    """Return the incarnation of the worker that watches a context; None if no worker or its maker does.
 
     `_collect` leaves that worker out of the trace if it has no nodes. ``me`` is this worker's incarnation.
     """
@@ -169,7 +169,8 @@ def local_nodes(
 def _describe(node: Node, number: int, numbers: dict[Node, int], names: dict[int, ParameterName]) -> NodeInfo:
     """Return a node as data for a trace.
 
-    ``number`` is its own, ``numbers`` has those of all nodes, and ``names`` the names of leaves by the leaf's `id`.
+    ``number`` is the node's number, ``numbers`` has the numbers of all nodes, and ``names`` the names of leaves by the
+    leaf's `id`.
     """
     kind: Any = type(node)
     if kind is ACCUMULATE:

@@ -45,7 +45,7 @@ class _PerThread(threading.local):
     modules: list[_Running] | None = None
     """The modules whose forward runs on this thread, outermost first; None if this thread notes nothing."""
     checking: _Noting | None = None
-    """The mode that checks for NaN what this thread computes."""
+    """The mode that checks this thread's results for NaN."""
 
 
 _thread = _PerThread()
@@ -57,10 +57,10 @@ _module_hooks: list[Any] = []
 
 @contextlib.contextmanager
 def noted(*, lines: bool = True, check: Check | None = None) -> Iterator[None]:
-    """Note the origins of what the calling thread computes in the block, which may end on another thread.
+    """Note the origins of the nodes that the calling thread makes in the block, which may end on another thread.
 
-    A block that ends on another thread stops noting at once, but its torch function mode, which then does nothing,
-    stays on the first thread until that thread's next `noted`.
+    If the block ends on another thread, the noting stops at once. But the block's torch function mode stays on the
+    first thread until that thread's next `noted`, and does nothing.
 
     Args:
         lines: Whether to note origins on the nodes of the graph.
@@ -149,8 +149,8 @@ def _leave_module(module: torch.nn.Module, args: Any, result: Any) -> None:
 def _module_path(index: int) -> str:
     """Return the path of a module whose forward runs on this thread, such as ``Net.fc1``.
 
-    ``index`` is its place among those modules, of which the outermost one is first. The path begins with that one's
-    class; a module that is not found below it is named by its class.
+    ``index`` is its place among those modules; the outermost module is first. The path begins with the class of the
+    outermost module. A module that is not found below that one is named by its own class, as in ``Net.Linear``.
     """
     assert _thread.modules is not None  # else no module could be running
     root, running = _thread.modules[0].module, _thread.modules[index]
@@ -196,8 +196,8 @@ class _Noting(TorchFunctionMode):
         __tracebackhide__ = True
         for tensor in tensors_in((*args, *kwargs.values())):
             if tensor.grad_fn is not None:
-                # A node of an input that has no note was made where nothing is noted: it must not get the note of
-                # this operation.
+                # If an input's node has no note, the node was made where nothing is noted: it must not get this
+                # operation's note.
                 node: Node = tensor.grad_fn
                 node.metadata.setdefault(ORIGIN_KEY, None)
         result = func(*args, **kwargs)

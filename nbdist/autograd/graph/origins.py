@@ -29,9 +29,9 @@ _FRAMES_SKIPPED = (
 )
 """The folders and the file whose frames are skipped on the way to the line that made a node.
 
-Lines of installed packages are not skipped, though `nbdist.code_places.is_users` does not count them as the user's: a
-line inside of transformers tells the operations of a model apart, and the user's call of the model does not. Besides,
-the frames are looked at for every operation, and one comparison is quicker than that function.
+Lines of installed packages are not skipped, though `nbdist.code_places.is_users` does not count them as the user's. A
+line inside of transformers tells the operations of a model apart; the user's one call of the model does not. Besides,
+every operation looks at its frames, and one comparison is faster than that function.
 """
 
 
@@ -58,7 +58,7 @@ class NodeOrigin(NamedTuple):
 def origin_of(node: Node) -> NodeOrigin:
     """Return the noted origin of a node; for a user's own Function, the line of its ``backward``.
 
-    A node of which nothing is noted has an empty origin.
+    A node without a note has an empty origin.
     """
     found: NodeOrigin | None = node.metadata.get(ORIGIN_KEY)
     if found is None:

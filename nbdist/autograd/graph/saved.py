@@ -1,4 +1,4 @@
-"""Reads what the nodes of torch's graph have saved of the forward pass, without calling any hook for saved tensors."""
+"""Reads the values that torch's nodes have saved for the backward pass, without calling hooks for saved tensors."""
 
 from __future__ import annotations
 

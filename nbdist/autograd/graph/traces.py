@@ -33,7 +33,7 @@ class NodeInfo:
     message: int | None = None
     """For a receive: the ``autograd_message_id`` of the edge that ends here."""
     tensors: tuple[int, ...] = ()
-    """For a receive: the positions, among the edge's tensors, of those that this node made."""
+    """For a receive: the indices of the tensors that this node made, among the edge's tensors."""
     origin: NodeOrigin = _NOWHERE
     """The module and the line that made the node, if the context notes lines."""
     label: str | None = None
@@ -121,7 +121,7 @@ class Plan:
     trace: Trace
     roots: list[Key]
     waits_for: dict[Key, int]
-    """By node that takes part: the number of gradients that come to it from other nodes and other workers."""
+    """By node that takes part: the number of gradients that it gets from other nodes and other workers."""
     edges: list[Edge]
     """The edges along which gradients go, for some of their tensors or all."""
     unused: list[Edge]

@@ -7,8 +7,9 @@ barriers stand behind a chain of *waits*::
 
     root -> wait -> wait -> ... -> wait -> the gates that are barriers
 
-A wait returns when some node has run, or after a while. Then its queue runs what has come meanwhile, before the next
-wait, whose priority is the lowest. The first wait that finds all nodes run ends the call with `HeldBack`.
+A wait returns when some node has run, or after a while. Then its queue runs the nodes that have become ready meanwhile;
+the next wait comes after them, because its priority is the lowest. The first wait that finds all nodes run ends the
+call with `HeldBack`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from nbdist.autograd.graph.edges import HeldBack, Node
 __all__ = ["Countdown", "devices_of"]
 
 _FIRST_PATIENCE = 0.001
-"""Seconds for which a wait waits if nodes have run since the one before: what they queued may come a moment later."""
+"""Seconds that a wait waits if a node has run since the wait before: nodes that it queued may come a moment later."""
 _LONGEST_PATIENCE = 1.0
-"""Seconds for which a wait waits at most, after ever longer waits without any node."""
+"""The most seconds that a wait waits. While no node runs, each wait is twice as long as the one before."""
 _QUEUES_WITHIN = 0.0002
-"""Seconds after a node's hooks within which torch most often has queued the nodes behind it."""
+"""Seconds after a node's hooks. By then, torch has most often queued the nodes behind the node."""
 _MORE_WAITS = 200
-"""The number of waits beyond two for each node: more than three minutes without any node."""
+"""The number of waits in a chain, besides two for each node. They last more than three minutes if no node runs."""
 
 
 class Countdown:

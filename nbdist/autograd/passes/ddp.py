@@ -50,18 +50,18 @@ def owned_by_any() -> set[int]:
 def own(nodes: Iterable[Node]) -> bool:
     """Return whether one of these nodes accumulates into a parameter of a DDP module.
 
-    A pass that comes to such a node averages gradients with other processes. If several workers do that in a SMART
-    pass, the pass waits for its turn (`nbdist.autograd.passes.ddp_turns`).
+    A pass that reaches such a node averages gradients with other processes. If several workers do that in a SMART pass,
+    the pass waits for its turn (`nbdist.autograd.passes.ddp_turns`).
     """
     owned = owned_by_any()
     return any(id(node.variable) in owned for node in nodes)
 
 
 def blocked_by(held: Iterable[int]) -> set[int]:
-    """Return the ids of all parameters of each DDP module that has a parameter in ``held``, which are ids, too.
+    """Return the ids of all parameters of each DDP module that has a parameter in ``held``; ``held`` has ids, too.
 
-    Those in ``held`` cannot get their gradients yet. A pass waits with all the returned ones, because a DDP module
-    averages the gradients of its parameters together.
+    The parameters in ``held`` cannot get their gradients yet. A pass holds all the returned parameters back, because a
+    DDP module averages the gradients of its parameters together.
     """
     waiting = set(held)
     blocked = set[int]()

@@ -45,7 +45,7 @@ __all__ = ["TurnTaking", "Turns"]
 
 
 class Turns:
-    """The queue of passes that want to average gradients of DDP modules; the first one may, it has its *turn*."""
+    """The queue of passes that want to average gradients of DDP modules. The first one has its *turn*: it may."""
 
     def __init__(self) -> None:
         self._queue: list[PassId] = []
@@ -59,7 +59,7 @@ class Turns:
         return id if len(self._queue) == 1 else None
 
     def end(self, id: PassId) -> PassId | None:
-        """Remove a pass that needs no turn any more; return the pass that gets the turn by that.
+        """Remove a pass that needs no turn any more; return the pass that gets the turn instead.
 
         Returns None if no pass gets it: the queue is empty, or another pass has the turn and keeps it. A pass that is
         not in the queue changes nothing.
@@ -71,7 +71,7 @@ class Turns:
     def lose(self, root: int) -> PassId | None:
         """Remove the passes that began on the lost worker ``root``, an incarnation.
 
-        Returns the pass that gets the turn by that; None if the turn does not change hands.
+        Returns the pass that gets the turn instead; None if the turn does not change.
         """
         first = self._queue[:1]
         self._queue = [other for other in self._queue if other.root != root]
@@ -89,12 +89,12 @@ class TurnTaking:
     # -- as the root of a pass ----------------------------------------------------------------
 
     def wait(self, run: Run, ledger: Ledger, workers: set[int]) -> set[int]:
-        """On the root: return those of ``workers`` that may go on at once, now that marking is over.
+        """On the root: return the workers among ``workers`` that may continue now, because marking is over.
 
         Marking is over when no worker will announce a gradient any more. If several workers average gradients of DDP
-        modules, these must wait for the pass's turn. The first call asks the leader for it, the one of these workers
-        with the lowest incarnation; `granted` later returns the workers that have waited. A pass that has its turn
-        already, or in which fewer than two workers average, gets all of ``workers`` back.
+        modules, these workers must wait for the pass's turn. The first call asks the leader for the turn: the worker
+        among them with the lowest incarnation. `granted` later returns the workers that have waited. If the pass has
+        its turn already, or if fewer than two workers average, this returns all of ``workers``.
         """
         if len(ledger.reducing) < 2:
             return workers
@@ -110,9 +110,10 @@ class TurnTaking:
         return workers - ledger.reducing
 
     def granted(self, run: Run) -> set[int]:
-        """On the root: note that a pass has its turn; return the workers, by incarnation, that have waited for it.
+        """On the root: note that a pass has its turn; return the incarnations of the workers that have waited for it.
 
-        Called when the leader's message arrives. The caller tells the workers to go on. A second call returns none.
+        Called when the leader's message arrives. The caller tells the workers to continue. A second call returns no
+        workers.
         """
         with run.lock:
             run.its_turn = True

@@ -147,7 +147,7 @@ class Passes:
         retain_graph: bool = False,
         accumulate: bool = False,
     ) -> Run:
-        """Return the run of a new pass, of which this worker is the root; nothing runs before `go`.
+        """Make this worker the root of a new pass, and return the pass's run; nothing runs before `go`.
 
         ``outcome`` is settled at the end of the pass. Without it, one thread has to call `wait` to learn of the end.
         The ledger counts the roots as a message under way, so the pass cannot seem to be over before `go`.
@@ -179,7 +179,7 @@ class Passes:
         return PassId(self._transport.me, next(self._numbers))
 
     def go(self, run: Run) -> None:
-        """Run on this thread the nodes, of a pass that has begun here, that can run before other workers answer.
+        """Run the nodes of a pass that has begun here, on this thread, as far as they need no other worker's answer.
 
         An error in the pass settles its outcome, and is not raised. KeyboardInterrupt and the like are raised, and give
         the pass up.
@@ -245,7 +245,7 @@ class Passes:
         """Return the run of the pass that a message belongs to, new if this worker has none.
 
         ``head`` is the part of the message that describes the pass. Returns None if the context has ended or the pass
-        was given up. The head also tells which passes of the same root are over: they are committed here.
+        was given up. The head also says which passes of the same root are over; this commits them here.
         """
         context = self._contexts.find(head.context)
         if context is None:
@@ -264,10 +264,10 @@ class Passes:
     # -- messages -----------------------------------------------------------------------------
 
     def on_mark(self, message: messages.Mark) -> None:
-        """Take a mark: a message which says that tensors that were sent from here will get gradients.
+        """Handle a mark, which says that tensors sent from here will get gradients.
 
-        Marks the received tensors on which they depend in turn, by messages to their senders, and reports to the root.
-        A mark of a pass that was given up, or of a context that has ended here, is ignored.
+        Sends marks for the received tensors on which these tensors depend, to the senders of those, and reports to the
+        root. A mark of a pass that was given up, or of a context that has ended here, is ignored.
         """
         run = self._runs.get(message.head.id) or self._find_run(message.head)
         if run is None:
@@ -302,7 +302,7 @@ class Passes:
         self._advance(run)
 
     def on_marked(self, message: messages.Marked) -> None:
-        """End the marking on this worker: no more gradients will be announced, so run what has waited for that.
+        """End the marking on this worker: no more gradients will be announced, so run the gradients that waited.
 
         The root sends the message. A pass that has ended here is skipped.
         """
@@ -325,8 +325,8 @@ class Passes:
     def on_report(self, message: Report, sender: int) -> None:
         """On the root: enter a worker's report in the ledger; end the pass, or the marking, if the ledger says so.
 
-        A report tells which messages the worker has sent and which it has dealt with. A report of a pass that is over
-        is ignored.
+        A report tells which messages the worker has sent and which it has settled. A report of a pass that is over is
+        ignored.
         """
         run = self._runs.get(message.id)
         if run is not None:
@@ -342,7 +342,7 @@ class Passes:
             self._settle(run, rebuild(failure))
 
     def on_cancel(self, message: messages.Cancel) -> None:
-        """Give up a pass on this worker, and on those that this one has sent something of it.
+        """Give up a pass on this worker, and on the workers to which this one has sent messages of the pass.
 
         If the first message of the pass comes later than this one, the pass does not begin here. A pass that has been
         given up already, or whose context has ended, is ignored.
@@ -361,7 +361,7 @@ class Passes:
         """Give up the passes that began on a lost worker, and fail the passes that need it with WorkerLost.
 
         The text of the error begins with ``name`` and ``why``. Passes fail on another thread. A pass that does not need
-        the worker goes on.
+        the worker continues.
         """
         self.turns.on_lost(worker)
         for context in self._contexts.all():
@@ -376,7 +376,7 @@ class Passes:
                     self._transport.submit(partial(self._fail, run, error))
 
     def release(self, context: Context) -> None:
-        """End all passes of a context that has ended; those that began here and still run fail with UsageError.
+        """End all passes of a context that has ended; a pass that began here and still runs fails with UsageError.
 
         Called on each worker of the context, so no Cancel is sent.
         """
@@ -398,8 +398,8 @@ class Passes:
         """Run on this thread the nodes of a pass that can run; the last thread to finish reports to the root.
 
         If enough threads run the pass, this only sets `Run.again`: one of them looks again for something to run. The
-        report names the gradient messages that have been dealt with. Those of a part that waits for the end of the
-        marking are not among them, and are named as *marked* instead.
+        report names the gradient messages that are settled. If the part waits for the end of the marking, its messages
+        are not settled, and the report names them as *marked* instead.
 
         Errors of the pass go to its root. KeyboardInterrupt and the like are raised as well.
         """
@@ -466,7 +466,7 @@ class Passes:
         return run.threads == 1 and not run.part.ready and run.observer is None and not ddp.living
 
     def _before_step(self, run: Run) -> None:
-        """Send the gradients in `Run.outbox`, and have another thread run what is left, because this one will be busy.
+        """Send the gradients in `Run.outbox`, and let another thread run the other entries: this one will be busy.
 
         The part calls this before each of its calls of torch's engine, without a lock.
         """
@@ -494,7 +494,7 @@ class Passes:
     ) -> None:
         """Send the gradients of tensors ``outputs`` of a received message to its sender, and note that for the report.
 
-        Those for the root may wait in `Run.outbox`. ``known`` refers to the run. Raises WorkerLost if the sender is
+        Gradients for the root may wait in `Run.outbox`. ``known`` refers to the run. Raises WorkerLost if the sender is
         gone.
         """
         run = known()
@@ -556,7 +556,7 @@ class Passes:
             self._transport.post(to, message, body)
 
     def _report(self, run: Run) -> None:
-        """Tell the root which messages have been dealt with and which were sent here since the last report.
+        """Tell the root which messages this worker has settled, and which it has sent, since the last report.
 
         Gradients in `Run.outbox` go along. Nothing is sent once the pass has ended, or if there is nothing new. A root
         that is gone is ignored here.
@@ -639,10 +639,10 @@ class Passes:
         )
 
     def _settle(self, run: Run, error: BaseException | None) -> None:
-        """On the root, settle the outcome of a pass, for which its caller waits; an outcome that is settled stays.
+        """On the root, settle the outcome of a pass, for which the caller of the pass waits.
 
-        The thread that waits for the outcome then commits the pass or gives it up. A later error may only replace the
-        one that a watch shows.
+        The thread that waits for the outcome then commits the pass or gives it up. Only the first call settles the
+        outcome. A later error only replaces `Run.error`, which a watch shows.
         """
         outcome = run.outcome
         if outcome is None:
@@ -676,7 +676,7 @@ class Passes:
     def give_up(self, run: Run) -> None:
         """Cancel a pass that began here on all workers that take part, drop its gradients, and tell its watch.
 
-        With ``accumulate``, those that are in ``.grad`` already stay there. The outcome is not settled by this.
+        With ``accumulate``, gradients that are in ``.grad`` already stay there. This does not settle the outcome.
         """
         context = run.context
         with context.lock:

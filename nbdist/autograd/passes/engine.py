@@ -1,4 +1,4 @@
-"""Calls torch's engine for the steps of a part, and deals with all other calls of it in this process.
+"""Calls torch's engine for the steps of a part, and checks all other calls of the engine in this process.
 
 ========================================= ======================================================================
 a call of torch's engine                  what `_Engine` does
@@ -9,9 +9,9 @@ by a node that a part runs                claims the leaves that the call reache
 by a part, with `run_backward`            is not asked: this goes to torch's engine directly
 ========================================= ======================================================================
 
-A node calls the engine itself in a reentrant checkpoint, and in a user's Function whose backward is written so. What
-such an inner call accumulates belongs to the pass as well, but its leaves are known only when it begins. So importing
-this module puts `_Engine` in the place where torch.autograd looks for its engine.
+A node calls the engine itself in a reentrant checkpoint, and in a user's Function whose backward does so. The gradients
+that such an inner call accumulates belong to the pass as well, but its leaves are known only when it begins. So
+importing this module puts `_Engine` in the place where torch.autograd looks for its engine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Run a backward pass for torch.autograd; arguments and result are those of torch's engine.
+        """Run a backward pass for torch.autograd; arguments and result are as for torch's engine.
 
         A call without ``inputs`` from a node of one of nbdist's passes also claims the leaves that it reaches, so that
         their gradients go to that pass. All other calls go to torch's engine as they are.
@@ -92,7 +92,8 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
 def _refuse_halted(roots: Sequence[Any]) -> None:
     """Raise UsageError if a local pass from these roots reaches leaves that a pass paused by a watch has claimed.
 
-    The halted pass has their ``.grad`` set aside, and would take what it finds there afterwards for its own gradients.
+    The halted pass has set their ``.grad`` aside. Afterwards it would take the local pass's gradients there for its
+    own.
     """
     halted = halted_leaves()
     if halted and any(id(node.variable) in halted for node in walk([_edge(root) for root in roots]).leaves):

@@ -1,11 +1,11 @@
 """Keeps the gradients of a pass out of ``.grad``, although torch's engine puts them there.
 
 The engine runs the nodes that accumulate into leaves, so that everything attached to a leaf runs as in a local pass:
-hooks on the tensor, on the node and after accumulation, also those of other libraries' C++. One call of the engine::
+hooks on the tensor, on the node and after accumulation, C++ hooks of other libraries included. One call of the engine::
 
     claim        .grad of every leaf that the call can reach is set aside and becomes None
     engine       accumulates into .grad
-    release      what is in .grad goes to the pass's `GradientStore`; what was set aside comes back
+    release      the gradient in .grad goes to the pass's `GradientStore`, and the former .grad comes back
 
 So calls of two passes must not reach the same leaf at the same time. Steps of one pass may: they claim as one group,
 and when the last of them is over, ``.grad`` holds their sum. A call claims all of its leaves at once, and holds none
@@ -175,7 +175,8 @@ class _Holder:
     def _uses_to_wait_for(self, wanted: Mapping[int, torch.Tensor]) -> list[_Use]:
         """Return the records of those leaves for which this holder must wait; called with the lock held.
 
-        Another group (see `take`) has claimed them; or nobody has any more, but their ``.grad`` is just being put back.
+        Another group (see `take`) has claimed them; or nobody claims them any more, but their ``.grad`` is not put back
+        yet.
         """
         found = (_use_of(key, wanted[key]) for key in wanted.keys() & _claimed.keys())
         return [
@@ -201,7 +202,7 @@ class _Holder:
                 leaf.grad = None
 
     def leave(self) -> list[_Use]:
-        """Stop using the leaves; return the records of those that no other holder uses.
+        """Stop using the leaves; return the records of the leaves that no other holder uses.
 
         The caller must put back the ``.grad`` of these, and then call `give_back`: nobody can claim them before. A
         second call returns the same list.
@@ -230,8 +231,8 @@ class _Holder:
 class Claim:
     """Claims the leaves of one engine call and sets their ``.grad`` aside, for the time of a ``with`` block.
 
-    At the end of the block, what has been accumulated is added to ``into``. If that is None, ``.grad`` is not set aside
-    and the leaves accumulate there. Blocks of one ``group`` may claim the same leaves at the same time.
+    At the end of the block, the accumulated gradients are added to ``into``. If ``into`` is None, ``.grad`` is not set
+    aside and the leaves accumulate there. Blocks of one ``group`` may claim the same leaves at the same time.
     """
 
     def __init__(self, nodes: Iterable[Node], into: GradientStore | None, group: object) -> None:
@@ -270,9 +271,9 @@ class Claim:
     def adopt(self, nodes: Iterable[Node]) -> set[Node]:
         """Claim more leaves, which a node of this call reaches by an engine call of its own, as a checkpoint does.
 
-        ``nodes`` are those of the leaves. Returns the nodes of leaves that another call holds: it does not wait for
-        these, because the other call may come to wait for this one. The leaves are referred to weakly, because most of
-        them live no longer than the node's call, and nobody will ask for their gradients.
+        ``nodes`` are the leaves' nodes. Returns the nodes of leaves that another call holds. This does not wait for
+        these leaves, because the other call may wait for this one later. It refers to the leaves weakly: most of them
+        live no longer than the node's call, and nobody asks for their gradients.
         """
         taken: set[Node] = set()
         for node in nodes:
@@ -293,10 +294,11 @@ class Claim:
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, elsewhere: bool) -> None:
         """Add a gradient that a node's own engine call has returned instead of accumulating it.
 
-        Only a leaf that `adopt` claimed gets it in ``.grad`` at once: no other call can hold that leaf. With
-        ``elsewhere`` another call holds the leaf, and a leaf of this claim may be shared with other calls of the pass:
-        their gradient goes to ``into``, the store for this call's gradients. If there is no store, or the leaf has a
-        hook that runs after accumulation, it is left to `accumulate_late`.
+        A leaf that `adopt` claimed gets the gradient in ``.grad`` at once, because no other call can hold that leaf.
+        Other calls may use any other leaf: with ``elsewhere``, another call holds it; without, it belongs to this
+        claim, and calls of the same pass may share it. Its gradient goes to ``into``, the store for this call's
+        gradients. Without a store, or if the leaf has a hook that runs after accumulation, `accumulate_late` adds the
+        gradient later.
         """
         if not elsewhere and id(leaf) not in self._leaves:  # an adopted leaf
             with torch.no_grad():
@@ -307,10 +309,10 @@ class Claim:
             self._late.append((leaf, gradient.clone()))
 
     def release(self) -> None:
-        """End the claim: move what was accumulated from ``.grad`` to ``into``, and put the former ``.grad`` back.
+        """End the claim: move the accumulated gradients from ``.grad`` to ``into``, and put the former ``.grad`` back.
 
-        ``into`` is the store for this call's gradients; without one, what was accumulated stays in ``.grad``. A leaf
-        that other engine calls of the pass still hold is left to the last of them.
+        ``into`` is the store for this call's gradients. Without a store, the gradients stay in ``.grad``. A leaf that
+        other engine calls of the pass still hold is left to the last of them.
         """
         try:
             aside = [(use.leaf, use.before) for use in self.holder.leave() if use.leaf is not None]

@@ -1,7 +1,8 @@
-"""The account that the root of a pass keeps of what is left to do on any worker.
+"""The account by which the root of a pass knows whether any worker still has work to do.
 
 Every mark and every gradient message carries a *token*. Its sender reports the token as sent and its receiver as
-settled, both to the root. One report names what a worker has settled together with what it has sent because of that::
+settled, both to the root. One report names the tokens that a worker has settled, together with the tokens that it has
+sent because of these::
 
     reported as sent            open      the message is on its way, or its receiver works on it
     then reported as settled    forgotten
@@ -43,14 +44,14 @@ class Ledger:
         self._early: set[Token] = set()
         self._marked: set[Token] = set()
         self._begun = False
-        """True once the root's first report has come. Reports of other workers may come before it."""
+        """True once the root's own first report has arrived. Reports of other workers may arrive earlier."""
 
     def take(self, sender: int, report: Report) -> None:
-        """Enter a report: the tokens of the messages that ``sender`` has sent, and of those that it has dealt with.
+        """Enter a report: the tokens of the messages that ``sender`` has sent, and of the messages that it has settled.
 
         A report that has overtaken earlier ones of its sender waits for them.
-        Without that, a later report could settle a token while the messages sent because of that token, which the
-        earlier report names, are unknown: the pass would seem to be over.
+        Otherwise, the later report could settle a token before the earlier report has named the messages that were sent
+        because of this token. Then the pass would seem to be over.
         """
         waiting = self._overtaken.setdefault(sender, {})
         waiting[report.number] = report
@@ -81,9 +82,8 @@ class Ledger:
     def marked(self) -> bool:
         """True if the marking is over: no mark will be sent any more, and none is on its way.
 
-        A mark is a message by which a worker tells another that tensors which that one sent will get gradients.
-        Gradients that run at once are not marked first, and may cause marks where they arrive. So every open token must
-        be one that only waits for the end of the marking, and has caused all marks that it can.
+        Gradients that run at once are not marked first, and may cause marks where they arrive. So the marking is over
+        only when every open token waits for just that, after it has caused all the marks that it can.
         """
         return self._begun and not self._early and self._open <= self._marked
 
@@ -98,8 +98,8 @@ class Ledger:
     def owed(self) -> list[tuple[int, Missing]]:
         """Return the sent messages for which gradients never came, each with its sender; empty if there are none.
 
-        Call it when a pass in FAST mode is over, which then fails. They are sorted, those of the root first, so that
-        the error which names them does not depend on the order of the reports.
+        Call it when a pass in FAST mode is over; if there are any, the pass fails. They are sorted, the root's messages
+        first, so that the text of the error does not depend on the order of the reports.
         """
         if not any(self.missing.values()):
             return []

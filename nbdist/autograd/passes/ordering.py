@@ -1,8 +1,9 @@
-"""Makes gradients enter a worker's graph in a fixed order, though they may arrive in any.
+"""Makes gradients enter a worker's graph in a fixed order, although they may arrive in any order.
 
 If several tensors that were computed with the same parameters leave a worker, their gradients come back in any order,
 and each adds to the parameters' gradients. Floating-point sums depend on the order. So tensors that are *ordered* let
-their gradients in one after the other, the highest index first, as a local pass runs what was computed last first.
+their gradients in one after the other, the highest index first. A local pass does the same: it first runs the nodes
+that were made last.
 
 A pipeline that is called in a context, rather than trained by its own schedule, orders the tensors that leave a worker;
 the index is the micro-batch.
@@ -42,9 +43,9 @@ _ORDERED: Any = _Ordered._backward_cls
 def ordered(tensor: torch.Tensor, group: object, index: int) -> torch.Tensor:
     """Return a view of ``tensor`` to send in its place: backward passes take the gradients of a group in fixed order.
 
-    Gradients may arrive in any order; each waits until those of higher indices in its ``group`` have entered the graph.
-    Call it before the tensors are sent. Pipelines use it, with the number of the micro-batch as index, so that
-    micro-batches always add their gradients in one order, and sums are the same in each run.
+    Gradients may arrive in any order. Each gradient waits until all gradients of its ``group`` with a higher index have
+    entered the graph. Call it before the tensors are sent. Pipelines use it, with the number of the micro-batch as
+    index, so that micro-batches always add their gradients in one order, and sums are the same in each run.
     """
     found: torch.Tensor = _Ordered.apply(tensor, group, index)
     return found
@@ -79,7 +80,7 @@ class GateQueues:
         return slot not in group.get(place[1], ()) or place[1] == max(group)
 
     def leave(self, slot: EdgeSlot) -> None:
-        """Take a gate out of its queue: its gradient has entered, or never will.
+        """Take a gate out of its queue: its gradient has entered the graph, or never will.
 
         The next gate of the group then has its turn. Harmless on a second call, and for a gate that is not ordered.
         """

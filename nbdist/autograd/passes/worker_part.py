@@ -1,8 +1,8 @@
 """One worker's part of one pass: decides what can run now, and has torch's engine run it.
 
 torch's engine runs each node once, with its full gradient and all of its hooks, but it cannot wait for another worker.
-So it is called again as gradients arrive; each call is a *step*. A graph in the middle of a pass, with gradients that
-flow downwards::
+So the part calls it again as gradients arrive; each call is a *step*. A graph in the middle of a pass, with gradients
+that flow downwards::
 
     gate 1: ARRIVED          gate 2: EXPECTED
        |                        |
@@ -14,15 +14,15 @@ flow downwards::
 
 =========== ==============================================================================================
 gate        the node in front of the history of one sent tensor (a slot), where the tensor's gradient enters;
-            its `GateState` says whether the gradient has come. UNSURE and EXPECTED gates are *pending*
+            its `GateState` says whether the gradient has arrived. UNSURE and EXPECTED gates are *pending*
 held back   of a node: it lies behind a pending gate, so it cannot run yet (`Part._holders`)
 free        of a node: it lies behind no pending gate, so it can run now
 kept        of a gradient: a free node has computed it for a held-back one, here ``a`` for ``c``. It is
             stored as a `Crossing` (`Part._kept`), and a later step enters it into that node
 =========== ==============================================================================================
 
-The states of a gate. In SMART mode gradients may arrive without a mark before them: what a worker can run at once, it
-does not mark first::
+The states of a gate. In SMART mode, gradients may arrive without a mark before them: a worker does not mark gradients
+that it can compute at once::
 
     SMART:  UNSURE --- mark() ---> EXPECTED --- arrive() ---> ARRIVED
               |                                                  ^
@@ -40,7 +40,7 @@ plain
 contested
     Other graph edges lead into held-back nodes, as from ``a`` to ``c``. The pending gates become *barriers*: more roots
     of the call, with the lowest priority. The engine does not run ``c``, which still waits for a gradient from gate 2.
-    It comes to gate 2 when no other node is left to run, and the gate ends the call by raising `HeldBack`. Hooks on the
+    It reaches gate 2 when no other node is left to run, and the gate ends the call by raising `HeldBack`. Hooks on the
     free nodes have kept the gradients for held-back nodes. A contested step runs alone, and only if a receive node is
     free: otherwise no other worker waits for its results, and its entries wait for the next gradient.
 
@@ -73,11 +73,11 @@ from nbdist.gpus import spans
 __all__ = ["Entry", "Marks", "Part", "PassRoots", "GateState"]
 
 _RUNS_LAST = 0
-"""The sequence number of barriers. Of the nodes that are ready, torch's engine runs the one with the highest number."""
+"""The sequence number of barriers: torch's engine always runs the ready node with the highest number."""
 _RUNS_FIRST = 1 << 62
 """The sequence number of a gate that is to run before all other nodes."""
 _MOST_MESSAGES_APART = 16
-"""If more messages than this are ready, they run in one step: they are likely to be small."""
+"""If more messages than this are ready, they run in one step, because they are probably small."""
 _one = torch.ones((), device="cpu")
 
 
@@ -131,7 +131,7 @@ Marks = dict[Received, list[int]]
 
 
 class Part:
-    """One worker's part of one pass: gates, gradients that have come (*entries*), calls of torch's engine (*steps*).
+    """One worker's part of one pass: gates, arrived gradients (*entries*), calls of torch's engine (*steps*).
 
     ``sends`` are the messages that this worker has sent in the context; their slots are the part's gates.
     ``send_back(received, indices, gradients)`` sends gradients back to the worker that sent the tensors, and
@@ -177,13 +177,13 @@ class Part:
         self._awaited: dict[Received, set[int]] = {}
         """The tensors of each received message that will get a gradient, as far as is known."""
         self._crossed: dict[Received, dict[int, torch.Tensor | None]] = {}
-        """The gradients that have come to receive nodes, and wait for others of their message."""
+        """The gradients that have reached receive nodes, and wait for other gradients of their message."""
         self._gone_back: dict[Received, set[int]] = {}
         """The tensors whose gradients have been sent back."""
         self.root_edges: list[tuple[Node, int]] = []
         self._barriers: set[EdgeSlot] = set()
         self.reduces = False
-        """True if the pass reaches a DistributedDataParallel module on this worker; only found out in SMART mode."""
+        """True if the pass reaches a DistributedDataParallel module on this worker; always False in FAST mode."""
         self._may_reduce = not head.smart
         """False as long as such modules must wait: marking must be over, and the pass must have its turn."""
         self._stopped = False
@@ -191,10 +191,10 @@ class Part:
     # -- marking ------------------------------------------------------------------------------
 
     def mark(self, message: int, outputs: Sequence[int]) -> Marks:
-        """Note that tensors ``outputs`` of a sent message will get gradients; return the marks to send because of that.
+        """Note that tensors ``outputs`` of a sent message will get gradients; return the marks that must be sent now.
 
-        The marks are the indices of the tensors, by received message, that will get gradients too: their senders must
-        be told. Marks that come again, or after the gradients, change nothing.
+        The marks are the tensors that will get gradients, too, as indices by received message: their senders must be
+        told. A mark that arrives again, or after the gradients, changes nothing.
         """
         found: Marks = {}
         with self._lock:
@@ -226,7 +226,7 @@ class Part:
         """Set the gates that are still UNSURE to UNUSED, as no gradient will come for them; let DDP modules average.
 
         Called when the root says that the marking is over, that is, no worker will announce a gradient any more. The
-        caller then calls `run` for what has waited.
+        caller then calls `run` for the waiting gradients.
         """
         with self._lock:
             self._may_reduce = True
@@ -249,15 +249,15 @@ class Part:
     def arrive(self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         """Add an entry for each gradient that has arrived for the tensors ``outputs`` of a sent message.
 
-        A gradient may be None. Its mark, which announces it, may have come before, may come later, or not at all.
-        Nothing runs before `run`.
+        A gradient may be None. The mark that announces it may arrive earlier, later or never. Nothing runs before
+        `run`.
         """
         slots = self._sends[message].slots
         with self._lock:
             for index, gradient in zip(outputs, gradients, strict=True):
                 slot = slots[index]
                 if gradient is not None and gradient.device != slot.device:
-                    gradient = gradient.to(slot.device)  # it has come from a worker that has the tensor elsewhere
+                    gradient = gradient.to(slot.device)  # the other worker may have the tensor elsewhere
                 self.states[slot] = GateState.ARRIVED
                 self._release(slot)
                 entry = _Arrived([slot.edge], [gradient], slot)
@@ -266,7 +266,7 @@ class Part:
                 self.ready.append(entry)
 
     def missing(self) -> list[EdgeSlot]:
-        """Return the sent tensors whose gates are EXPECTED: their gradients will or must come, and have not.
+        """Return the sent tensors whose gates are EXPECTED: their gradients must still arrive.
 
         A FAST pass that cannot end names them in its error.
         """
@@ -289,7 +289,7 @@ class Part:
         return left and (GateState.UNSURE in self.states.values() or (self.reduces and not self._may_reduce))
 
     def stop(self) -> None:
-        """Begin no further step, because the pass has been given up. Steps that run now go on to their end.
+        """Begin no further step, because the pass has been given up. Steps that run now continue to their end.
 
         Gradients that arrive later are not entered.
         """
@@ -302,9 +302,9 @@ class Part:
 
         Any number of threads may do this at the same time. Each calls ``before_step()`` before each of its steps.
 
-        The answer is found under the same lock as the absence of a step. Asked later, the marking might be over, and
-        the caller would report what waits as settled though it has not run. The answer is worth something only if no
-        other thread has begun a step since.
+        The result is computed under the lock under which no step was found. If the caller asked later, the marking
+        might be over by then, and the caller would report waiting gradients as settled although they have not run. The
+        result is valid only if no other thread has begun a step since.
 
         An error of a step is raised here, after the step's entries have been dropped. Returns False after `stop`.
         """
@@ -335,7 +335,7 @@ class Part:
         return False
 
     def _free_entry(self, entry: Entry) -> None:
-        """Free what an entry that has run refers to: the pass may last much longer. Called with the lock held."""
+        """Free the objects of an entry that has run: the pass may last much longer. Called with the lock held."""
         if entry.slot is not None and self._lines.places:
             self._lines.leave(entry.slot)
         self._regions.pop(entry, None)
@@ -344,7 +344,7 @@ class Part:
     def _next_step(self) -> _Step | None:
         """Return the next step, made of entries in `ready` and of gradients in `_kept`; None if nothing can run now.
 
-        What the step takes is removed there. Also adds the marks for entries that cannot run at once to `_due`. Called
+        Removes what the step takes from both. Also adds the marks for entries that cannot run at once to `_due`. Called
         with the lock held.
         """
         if not self.ready and not self._kept:
@@ -383,8 +383,8 @@ class Part:
             return self._plain_step(launched, held)
         free = [node for node in region.nodes if node not in held]
         if self._running or not any(type(node) is RECEIVE for node in free):
-            # A step that runs now may come to the same nodes. Or no other worker waits for what could run: then one
-            # step later costs less than one now and one later.
+            # Wait for the running steps, which may reach the same nodes. Or, without a free receive node, no other
+            # worker waits for a result: then one step later costs less than one step now and one later.
             self.ready = launched + self.ready
             return None
         self._kept = [crossing for crossing in self._kept if crossing.node in held]
@@ -402,8 +402,8 @@ class Part:
     def _plain_step(self, entries: Sequence[Entry], held: Set[Node] = frozenset()) -> _Step | None:
         """Return a step for some of these entries, which all can run; None if all must wait for running steps.
 
-        Entries that touch each other (`_touch`) run in one step, and entries that touch a running step wait: they go
-        back to `ready`, as do all others that are left out. ``held`` has the nodes that may not run yet; gradients in
+        Entries that touch each other (`_touch`) run in one step. Entries that touch a running step wait: they go back
+        to `ready`, like all other entries that are left out. ``held`` has the nodes that may not run yet; gradients in
         `_kept` for other nodes run with the entries, or wait with them. Called with the lock held.
         """
         if len(entries) == 1 and not self._kept and not self._running:  # the usual case
@@ -445,12 +445,12 @@ class Part:
         return []
 
     def _take_ready(self) -> list[Entry]:
-        """Take those entries out of `ready` whose gradients may go to torch's engine now; the others stay there.
+        """Take the entries out of `ready` whose gradients may go to torch's engine now; the others stay there.
 
         An entry of an ordered gate stays until it is first in its line (`GateQueues`). In SMART mode, roots that reach
-        a DistributedDataParallel module stay until `end_marking`: the pass then has its turn to average. That costs
-        little: no gradient is under way yet for which the marking would have to wait. And the module can then average
-        while other gradients are computed, as in a local pass.
+        a DistributedDataParallel module stay until `end_marking`, when the pass has its turn to average. This costs
+        little, because the marking has no gradient to wait for. And the module can average while other gradients are
+        computed, as in a local pass.
         """
         entries, self.ready = self._in_turn(self.ready)
         if ddp.living and not self._may_reduce:
@@ -462,9 +462,9 @@ class Part:
         return entries
 
     def _in_turn(self, ready: list[Entry]) -> tuple[list[Entry], list[Entry]]:
-        """Return the entries that may run now, and those that `ordered` makes wait for others of their group.
+        """Return the entries that may run now, and the entries that must wait for others of their `ordered` group.
 
-        The caller asks again for the latter when another entry has run.
+        When an entry has run, the caller asks again about the waiting ones.
         """
         now = [entry for entry in ready if entry.slot is None or self._lines.has_turn(entry.slot)]
         return now, [entry for entry in ready if entry not in now] if len(now) < len(ready) else []
@@ -473,7 +473,8 @@ class Part:
         """Return the nodes that may not run yet, in a process with DistributedDataParallel modules.
 
         These are the nodes behind pending gates. If one leaf of such a module is held back, so are all its leaves that
-        the entries or kept gradients reach. Before the pass may average gradients, so are those of all such modules.
+        the entries or kept gradients reach. Before the pass may average gradients, the leaves of all such modules are
+        held back.
         """
         holders = self._holders
         kind: Any = ACCUMULATE
@@ -544,7 +545,7 @@ class Part:
             joint.receives.update(region.receives)
         return walk([(crossing.node, crossing.output) for crossing in kept], joint)
 
-    # -- what is held back --------------------------------------------------------------------
+    # -- nodes that are held back -------------------------------------------------------------
 
     def _region(self, of: EdgeSlot | Entry) -> Region:
         """Return the nodes behind a slot (one sent tensor) or an entry, from a cache after the first walk."""
@@ -625,8 +626,8 @@ class Part:
     ) -> None:
         """Call torch's engine for the free nodes only, with the gates of ``missing`` as barriers, at which it stops.
 
-        Free nodes are those that can run now. Gradients that they compute for held-back ones are kept in `_kept`. A
-        barrier is a root of lowest priority; its gate raises `HeldBack`, which is caught here.
+        Free nodes can run now. Gradients that they compute for held-back nodes are kept in `_kept`. A barrier is a root
+        of lowest priority; its gate raises `HeldBack`, which is caught here.
 
         ``crossings`` are the graph edges from each free node into held-back ones, as (index, node, output). For the
         barriers to run last, no free node may have their sequence number; every thread of torch counts from 0, so
@@ -694,8 +695,8 @@ class Part:
     def enter(self, slot: EdgeSlot) -> torch.Tensor | None:
         """Return None as the gradient of a gate that torch's engine runs; called by the gate's node.
 
-        None is what has arrived for that gate. If the gate is a barrier of `_contested_call`, its gradient has not
-        arrived, and no other node can run: this raises `HeldBack`, which ends the engine's call.
+        The gradient that has arrived for the gate is None. But if the gate is a barrier of `_contested_call`, its
+        gradient has not arrived, and no other node can run: then this raises `HeldBack`, which ends the engine's call.
         """
         if slot in self._barriers:
             raise HeldBack
@@ -716,7 +717,7 @@ class Part:
     def _return_gradients(self, end: Received) -> None:
         """Send the gradients that are here for a message back to the worker that sent its tensors.
 
-        They are then no longer here. In FAST mode, tensors without a gradient get zeros.
+        Afterwards they are no longer here. In FAST mode, tensors without a gradient get zeros.
         """
         crossed = self._crossed.pop(end)
         self._gone_back[end].update(crossed)
@@ -751,7 +752,7 @@ def _by_message(entries: Iterable[Entry]) -> list[list[Entry]]:
 
 
 def _or_zeros(gradient: torch.Tensor | None, end: Received, output: int) -> torch.Tensor:
-    """Return a gradient, or zeros where there is none: as torch does, since hooks there may expect a tensor."""
+    """Return a gradient, or zeros if it is None, as torch does: hooks on the other worker may expect a tensor."""
     if gradient is not None:
         return gradient
     shape, dtype, device = end.like[output]

@@ -1,4 +1,4 @@
-"""Watches backward passes: what users see of them, how they are halted and stepped, where a NaN came from.
+"""Watches backward passes: shows, halts and steps them, and finds out where a NaN came from.
 
 ================  =================================================================
 `watcher`         what the user calls: pause, step, read

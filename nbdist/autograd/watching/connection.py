@@ -8,9 +8,9 @@
     root    --- Over -------> watcher
 
 A worker has at most one open watch of a context, and any worker that the context reaches may have one. The maker passes
-a watch on, because only the maker knows all workers of the context. `Context.watching` is then what a pass that begins
-on a worker gives to its messages; so every worker that a pass reaches observes it, even one that has not heard of the
-watch by itself.
+a watch on, because only the maker knows all workers of the context. A worker stores it as `Context.watching`, and a
+pass that begins there puts it into all its messages. So every worker that a pass reaches observes the pass, even if the
+message about the watch has not reached that worker.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["Observing"]
 
 _CLOSED_WATCHES_KEPT = 64
-"""The number of closed watches to keep for batches that may still come; older ones have all, or never will."""
+"""The most closed watches to keep for batches that may still arrive. An older watch has all, or will never get them."""
 
 
 class Observing:
@@ -57,9 +57,9 @@ class Observing:
         self._transport = transport
         self._contexts = contexts
         self._awaiting: OrderedDict[tuple[int, int], Watch] = OrderedDict()
-        """Closed watches, by context and number, for which not everything that workers saw has come."""
+        """Closed watches, by context and number, for which batches are still missing."""
 
-    # -- for whoever watches ------------------------------------------------------------------
+    # -- on the watcher -----------------------------------------------------------------------
 
     def watch(self, context: Context, *, paused: bool, norms: bool) -> Watch:
         """Watch the passes of a context from this worker; with ``paused``, every pass halts before its first node.
@@ -98,7 +98,7 @@ class Observing:
             self.on_watch(message)
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
-        """On the watcher: give a batch of what the worker ``sender`` saw of a pass to the watch of that pass.
+        """On the watcher: give a batch of events of the worker ``sender`` to the watch of the pass.
 
         A batch for a watch that is not known any more is dropped.
         """
@@ -110,7 +110,7 @@ class Observing:
     def on_over(self, message: messages.Over) -> None:
         """On the watcher: tell the watch that a pass has ended, and how many batches each worker sent of it.
 
-        The watch is complete once these batches have come. A message for an unknown watch is skipped.
+        The watch is complete once these batches have arrived. A message for an unknown watch is skipped.
         """
         watch = self._find(message.context, message.watch)
         if watch is not None:
@@ -125,11 +125,11 @@ class Observing:
         return self._awaiting.get((context_id, id))
 
     def _forget_complete(self, watch: Watch) -> None:
-        """Drop a closed watch if all passes that it saw are over and all batches of them have come."""
+        """Drop a closed watch if all passes that it saw are over and all their batches have arrived."""
         if watch.complete:
             self._awaiting.pop((watch.context_id, watch.id), None)
 
-    # -- for all that a context touches -------------------------------------------------------
+    # -- on all workers of a context ----------------------------------------------------------
 
     def on_watch(self, message: messages.WatchChanged) -> None:
         """Note that a watch of a context begins or ends (``message.over``); the maker tells all other workers of it.
@@ -163,7 +163,7 @@ class Observing:
         if context.watching is not None and context.maker == self._transport.me:
             self._transport.tell(worker, messages.WatchChanged(context.id, context.maker, context.watching, False))
 
-    # -- for the workers that run a pass ------------------------------------------------------
+    # -- on the workers that run a pass -------------------------------------------------------
 
     def observer(self, head: Head, context: Context, *, in_engine: bool = True) -> Observer | None:
         """Return a new observer for a pass or a pipeline's step on this worker; None if nobody watches it.
@@ -258,7 +258,7 @@ class Observing:
             self.on_over(over)
 
     def on_steer(self, message: messages.Steer, sender: int) -> None:
-        """Take the watcher's order on where passes halt, for those that begin here and those under way, and end halts.
+        """Take the watcher's order on where passes halt, for later passes and passes under way here, and end halts.
 
         The message names, for each pass, the number up to which its halts on this worker are over.
         A context that has ended here, or another watch's message, is ignored.
@@ -286,7 +286,7 @@ class Observing:
                 observer.steer(None, message.halts)
 
     def on_lost(self, worker: int) -> None:
-        """Handle the loss of a worker: passes that it watched run without halts, and watches await nothing from it."""
+        """Handle the loss of a worker: passes that it watched run without halts, and watches expect nothing from it."""
         for watch in list(self._awaiting.values()):
             watch.on_lost(worker)
             self._forget_complete(watch)

@@ -53,7 +53,7 @@ _NAMES = """
     unbind unflatten unfold unsqueeze unsqueeze_ view view_as view_as_complex view_as_real vsplit vstack where
 """
 _UNCHECKED_FUNCTIONS = frozenset(_NAMES.split())
-"""Functions that make no NaN themselves: they pass values on, overwrite what was there, or only read."""
+"""Functions that make no NaN themselves: they pass values on, overwrite old values, or only read."""
 
 _jit: Any = torch.jit  # Any, because is_tracing has no annotations
 _UPDATE_FILES = tuple(f"{TORCH}{part}" for part in ("optim/", "nn/utils/clip_grad.py", "amp/grad_scaler.py"))
@@ -106,7 +106,7 @@ def _holds_nan(values: torch.Tensor) -> bool:
 
 
 class Check:
-    """The check for NaN of what one worker computes in a context; each thread that enters the context uses one."""
+    """Checks the results of one worker in a context for NaN; each thread that enters the context uses one `Check`."""
 
     def __init__(self, worker: str, name_of: Callable[[int], str]) -> None:
         """Set the name of this worker for error messages; ``name_of`` returns a worker's name by its incarnation."""
@@ -133,9 +133,8 @@ class Check:
     def before(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Named]:
         """Return the arguments, with their names, that hold a NaN and that the operation may overwrite.
 
-        Of an operation in place, only the first argument is looked at; with ``out=``, all others than ``out``. Else the
-        list is empty.
-        `after` needs them: the operation itself may destroy the evidence.
+        For an operation in place, this looks at the first argument only; with ``out=``, at all arguments but ``out``.
+        Otherwise the list is empty. `after` needs the result, because the operation may overwrite the NaN.
         """
         if "out" in kwargs:
             return [named for named in _named_arguments(args, kwargs) if _has_nan(named[1])]
@@ -179,7 +178,7 @@ class Check:
     def pass_on(self, result: Any) -> None:
         """Remember what an operation that is not checked has returned, if it is a tensor: `returned` then skips it.
 
-        So a module that returns such a tensor is not blamed for its NaN.
+        So a module that returns this tensor is not blamed for a NaN in it.
         """
         if isinstance(result, torch.Tensor):
             self._last = [weakref.ref(result)]
@@ -206,7 +205,7 @@ class Check:
             place(),
         )
 
-    # -- what is said -------------------------------------------------------------------------
+    # -- errors -------------------------------------------------------------------------------
 
     def _made_error(
         self, name: str, given: Sequence[Named], outputs: Sequence[torch.Tensor], place: NodeOrigin
@@ -311,8 +310,8 @@ def _is_of_gradients(given: bool, in_module: bool) -> bool:
     True below a frame of torch's optimizers, gradient clipping or scaler. Else the innermost frame outside of torch
     decides: it must be nbdist's, while no module's forward runs (``in_module``). A frame of ``nbdist.rpc``, which calls
     functions of the user, does not count, and one of ``nbdist.nn``, which runs the stages of pipelines, only if an
-    input held a NaN (``given``). An optimizer or the autograd engine hands on the NaN of a backward pass, which is no
-    fault of the operation that hands it on.
+    input held a NaN (``given``). An optimizer or the autograd engine only passes on the NaN of a backward pass, so its
+    operations must not be blamed.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ or frame.f_code.co_name == "__torch_function__":

@@ -1,4 +1,4 @@
-"""A NaN or Inf that a backward pass has from the forward pass, as data and in words."""
+"""Describes a NaN or Inf that a backward pass got from the forward pass: as data, and in words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Carried(NamedTuple):
 class Inherited(NamedTuple):
     """A NaN or Inf that the forward pass gave to a node of the backward pass, and how far back it could be followed.
 
-    ``end`` says what is known of the last node that the search reached, which is ``node`` on ``worker``:
+    ``end`` tells what is known about the last node that the search reached, ``node`` on ``worker``:
 
     ``operation``
         the node made the NaN: none of its inputs held one.

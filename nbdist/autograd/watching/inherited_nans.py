@@ -8,8 +8,8 @@ value. At a tensor that was received, the worker that sent it continues the sear
     Pow  saved self = NaN
      └─ receive (message 7) ─────────>  Log  saved self = -1.0, which is finite, but its output was NaN: Log made it
 
-The search reads only what torch has saved for the backward pass, and computes nothing again. Values behind hooks for
-saved tensors, as in a checkpoint, are not read, because unpacking them runs the user's code.
+The search reads only values that torch has saved for the backward pass, and computes nothing again. Values behind hooks
+for saved tensors, as in a checkpoint, are not read, because unpacking them runs the user's code.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ Edge = tuple[Node, int]
 def explain(
     context: Context, worker: str, name_of: Callable[[int], str], node: Node, saved: Sequence[Saved]
 ) -> Inherited | None:
-    """Return what the forward pass gave a node that has made a NaN or Inf; None if all of that was finite.
+    """Return how the forward pass gave a node the NaN or Inf that the node has made; None if all values were finite.
 
-    ``saved`` is what the node had saved before it ran. The thread that runs the node calls this, so the nodes behind it
-    have not run yet, and their saved values are there.
+    ``saved`` are the values that the node had saved before it ran. If hooks hide them, the result may be uncertain: see
+    `Inherited`. The thread that runs the node calls this, so the nodes behind it have not run yet, and their saved
+    values are there.
     """
     saved = [*saved, *_set_on(node)]
     search = _Search(context, worker, name_of, node, saved)
@@ -69,12 +70,13 @@ def explain_sent(context_id: int, message: int, index: int, value: str) -> Inher
     """Return where a NaN or Inf comes from that this worker sent as tensor ``index`` of a message.
 
     ``value`` is ``"NaN"`` or ``"Inf"``. The worker that received it calls this by RPC. Returns None if the context or
-    the message is not known here any more, or if several passes run in the context: another pass may free what is read.
+    the message is not known here any more, or if several passes run in the context, because another pass may free the
+    saved values meanwhile.
     """
     agent = current_agent()
     context = _contexts().find(context_id)
     sent = context.sends.get(message) if context is not None else None
-    if context is None or sent is None or len(context.runs) > 1:  # another pass may free what is read
+    if context is None or sent is None or len(context.runs) > 1:  # another pass may free the saved values
         return None
     node, output = sent.slots[index].edge
     saved = [*saved_by(node), *_set_on(node)]
@@ -167,8 +169,8 @@ class _Search:
     def nearest(self, node: Node) -> Edge | None:
         """Return the nearest tensor behind a node, as (node, output), that is known to have held a NaN or Inf; or None.
 
-        The search goes on only behind tensors of which nothing is known. Such a tensor counts as well if the node that
-        returned it saved a NaN or Inf in a tensor that needs no gradient.
+        The search continues only behind tensors about which nothing is known. Such a tensor also counts if the node
+        that returned it saved a NaN or Inf in a tensor that needs no gradient.
         """
         seen, queue = {node}, [node]
         while queue:
@@ -188,7 +190,7 @@ class _Search:
         """Return where a NaN or Inf comes from that a node returned as ``output``, going back from node to node.
 
         ``value`` is ``"NaN"`` or ``"Inf"``. The search ends at a leaf, at data, at the operation that made it, or where
-        it cannot go on; at a tensor that was received, it asks the sender.
+        it cannot continue. At a tensor that was received, it asks the sender.
         """
         seen = set[Edge]()
         while (node, output) not in seen:
@@ -227,9 +229,9 @@ class _Search:
         return Inherited(value, how, self._worker, number, name, perhaps=perhaps)
 
     def _doubtful_messages(self, node: Node) -> Iterator[Carried]:
-        """Yield the messages behind a node of which it is not known whether they held a NaN or Inf.
+        """Yield the messages behind a node that may have held a NaN or Inf, as far as this worker knows.
 
-        They are named to the user as the messages that may have brought it.
+        The user sees them as the messages that may have brought the NaN or Inf.
         """
         seen, queue = {node}, [node]
         while queue:
@@ -266,7 +268,7 @@ def _set_on(node: Node) -> Iterator[Saved]:
 
 
 def _edges_behind(node: Node) -> list[Edge]:
-    """Return the inputs of a node, each as the node and output that made it, without those that need no gradient."""
+    """Return the inputs of a node that need a gradient, each as the node and output that made it."""
     return [(to, output) for to, output in node.next_functions if to is not None]
 
 

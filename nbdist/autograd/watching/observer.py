@@ -12,8 +12,8 @@ The words ``halted``, ``running``, ``done`` and ``nan`` are happenings, which ar
 watch runs until a NaN, ``nan`` also comes before ``running``, for a node that is given one; it halts there.
 
 `around` sets hooks on the nodes that one call of the engine is going to run, and removes them after the call. A halt
-is a thread of the engine that waits in such a hook. So the pass itself stands still: what the user changes meanwhile,
-such as a hook on a node still to run or the value of a gradient, takes effect.
+is a thread of the engine that waits in such a hook. So the pass itself stands still: a change that the user makes
+meanwhile, such as a hook on a node still to run or another value of a gradient, takes effect.
 
 For a step of a pipeline, `nbdist.nn.watched` calls `come_to`, `ran` and `made` instead of the hooks.
 """
@@ -48,7 +48,7 @@ _CLOCK_OFFSET = time.time() - time.monotonic()
 _BATCH_SIZE = 200
 """The number of happenings at which a batch is sent."""
 _BATCH_SECONDS = 0.05
-"""Seconds since the last batch after which the next happening is sent at once, with those that were kept back."""
+"""Seconds since the last batch after which the next happening is sent at once, with all that were kept back."""
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -76,9 +76,9 @@ class Observer:
     ) -> None:
         """Set what to observe and how to tell the watcher; ``watching`` names the watch and carries its first control.
 
-        ``send(number, happenings, version)`` sends a batch to the watcher; ``version`` is that of the control it was
-        made under. ``explain(node, saved)`` returns where a NaN that the node has made comes from, if it comes from the
-        forward pass; ``saved`` is what the node had saved before it ran.
+        ``send(number, happenings, version)`` sends a batch to the watcher; ``version`` is the version of the control
+        under which it was made. ``explain(node, saved)`` returns where a NaN that the node has made comes from, if it
+        comes from the forward pass; ``saved`` are the values that the node had saved before it ran.
 
         With ``in_engine``, torch's engine runs the nodes, and a halt is entered in `nbdist.autograd.passes.leaves`,
         which knows the leaves that the halted call has claimed. Steps of pipelines claim no leaves.
@@ -111,13 +111,14 @@ class Observer:
         self._halting = threading.Lock()
         """Held during a halt, so that the engine threads of several devices halt one after the other."""
 
-    # -- telling ------------------------------------------------------------------------------
+    # -- reports to the watcher ---------------------------------------------------------------
 
     def note(self, what: str, **known: Any) -> None:
-        """Note for the watcher that something happened here; send all that is noted if that is much or old.
+        """Note an event for the watcher; send all noted events if there are many, or if the last batch is old.
 
-        ``what`` is the kind, as in `Event.what`; ``known`` has further fields of a `Happening`. It is sent at once at
-        200 happenings, or 50 ms after the last batch; else later, by `flush`. Any thread may call this.
+        ``what`` is the kind, as in `Event.what`; ``known`` has further fields of a `Happening`. Sends a batch if 200
+        happenings are noted, or if the last batch is more than 50 ms old; otherwise `flush` sends it later. Any thread
+        may call this.
         """
         with self._sending:
             self._seen.append(Happening(_CLOCK_OFFSET + time.monotonic(), what, **known))
@@ -126,10 +127,10 @@ class Observer:
             self.flush()
 
     def waits_for(self, messages: set[int]) -> None:
-        """Note that nothing more can run here until the gradients of these messages have come.
+        """Note that nothing more can run here until the gradients of these messages have arrived.
 
-        ``messages`` are numbers of messages that this worker sent. One that was in the last call's set is not noted
-        again.
+        ``messages`` are numbers of messages that this worker sent. A number that was in the last call's set is not
+        noted again.
         """
         for message in messages - self._waiting_for:
             self.note("waiting", message=message)
@@ -137,7 +138,7 @@ class Observer:
         self.note("resting")
 
     def flush(self, at_least: int = 0) -> None:
-        """Send what `note` has noted and not sent, if there is any, to the watcher, as one batch.
+        """Send the happenings that `note` has kept back to the watcher, as one batch; do nothing if there are none.
 
         The times of nodes that a GPU has run meanwhile are part of it. If fewer than ``at_least`` batches have been
         sent, one is sent in any case.
@@ -176,7 +177,7 @@ class Observer:
             if (seconds := span.seconds) is not None:
                 self._seen.append(Happening(ended, "timed", number, name=name, seconds=seconds))
 
-    # -- being told ---------------------------------------------------------------------------
+    # -- orders of the watcher ----------------------------------------------------------------
 
     def steer(self, control: Control | None, over: int) -> None:
         """Take the watcher's newer order on where to halt, if one is given, and end the halts up to number ``over``.
@@ -234,8 +235,8 @@ class Observer:
     ) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return the hooks for torch to call before and after a node: they halt and note it, by `come_to` and `ran`.
 
-        They do nothing if another pass runs the node, which may happen at the same time. The first reads what the node
-        has saved while a NaN is looked for, because torch frees that when the node has run.
+        They do nothing if another pass runs the node, which may happen at the same time. While a NaN is looked for, the
+        first hook reads the node's saved values, because torch frees them when the node has run.
         """
         kind: Any = type(node)
         sends = kind is RECEIVE
@@ -309,7 +310,8 @@ class Observer:
         ``span`` is the node's time on a GPU, which is noted as a happening of its own once the GPU has run the node.
 
         If the node is the first that made a NaN or Inf, and one is looked for (`looks`), ``explain()`` is called for
-        what the forward pass had given the node. In ``run(until="nan")``, the pass then halts before the next node.
+        the value that the forward pass had given the node. In ``run(until="nan")``, the pass then halts before the next
+        node.
         """
         if span is not None:
             self._on_gpu.append((_CLOCK_OFFSET + time.monotonic(), number, name, span))
@@ -369,7 +371,7 @@ class Observer:
     def _pause(self, control: Control) -> None:
         """Halt before every node from now on, until the watcher sends a newer control.
 
-        Called where ``control`` says to halt. Does nothing if a newer control has come since.
+        Called where ``control`` says to halt. Does nothing if a newer control has arrived since.
         """
         with self._changed:
             if self._control is control:
@@ -378,9 +380,9 @@ class Observer:
     def _halt(self, number: int, name: str, known: dict[str, Any], *, sends: bool) -> None:
         """Wait before a node until the watcher ends the halt, or a newer control does not halt here.
 
-        ``known`` has the measured norm and histogram, if any, for the ``halted`` happening. The halt is announced
-        again under every newer control. If the watcher has resumed and paused again while the
-        first announcement was on its way, it has ignored that announcement.
+        ``known`` has the measured norm and histogram, if any, for the ``halted`` happening. The halt is announced again
+        under every newer control: if the watcher has resumed and paused again while the first announcement was on its
+        way, it has ignored that one.
 
         Raises:
             Stopped: the pass was given up.

@@ -1,4 +1,4 @@
-"""The data of a watch: what was seen of each backward pass."""
+"""The data of a watch: the events of each backward pass."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Event:
     ``marked``
         Tensors of ``message``, which the worker sent, will get gradients.
     ``arrived``
-        Gradients for ``message``, which the worker sent, have come.
+        Gradients for ``message``, which the worker sent, have arrived.
     ``sent``
         The worker has sent gradients for ``message``, which it received, to the sender.
     ``waiting``
-        Nothing more can run on the worker before gradients for ``message``, which it sent, have come.
+        Nothing more can run on the worker before gradients for ``message``, which it sent, have arrived.
     ``running``
-        A node begins; ``norm`` and ``histogram`` are those of the gradients it was given, in a watch with norms.
+        A node begins. In a watch with norms, ``norm`` and ``histogram`` describe the gradients that it was given.
     ``done``
         A node has run, in ``seconds``.
     ``timed``
@@ -69,7 +69,7 @@ class Event:
     norm: float | None = None
     histogram: Histogram | None = None
     inherited: Inherited | None = None
-    """For a ``nan``: where the forward pass made it; None if the backward pass made it, or gave it to the node."""
+    """For a ``nan``: its origin in the forward pass; None if the backward pass made it, or gave it to the node."""
 
     @property
     def told(self) -> str:
@@ -132,7 +132,7 @@ class Pass:
     root: str
     """The name of the worker that began the pass."""
     number: int
-    """The number of the pass among those that began on that worker."""
+    """The number of the pass among the passes that began on that worker."""
     mode: str
     """``smart`` or ``fast``; empty as long as that is not known."""
     events: list[Event] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Pass:
 
     @property
     def complete(self) -> bool:
-        """True if the pass is over and every event of it has come."""
+        """True if the pass is over and all its events have arrived."""
         return self.over and all(
             worker in self.shares and self.shares[worker].taken >= count for worker, count in self.told.items()
         )

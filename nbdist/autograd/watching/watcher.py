@@ -1,4 +1,4 @@
-"""Watches the backward passes of a context from one worker: shows what all workers do, pauses and steps the passes.
+"""Watches the backward passes of a context from one worker: shows the work of all workers, pauses and steps the passes.
 
 ::
 
@@ -19,10 +19,10 @@ none of these   run
 
 A worker numbers its halts 1, 2, … in each pass. `Share.halt` is the number of its last halt, `Share.at` the event of
 that halt while it lasts, and `Share.gone` the number up to which halts are ended by `run` or `step`. So an order to
-go on does not end a halt that begins while the order is on its way.
+continue does not end a halt that begins while the order is on its way.
 
-The pass itself is paused, not a record of it. Workers send what happens without being asked, and record nothing as
-long as there is no watch.
+The pass itself is paused, not a record of it. Workers send events without being asked, and record nothing as long as
+there is no watch.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class Watch:
     def passes(self) -> list[Pass]:
         """The passes, oldest first.
 
-        This waits until everything that the workers saw of finished passes has come, unless the watch is closed. A pass
-        under way has what is known now.
+        Waits until all events of finished passes have arrived, unless the watch is closed. A pass under way has the
+        events that are known now.
         """
         with blocking_wait(), self._changed:
             while any(seen.over and not seen.complete for seen in self._passes.values()) and not self._closed:
@@ -147,7 +147,7 @@ class Watch:
 
     @property
     def complete(self) -> bool:
-        """True if every pass is over and everything that the workers saw of it has come; True without passes."""
+        """True if every pass is over and all its events have arrived; True without passes."""
         with self._changed:
             return all(seen.complete for seen in self._passes.values())
 
@@ -186,7 +186,7 @@ class Watch:
 
     @property
     def latest(self) -> PassId | None:
-        """The id of the pass that was the last to be heard of for the first time, or None."""
+        """The id of the newest pass: the one whose first message came last. None if there is no pass."""
         with self._changed:
             return next(reversed(self._passes), None)
 
@@ -210,15 +210,15 @@ class Watch:
         """Resume the passes, and with ``until`` wait until they halt again.
 
         Args:
-            until: None resumes and returns at once. ``"nan"`` runs to where the first NaN or Inf comes up,
-                ``"message"`` to the next node that sends gradients to another worker, and a node such as ``("worker1",
-                5)``, by the numbers of the context's `trace`, to just before that node.
+            until: None resumes and returns at once. ``"nan"`` runs to the first NaN or Inf, ``"message"`` to the next
+                node that sends gradients to another worker, and a node such as ``("worker1", 5)``, by the numbers of
+                the context's `trace`, to just before that node.
 
         Returns:
-            The ``nan`` or ``halted`` event of the worker that came there; all other workers then halt too. None if all
-            passes ended before, or if none is under way: passes that begin later halt there all the same. None also if
-            the watch is closed meanwhile. Of a NaN, ``Event.told`` says in a sentence, and ``Event.inherited`` as data,
-            whether the forward pass gave it to the node, and by which message it came.
+            The ``nan`` or ``halted`` event of the worker that reached the place; all other workers then halt too. None
+            if all passes end before one reaches the place, if none is under way (later passes halt there all the same),
+            or if the watch is closed meanwhile. For a NaN, ``Event.told`` says in a sentence, and ``Event.inherited``
+            as data, whether the forward pass gave it to the node, and which message brought it.
 
         Raises:
             UsageError: The watch is closed, or ``until`` is none of these.
@@ -239,7 +239,7 @@ class Watch:
             return self._reached
 
     def step(self, count: int = 1, worker: str | None = None) -> list[Event]:
-        """Run nodes one after the other, and return the events of those that ran.
+        """Run nodes one after the other, and return their events.
 
         The node that has been halted longest runs next. A watch that is not paused is paused first.
 
@@ -248,8 +248,8 @@ class Watch:
             worker: The name of the only worker to step; None means any.
 
         Returns:
-            One ``done`` event a node. They are fewer than ``count`` if the passes end before, or if the worker can run
-            nothing until other workers have sent it gradients.
+            One ``done`` event for each node that ran. There are fewer than ``count`` if the passes end before, or if
+            the worker can run nothing until other workers have sent it gradients.
 
         Raises:
             UsageError: The watch is closed.
@@ -319,7 +319,7 @@ class Watch:
             self._changed.wait()
 
     def _steer(self, *, paused: bool = False, until: str = "", worker: str = "", node: int = -1) -> None:
-        """Send every worker of which batches have come a new `Control`, with these fields: where to halt from now on.
+        """Send a new `Control`, which says where to halt from now on, to every worker that has sent batches.
 
         Unless ``paused``, this ends all halts that are known.
 
@@ -361,7 +361,7 @@ class Watch:
             self._transport.freeze(self.context_id, frozen)
 
     def close(self) -> None:
-        """Resume the passes and stop watching; what was seen stays. A second call does nothing.
+        """Resume the passes and stop watching; the recorded events stay. A second call does nothing.
 
         Every context closes its watch when it ends.
         """
@@ -387,7 +387,7 @@ class Watch:
     ) -> None:
         self.close()
 
-    # -- what comes ---------------------------------------------------------------------------
+    # -- messages that arrive -----------------------------------------------------------------
 
     def prepare(self, mode: Mode, roots: Sequence[tuple[Node, int]]) -> None:
         """Show a pass that is about to begin on this worker: call `on_begin` with its ``mode`` and ``roots``.
@@ -420,10 +420,10 @@ class Watch:
         self._tell_news()
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
-        """Take in ``message``, a batch of what the worker ``sender`` saw, in the order in which the worker sent them.
+        """Handle ``message``, a batch of events of the worker ``sender``, in the order in which the worker sent them.
 
-        A batch that came before earlier ones waits for them. If a worker halted where `run` was to halt, all other
-        workers are paused. A worker that acted by an older control (its orders where to halt) is sent the present one.
+        A batch that overtakes earlier ones waits for them. If a worker has halted at the place that `run` waits for,
+        this pauses all other workers. A worker that acted by an older control gets the present one again.
         """
         with self._changed:
             seen = self._record_of(message.id, "smart" if message.smart else "fast")
@@ -435,7 +435,7 @@ class Watch:
                 for happening in following.happenings:
                     self._enter_event(seen, worker, self._transport.name_of(sender), happening)
             if self._reached is not None and self._control.until:
-                self._steer(paused=True)  # a worker has come to where `run` halts: halt the others too
+                self._steer(paused=True)  # a worker is where `run` halts: halt the others too
             elif worker.version < self._control.version:
                 self._send_control(sender)
             self._freeze()
@@ -494,8 +494,9 @@ class Watch:
     def _enter_event(self, seen: Pass, worker: Share, name: str, happening: Happening) -> None:
         """Add one happening on a worker to the pass's events, and update where the worker is halted; the lock is held.
 
-        If it is where `run` was to halt, `run` will return it. Repeated announcements of a halt that is known make no
-        event, nor does the happening ``resting``: the worker can run nothing until gradients come.
+        If it is the halt or NaN that `run` waits for, `run` will return the event. A repeated announcement of a known
+        halt makes no event. Neither does the happening ``resting``, which says that the worker can run nothing until
+        gradients arrive.
         """
         event = Event(
             happening.time,
@@ -521,7 +522,7 @@ class Watch:
         if event.what == "halted" and worker.at is not None and happening.halt == worker.halt and not reached:
             return  # announced before
         if event.what == "halted" and happening.halt > worker.gone and (now or self._control.paused):
-            worker.halt, worker.at = happening.halt, event  # else an order to go on is on its way
+            worker.halt, worker.at = happening.halt, event  # else an order to continue is on its way
         if reached:
             self._reached = event
         seen.events.append(event)

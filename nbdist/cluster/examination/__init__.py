@@ -1,9 +1,9 @@
-"""Examines the members of a cluster and the links between them, and says what to do about what is wrong.
+"""Examines the members of a cluster and the links between them, and says what to do about each fault.
 
 ============= ===================================================================================
-`machine`     what one process has of its machine: memory, files, ports, GPUs, NCCL, versions
-`speed`       how fast messages go from one process to another
-`findings`    what is wrong with these numbers, and what to do about it: pure
+`machine`     the facts about one process: its memory, files, ports, GPUs, NCCL, versions
+`speed`       measures how fast messages go from one process to another
+`findings`    finds the faults in these facts and numbers, and says what to do: pure
 `examination` asks all members of a running cluster, one pair after another: `Cluster.examine`
 ============= ===================================================================================
 

@@ -6,8 +6,8 @@
     one pair at a time      `measure_from_here` on the sender     about 0.7 s, less where there are many pairs
     without a call          `findings.find_all`
 
-A worker that is dead takes no time, and one that does not answer takes 3 s once. A busy worker answers: calls run in
-other threads than its cells.
+A dead worker takes no time, and a worker that does not answer takes 3 s once. A busy worker answers, because calls and
+cells run in different threads.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["Examination", "examine"]
 
 _PAIR_SECONDS = 0.7
-"""Seconds in which a pair is measured if there is time enough for all pairs."""
+"""Seconds for the measurement of one pair, if there is time enough for all pairs."""
 _PAIR_WITHIN = 12.0
-"""Seconds after which a measurement is given up. It ends before, by its own limits, unless its sender stands still."""
+"""Seconds to wait for a measurement. Its own limits end it sooner, unless the process of its sender is stopped."""
 
 
 @dataclass(repr=False, frozen=True)

@@ -1,7 +1,7 @@
-"""Finds what is wrong with a machine, with the members of a cluster, and with the links between them. Pure.
+"""Finds the faults of a machine, of the members of a cluster, and of the links between them. Pure.
 
 Facts and measured numbers go in. Each finding comes out with one sentence that says what to do about it. The limits are
-the constants below; links are compared only with links of their kind: within a host, or between hosts.
+the constants below. A link is compared only with links of its kind: within a host, or between hosts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["ExaminedMember", "Finding", "find_all", "of_clock", "of_machine", "of_process"]
 
 _LITTLE_MEMORY = 500_000_000
-"""Bytes of memory below which little is left."""
+"""A process with fewer bytes of memory left gets a finding."""
 _LITTLE_SHARED_FILES = 500_000_000
 """Free bytes of /dev/shm below which NCCL or DataLoader may fail. Containers have 64 MB, by default; 1 GB is usual."""
 _FEW_FILES = 256
@@ -28,20 +28,20 @@ _FEW_FILES = 256
 _FEW_PORTS = 1000
 """Ports below which a host may run out of them: each agent takes some, and so do gloo and NCCL for each connection."""
 _CLOCKS_APART = 1.0
-"""Seconds between two clocks from which on lines of different hosts stand in the wrong order."""
+"""Seconds between two clocks from which lines of different hosts may be sorted wrongly."""
 _TIMES_SLOWER = 10
-"""A link that is so many times slower than the fast ones of its kind is slow."""
+"""A link is slow if it is this many times slower than the fast links of its kind."""
 _FAST_ENOUGH = 0.01
-"""Seconds of latency that are never called slow: a busy machine has them at times."""
+"""A latency of up to this many seconds is never called slow: a busy machine has it at times."""
 _MOVES_FAST_ENOUGH = 200_000_000
-"""Bytes a second that are never called slow: between hosts, encrypted messages are not faster on most machines."""
+"""A rate of this many bytes a second is never called slow: on most machines, encrypted messages are not faster."""
 _LINKS_COMPARED = 3
 """Links of a kind that are needed to compare them."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, and what to do about it."""
+    """A fault, and what to do about it."""
 
     topic: str
     """The subject: shared memory, open files, ports, GPUs, NCCL, members, versions, clocks or links."""
@@ -76,7 +76,7 @@ class ExaminedMember:
 
 
 def of_machine(facts: MachineFacts) -> list[Finding]:
-    """Return what is wrong with the machine of a process: its memory and its ports. Processes of a host share these."""
+    """Return the faults of a process's machine: of its memory and its ports, which all processes of the host share."""
     found = []
     if facts.memory_left < _LITTLE_MEMORY:
         found.append(
@@ -112,7 +112,7 @@ def of_machine(facts: MachineFacts) -> list[Finding]:
 
 
 def of_process(facts: MachineFacts) -> list[Finding]:
-    """Return what is wrong with a process's own use of its machine: shared memory, open files, GPUs and NCCL."""
+    """Return the faults of a process's own use of its machine: shared memory, open files, GPUs and NCCL."""
     found = []
     if not facts.can_share:
         found.append(
@@ -190,7 +190,7 @@ def _of_gpus(facts: MachineFacts) -> list[Finding]:
 
 
 def of_clock(ahead: float) -> list[Finding]:
-    """Return what is wrong with a clock that is ``ahead`` seconds ahead of the notebook's, or behind if negative."""
+    """Return a finding if a clock is too far from the notebook's: ``ahead`` seconds ahead, or behind if negative."""
     if abs(ahead) <= _CLOCKS_APART:
         return []
     which = "ahead of" if ahead > 0 else "behind"
@@ -210,7 +210,7 @@ def find_all(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed], left
 
     Args:
         members: The members; the notebook is the first.
-        links: The measured links. Those to and from members that did not tell their facts are left out.
+        links: The measured links. Links to and from members that did not tell their facts are left out.
         left_out: The number of links for whose measurement there was no time.
     """
     found = _of_members(members)
@@ -245,7 +245,7 @@ def _about(finding: Finding, name: str) -> Finding:
 
 
 def _merged(found: Iterable[Finding]) -> list[Finding]:
-    """Return the findings with those that say the same of several members put together."""
+    """Return the findings; equal findings about several members become one."""
     names: dict[Finding, list[str]] = {}
     for finding in found:
         names.setdefault(_about(finding, ""), []).append(finding.about)
@@ -253,7 +253,7 @@ def _merged(found: Iterable[Finding]) -> list[Finding]:
 
 
 def _names(names: Sequence[str]) -> str:
-    """Return the names of members as text; those of workers are put together, as in ``notebook, worker0-3``."""
+    """Return the names of members as text; the names of workers are put together, as in ``notebook, worker0-3``."""
     numbered = [name for name in names if name[-1:].isdigit()]
     others = [name for name in names if not name[-1:].isdigit()]
     return ", ".join([*others, *([say_names(numbered)] if numbered else [])])
@@ -279,7 +279,7 @@ def _of_members(members: Sequence[ExaminedMember]) -> list[Finding]:
 
 
 def _of_versions(members: Sequence[ExaminedMember]) -> list[Finding]:
-    """Return a finding for each package of which the members have different versions."""
+    """Return a finding for each package that has different versions on the members."""
     known = [(member.name, member.facts) for member in members if member.facts is not None]
     reads: list[tuple[str, Callable[[MachineFacts], str]]] = [
         ("torch", lambda facts: facts.torch),

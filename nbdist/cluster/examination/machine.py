@@ -1,4 +1,4 @@
-"""Reads what a process has of its machine: versions, memory to share, open files, ports, GPUs and NCCL."""
+"""Reads the facts about a process and its machine: versions, shared memory, open files, ports, GPUs and NCCL."""
 
 from __future__ import annotations
 

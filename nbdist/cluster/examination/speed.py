@@ -37,7 +37,7 @@ ANSWERS_WITHIN = 3.0
 LARGEST = 1 << 23
 """The bytes of the largest message."""
 _SIZES = (1 << 17, 1 << 20, LARGEST, LARGEST)
-"""The bytes of the messages that measure a rate. The largest goes twice: the first one's memory is new, and slower."""
+"""The bytes of the messages that measure a rate. The largest is sent twice: its first memory is new, and slower."""
 _ROUND_TRIPS = 20
 _ROUND_TRIPS_SECONDS = 0.2
 """Seconds after which no more round trip begins."""
@@ -46,7 +46,7 @@ _MOVING_SECONDS = 0.5
 _MOVES_WITHIN = 5.0
 """Seconds for one of these messages to arrive."""
 _LEAST_PART_MOVING = 0.1
-"""The part of a message's time that counts as its bytes' at least: the rest may be latency."""
+"""The least part of a message's time that counts for its bytes: the rest may be latency."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,9 @@ def rate_of(
     The first message is always sent. The others are sent only if they should arrive within ``seconds`` in all.
 
     Args:
-        move: Sends so many bytes, and returns once the other side has them.
-        fastest: Seconds of the fastest small message, there and back, which do not count as the bytes' own time.
+        move: Sends a message of ``nbytes`` bytes, and returns once the other side has it.
+        fastest: Seconds of the fastest small message, there and back. They are subtracted from the time of each
+            message.
         seconds: The time for all messages.
         clock: Returns the time in seconds.
     """

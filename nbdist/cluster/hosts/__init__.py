@@ -1,9 +1,9 @@
-"""Workers on other hosts: how a host is invited, what runs there beside its workers, what passes between.
+"""Workers on other hosts: invitations, the process that starts the workers there, and its talk with the notebook.
 
 ==================  ==================================================================================
 `invitations`       the connection file that invites a host, and the tokens that the notebook accepts
-`admission`         what a newcomer says of itself, and whether it may come in
-`trials`            asks whether a worker of this host could join, and tries the way there
+`admission`         the request of a process that wants to join, and the check of its versions
+`trials`            asks whether a worker of this host could join, and tests the connection
 `keeper`            the process that starts the workers of one host, and ends them
 `hub`               the notebook's side: lets keepers in, hands workers to them
 `group_board`       the store at which workers of several hosts form their process group

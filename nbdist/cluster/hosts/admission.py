@@ -1,4 +1,4 @@
-"""Compares the versions of a newcomer with the notebook's: its request at the entrance, and the answers. Pure.
+"""Defines the request of a *newcomer*, a process that wants to join, and the answers; compares the versions. Pure.
 
 Requests and answers are plain data: nothing here is unpickled.
 """
@@ -41,7 +41,7 @@ _OLDEST_TORCH = (2, 10)
 
 
 class Newcomer(msgspec.Struct, tag="newcomer"):
-    """The request of a keeper that wants to come in."""
+    """The request of a keeper that wants to join."""
 
     token: str
     """From the invitation."""
@@ -57,7 +57,7 @@ class Newcomer(msgspec.Struct, tag="newcomer"):
 
 
 class Admitted(msgspec.Struct, tag="admitted"):
-    """The answer to a newcomer that may come in: how it reaches the hub, and the secret that all members share."""
+    """The answer to a newcomer that may join: how it reaches the hub, and the secret that all members share."""
 
     id: int
     secret: str
@@ -65,7 +65,7 @@ class Admitted(msgspec.Struct, tag="admitted"):
 
 
 class Denied(msgspec.Struct, tag="denied"):
-    """The answer to a newcomer that may not come in."""
+    """The answer to a newcomer that may not join."""
 
     why: str
     version: bool
@@ -77,7 +77,7 @@ class Denied(msgspec.Struct, tag="denied"):
 
 
 class NotebookFacts(msgspec.Struct, tag="facts"):
-    """The answer to a question: the notebook's versions, and whether those of the asking process fit them."""
+    """The answer to a question: the notebook's versions, and whether the asking process's versions fit them."""
 
     host: str
     python: str
@@ -140,7 +140,7 @@ def decode_answer(answer: bytes) -> Admitted | Denied | NotebookFacts | TrialAns
 
 
 def check_versions(newcomer: Newcomer) -> None:
-    """Raise VersionMismatch, which names both versions, if a newcomer's versions do not fit those of this process.
+    """Raise VersionMismatch, which names both versions, if a newcomer's versions do not fit this process's.
 
     Functions of cells travel as bytecode, so the minor version of Python must be the same; nbdist must be the same, and
     torch one that nbdist knows.

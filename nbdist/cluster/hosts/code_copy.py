@@ -23,12 +23,12 @@ _REMEDY = "start the notebook in a folder of its own, or leave --sync-code out a
 def pack(folder: Path) -> bytes:
     """Return an archive of the Python files that a process in ``folder`` can import from there.
 
-    These are the ``.py`` files in it, and in folders below it, whose names can be those of modules and packages. Left
-    out are virtual environments, links to folders, and what has the name of a module of Python's own: the notebook
-    finds Python's first. Two archives of the same files are equal.
+    These are the ``.py`` files in it, and in folders below it, whose names are valid names of modules and packages.
+    This leaves out virtual environments, links to folders, and files and folders with the name of one of Python's own
+    modules, which the notebook finds first. Two archives of the same files are equal.
 
     Raises:
-        UsageError: there are more than 20 MB of such files, or 10,000 folders.
+        UsageError: there are more than 20 MB of these files, or 10,000 folders.
     """
     packed = io.BytesIO()
     whole = 0

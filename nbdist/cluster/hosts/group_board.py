@@ -1,7 +1,7 @@
 """The store at which workers of several hosts form their process group: in the notebook's memory, reached by RPC.
 
-So it is encrypted as all RPC is, and nothing more listens. A worker that waits for a key asks again and again, with
-pauses, so that no thread of the notebook waits for it.
+So the store is encrypted like all RPC, and no other socket listens. A worker that waits for a key asks again and again,
+with pauses, so that no thread of the notebook waits for the worker.
 """
 
 from __future__ import annotations

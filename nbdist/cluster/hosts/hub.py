@@ -1,6 +1,6 @@
 """The hub: the notebook's side of the workers on other hosts.
 
-A *keeper* is the process on another host that starts the workers there. The hub lets keepers in at its entrance (an
+A *keeper* is the process on another host that starts the workers there. The hub admits keepers at its entrance (an
 address of this host), knows which keepers have room for workers, and passes requests and messages between the notebook
 and each keeper. The hub's agent and the keepers are an RPC world of their own. Keepers do not know each other::
 
@@ -74,12 +74,12 @@ _log = logging.getLogger("nbdist.cluster")
 
 
 class KeeperMember:
-    """A keeper that has come in: its agent, its host, and the workers that it has."""
+    """A keeper that has joined: its agent, its host, and its workers."""
 
     def __init__(self, record: Record, token: str, room: int, address: str, host: str) -> None:
         self.record = record
         self.token = token
-        """The token of the invitation with which it came."""
+        """The token of the invitation with which it joined."""
         self.room = room
         """The number of workers that it may have."""
         self.address = address
@@ -87,7 +87,7 @@ class KeeperMember:
         self.host = host
         """The name of its host."""
         self.workers: set[str] = set()
-        """The names of its workers, including those that have ended."""
+        """The names of its workers, ended workers included."""
 
     @property
     def name(self) -> str:
@@ -96,7 +96,7 @@ class KeeperMember:
 
 
 class _Coming(NamedTuple):
-    """A keeper that was let in and has not come: its token, its room for workers, and the end of its time to come."""
+    """A keeper that was admitted and has not joined yet: its token, its room for workers, and its time limit."""
 
     token: str
     workers: int
@@ -110,7 +110,7 @@ class Hub:
         host: The address at which other hosts reach this one.
         folder: The run directory.
         ports: The first and the last port that the entrance may use; None for any.
-        on_arrival: Called when a keeper has come in.
+        on_arrival: Called when a keeper has joined.
         on_gone: Called as ``on_gone(member, why)`` when a keeper is lost; ``why`` is a text to follow its name.
         on_end: Called as ``on_end(worker, how, last_words)`` when a worker's process has ended.
         on_parcels: Called as ``on_parcels(worker, batch)`` with messages of a worker's kernel.
@@ -134,10 +134,10 @@ class Hub:
         """The secret of the cluster, new for each start of it: all members have it."""
         self._shared = Secret(self.secret.encode(), shared_off_host=True)
         self.members: list[KeeperMember] = []
-        """The keepers that have come in and are not lost. Changed under `lock`."""
+        """The keepers that have joined and are not lost. Changed under `lock`."""
         self.lock = threading.RLock()
         self.came: set[str] = set()
-        """The tokens with which keepers have come in, lost ones included."""
+        """The tokens with which keepers have joined, lost ones included."""
         self._on_arrival, self._on_gone, self.on_end, self.on_parcels = on_arrival, on_gone, on_end, on_parcels
         self._texts = Texts(self._shared)
         self._invitations = Invitations()
@@ -145,7 +145,7 @@ class Hub:
         self._warned: deque[float] = deque()
         """The times of the last minute's warnings about refused newcomers, by `time.monotonic`."""
         self._coming: dict[int, _Coming] = {}
-        """The keepers that were let in and have not come, by the id that each was given. Guarded by `lock`."""
+        """The keepers that were admitted and have not joined yet, by the id that each got. Guarded by `lock`."""
         self._agent: Agent = start_agent(
             _NAME,
             0,
@@ -262,7 +262,7 @@ class Hub:
         return msgspec.msgpack.encode(TrialAnswer(time.time(), bytes(wanted), unreached))
 
     def _forget_the_late(self) -> None:
-        """Give back the invitations' uses of keepers that were let in and did not come in time, under the lock."""
+        """Give back the invitations' uses of keepers that were admitted and did not join in time, under the lock."""
         for id in [id for id, coming in self._coming.items() if coming.until < time.monotonic()]:
             coming = self._coming.pop(id)
             self._invitations.give_back(coming.token, coming.workers)
@@ -270,9 +270,9 @@ class Hub:
     # -- keepers ------------------------------------------------------------------------------
 
     def arrive(self, id: int, incarnation: int, address: str, host: str) -> None:
-        """Note that a keeper has come in: the one that got ``id`` when it was let in.
+        """Note that a keeper has joined: the one that got ``id`` when it was admitted.
 
-        Raises SecurityError if the keeper comes later than `_ARRIVES_WITHIN`.
+        Raises SecurityError if the keeper joins later than `_ARRIVES_WITHIN` after its admission.
         """
         record = self._agent.member(incarnation)
         with self.lock:
@@ -318,7 +318,7 @@ def _here() -> Hub:
 
 
 def arrived(id: int, incarnation: int, address: str, host: str) -> None:
-    """Note that a keeper has come in: the one that got ``id`` when it was let in."""
+    """Note that a keeper has joined: the one that got ``id`` when it was admitted."""
     _here().arrive(id, incarnation, address, host)
 
 

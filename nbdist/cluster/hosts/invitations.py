@@ -93,13 +93,13 @@ class _Grant:
 
 
 class Invitations:
-    """The tokens of one cluster. Times are those of one clock, in seconds, which the caller reads."""
+    """The tokens of one cluster. All times are in seconds, on one clock, which the caller reads."""
 
     def __init__(self) -> None:
         self._grants: list[_Grant] = []
 
     def invite(self, now: float, seconds: float, uses: int) -> str:
-        """Return a new token, valid for ``seconds`` from ``now`` on, for so many workers.
+        """Return a new token for ``uses`` workers, valid for ``seconds`` from ``now`` on.
 
         Raises UsageError unless both are more than 0.
         """
@@ -140,13 +140,13 @@ class Invitations:
         grant.tried += nbytes
 
     def give_back(self, token: str, workers: int) -> None:
-        """Give back uses of a token, for workers that were let in and did not come."""
+        """Give back uses of a token, for workers that were admitted and did not join."""
         for grant in self._grants:
             if grant.token == token:
                 grant.left += workers
 
     def check(self, token: str, now: float, workers: int) -> None:
-        """Raise SecurityError, with the reason, if so many workers may not join with a token now. Takes no use."""
+        """Raise SecurityError, with the reason, if ``workers`` workers may not join with a token now. Takes no use."""
         grants = [grant for grant in self._grants if hmac.compare_digest(grant.token.encode(), token.encode())]
         if not grants:
             raise SecurityError("this cluster has not made this invitation: ask for a new one, %dist_invite")

@@ -18,7 +18,7 @@ __all__ = ["join"]
 
 
 def join(path: str, workers: int, host: str | None, with_parent: bool = False) -> int:
-    """Run so many workers for the cluster of the invitation at ``path``; return the exit code of this process.
+    """Run a number of ``workers`` for the cluster of the invitation at ``path``; return this process's exit code.
 
     ``host`` is this host's address for the others; None for the one on the way to the notebook. ``with_parent`` ends
     this process with the one that has started it, even if that is killed. Returns 0 once the

@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 _ANSWERS_WITHIN = 20.0
-"""Seconds for each answer of the notebook while the keeper comes in."""
+"""Seconds for each answer of the notebook while the keeper joins."""
 
 _LAST_OUTPUT_WITHIN, _OUTPUT_PASSES_WITHIN = 0.03, 5.0
 """Seconds after a worker's end in which its last output may arrive here, and seconds to bring it to the notebook."""
@@ -76,7 +76,7 @@ class Keeper:
     """The keeper of this process. The constructor joins the cluster; `run` serves the notebook until the cluster ends.
 
     Args:
-        invitation: Where the cluster is, and the proof that this process may come in.
+        invitation: Where the cluster is, and the proof that this process may join.
         workers: The number of workers that it may start.
         host: The address at which the other hosts reach this one; None for this host's address on the route to the
             notebook.

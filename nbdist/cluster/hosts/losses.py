@@ -43,7 +43,7 @@ class Losses:
                     self._asked.append(asked)
 
     def wait(self) -> None:
-        """Wait until all members have given up those that are lost, or do not answer; `_TOLD_WITHIN` s at most."""
+        """Wait until each member has given up the lost members, or does not answer; for `_TOLD_WITHIN` s at most."""
         deadline = time.monotonic() + _TOLD_WITHIN
         with self._lock:
             asked = list(self._asked)

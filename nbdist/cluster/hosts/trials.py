@@ -1,4 +1,4 @@
-"""Asks a notebook whether a worker of this host could join, and tries the way there, in both directions.
+"""Asks a notebook whether a worker of this host could join, and tests the connection in both directions.
 
 ::
 
@@ -10,8 +10,8 @@
     connection ──────────────────────────────────────> a port of the hub's agent
     trial      <─────────────────────── connection ─── a port that is open here for this purpose
 
-All but the connections go through the cluster's entrance, encrypted. The notebook answers only who has a valid
-invitation, which may move a bounded number of bytes in a minute (`Invitations.try_out`).
+All but the connections go through the cluster's entrance, encrypted. The notebook answers only a process with a valid
+invitation, and an invitation may move only a bounded number of bytes in a minute (`Invitations.try_out`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class TrialWay:
         return answer
 
     def round_trips(self) -> RoundTrips:
-        """Return what some small trials, one after another, tell of the latency and of the notebook's clock."""
+        """Return the latency and the offset of the notebook's clock, measured by small trials, one after another."""
         return round_trips(lambda: self._try().now)
 
     def rates(self, fastest: float) -> tuple[float, float]:

@@ -1,12 +1,12 @@
-"""Looks into workers: what they do, what they hold and who holds it, and what memory that takes.
+"""Looks into workers: their work, the objects that they hold, the names that hold these, and the memory they take.
 
-=======================================  ===============================================
-`status`, `where`                        what each worker does, and on which line
-`print_logs`                             what each worker has printed
-`holdings`                               what lives on each worker
-`pins`, `roots`                          which names hold an object
+=======================================  ================================================
+`status`, `where`                        the work of each worker, and its line of code
+`print_logs`                             the lines that each worker has printed
+`holdings`                               the values and contexts that live on each worker
+`pins`, `roots`                          the names that hold an object
 `variables`, `census`, `process_memory`  memory of variables, of objects, of the process
-`freeing`                                frees what only the shell keeps
+`freeing`                                frees values that only the shell keeps
 `comparing`                              compares a value across workers
-=======================================  ===============================================
+=======================================  ================================================
 """

@@ -1,4 +1,4 @@
-"""Counts the memory that objects hold: every buffer and object once, without calling any code of their classes.
+"""Counts the memory of objects: every buffer and object once, without calling any code of their classes.
 
 A `Census` is one look at one process. A `Walk` visits what one value holds, a bounded number of objects at a time, so
 that a look ends soon however much there is::
@@ -77,11 +77,11 @@ class _Buffer(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """The way in which a walk visits the instances of a class."""
+    """The method by which a walk visits the instances of a class."""
 
     cls: type
     size_of: Callable[[Any], int]
-    """Returns the bytes of an instance itself, without what it refers to."""
+    """Returns the bytes of an instance itself, without the objects that it refers to."""
     base: Any
     """The class of Python, torch or numpy whose methods read the instances; `object` if none of the known ones fits."""
     is_passed_by: bool = False
@@ -173,7 +173,7 @@ class Census:
 
 
 class Walk:
-    """Visits all objects that one value holds, and counts those that no walk of the same census has visited before."""
+    """Visits all objects that one value holds; counts an object unless a walk of the same census has visited it."""
 
     def __init__(self, census: Census, category: str, value: object) -> None:
         self.nbytes = 0
@@ -201,8 +201,8 @@ class Walk:
     def go(self, count: int) -> int:
         """Visit up to ``count`` more objects; return how many were visited.
 
-        Call it until `done`, or stop early: what is left is not counted. A container that another thread changes
-        meanwhile is not visited further, and sets `is_partial`.
+        Call it until `done`, or stop early; the remaining objects are then not counted. If another thread changes a
+        container meanwhile, the walk leaves that container, and sets `is_partial`.
         """
         before = self.count
         with no_torch_function():
@@ -221,7 +221,7 @@ class Walk:
         return self.count - before
 
     def _count_once(self, value: object) -> None:
-        """Count an object unless it has been visited, and put what it refers to on the stack, to be visited next."""
+        """Count an object unless it has been visited, and put its referents on the stack, to be visited next."""
         cls = type(value)
         if cls is int or cls is float:
             self._object(cls.__sizeof__(value))
@@ -244,7 +244,7 @@ class Walk:
             self._stack.append(children)
 
     def _children(self, value: Any, cls: type) -> Iterator[Any] | None:
-        """Count an object; return an iterator over what it refers to, or None if there is nothing to visit."""
+        """Count an object; return an iterator over its referents, or None if there is nothing to visit."""
         kind = self._census.kind_of(cls)
         if kind.is_passed_by:
             return None
@@ -280,7 +280,7 @@ class Walk:
         return chain(referents, self._graph(node)) if node is not None else iter(referents)
 
     def _graph(self, node: Any) -> Iterator[Any]:
-        """Yield the nodes of an autograd graph, from ``node`` on, and what they have saved for the backward pass.
+        """Yield the nodes of an autograd graph, from ``node`` on, and the values that they have saved for backward.
 
         Nodes that a walk of the same census has visited are skipped.
         """

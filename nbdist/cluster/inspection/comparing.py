@@ -46,7 +46,7 @@ class Print:
 
 @dataclass(frozen=True)
 class Difference:
-    """One part whose value on ``worker`` is not that on the first worker."""
+    """One part whose value on ``worker`` differs from its value on the first worker."""
 
     path: str
     worker: str
@@ -167,7 +167,7 @@ def compare(one: Any, other: Any) -> str:
 
 
 def differences(rrefs: Mapping[str, RRef[Any]], most: int = 20) -> tuple[list[Difference], int, int]:
-    """Compare the values behind ``rrefs``, given by worker, with that of the first worker.
+    """Compare the values behind ``rrefs``, given by worker, with the first worker's value.
 
     Returns at most ``most`` differences, the number of parts that differ, and the number of all parts. Raises the error
     of a worker that cannot answer. The calls are not recorded in any context.
@@ -199,7 +199,7 @@ def _difference_in_words(
     own: Mapping[str, Print],
     name: str,
 ) -> str:
-    """Return in words how the part at ``path`` on worker ``name`` differs from that on the worker ``first``.
+    """Return in words how the part at ``path`` on worker ``name`` differs from the same part on the worker ``first``.
 
     ``base`` and ``own`` have the fingerprints on ``first`` and on ``name``, by path. Only a part of one kind on both
     workers is fetched, by a call to each; errors of these calls are raised.

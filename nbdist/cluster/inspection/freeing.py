@@ -40,7 +40,7 @@ def free() -> Holdings:
 
 
 def _forget(ids: set[GlobalId]) -> None:
-    """Drop what `Out`, `_` and tracebacks hold of these values. Called in each process; does nothing without a shell.
+    """Remove these values from `Out`, `_` and tracebacks. Called in each process; does nothing without a shell.
 
     References are dropped as well as values: a reference in `Out` on one worker keeps a value on another.
     """

@@ -1,4 +1,4 @@
-"""Lists what lives on each worker, and the names that hold it: values with references, contexts, and variables.
+"""Lists the values with references, contexts and variables that live on each worker, and the names that hold them.
 
 Every worker reports what it owns, and under which of its own names it refers to values of other workers::
 
@@ -82,7 +82,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class WorkerMemory(msgspec.Struct, frozen=True):
-    """The memory that one worker uses, and what for."""
+    """The memory that one worker uses, and its uses."""
 
     name: str
     incarnation: int
@@ -143,10 +143,10 @@ class Holdings(msgspec.Struct, frozen=True):
 def collect() -> Holdings:
     """Return all referenced values and contexts that live on the workers and in this process, and the memory of each.
 
-    Asks all agents, and waits up to 10 s for each round of answers; ``silent`` in the result names those that did not
-    answer. An owner may answer before it hears that a reference was released on another worker, even if the release was
-    sent first: the two messages come from different workers. Then all are asked again, `_MOST_LOOKS` times in all at
-    most.
+    Asks all agents, and waits up to 10 s for each round of answers; ``silent`` in the result names the agents that did
+    not answer. An owner may answer before it hears that a reference was released on another worker, even if the release
+    was sent first, because the two messages come from different workers. Then this asks all agents again, up to
+    `_MOST_LOOKS` times in all.
     """
     ask_all(_tell_owners)
     reports, silent = ask_all(_report)
@@ -179,7 +179,7 @@ _UNKNOWN = Pin("other", "a call, or a function that is running")
 
 
 def _owners_list_more(reports: dict[str, MemoryReport]) -> bool:
-    """Return whether some owner lists a user of a value that reports no reference to that value (any more)."""
+    """Return whether an owner lists a user of its value, but that user reports no reference to the value (any more)."""
     return any(
         name in reports and owned.id not in reports[name].used
         for report in reports.values()
@@ -328,7 +328,7 @@ def _pins_within(named: NamedValue) -> list[Pin]:
 
 
 def _memory(agent: Agent, census: Census, rows: list[Variable]) -> WorkerMemory:
-    """Return the memory that this worker uses: the amounts of the census, and what the system counts.
+    """Return the memory that this worker uses: the amounts of the census, and the system's count.
 
     ``rows`` describes its variables.
     """

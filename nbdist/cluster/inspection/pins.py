@@ -1,8 +1,9 @@
 """Finds which names in this process hold an object, by walking back along the references to it.
 
 Python's garbage collector knows which objects refer to an object. The walk ends at places that a user can act on: a
-variable, an entry of `Out`, a traceback that is kept for the debugger. It goes through everything in between. What only
-the variables of a running function hold is not found: reading these variables would keep their values alive.
+variable, an entry of `Out`, a traceback that is kept for the debugger. It goes through everything in between. It does
+not find an object that only the variables of a running function hold: to read these variables would keep their values
+alive.
 """
 
 from __future__ import annotations
@@ -120,10 +121,10 @@ def _holders(objects: dict[int, object]) -> Iterator[tuple[object, set[int]]]:
 
 
 def told(pins: set[Pin]) -> list[Pin]:
-    """Return those of an object's pins that a user needs to see, sorted.
+    """Return the pins of an object that a user needs to see, sorted.
 
-    A variable that holds the object itself is not listed again as containing it. `_` is left out if an entry of
-    `Out` or a traceback is listed.
+    If a variable holds the object itself, the list does not say again that the variable contains it. If an entry of
+    `Out` or a traceback is listed, `_` is left out.
     """
     direct = {(pin.kind, pin.name) for pin in pins if not pin.within}
     found = {pin for pin in pins if not pin.within or (pin.kind, pin.name) not in direct}

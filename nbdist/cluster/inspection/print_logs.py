@@ -10,7 +10,7 @@ __all__ = ["read_logs"]
 
 
 def read_logs(cluster: Cluster, targets: str | None, cell: int | None) -> list[Printed]:
-    """Return what workers have printed, one `Printed` for each of them that has a log, in the order of the targets.
+    """Return a `Printed`, with the lines it has printed, for each worker that has a log, in the order of the targets.
 
     ``cell`` is the number of the one cell to read, as in tracebacks (``In[3]``); None for all. Without output of that
     cell, a `Printed` has no lines. Asks the kernel thread and waits for it. The files stay readable while the workers

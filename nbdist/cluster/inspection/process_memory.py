@@ -67,7 +67,7 @@ class Regions:
 
 
 def measure() -> tuple[Usage | None, Regions]:
-    """Return what this process uses, and the places of its shared memory; takes about 20 ms.
+    """Return the memory that this process uses, and the places of its shared memory; takes about 20 ms.
 
     The usage is None, and there are no places, where there is no ``/proc``.
     """
@@ -108,7 +108,7 @@ def own_bytes(pid: int | str | None = "self") -> int | None:
 def resident_bytes(address: int, nbytes: int) -> int:
     """Return how many of a buffer's bytes are in memory: pages never written to, or swapped out, do not count.
 
-    A buffer below `_SMALL_BUFFER` bytes counts as a whole, and so does one of which the system cannot tell.
+    A buffer below `_SMALL_BUFFER` bytes counts as a whole, and so does a buffer about which the system has no answer.
     """
     if nbytes < _SMALL_BUFFER:
         return nbytes

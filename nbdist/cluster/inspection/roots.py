@@ -1,4 +1,4 @@
-"""Finds what a user of this process knows: variables, results of cells, errors, and the references to remote values."""
+"""Finds the objects that the user of this process knows: variables, results of cells, errors, remote references."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def references(agent: Agent) -> list[RRef[Any]]:
 
 
 def roots_of(agent: Agent) -> Roots:
-    """Return the places where this process keeps what its user knows: namespaces, `Out`, and the last errors.
+    """Return the places where this process keeps objects that its user knows: namespaces, `Out`, and the last errors.
 
     `nbdist.cluster.inspection.pins.find` ends its search there. Without a shell, only the variables of `__main__` and
     the errors of `sys` count.
@@ -99,7 +99,7 @@ class NamedValue(NamedTuple):
 
 
 def named_values(roots: Roots) -> list[NamedValue]:
-    """Return the values of the user's variables and modules, the results of cells, and what tracebacks hold.
+    """Return the values of the user's variables and modules, the results of cells, and the values that tracebacks hold.
 
     Variables that the shell and nbdist have put into the namespace are left out. A value with several names comes once.
     """

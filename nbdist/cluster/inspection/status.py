@@ -1,4 +1,4 @@
-"""Reports what each worker of a cluster is doing, without waiting for a busy worker.
+"""Reports the state and the work of each worker of a cluster, without waiting for a busy worker.
 
 ::
 
@@ -73,8 +73,8 @@ class WorkerStatus:
 def collect(cluster: Cluster) -> list[WorkerStatus]:
     """Return the status of all workers, in at most about a second.
 
-    A worker that does not answer in time gets a status from what the notebook and the worker's host know, with the line
-    of its cell that it is in. The calls are not recorded in any context.
+    For a worker that does not answer in time, the status has the facts that the notebook and the worker's host know,
+    such as its present line. The calls are not recorded in any context.
     """
     with recorder().contexts.outside():
         living = [worker.name for worker in cluster.workers if worker.alive]
@@ -88,7 +88,7 @@ def collect(cluster: Cluster) -> list[WorkerStatus]:
 
 
 def _ask_hosts(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, StatusReport]:
-    """Return a report of each of these workers, by name, from what its host knows: they have not answered a call.
+    """Return a report on each of these workers, by name, from its host, because the worker has not answered a call.
 
     Waits for less than a second. A worker whose host does not answer is missing.
     """
@@ -117,7 +117,7 @@ def _place(worker: Worker, frames: Sequence[where.Frame]) -> str:
 
 
 def _status(worker: Worker, report: StatusReport) -> WorkerStatus:
-    """Join a worker's report with what the notebook knows of the worker.
+    """Join a worker's report with the facts that the notebook knows about the worker.
 
     The pid of a worker that has died is None.
     """

@@ -1,4 +1,4 @@
-"""Counts what a worker's own variables hold: a row for each, found within bounded time, whatever they hold."""
+"""Counts the memory of a worker's own variables, in bounded time; a row for each variable."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Talks to the workers' kernels: connections, messages, and the cells that run there.
 
-======================  =======================================
+======================  ========================================
 `connection`            one thread that speaks to all kernels
 `jupyter_wire`          encodes and decodes their messages
 `cells`                 a cell that runs on workers
@@ -8,8 +8,9 @@
 `comms`                 messages of widgets
 `output_widgets`        messages of widgets that capture output
 `asking`                completion and help
-`notices`               what a cell says of workers that failed
+`notices`               texts about workers that failed
 `labels`, `page_lines`  names and lines in tracebacks of cells
-`shell_channel`         works around a bug of ipykernel
-======================  =======================================
+`relay`                 messages of a kernel on another host
+`versions`              the differences between Jupyter versions
+======================  ========================================
 """

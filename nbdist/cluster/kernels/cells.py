@@ -358,10 +358,10 @@ class Cell:
         return [*make_error(errors, len(self.parts)).traceback, *notes] if errors else notes
 
     def _hand_on_payload(self) -> None:
-        """Pass on what the workers' replies ask of the front end, such as to show a help page or fill in a next cell.
+        """Pass on the requests to the front end in the workers' replies, such as to show a help page or fill in a cell.
 
-        Of each kind of request, the first worker's is passed on. A request to end the kernel means the worker's kernel,
-        and is dropped. Does nothing for a background or quiet cell.
+        Passes on one request of each kind: the first worker's. Drops a request to end the kernel, which means the
+        worker's kernel. Does nothing for a background or quiet cell.
         """
         found: dict[str, Mapping[str, Any]] = {}
         for part in self.parts.values():
@@ -430,7 +430,7 @@ class Cell:
         self._maybe_end(part)
 
     def on_input(self, worker: str, request: Message) -> None:
-        """Show what a worker has printed so far, and pass its request for input to the thread that waits.
+        """Show the worker's output so far, and pass its request for input to the thread that waits.
 
         The kernel thread calls this. The request is kept until a thread is in `wait`, which asks the user by `_ask`.
         """
@@ -499,8 +499,8 @@ class Cell:
     def _take_error(self, part: CellPart, name: str | None) -> bool:
         """Make the last error message in `CellPart.held` the error of a part, if its class is called ``name``.
 
-        Returns whether it was, and removes the message then. ``name`` None stands for any error, and so does
-        ``NoneType``, which a kernel replies if the error's ``repr`` fails.
+        If so, removes the message and returns True; else returns False. None stands for any error, and so does
+        ``"NoneType"``, which a kernel replies if the error's ``repr`` fails.
         """
         errors = [message for message in part.held if message.kind == "error"]
         if not errors or name not in (None, "NoneType", errors[-1].content["ename"]):
@@ -556,7 +556,7 @@ class Cell:
             self.sink.page.publish("stream", {"name": "stderr", "text": text})
 
     def _tell_end(self) -> None:
-        """Mark the cell as done, wake the threads that wait, and call the callbacks of `when_done`.
+        """Mark the cell as done, wake the waiting threads, and call the callbacks of `when_done`.
 
         Called once, in the kernel thread. An error of a callback is logged, and the others still run. A background cell
         shows its error, unless ``wait`` or ``await`` has raised it.
@@ -591,7 +591,7 @@ class Cell:
             self._show(part, message)
 
     def _show(self, part: CellPart, message: Published) -> None:
-        """Show a message by way of the cell's `Outlet`, and add what the outlet lets through to `CellPart.outputs`."""
+        """Show a message through the cell's `Outlet`, and add the outlet's messages to `CellPart.outputs`."""
         self._remember(part, self._outlet.feed(part.worker, message))
 
     def _show_held(self, part: CellPart, error: Published | None = None) -> None:

@@ -6,7 +6,7 @@ comm's own id, with a `_StandIn` that passes messages on to the worker::
     front end ── comm_msg ──> _StandIn ── to_worker ──> worker's kernel
     front end <── publish ─── Relayed <── on_output ─── worker's kernel: output while it handles that message
 
-The worker's output in that time belongs to the front end's message, as it would with one kernel.
+The output that the worker sends while it handles the front end's message belongs to that message, as with one kernel.
 """
 
 from __future__ import annotations
@@ -162,6 +162,6 @@ class Comms:
 def _manager() -> Any:
     """Return the comm manager of this process's kernel; None without a kernel.
 
-    That of the package ``comm`` would be another one with old versions of ipykernel, which do not know the package.
+    Old versions of ipykernel do not use the package ``comm``, so its manager would be another one.
     """
     return getattr(getattr(get_ipython(), "kernel", None), "comm_manager", None)

@@ -239,7 +239,7 @@ class Kernel:
     def _drain(self, channel: str) -> None:
         """Read the messages that have arrived, up to `_MESSAGES_AT_ONCE` of them, and the others a little later.
 
-        ZeroMQ's file descriptor reports once that there are messages, however many there are.
+        ZeroMQ's file descriptor reports the arrival of messages only once, however many have arrived.
         """
         for _ in range(_MESSAGES_AT_ONCE):
             socket = self._sockets.get(channel)  # a message may close the kernel

@@ -1,8 +1,8 @@
 """Names the frames of cells: ``In[3] on worker1`` instead of the name of a generated file.
 
-IPython compiles a cell under a file name that tells a reader nothing, in a directory of its process. The process that
-compiled a cell knows its number. So a worker renames the frames of cells that it ran, and the notebook renames those of
-functions that were defined in its own cells and sent to workers.
+IPython compiles a cell under a file name that tells a reader nothing, in a directory of its process. Only the process
+that compiled a cell knows the cell's number. So a worker renames the frames of cells that it ran. The notebook renames
+the frames of functions that were defined in its own cells and sent to workers.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _name_file(file: str) -> str:
 def _follow_numbers(shell: InteractiveShell) -> None:
     """Note the number of every cell that the shell compiles, for `cell_number` and for the names of files.
 
-    The shell's own count is that of this cell or of the next one, depending on IPython's version.
+    The shell's own count belongs to this cell or to the next one, depending on IPython's version.
     """
     cache: Any = shell.compile.cache
     _numbers.clear()

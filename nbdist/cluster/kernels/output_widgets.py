@@ -9,7 +9,7 @@ __all__ = ["own_request"]
 
 
 def own_request(content: Mapping[str, Any], theirs: str, ours: str) -> Mapping[str, Any]:
-    """Return a comm message in which the worker's request id is replaced by that of the notebook's request.
+    """Return a comm message in which the notebook's request id replaces the worker's.
 
     An ``Output`` widget sends this id, ``msg_id``, to the front end, which captures the output of that request.
     ``theirs`` is the id on the worker, ``ours`` the notebook's. A message without that id is returned as it is.

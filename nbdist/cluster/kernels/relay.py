@@ -1,14 +1,14 @@
-"""Passes the messages of a kernel's channels on, where the kernel and the notebook are on different hosts.
+"""Relays the messages of a kernel's channels if the kernel and the notebook are on different hosts.
 
 ::
 
     the notebook's host                                              the kernel's host
     Kernel ── ipc ──> Relay.before_notebook ── carry, deliver ──> Relay.before_kernel ── ipc ──> ipykernel
 
-A relay has two threads: one reads and writes its sockets, the other, the courier, carries what was read to the other
-relay, one batch at a time, in order. While a batch is on its way, the relay reads more, up to `_MOST_READ` bytes. What
-comes after that stays in ZeroMQ's queue, which has no limit: a kernel never waits for its output. The relay does not
-look at the frames: the kernel has signed them with its key, and the notebook checks that.
+A relay has two threads. One reads and writes its sockets. The other, the *courier*, carries the messages that were read
+to the other relay, one batch at a time, in order. While a batch is on its way, the relay reads more, up to `_MOST_READ`
+bytes. Further messages stay in ZeroMQ's queue, which has no limit, so a kernel never waits to send its output. The
+relay does not look at the frames: the kernel has signed them with its key, and the notebook checks the signature.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _log = logging.getLogger("nbdist.cluster")
 
 
 class Relay:
-    """One end of the way between a notebook and a kernel of another host.
+    """One end of the connection between a notebook and a kernel of another host.
 
     `before_notebook` and `before_kernel` make it.
-    ``carry(batch)`` brings a list of parcels to the other end, returns when they are there, and raises an error if they
-    cannot be brought; then the relay carries nothing more.
+    ``carry(batch)`` brings a list of parcels to the other end, and returns when they are there. If it raises an error,
+    the relay carries nothing more.
     """
 
     def __init__(self, sockets: Mapping[str, Any], context: Any, carry: Callable[[list[Parcel]], object]) -> None:
@@ -79,7 +79,7 @@ class Relay:
     def before_notebook(cls, ip: str, ports: Mapping[str, int], carry: Callable[[list[Parcel]], object]) -> Relay:
         """Return a relay that answers the notebook in the place of the kernel, at the ``ipc`` sockets of a connection.
 
-        ``ip`` and ``ports`` are those of the connection file.
+        ``ip`` and ``ports`` come from the connection file.
         """
         context = _context()
         sockets = {}
@@ -92,7 +92,7 @@ class Relay:
     def before_kernel(cls, ip: str, ports: Mapping[str, int], carry: Callable[[list[Parcel]], object]) -> Relay:
         """Return a relay that is the client of a kernel of this host.
 
-        ``ip`` and ``ports`` are those of the kernel's connection file.
+        ``ip`` and ``ports`` come from the kernel's connection file.
         """
         context = _context()
         sockets = {}
@@ -106,12 +106,12 @@ class Relay:
         return cls(sockets, context, carry)
 
     def deliver(self, batch: Sequence[Parcel]) -> None:
-        """Take a batch from the other end, to send it on. Does not wait. Any thread may call this."""
+        """Accept a batch from the other end, and queue it for the sockets. Does not wait. Any thread may call this."""
         self._to_send.extend(batch)
         self._wake()
 
     def drain(self, quiet: float, timeout: float) -> None:
-        """Wait until everything that was read here has been carried away, and nothing has come for ``quiet`` seconds.
+        """Wait until all parcels read here are carried away, and no new one has arrived for ``quiet`` seconds.
 
         Returns after ``timeout`` seconds at the latest.
         """
@@ -165,7 +165,7 @@ class Relay:
         self._context.destroy(linger=0)
 
     def _send_all(self) -> bool:
-        """Send what has been delivered; return whether there was something."""
+        """Send the parcels that were delivered; return whether there were any."""
         moved = False
         while self._to_send:
             channel, frames = self._to_send.popleft()
@@ -176,7 +176,7 @@ class Relay:
         return moved
 
     def _read_all(self) -> bool:
-        """Read what the sockets have, if there is room; return whether there was something."""
+        """Read the messages at the sockets while there is room; return whether there were any."""
         found: list[Parcel] = []
         if self._bytes < _MOST_READ:
             for channel, sock in self._sockets.items():
@@ -198,7 +198,7 @@ class Relay:
     # -- the courier --------------------------------------------------------------------------
 
     def _carry_all(self) -> None:
-        """Carry what has been read to the other end, batch by batch, until `close` or an error."""
+        """Carry the parcels that were read to the other end, batch by batch, until `close` or an error."""
         while batch := self._next_batch():
             try:
                 self._carry(batch)

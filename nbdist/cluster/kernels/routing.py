@@ -47,8 +47,8 @@ class Router:
     def expect(self, id: str, cell: Cell) -> None:
         """Register a cell for the messages that belong to the request ``id``.
 
-        Called before the request is sent. Beyond `_CELLS_KEPT` requests, that of the oldest cell that has ended is
-        forgotten.
+        Called before the request is sent. If there are more than `_CELLS_KEPT` requests, forgets the oldest one whose
+        cell has ended.
         """
         self._cells[id] = cell
         if len(self._cells) > _CELLS_KEPT:
@@ -97,7 +97,7 @@ class Router:
     # -- at the end of a cell -----------------------------------------------------------------
 
     def settle(self, origin: Origin, workers: Sequence[Worker], ask: Callable[[str, str], bool], within: float) -> None:
-        """Show what the calls (RPCs) of a cell have printed, once all of it has arrived, or after ``within`` seconds.
+        """Show the output of a cell's calls (RPCs), once all of it has arrived, or after ``within`` seconds.
 
         ``origin`` is the notebook's cell. ``ask(worker, token)`` makes a worker send a message with the token after its
         output so far, and returns whether the worker could be asked. Blocks the calling thread, which must not be the
@@ -126,7 +126,7 @@ class _Fence:
         self._lock = threading.Lock()
 
     def pass_one(self) -> None:
-        """Count one worker, whose message behind its output has arrived or that could not be asked. In any thread."""
+        """Count one worker: the message after its output has arrived, or it could not be asked. In any thread."""
         with self._lock:
             self._awaited -= 1
             if self._awaited <= 0:

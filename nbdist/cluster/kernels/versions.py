@@ -55,11 +55,11 @@ class Completions(NamedTuple):
     kind: str = ""
     """A word for the names, such as "worker", which front ends show beside them."""
     alone: bool = False
-    """True if IPython must not add what its own completers find, even if there are no names."""
+    """True if IPython must not add its own completions, even if there are no names."""
 
 
 class _Nothing(list[Any]):
-    """An empty list of completions that suppresses those of other completers.
+    """An empty list of completions that suppresses the completions of other completers.
 
     IPython suppresses them only for a completer whose list is not empty, so this one claims to have a length of 1.
     """
@@ -101,7 +101,7 @@ def _add_matcher(completer: Any, complete: Callable[[str, int], Completions]) ->
 
 
 def _wrap_completions(completer: Any, complete: Callable[[str, int], Completions]) -> Callable[[], None]:
-    """Do the work of `add_completer` with older versions: put our completions before those of IPython."""
+    """Do the work of `add_completer` with older versions: put our completions before IPython's."""
     from IPython.core.completer import Completion
 
     plain = completer.completions
@@ -189,7 +189,7 @@ def _without_colours(text: str) -> str:
 def handle_where_sent(comm: Any) -> None:
     """Make ipykernel handle the page's messages for a comm in the thread that they are sent to.
 
-    From 7.4 on, it hands a message to the thread that published last, which may be busy with a cell.
+    From version 7.4 on, ipykernel hands a message to the thread that published last, which may be busy with a cell.
     """
     if hasattr(comm, "_reply_subshell_for"):
         comm._reply_subshell_for = _where_it_was_sent
@@ -204,7 +204,7 @@ def _where_it_was_sent(_: Any, default: Any) -> Any:
 
 
 def html_style() -> Any:
-    """Return a new style for an `ipywidgets.HTML`. That of ipywidgets 7 has only the width of its description."""
+    """Return a new style for an `ipywidgets.HTML`. With ipywidgets 7 it has only the width of the description."""
     from ipywidgets.widgets import widget_description, widget_string
 
     kind: Any = getattr(widget_string, "HTMLStyle", widget_description.DescriptionStyle)
@@ -234,7 +234,7 @@ def answer_through_stream(kernel: Any) -> None:
 def answer_in_thread(shell: Any, parent: dict[str, Any]) -> Callable[[], None]:
     """Make the calling thread's output a reply to ``parent``; return the function that undoes that.
 
-    ``parent`` is a Jupyter request, of which the header is enough. `keep_output_apart` has been called for the shell.
+    ``parent`` is a Jupyter request; its header is enough. Call `keep_output_apart` for the shell before.
     """
     if hasattr(shell, "set_thread_parent"):
         return partial(shell.reset_thread_parent, shell.set_thread_parent(parent))
@@ -251,10 +251,11 @@ def answer_in_thread(shell: Any, parent: dict[str, Any]) -> Callable[[], None]:
 
 
 def keep_output_apart(shell: Any) -> None:
-    """Let each thread of a worker have a request of its own that its output answers: see `answer_in_thread`.
+    """Let each thread of a worker have a request of its own as the parent of its output: see `answer_in_thread`.
 
-    Since ipykernel 7.0 they can. In older versions one request holds for all threads, so this changes the class of the
-    shell and of all that publishes: its ``parent_header`` becomes that of the calling thread. Call it once in a worker.
+    ipykernel 7.0 and later can do this. In older versions, one request is the parent of the output of all threads. So
+    this changes the class of the shell, and of each object that publishes: its ``parent_header`` becomes the request of
+    the calling thread. Call it once in a worker.
     """
     if hasattr(shell, "_parent_header"):
         return
@@ -266,12 +267,12 @@ def keep_output_apart(shell: Any) -> None:
 
 
 def _publishers(shell: Any) -> tuple[Any, ...]:
-    """Return the shell and the four objects that publish its output; each knows what request the output answers."""
+    """Return the shell and the four objects that publish its output; each has the request that the output answers."""
     return shell, shell.displayhook, shell.display_pub, sys.stdout, sys.stderr
 
 
 _scope: ContextVar[_Scope | None] = ContextVar("nbdist_scope", default=None)
-"""The request that the output of the calling thread answers, with text that waits; None for the request of the cell."""
+"""The request that the calling thread's output answers, and its unsent text; None for the request of the cell."""
 
 
 class _Scope:
@@ -283,7 +284,7 @@ class _Scope:
         self._waiting: dict[Any, list[str]] = {}
 
     def write(self, stream: Any, text: str) -> None:
-        """Send text to a stream soon, together with what comes meanwhile."""
+        """Send text to a stream soon, together with later text."""
         with self._lock:
             first = stream not in self._waiting
             self._waiting.setdefault(stream, []).append(text)
@@ -333,7 +334,7 @@ class _ApartStream(_Apart):
         return len(text)
 
     def flush(self) -> None:
-        """Send what waits: the thread's own text too."""
+        """Send the buffered text, the calling thread's own text included."""
         scope = _scope.get()
         if scope is not None:
             scope.flush()

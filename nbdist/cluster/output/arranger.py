@@ -39,7 +39,7 @@ LEFT_OUT = "nbdist_left_out"
 """The kind of an internal message that stands for lines left out; front ends get `say_left_out` in its place."""
 
 OUTPUT = ("stream", "display_data", "execute_result", "error", LEFT_OUT)
-"""The message kinds that take a place below the cell. Others change what is there, or concern a widget."""
+"""The message kinds that take a place below the cell. Other messages change existing output, or concern a widget."""
 
 _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)")
 """A name that ends in a number without leading zeros."""
@@ -68,7 +68,7 @@ class Arranger:
         raise NotImplementedError
 
     def flush(self, now: float) -> list[Published]:
-        """Return what is due at the time ``now``.
+        """Return the messages that are due at the time ``now``.
 
         The caller calls this at the time that `next_flush` gave; calling it earlier or more often is harmless.
         """

@@ -1,4 +1,4 @@
-"""Cuts one worker's output into items: only whole lines can be labelled, and compared with those of other workers.
+"""Cuts one worker's output into items: only whole lines can be labelled, and compared with other workers' lines.
 
 A line without an end is held back: usually its end arrives soon; otherwise it is a progress bar, or dots that a program
 prints one by one.

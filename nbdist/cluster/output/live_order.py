@@ -191,7 +191,7 @@ class Live(Arranger):
         state.queue.append(OutputItem([worker], f"clear:{message.content['wait']}", now, message=message))
 
     def _wipe(self, workers: Sequence[str], message: Published, now: float) -> list[Published]:
-        """Clear the output of some workers in the record of what is shown; return the messages that do so on the page.
+        """Clear the output of some workers in the record of shown output; return the messages that clear the page.
 
         ``message`` is the workers' ``clear_output``. It clears all output of the cell, so the output of the other
         workers is shown again after it. Empty if nothing of these workers is shown. Progress bars are due at ``now``, a
@@ -220,7 +220,7 @@ class Live(Arranger):
     # -- progress bars ------------------------------------------------------------------------
 
     def _note_bars(self, worker: str, state: _Worker, now: float) -> None:
-        """Plan when to show a worker's bars, if they differ from what is shown.
+        """Plan when to show a worker's bars, if they differ from the bars on the page.
 
         A new bar may wait for its line to end; a bar that is shown is updated after `FOLD_AFTER`.
         """
@@ -233,9 +233,9 @@ class Live(Arranger):
             self._bars_due.setdefault(worker, now + arranger.FOLD_AFTER)
 
     def _show_bars(self, now: float, *, everything: bool = False) -> list[Published]:
-        """Return the one display of all bars: those that are shown, and those that are due.
+        """Return the one display of all bars that are shown or due.
 
-        ``everything`` shows also those that are not due. Empty if the display is up to date.
+        With ``everything``, it also has the bars that are not due. Returns an empty list if the display is up to date.
         """
         shown: dict[str, list[str]] = {}
         for name, state in self._workers.items():

@@ -22,7 +22,7 @@ class _Held:
         self.wipe()
 
     def wipe(self) -> None:
-        """Drop what is held: the worker has cleared its output."""
+        """Drop the held messages: the worker has cleared its output."""
         self.messages: list[Published] = []
         self.clear = False
         """True after a ``clear_output`` that waits for the next output."""
@@ -111,7 +111,7 @@ class Grouped(Arranger):
 def _in_fixed_order(worker: str, said: Sequence[Published]) -> list[OutputItem]:
     """Return one worker's output as items, in an order that does not depend on when its streams were flushed.
 
-    Between two displays, all text of stdout comes before that of stderr.
+    Between two displays, all text of stdout comes before all text of stderr.
     """
     lines = Lines(worker)
     items: list[OutputItem] = []

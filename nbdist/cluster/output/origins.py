@@ -1,4 +1,4 @@
-"""Shows what functions print for RPCs: under the cell that called them, with the worker's name before each line."""
+"""Shows the prints of functions that run for RPCs, under the cell that called them, labelled with the worker's name."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Origins:
         return key
 
     def know(self, names: Sequence[str]) -> None:
-        """Note the names of the workers, of which there are more now. Earlier cells stay as they are. In any thread."""
+        """Note the names of all workers after the cluster has grown. Earlier cells stay as they are. In any thread."""
         self._names = names
 
     def find(self, key: str) -> Origin | None:

@@ -1,4 +1,4 @@
-"""Shows, at the right time, what an arranger returns: for a cell, or for a cell's calls. For the kernel thread only.
+"""Shows an arranger's messages at the right time: for a cell, or for a cell's calls. For the kernel thread only.
 
 The first lines of a worker go straight to the arranger. Once there are too many for the page, the last few of them are
 shown in one place and replaced every half second, until the worker ends the cell::
@@ -63,7 +63,7 @@ class Outlet:
         self._quiet_due: asyncio.TimerHandle | None = None
 
     def feed(self, worker: str, message: Published) -> list[Published]:
-        """Take a message of a worker, and show what is due.
+        """Take a message of a worker, and show the output that is due.
 
         Returns the messages that are kept as the cell's outputs: this one, others that were held back before, or none
         while its text is held back (`OutputCutter`), because the worker has printed too many lines to show.
@@ -105,12 +105,12 @@ class Outlet:
         self._last.move_to(sink.page)
 
     def _arrange(self, worker: str, messages: Iterable[Published]) -> None:
-        """Feed messages to the arranger, and show what it returns."""
+        """Feed messages to the arranger, and show the messages that it returns."""
         now = time.monotonic()
         self._show([shown for message in messages for shown in self._arranger.feed(worker, message, now)])
 
     def _flush(self) -> None:
-        """Show what the arranger has due now.
+        """Show the arranger's messages that are due now.
 
         The timer that `_show` has set calls this.
         """

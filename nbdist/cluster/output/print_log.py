@@ -133,7 +133,7 @@ class PrintLog:
         return self._stem.with_name(f"{self._stem.name}-{number}")
 
     def read(self, cell: int | None = None) -> Printed:
-        """Return what the worker has printed in one cell, or in all, as open files, which stay readable.
+        """Return the worker's lines in one cell, or in all cells, as open files, which stay readable.
 
         Lines in files that were deleted are only counted. Raises OSError if a file cannot be opened.
         """

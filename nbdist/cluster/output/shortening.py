@@ -1,4 +1,4 @@
-"""Cuts what a worker prints in one cell to its first and last lines: a page that shows 100,000 lines freezes. Pure.
+"""Cuts a worker's output in one cell to its first and last lines: a page that shows 100,000 lines freezes. Pure.
 
 ::
 
@@ -28,7 +28,7 @@ class OutputCutter:
     """Cuts one worker's text in one cell: messages go in, the messages to show now come out."""
 
     def __init__(self, cell: int, streams: Container[str]) -> None:
-        """Cut what a worker prints in cell number ``cell`` to these streams, such as "stdout"; others pass uncut."""
+        """Cut the worker's output in cell ``cell`` on these streams, such as "stdout"; other output passes uncut."""
         self._cell = cell
         self._streams = streams
         self._begin()

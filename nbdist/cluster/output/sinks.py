@@ -37,7 +37,7 @@ class Sink(Protocol):
     """The words that tell the user what ends a cell, such as ``Stop ends``."""
 
     cut: frozenset[str]
-    """The streams of which only the first and the last lines are shown."""
+    """The streams whose long text is cut to its first and last lines."""
 
     captured: frozenset[str]
     """The streams that the user's code takes as text, so that nothing in them can be replaced later."""
@@ -71,7 +71,7 @@ class Sink(Protocol):
         ...
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
-        """Do what a cell's reply asks the front end for: show a help page, write a next cell. Main thread only."""
+        """Carry out a cell's requests to the front end, such as to show a help page. Main thread only."""
         ...
 
 
@@ -105,7 +105,7 @@ class KernelSink:
 
     @property
     def page(self) -> KernelSink:
-        """This place itself: what is published here appears in the notebook's page, below the cell.
+        """This place itself, which shows output in the notebook's page, below the cell.
 
         Notices go to a sink's ``page``, so that the user sees them even if the cell's output is captured: only the
         ``page`` of a `CapturedSink` is another place, the `KernelSink` of the same cell.
@@ -254,7 +254,8 @@ class PlainSink:
 def current_sink() -> Sink:
     """Return the place for the output of the code that runs now.
 
-    In a notebook this is the present cell; in a captured one (`%%capture`) what captures its output.
+    In a notebook this is the present cell. If the cell's output is captured (`%%capture`), it is the object that
+    captures it.
     """
     shell: Any = get_ipython()
     sink = sink_of((shell.get_parent() if hasattr(shell, "get_parent") else None) or {})
@@ -262,7 +263,7 @@ def current_sink() -> Sink:
 
 
 def _captured(page: KernelSink, shell: Any) -> Sink:
-    """Return the sink for what captures the output of a notebook's cell now; ``page`` if nothing does.
+    """Return the sink for the object that captures the cell's output now; ``page`` if none does.
 
     Every call asks for its sink. So the streams and publisher of the usual case are kept in `_not_captured`, and looked
     at first.

@@ -1,4 +1,4 @@
-"""`GroupStore`: the store by which workers form their process group; `FolderStore` keeps it in files of one host.
+"""`GroupStore`: the store through which workers form their process group; `FolderStore` keeps it in files of one host.
 
 torch's own two stores for several processes are not used. `TCPStore` listens on every interface and trusts everybody
 who connects. `FileStore` appends records to one file: a process that is killed within a record leaves half of it, and
@@ -51,10 +51,9 @@ _changing = threading.Lock()
 class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     """A `torch.distributed.Store` of the workers of one cluster, for one process group.
 
-    A subclass says where it is kept.
-    torch calls the methods from C++ too, in any thread. Keep a reference to the store for as long as a process group
-    uses it: C++ keeps only its own half of the object alive. Queues and `list_keys` are missing, because torch cannot
-    call these in a store written in Python.
+    A subclass stores the keys and values. torch calls the methods from C++ too, in any thread. Keep a reference to the
+    store for as long as a process group uses it: C++ keeps only its own half of the object alive. Queues and
+    `list_keys` are missing, because torch cannot call these in a store written in Python.
 
     Waiting for a missing key and writing raise RendezvousError if the group failed to form or the store is gone, and
     WorkerLost if a member has died.
@@ -70,7 +69,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         self.lost = ""
         """The text of the WorkerLost that waits and writes raise once a member has died; empty before."""
 
-    # -- a subclass has these -----------------------------------------------------------------
+    # -- a subclass defines these -------------------------------------------------------------
 
     @property
     def ended(self) -> str:
@@ -86,7 +85,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     def enter(self, incarnation: int, rank: int) -> None:
         """Store this process's rank in the process group under the incarnation of its RPC agent.
 
-        By `rank_of`, the other workers find the rank when the agent reports that this worker has died.
+        The other workers look the rank up with `rank_of` when their agent reports that this worker has died.
         """
         self.set(f"nbdist/{incarnation:x}", str(rank))
 
@@ -167,7 +166,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         if why := self.ended:
             raise RendezvousError(why)
 
-    # -- what torch asks about the store itself -----------------------------------------------
+    # -- questions of torch about the store itself --------------------------------------------
 
     def deleteKey(self, key: str) -> bool:
         """Remove a key, as `delete_key` does."""

@@ -1,4 +1,4 @@
-"""Saves the text that a worker writes to standard error just before it crashes.
+"""Saves the *last words* of a worker: the text that it writes to standard error just before it crashes.
 
 Text that C code writes goes through a pipe, which a thread of ipykernel reads. A crashing process usually holds the
 GIL: ipykernel's thread would take the text out of the pipe and then never get to show it. Therefore::
@@ -24,7 +24,7 @@ _SIZE = 1 << 16
 
 
 def guard_streams() -> None:
-    """Make ipykernel copy what C code prints to the worker's log before it takes the text out of the pipe.
+    """Make ipykernel copy C code's output to the worker's log before it takes the text out of the pipe.
 
     The pipes stand in for standard output and error. So the text is not lost if the process crashes before ipykernel
     shows it. Call before the kernel starts. On systems without ``tee`` it does nothing, and the last text may be lost.
@@ -37,7 +37,7 @@ def guard_streams() -> None:
 
 
 def hand_over() -> None:
-    """Let the zygote, the parent process, read what is left in the pipe of standard error after this worker's death.
+    """Let the zygote, the parent process, read the rest of this worker's standard error from its pipe after its death.
 
     Call once the kernel has replaced `sys.stderr` with that pipe. Without a pipe there is nothing to read.
     """
@@ -49,7 +49,7 @@ def _watch(stream: Any) -> None:
     """Copy each text in a stream's pipe to the worker's log, then show it, until the stream closes.
 
     Takes the place of the method that ipykernel runs in a thread for each stream, and leaves errors where ipykernel
-    looks for them. ``tee`` copies what is in the pipe without removing it. It waits for text without the GIL.
+    looks for them. ``tee`` copies the text in the pipe without removing it. It waits for text without the GIL.
     """
     if stream._fid is None:
         return

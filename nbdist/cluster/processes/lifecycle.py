@@ -1,6 +1,6 @@
 """Starts the workers of a cluster, forms their process group, restarts and ends them.
 
-The words are those of `Worker.step`; ``progress`` is called with each of them, but for the first and the last::
+The drawing shows the values of `Worker.step`. ``progress`` is called with each of them except the first and the last::
 
                   each worker by itself                    all workers together
                   ┌───────────────────────────────────┐    ┌──────────────────┐
@@ -83,13 +83,13 @@ class Lifecycle:
         self._group_is_due = False
         """True if the process group must form anew once all workers are idle. Only the kernel thread uses this."""
         self._coming: list[Worker] = []
-        """The workers that are to join those of the cluster: see `bring_in`."""
+        """The workers that are starting to join the cluster: see `bring_in`."""
         self._told_size = len(workers)
-        """The number of workers that all workers know of. Only the kernel thread uses this."""
+        """The size of the cluster that all workers know. Only the kernel thread uses this."""
         self._telling: list[asyncio.Task[None]] = []
-        """The tasks that wait until workers have learnt that number. A loop keeps only weak references to its tasks."""
+        """The tasks that wait until workers know that number. A loop keeps only weak references to its tasks."""
         self.unsent: set[object] = set()
-        """A token for each cell whose workers `Cluster.execute` has chosen, and which they have not been sent."""
+        """A token for each cell whose workers `Cluster.execute` has chosen, but which is not sent to them yet."""
         self._begun: dict[str, Future[StartedWorker]] = {}
         """By name: the futures of the starts that `launch` has asked for, until `bring_up` waits for them."""
         self.launcher: Launcher = launcher_of(spec)(spec, self._on_end)
@@ -204,11 +204,11 @@ class Lifecycle:
     def bring_in(
         self, workers: Sequence[Worker], is_member: Callable[[str], bool], deadline: float
     ) -> dict[str, BaseException]:
-        """Start new workers beside those of the running cluster; return the errors of those that failed, by name.
+        """Start new workers beside the workers of the running cluster; return the errors of the failed ones, by name.
 
         If the result is empty, all of them are members of the RPC world, and `adopt` makes them workers of the cluster.
-        Else all of them have been killed. ``deadline`` and ``is_member`` are as for `bring_up` and `kill`. A call waits
-        for the end of the call before, and of a restart: the caller sees to that.
+        Else all of them have been killed. ``deadline`` and ``is_member`` are as for `bring_up` and `kill`. The caller
+        makes sure that no other call of this method, and no restart, runs at the same time.
         """
         failed: dict[str, BaseException] = {}
 
@@ -277,8 +277,8 @@ class Lifecycle:
     async def _started(self, worker: Worker) -> StartedWorker:
         """Wait until a launched worker has its process; raise the error of the start.
 
-        If the start fails, the worker is lost, and `kill` need not wait for it. If it is given up, the worker is lost,
-        too; but a process may have come of it, so `kill` waits until the launcher has reported its end.
+        If the start fails, the worker is lost, and `kill` need not wait for it. If the start is given up, the worker is
+        lost, too; but its process may exist, so `kill` waits until the launcher has reported the end.
         """
         try:
             return await asyncio.wrap_future(self._begun.pop(worker.name))
@@ -313,8 +313,10 @@ class Lifecycle:
     def _begin_if_idle(self) -> tuple[list[str], Coroutine[Any, Any, None] | None]:
         """Begin to form the next process group if all workers are idle, else note that it is due. In the kernel thread.
 
-        Cells begin and end in that thread, so none does between the look and the beginning. Returns the names of the
-        workers that are not idle, and else the coroutine of `_begin_group`.
+        Cells begin and end in that thread, so none begins between the check and the start of the group. Returns the
+        names of the workers that are not idle, and the coroutine of `_begin_group` if this has called it, else None.
+        With the backend none, no worker needs to be idle, and this calls `_begin_group` only after the cluster has
+        grown.
         """
         if self._backend == "none":
             return [], self._begin_group() if self._told_size != len(self._workers) else None
@@ -325,7 +327,7 @@ class Lifecycle:
     def _await_group(
         self, beginning: Coroutine[Any, Any, tuple[list[str], Coroutine[Any, Any, None] | None]], deadline: float
     ) -> list[str]:
-        """Run a coroutine that returns what `_begin_if_idle` does; wait for the group, and return the busy workers."""
+        """Run a coroutine with the result of `_begin_if_idle`; wait for the group, and return the busy workers."""
         busy, forming = self._thread.run(beginning).result()
         if forming is not None:
             self._in_time(forming, deadline)
@@ -356,7 +358,7 @@ class Lifecycle:
         Returns at once, but the workers are told first: the cells that they are sent next run in the new group. A
         failure is only logged.
         """
-        # A cell that is about to be sent counts as one that runs: it was meant for the group that there is.
+        # A cell that is about to be sent counts as a running cell: its workers were chosen for the present group.
         if self.unsent or not (self._group_is_due and all(worker.state == "idle" for worker in self._workers)):
             return
 
@@ -443,10 +445,10 @@ class Lifecycle:
     def _in_time(
         self, work: Coroutine[Any, Any, None], deadline: float, otherwise: str = "the process group did not form"
     ) -> None:
-        """Run a coroutine in the kernel thread; where it is not done by ``deadline``, raise StartError.
+        """Run a coroutine in the kernel thread; raise StartError if it is not done by ``deadline``.
 
-        The error names the modules to preload, if these are not imported yet; else the workers that are not ready; if
-        all are ready, it says ``otherwise``.
+        The error names the modules to preload if these are not imported yet; else it names the workers that are not
+        ready; if all are ready, its text is ``otherwise``.
         """
 
         async def limited() -> None:

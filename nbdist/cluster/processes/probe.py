@@ -1,4 +1,4 @@
-"""Asks the host, not the worker, about a worker's process: so it works while the worker holds the GIL.
+"""Asks a worker's host about the worker's process. This works even while the worker holds the GIL.
 
 The frames of the main thread come by a signal, at which the worker writes them to a file in its run directory; the
 handler needs no GIL. Memory and CPU time come from ``/proc``. Only launchers call this: it works on the worker's host.

@@ -25,11 +25,11 @@ _LONGEST_SOCKET = "/agent-1234567-0123456789abcdef/in"
 
 
 def make_folder() -> Path:
-    """Make a new run directory of a cluster and return its path. Removes those whose process has ended.
+    """Make a new run directory of a cluster and return its path. Also removes the directories of ended processes.
 
-    Such a directory holds sockets, connection files and logs, and a file with the pid of this process, its owner.
-    Raises UsageError if the paths of sockets in it would be too long, ResourceError if the disk is full or this process
-    has too many files open. In both cases nothing is left behind.
+    A run directory holds sockets, connection files and logs, and a file with the pid of its owner, the process that
+    made it. Raises UsageError if the paths of sockets in it would be too long, ResourceError if the disk is full or
+    this process has too many files open. In both cases nothing is left behind.
     """
     base = runtime_directory()
     _sweep(base)

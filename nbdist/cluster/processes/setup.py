@@ -1,4 +1,4 @@
-"""`WorkerSetup`: what a worker must know about itself and its cluster when its process starts."""
+"""`WorkerSetup`: the facts about itself and its cluster that a worker gets when its process starts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
     name: str
     id: int
-    """Its id in the RPC world, of which the notebook is a member too."""
+    """Its id in the RPC world. The notebook is a member of that world, too."""
     rank: int
-    """Its rank in the process group, of which the notebook is no member."""
+    """Its rank in the process group. The notebook is not a member of the group."""
     world_size: int
     """The number of workers in the process group."""
     connection_file: str
@@ -57,7 +57,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     master_address: str = "127.0.0.1"
     """The address of the host of rank 0, for a process group that user code forms by ``env://``."""
     interface: str = "lo"
-    """The network interface for the connections of process groups; empty for what gloo and NCCL choose."""
+    """The network interface for the connections of process groups; empty to let gloo and NCCL choose."""
     host: str | None = None
     """The address at which agents on other hosts reach this worker's; None if all are on one host."""
     secret: str | None = None

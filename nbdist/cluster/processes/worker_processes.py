@@ -1,7 +1,7 @@
-"""`Processes`: starts, signals and ends the worker processes of one cluster, by way of a zygote. For `LocalLauncher`.
+"""`Processes`: starts, signals and ends the worker processes of one cluster, through a zygote. For `LocalLauncher`.
 
-The module `nbdist.cluster.processes.zygote` has a drawing of both sides, and defines the messages between them. What
-the zygote answers arrives in one thread, `_read`, and settles futures, which other threads wait for::
+The module `nbdist.cluster.processes.zygote` has a drawing of both sides, and defines the messages between them. One
+thread, `_read`, receives the zygote's answers, and settles the futures for which other threads wait::
 
     request                     event that answers it       what waits
     (the constructor)           Ready                       `ready`
@@ -65,7 +65,7 @@ class Processes:
         on_end: See above. It may be replaced as long as no worker has been started.
         preload: Modules that the zygote imports at once. One that cannot be imported costs only a warning.
         fork: Whether to fork workers where that is safe.
-        environment: The zygote's environment variables; None for those of this process.
+        environment: The zygote's environment variables; None for this process's variables.
         fork_zygote: Whether to fork the zygote itself from this process, which then must have no other thread: it has
             this process's imports at no cost.
     """
@@ -127,7 +127,7 @@ class Processes:
 
         The returned future fails with UsageError if a module cannot be imported, with WorkerLost if the zygote ends. If
         workers cannot be forked, a warning says that they do not share the imports. ``environment`` has the environment
-        variables for the imports; None stands for those of this process.
+        variables for the imports; None stands for this process's variables.
         """
         self._line.send(Preload(list(modules), _environment(environment), os.getcwd(), _import_path()))
         return self._preloading
@@ -217,7 +217,7 @@ class Processes:
         self._line.socket.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # -- what the zygote says -----------------------------------------------------------------
+    # -- messages of the zygote ---------------------------------------------------------------
 
     def _read(self) -> None:
         """Handle the zygote's events until it ends. In a thread of its own."""

@@ -111,7 +111,7 @@ class Start(msgspec.Struct, tag="start"):
     environment: dict[str, str]
     directory: str
     log: str
-    """The file that gets standard output and error, but for the time in which ipykernel captures them."""
+    """The file that gets standard output and error while ipykernel does not capture them."""
     path: list[str]
     """The worker's ``sys.path``."""
 
@@ -133,7 +133,7 @@ class ZygoteReady(msgspec.Struct, tag="ready"):
 
 
 class Preloaded(msgspec.Struct, tag="preloaded"):
-    """Event: the imports of `Preload` are done. Its fields are those of `ZygoteReady`."""
+    """Event: the imports of `Preload` are done. It has the fields of `ZygoteReady`."""
 
     forks: bool
     complaints: list[str]
@@ -193,11 +193,12 @@ def main() -> None:
 
 @contextlib.contextmanager
 def frozen_imports(collect: bool = False) -> Iterator[None]:
-    """Import modules in the block without garbage collections, and never collect what is there at its end.
+    """Import modules in the block without garbage collections, and freeze all objects that exist at its end.
 
-    Collections are a sixth of the time that torch takes to import, and find almost nothing. Later ones would go through
-    the 340,000 objects of all modules, in each worker; that would also write to pages which forked workers share, and
-    so copy them. ``collect`` runs one collection at the end, for modules that may leave much behind: the user's.
+    Without this, collections take a sixth of the time of the import of torch, and find almost nothing. Later
+    collections in each worker would visit the 340,000 objects of all modules. They would also write to pages that
+    forked workers share, and so copy them. Frozen objects are never collected. ``collect`` runs one collection at the
+    end, for modules that may leave much behind: the user's.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -212,7 +213,7 @@ def frozen_imports(collect: bool = False) -> Iterator[None]:
 
 
 def fork_zygote(setup: Setup, log: int, environment: Mapping[str, str]) -> int:
-    """Fork the zygote from this process, which has imported what workers need; return its pid.
+    """Fork the zygote from this process, which has imported the modules that workers need; return the zygote's pid.
 
     Only a process without other threads may call this. ``log`` is the file that gets the zygote's standard output and
     error, ``environment`` has its environment variables.
@@ -240,7 +241,7 @@ def fork_zygote(setup: Setup, log: int, environment: Mapping[str, str]) -> int:
 
 
 def _run_to_the_end(start: Start) -> int:
-    """Run a worker whose process has the stack of another program, that of `fork_zygote`; return its exit code.
+    """Run a worker in a process that has another program's stack, because of `fork_zygote`; return its exit code.
 
     To return would run that program. So this also does what Python does as it exits: it waits for threads, and calls
     the exit handlers.
@@ -295,7 +296,7 @@ class _Zygote:
         self._unread: dict[int, tuple[socket.socket, str]] = {}
         """By worker: the socket in which its pipes wait for `_read_last_words`, and the path of its log."""
         self._forks = False
-        """True if workers are forked. Decided after the imports, and again after those of `Preload`."""
+        """True if workers are forked. Decided after the imports, and again after the imports of `Preload`."""
         self._set: dict[str, str] = {}
         self._added: list[str] = []
         """The variables that the imports of `Preload` have set, and the entries they have added to ``sys.path``."""
@@ -330,7 +331,7 @@ class _Zygote:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
 
     def _import(self, modules: Sequence[str], *, collect: bool = False) -> list[str]:
-        """Import modules; return the names and errors of those that cannot be imported.
+        """Import modules; return the names and errors of the modules that cannot be imported.
 
         ``collect`` is as for `frozen_imports`.
 
@@ -537,7 +538,7 @@ class _Zygote:
     def _end(self) -> None:
         """Kill every process that was started from here, remove the run directory, and exit.
 
-        Loops until there are no children, because killing a process makes its children those of the zygote.
+        Loops until there are no children: when a process is killed, the zygote becomes the parent of its children.
         """
         for pid in list(self._workers):
             _kill_group(pid)
@@ -560,7 +561,7 @@ def _end(*_: object) -> None:
 
 
 def leave_last_words(streams: Sequence[int]) -> None:
-    """In a worker, let the zygote read what is left in these pipes if the worker dies. Works once; then does nothing.
+    """In a worker, let the zygote read the text left in these pipes if the worker dies. A second call does nothing.
 
     ``streams`` has the pipes' file descriptors. The worker sends them in a message that the zygote receives only after
     the worker's death, so until then only the worker reads them.
@@ -572,7 +573,7 @@ def leave_last_words(streams: Sequence[int]) -> None:
 
 
 def _read_last_words(line: socket.socket, log: str) -> None:
-    """Append to a dead worker's log what it left in the pipes that it sent with `leave_last_words`.
+    """Append to a dead worker's log the text that is left in the pipes that it sent with `leave_last_words`.
 
     ``line`` is the zygote's end of the socket to that worker. Errors are ignored.
     """
@@ -589,13 +590,13 @@ def _read_last_words(line: socket.socket, log: str) -> None:
 def _open_process(pid: int) -> int:
     """Return a file descriptor that becomes readable when the owner ends; -1 where the system has none.
 
-    Exits if the owner has ended. The closed socket to the owner would not do as a sign: it stays open as long as a
-    process lives that the owner has forked.
+    Exits if the owner has ended. The socket to the owner does not close reliably when the owner ends: a process that
+    the owner has forked keeps it open.
     """
     try:
         file = os.pidfd_open(pid)
     except (AttributeError, OSError):
-        return -1  # the line must do
+        return -1  # the socket to the owner must do
     if os.getppid() != pid:
         os._exit(0)
     return file
@@ -639,7 +640,7 @@ def _is_safe_to_fork() -> bool:
 
 
 def _threads() -> int:
-    """Return the number of threads of this process, those of C libraries included where Linux lists them."""
+    """Return the number of threads of this process. On Linux, this includes threads of C libraries."""
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:

@@ -27,7 +27,8 @@ __all__ = ["install", "raise_translated"]
 def raise_translated(error: RuntimeError | ValueError) -> None:
     """Raise the error that says why a collective failed, if nbdist knows; else return.
 
-    After that the caller raises the error as it is. An error that says that the GPU's memory is full gets a note.
+    If this returns, the caller raises torch's error as it is. If the error says that the GPU's memory is full, it gets
+    a note.
     """
     gpu.explain(error)
     said = translate(error)
@@ -91,7 +92,7 @@ def _show_without_cause(show: Callable[..., Any], said: WorkerLost | GroupError,
 def _say_where_stopped(error: BaseException) -> tuple[type[BaseException], BaseException, Any]:
     """Give an interrupt the text "stopped in ...", unless it has a text; return it as `sys.exc_info` does.
 
-    If it has caused an error in torch, that error and torch's frames are dropped from what is shown.
+    If the interrupt caused an error in torch, IPython does not show that error and torch's frames.
     """
     if not error.args and (where := say_where(error.__traceback__)):
         error.args = (f"stopped in {where}",)

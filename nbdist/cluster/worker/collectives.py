@@ -1,6 +1,6 @@
 """Forms the process group of a worker, and ends collectives after the death of a member or an interrupt.
 
-A collective waits in C++ until all other members have come, and ignores signals. To end a collective of gloo, this
+A collective waits in C++ until all other members have joined it, and ignores signals. To end a collective of gloo, this
 module shuts down the connections of its process group (see `nbdist.cluster.worker.gloo`). To end a collective of NCCL,
 it aborts the group's communicators (see `nbdist.cluster.worker.nccl`)::
 
@@ -12,10 +12,10 @@ it aborts the group's communicators (see `nbdist.cluster.worker.nccl`)::
         └─── `%dist_restart`: the process group forms again ──┘
              after an abort of NCCL: by itself, once all workers are idle
 
-To leave a group is to shut its connections in this process, and to abort its communicators. If an abort does not return
-within 5 s, only the end of the process ends it, so the notebook restarts this worker (`nbdist.cluster.mending`). A
-group that was left, or that formed before the present process group, stays unusable, and so do DDP and FSDP wrappers
-that hold it. Other groups continue.
+To *leave* a group means to shut its connections in this process, and to abort its communicators. If an abort does not
+return within 5 s, only the end of the process can end it, so the notebook restarts this worker
+(`nbdist.cluster.mending`). A group that was left, or that formed before the present process group, stays unusable, and
+so do DDP and FSDP wrappers that hold it. Other groups continue.
 
 gloo forgets one kind of wait when a connection ends: the wait for a half-done transfer. A worker that leaves a group
 ends these waits itself: `nbdist.cluster.worker.gloo_waits`. A limit: if a worker was sending to an interrupted worker,
@@ -178,7 +178,7 @@ def initialise(told: WorkerSetup, generation: int) -> None:
 
 
 def _follow_master(store: GroupStore, told: WorkerSetup) -> None:
-    """Set ``MASTER_ADDR`` and ``MASTER_PORT`` to those of the worker of rank 0, which may have moved to another host.
+    """Set ``MASTER_ADDR`` and ``MASTER_PORT`` to the values of rank 0's worker, which may have moved to another host.
 
     Waits for that worker. Raises RendezvousError if it fails, WorkerLost if a member has died.
     """
@@ -363,13 +363,13 @@ def _keep_new_groups_from_waiting() -> None:
 def _all_loops() -> list[gloo.Loop]:
     """Return the sockets of all gloo process groups in this process, a `gloo.Loop` for each group.
 
-    Before torch 2.13, only those of groups that the store knows.
+    Before torch 2.13, only of groups that the store knows.
     """
     return gloo.loops(_is_known)
 
 
 def _is_known(address: bytes) -> bool:
-    """Return whether the group whose gloo listens at this address formed here, by way of the present store.
+    """Return whether the group whose gloo listens at this address formed here, through the present store.
 
     ``address`` is as in `GroupStore.group_at`.
     """
@@ -416,8 +416,8 @@ def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
     If a connection of the group has ended, or NCCL's collectives were aborted, waits up to `_DEATH_KNOWN_WITHIN`
     seconds for news of a death. If a member on another host does not answer, waits until that member is lost. Then
     returns a WorkerLost that names the dead members. Without such news, returns a GroupError, which says that an
-    interrupt, or another worker, has ended the group. For an error of NCCL, which says so itself, it then returns None,
-    unless this worker was interrupted.
+    interrupt, or another worker, has ended the group. But for an error of NCCL it then returns None, because NCCL's
+    text says so itself, unless this worker was interrupted.
 
     Returns None for None and for all other errors, including nbdist's own.
     """

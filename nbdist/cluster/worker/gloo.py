@@ -1,8 +1,8 @@
 """Finds the connections of gloo's process groups in this process, tells the groups apart, and shuts connections down.
 
-A collective of gloo waits in C++ until all members have come. It ignores signals, and gloo cannot cancel it. But it
-fails if its connections are shut down. Each process group has a *loop*, a thread that polls the group's connections and
-its *listener*, the socket to which other members connect. Linux tells which files a thread polls::
+A collective of gloo waits in C++ until all members have joined it. It ignores signals, and gloo cannot cancel it. But
+it fails if its connections are shut down. Each process group has a *loop*, a thread that polls the group's connections
+and its *listener*, the socket to which other members connect. Linux tells which files a thread polls::
 
     /proc/self/task/<thread>/comm        gloo_tcp_loop, since torch 2.13
     /proc/self/task/<thread>/syscall     the poller (epoll file) with which the thread waits
@@ -34,7 +34,7 @@ _NAME = "gloo_tcp_loop" if torch_version() >= (2, 13) else None
 """The name of a loop's thread; None if the installed torch gives it no name."""
 _EPOLL_WAITS = ("232", "281", "441", "22")  # epoll_wait, epoll_pwait, epoll_pwait2 on x86-64; epoll_pwait on ARM
 _TRIES, _TRIES_FOR_ANY = 100, 3
-"""The most looks, 1 ms apart, whether a thread polls: if it has a loop's name or runs, and for any other thread."""
+"""The most looks, 1 ms apart, to see whether a thread polls. The second is for an idle thread without a known name."""
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 

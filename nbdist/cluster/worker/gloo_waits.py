@@ -1,6 +1,6 @@
-"""Ends waits for transfers that were cut off in the middle, which gloo forgets to do.
+"""Ends waits for transfers that were cut off in the middle; gloo itself does not end them.
 
-When a connection ends, gloo fails all its transfers but one: the transfer of which some bytes have arrived
+When a connection ends, gloo fails all its transfers but one: the transfer that has arrived in part
 (`Pair::signalException` skips ``rx_``). A thread that waits for this transfer waits on until gloo's timeout of 30
 minutes. This happens to the receiver of a large ``broadcast`` or ``send`` whenever the sender is killed.
 `CutTransfers.end` does what gloo omits: it calls ``signalException`` of the buffer for which the thread waits.
@@ -116,8 +116,8 @@ class _Functions:
     def hopeless_waits(self) -> dict[int, int]:
         """Return the threads whose gloo wait only the timeout would end: by thread id, the address of the buffer.
 
-        The process group of the buffer has no connection left. All threads of the process are looked at; those that
-        wait for something else are skipped, because no buffer lies around the address at which they wait.
+        The process group of the buffer has no connection left. Looks at all threads of the process. Skips a thread that
+        waits for something else: no buffer lies around the address at which it waits.
         """
         found = {}
         with Path("/proc/self/mem").open("rb", buffering=0) as memory:

@@ -1,7 +1,8 @@
-"""Imports the modules that every worker needs, in the zygote, so that forked workers share the memory of these.
+"""Imports the modules that every worker needs, in the zygote, so that forked workers share their memory.
 
-The list has what a worker imports, sooner or later, on its own: for its start, its first call, its first completion,
-its first error. A module that is missing here costs time in each worker; one too many costs time at the start.
+The list has the modules that a worker would import itself, sooner or later: for its start, its first call, its first
+completion, its first error. A module that is missing here costs time in each worker. A module that no worker needs
+costs time at the start.
 """
 
 from __future__ import annotations

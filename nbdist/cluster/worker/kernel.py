@@ -140,7 +140,7 @@ def _write_where_asked(told: WorkerSetup) -> None:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Make a starting kernel a worker: set up device, seed, tracebacks, output, and variables such as ``rank``.
+    """Turn a starting kernel into a worker: set up device, seed, tracebacks, output, and variables such as ``rank``.
 
     ``--ext`` names this module, so the kernel calls this function before it serves requests.
     """
@@ -179,7 +179,8 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 def _seed(told: WorkerSetup) -> None:
     """Seed this worker's random generators with the cluster's seed plus the rank. Without a seed, make torch's differ.
 
-    Those of Python and numpy differ already: a forked worker has seeded them again, a spawned one for the first time.
+    The generators of Python and numpy differ already: a forked worker has seeded them again, a spawned one for the
+    first time.
     """
     import torch
 

@@ -15,8 +15,8 @@ abort of the communicator, from another thread, ends them::
 After an abort torch reports no error to the waiting thread: its call returns whatever the memory holds. So `tell`
 raises an error in the thread, before the thread can read the value.
 
-torch's `_abort_process_group` aborts, too, but also forgets all groups. Then errors could not say why a group is gone,
-and groups without the dead member would be lost, too. So `abort` calls the backends itself.
+torch has a function ``_abort_process_group``, but it also forgets all groups. Then errors could not say why a group is
+gone, and groups without the dead member would be lost, too. So `abort` calls the backends itself.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ NAMES = "nbdist_names"
 """The type of a message that lists the user's names on a worker."""
 
 _KEPT_AT_MOST = 1000
-"""The most called-off cells to remember. Of more kept values than this, the oldest that are settled are dropped."""
+"""The most called-off cells to remember. If more values than this are kept, the oldest settled ones are dropped."""
 
 _shell: Any = None
 """This worker's shell; None in any other process."""
@@ -59,11 +59,11 @@ _names_told: list[str] = []
 _called_off: dict[str, None] = {}
 """The requests of cells that must not run, the oldest first."""
 _values: dict[str, Future[Any]] = {}
-"""The kept values by the ids of their requests. A value and whoever asks for it may come in either order."""
+"""The kept values by the ids of their requests. A value may arrive before or after the request for it."""
 _keeping = threading.Lock()
 """Guards `_values`: cells end in the main thread, values are asked for in RPC threads."""
 _numbered = ""
-"""The request whose number the shell has been given."""
+"""The id of the request whose number the shell has."""
 
 
 def install(shell: InteractiveShell, given: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ def follow(agent: Agent) -> None:
 def fence(token: str) -> None:
     """Send a message with the ``token`` to the notebook behind all output so far. Runs by RPC.
 
-    The notebook waits for it, and then has all output of the calls that ran before.
+    The notebook waits for this message; then it has all output of the calls that ran before.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -224,7 +224,7 @@ def _after_cell(result: Any) -> None:
 
 @async_execution
 def take_last_value(id: str) -> Future[Any]:
-    """Return the future of the value of a cell's last expression; ``id`` is that of the cell's request.
+    """Return the future of the value of a cell's last expression; ``id`` is the id of the cell's request.
 
     Runs by RPC, before or after the cell. The cell must have been sent with ``keep``, and the value can be taken once:
     another future would never be settled. It fails with RemoteError if the cell fails.
@@ -260,7 +260,7 @@ def _origin() -> str:
 
 @contextlib.contextmanager
 def _as_part_of(origin: str) -> Iterator[None]:
-    """Run a call's function so that its output goes to the cell with the key ``origin``.
+    """Return a block for a call's function, in which the output goes to the cell with the key ``origin``.
 
     Only the calling thread is affected, so calls of several cells can run at once. An empty origin, as of calls that no
     cell has made, changes nothing. torch's error of a dead member becomes WorkerLost or GroupError.

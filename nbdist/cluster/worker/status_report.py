@@ -70,7 +70,7 @@ def gpu_memory() -> int | None:
 
 
 def gpu_busy() -> int | None:
-    """Return for what part of the last moment the worker's GPU computed, for any process, in percent.
+    """Return the percentage of the last moment in which the worker's GPU computed, for any process.
 
     None without a GPU, before the worker has used it, without the package nvidia-ml-py, and if the GPU does not tell.
     """

@@ -1,4 +1,4 @@
-"""Makes the diagram of a recorded graph: the boxes and lines to draw; too many nodes are folded into fewer boxes.
+"""Makes the diagram of a recorded graph: the boxes and lines to draw. Folds too many nodes into fewer boxes.
 
 ===================== ==============================================================================================
 nodes                 one box stands for
@@ -30,11 +30,11 @@ __all__ = ["TIMES", "Box", "Diagram", "DrawnLine", "crossings", "diagram_of", "n
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 _MOST_NODES = 150
-"""The number of nodes up to which each has its own box; twice as many in a step."""
+"""With up to this many nodes, each node has its own box; in a step of a pipeline, with twice as many."""
 _MOST_BOXES = 60
-"""The number of boxes up to which folding by modules is fine enough."""
+"""The most boxes that folding by modules may leave."""
 _MOST_RANGES = 16
-"""The number of ranges of distance into which a graph is cut at most."""
+"""The most ranges of distance into which a graph is cut."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class DrawnLine:
 
 @dataclass(frozen=True)
 class Diagram:
-    """The boxes of each worker, each after the boxes from which lines come to it where possible; and the lines."""
+    """The lines; and the boxes of each worker, each after the boxes from which lines lead to it where possible."""
 
     boxes: dict[str, list[Box]]
     lines: list[DrawnLine]
@@ -103,8 +103,8 @@ def crossings(trace: Trace) -> Iterator[tuple[Edge, Key, Key]]:
 def diagram_of(trace: Trace) -> Diagram:
     """Return the boxes and lines to draw for a trace.
 
-    Up to `_MOST_NODES` nodes (twice as many in a pipeline's step), each node has a box. Of more nodes, several share
-    one.
+    Up to `_MOST_NODES` nodes (twice as many in a pipeline's step), each node has its own box. If there are more,
+    several nodes share a box.
     """
     graph = _Graph(trace)
     most = _MOST_NODES * (2 if trace.of_step else 1)  # the boxes of a step are small: F0, B0
@@ -133,7 +133,7 @@ class _Graph:
                 self.before[target].append(source)
         self.after: dict[Key, list[Key]] = {key: [] for key in self.nodes}
         self.earlier = self.before
-        """By node, those that it was computed from, and in a step also the operation before it on its worker."""
+        """By node: the nodes that it was computed from; in a step also the operation before it on its worker."""
         if self.in_order:
             self.earlier = {key: list(sources) for key, sources in self.before.items()}
             for worker, nodes in trace.nodes.items():
@@ -174,9 +174,10 @@ class _Graph:
     def runs(self, group: Callable[[Key], str]) -> list[list[Key]]:
         """Return the nodes of each box: consecutive operations of a worker with the same ``group(key)``.
 
-        Operations whose group is "" are cut into runs of at most 2 / `_MOST_BOXES` of all nodes, or of 2.
+        Operations whose group is "" are cut into runs of at most 2 / `_MOST_BOXES` of all nodes, or of 2 nodes if that
+        is more.
 
-        A receive has its own box and ends a run, so no run depends on itself by way of another worker. Leaves, and
+        A receive has its own box and ends a run, so no run depends on itself through another worker. Leaves, and
         operations on one parameter alone, join the run that uses them if only one does.
         """
         aside = {key for key in self.order if self._is_aside(key)}

@@ -79,7 +79,7 @@ def micro_batch_name(kind: str, stage: int, micro_batch: int) -> str:
 def with_legend(drawings: Sequence[str], kinds: Collection[str]) -> str:
     """Return drawings, which are HTML, as one piece of HTML in the page's font, with a legend below.
 
-    ``kinds`` are the keys of `KINDS` that the legend explains.
+    ``kinds`` are the keys of `KINDS` for the legend to explain.
     """
     entries = "".join(
         f'<span style="margin-right:12px;white-space:nowrap"><span style="color:{kind.colour}">■</span> '

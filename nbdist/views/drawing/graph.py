@@ -50,7 +50,7 @@ class Marks:
     """The nodes that take part, and the number of gradients that each waits for."""
     roots: Collection[Key] = ()
     got: Mapping[Key, int] | None = None
-    """The number of these gradients that have come, for a pass that is not over; else None."""
+    """The number of these gradients that have arrived, for a pass that is not over; else None."""
     states: Mapping[Key, str] = field(default_factory=dict)
     """The state of nodes: ``waiting``, ``ready``, ``running``, ``halted`` or ``done``; empty if no pass has begun."""
     bad: Key | None = None
@@ -58,7 +58,7 @@ class Marks:
     path: Sequence[Key] = ()
     """The nodes of the critical path."""
     in_vain: Collection[int] = ()
-    """The messages whose gradients are awaited and will not come, as happens in FAST mode."""
+    """The messages for whose gradients a FAST pass waits although they will never come."""
 
 
 # -- as text --------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class _Drawing:
     def _tags(self, box: Box) -> list[tuple[str, str, str]]:
         """Return the small fields at the right end of a box, such as "root", "2/3" or "NaN"; none if no pass is drawn.
 
-        Each is a text, the colour of its ground and the colour of its letters.
+        Each is a text, the colour of its background and the colour of its letters.
         """
         marks = self.marks
         if marks is None:
@@ -319,8 +319,8 @@ class _Drawing:
     def _line(self, number: int, line: DrawnLine) -> str:
         """Return a line between two boxes as SVG, with the tensors of its messages as its tooltip.
 
-        Its colour shows a message, a gradient that will not come, or the critical path; other lines, and those that the
-        pass does not use, are grey. ``number`` is the line's index in ``diagram.lines``, by which its points are found.
+        Its colour shows a message, a gradient that will not come, or the critical path. Other lines, and lines that the
+        pass does not use, are grey. ``number`` is the line's index in ``diagram.lines``, for the look-up of its points.
         """
         marks = self.marks
         colour, thick, dashes = (_MESSAGE, 1.8, "") if line.edges else ("#9aa3ad", 1.2, "")
@@ -470,7 +470,7 @@ def _boxed(
 def _tag(x: float, y: float, width: float, height: float, text: str, fill: str, ink: str) -> str:
     """Return a small field with a text as SVG; the text is escaped here.
 
-    ``fill`` is the colour of its ground, ``ink`` that of the letters; lengths are in pixels.
+    ``fill`` is the colour of its background, ``ink`` the colour of its letters; lengths are in pixels.
     """
     stroke = "#8b95a1" if fill == "#fff" else fill
     return (
@@ -482,14 +482,15 @@ def _tag(x: float, y: float, width: float, height: float, text: str, fill: str, 
 
 
 def _sample(kind: str, *, pale: bool = False, dashed: bool = False) -> str:
-    """Return, as SVG, the small empty box in front of a text of the legend; arguments are those of `_boxed`."""
+    """Return, as SVG, the small empty box in front of a text of the legend; arguments are as for `_boxed`."""
     return _boxed(NodePlace(0, 1, 16, 10), kind, "", (), pale=pale, dashed=dashed)
 
 
 def _sample_tag(text: str, fill: str, ink: str) -> str:
     """Return, as SVG, the small field in front of a text of the legend, which looks like a tag at the end of a box.
 
-    ``text`` stands in it, escaped; ``fill`` is its ground and ``ink`` the colour of its letters.
+    ``text`` is its text, which is escaped here; ``fill`` is the colour of its background, ``ink`` the colour of its
+    letters.
     """
     return _tag(0, 0, _width(text) + 5, BOX - 9, text, fill, ink)
 

@@ -6,10 +6,10 @@
     ----------------- \\ ------------ / --------- [ w ]          a wider diagram continues in another row of lanes
     worker1            [receive]--[Exp]
 
-A box is one column to the right of the last box from which a line comes to it, and a box without such lines one column
-to the left of its first user; boxes that are folded by distance are in the columns of `Diagram.ranks`. A line across
-several columns has a narrow place of its own in each of them, so it passes boxes and does not cross them. All lengths
-are in pixels. Pure: numbers in, numbers out. The steps of `_Making`, in this order:
+A box is one column to the right of the last box from which a line leads to it. A box to which no line leads is one
+column to the left of its first user. Boxes that are folded by distance are in the columns of `Diagram.ranks`. A line
+across several columns has a narrow place of its own in each of them, so it passes boxes and does not cross them. All
+lengths are in pixels. Pure: numbers in, numbers out. The steps of `_Making`, in this order:
 
 =============== =====================================================================================
 _hosts          which boxes hang below others
@@ -106,13 +106,13 @@ class Layout:
     routes: list[list[list[Point]]] = field(default_factory=list)
     """For each line of the diagram, its strokes: points to join, by a curve where they differ in height."""
     elbows: set[int] = field(default_factory=set)
-    """The numbers of lines from a box to the one that it hangs below; their strokes have corners, not curves."""
+    """The numbers of lines from a box to the box that it hangs below; their strokes have corners, not curves."""
     marks: list[BreakMark] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _Item:
-    """An item in a column of a lane: a box with those that hang below it, or the place of a line that passes."""
+    """An item in a column of a lane: a box with the boxes that hang below it, or the place of a line that passes."""
 
     lane: str
     column: int
@@ -140,7 +140,7 @@ def lay_out(diagram: Diagram, width_of: Callable[[Box], float], left: float, wid
     """Return the places of a diagram's boxes and lines, in pixels.
 
     The first column begins at ``left``. The diagram is at most ``widest`` wide, unless a single column is wider: it
-    goes on in another row of lanes below.
+    continues in another row of lanes below.
     """
     return _Making(diagram, width_of).lay_out(left, widest)
 
@@ -164,7 +164,7 @@ class _Making:
         self._set_columns()
         self._join()
 
-    # -- what hangs below what ----------------------------------------------------------------
+    # -- boxes that hang below others ---------------------------------------------------------
 
     def _hosts(self) -> dict[Key, Key]:
         """Return, for each box that is drawn below another one, that other box.
@@ -194,7 +194,7 @@ class _Making:
         return hosts
 
     def _sorted(self) -> list[Key]:
-        """Return the boxes, each after those from which lines come to it, as far as that is possible."""
+        """Return the boxes; each comes after the boxes from which lines lead to it, as far as that is possible."""
         missing = {key: len(sources) for key, sources in self.sources.items()}
         ready = [key for key, count in missing.items() if not count][::-1]
         found: list[Key] = []
@@ -208,7 +208,7 @@ class _Making:
         return found + [key for key, count in missing.items() if count]
 
     def _root(self, key: Key) -> Key:
-        """Return the box at the top of those below which a box hangs, which may be the box itself."""
+        """Return the topmost box of the pile in which a box hangs; this may be the box itself."""
         while key in self.hosts:
             key = self.hosts[key]
         return key
@@ -241,9 +241,9 @@ class _Making:
         return found
 
     def _set_columns(self) -> None:
-        """Set the column of each item: by `Diagram.ranks`, or without them by the longest way to it, in boxes.
+        """Set the column of each item: by `Diagram.ranks`, or without ranks by the longest path to it, in boxes.
 
-        Ranks that no item has get no column. Without ranks, a box that no line comes to is just before its first user.
+        Ranks that no item has get no column. Without ranks, a box to which no line leads is just before its first user.
         """
         before = self._links()
         ranks = self.diagram.ranks
@@ -254,7 +254,7 @@ class _Making:
             columns = _longest_paths(before)
             for key in self.items:
                 users = [columns[other] for other, sources in before.items() if key in sources]
-                if users and not before[key]:  # a box that nothing comes to is next to its first user
+                if users and not before[key]:  # a box to which no line leads is next to its first user
                     columns[key] = max(columns[key], min(users) - 1)
         for number, key in enumerate(self._sorted()):
             if key in self.items:
@@ -289,7 +289,7 @@ class _Making:
     def _cells(self) -> dict[tuple[int, str], list[_Item]]:
         """Return the items of each column and lane from top to bottom, ordered so that few lines cross.
 
-        Each sweep over the columns, forth and back, sorts an item beside those that it is connected with.
+        Each sweep over the columns, forth and back, sorts each item beside the items that it is connected with.
         """
         everything = [*self.items.values(), *(each for row in self.passing.values() for each in row)]
         cells: dict[tuple[int, str], list[_Item]] = {}
@@ -415,7 +415,7 @@ class _Grid:
 
 
 def _longest_paths(before: dict[Key, set[Key]]) -> dict[Key, int]:
-    """Return for each box the number of boxes on the longest way to it; a cycle is broken where it is entered."""
+    """Return for each box the number of boxes on the longest path to it; a cycle is broken where it is entered."""
     found: dict[Key, int] = {}
     entered = set[Key]()
     for start in before:
@@ -433,13 +433,13 @@ def _longest_paths(before: dict[Key, set[Key]]) -> dict[Key, int]:
 
 
 def _set_order(cell: Sequence[_Item]) -> None:
-    """Set the order of the items of a column in one lane, from top to bottom, to that of the list."""
+    """Set the order of the items of a column in one lane, from top to bottom, to their order in the list."""
     for number, item in enumerate(cell):
         item.order = float(number)
 
 
 def _pull(item: _Item, others: Sequence[_Item], lane: dict[str, int]) -> float:
-    """Return the position at which an item would be beside ``others``, those that it is connected with at one side.
+    """Return the position at which an item would be beside ``others``: the items connected with it at one side.
 
     The position is a number that can be compared with the `order` of the other items. ``lane`` has the number of each
     lane, from top to bottom. An item that is connected with other lanes only is put at the top, or where it is.

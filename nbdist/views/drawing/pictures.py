@@ -6,7 +6,7 @@ drawing has two sets of colours (`SVG_STYLE`), and a style rule beside the image
     the page is light, or does not say      dark ink on white paper
     the page is dark, and trusted           light ink on dark paper
 
-If the page does not allow the rule, the drawing keeps its own white paper, on which it is readable in a dark page, too.
+If the page does not allow the rule, the drawing keeps its white paper, so it is readable in a dark page, too.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def as_image(svg: str) -> str:
 def _titled(group: ElementTree.Element, width: float, height: float) -> str:
     """Return an HTML element with a group's title as its tooltip, over the group's first rectangle; "" if it has none.
 
-    ``width`` and ``height`` are those of the whole drawing: the element has its place in per cent of them.
+    ``width`` and ``height`` are the size of the whole drawing: the element's place is in per cent of them.
     """
     title, box = group.findtext(f"{_SVG}title"), group.find(f"{_SVG}rect")
     if not title or box is None or not width or not height:

@@ -1,4 +1,4 @@
-"""Views of backward passes: which are watched, what is shown of them, and what stands out.
+"""Views of backward passes: choose the passes to watch, draw them, and say what stands out.
 
 ===========  ==========================================
 `watching`   watches the passes that a cell begins
@@ -6,7 +6,7 @@
 `pace`       which steps of a loop are watched
 `backward`   plan and events, as the data that is drawn
 `page`       that data as JSON, for the live view
-`remarks`    what stands out, in sentences
+`remarks`    sentences on what stands out
 `report`     the pass as text and as HTML
 `intervals`  arithmetic on spans of time
 ===========  ==========================================

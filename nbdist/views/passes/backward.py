@@ -1,4 +1,4 @@
-"""Combines the plan of a backward pass with the events seen of it, into the data that views draw. Pure.
+"""Combines the plan of a backward pass with its events, into the data that views draw. Pure.
 
 The state of a node, as `Backward.state_of` returns it::
 
@@ -82,9 +82,9 @@ class Backward:
         self.histogram: dict[Key, Histogram] = {}
         self.ended: dict[Key, float] = {}
         self.halts: list[Interval] = []
-        """The times in which workers were halted, of halts that are over."""
+        """The times of halts that are over, in which workers were halted."""
         self._halted: dict[Key, float] = {}
-        """The start of each halt that is not over, by the node before which the pass is halted."""
+        """The start of each present halt, by the node before which the pass is halted."""
         self.messages: dict[int, str] = {}
         """The last event of each message: ``marked`` or ``sent``; ``arrived`` once that has happened."""
         self.bad: Key | None = None
@@ -137,7 +137,7 @@ class Backward:
         for key, targets in self._after.items():
             yield from ((key, target, message) for target, message in targets)
 
-    # -- what happens -------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------
 
     def after(self, events: Sequence[Event], halted: Sequence[Event] = ()) -> Backward:
         """Return a copy of this pass, with these events instead of its own, and halted at the events ``halted``.
@@ -255,7 +255,7 @@ class Backward:
         return [share for share in found.values() if share.nodes or self.plan.trace.nodes[share.worker]]
 
     def critical_path(self) -> list[Key]:
-        """Return a chain of nodes, each of which waited for the one before it: from the first that ran to the last.
+        """Return a chain of nodes, from the first that ran to the last; each node waited for the one before it.
 
         The path ends with a node whose gradients no other node has used yet. The time alone cannot tell the last node:
         a node that sends gradients to another worker often ends after the nodes that these gradients start there,
@@ -274,9 +274,9 @@ class Backward:
         """Return when each node ended, or for a pass that was halted, when it would have ended.
 
         Nodes that have not ended yet are left out.
-        The user decides in which order the nodes of a halted pass run. So there only the nodes' own times count: each
-        begins as soon as those before it have ended. The graph says which nodes are before it, not the clock: see
-        `critical_path`.
+        The user decides in which order the nodes of a halted pass run. So for a halted pass only the nodes' own times
+        count: each node begins as soon as the nodes before it have ended. The graph says which nodes come before it,
+        not the clock: see `critical_path`.
         """
         if not self.halts and not self._halted:
             return self.ended
@@ -302,7 +302,7 @@ class Backward:
         return worker, where, sum(self.seconds[key] for key in keys), keys
 
     def blamed(self) -> Key | None:
-        """Return the node to which the first NaN or Inf could be followed back through the forward pass.
+        """Return the node at which the first NaN or Inf arose, as far as it could be followed back in the forward pass.
 
         If it cannot be followed, or that node is not in the graph, return `bad`, the node at which it was found in the
         backward pass; None if there was none.

@@ -17,9 +17,9 @@ from collections import deque
 __all__ = ["Pace"]
 
 _SECONDS_BETWEEN = 1.0
-"""The number of seconds that lie between two watched steps at least."""
+"""The least seconds between two watched steps."""
 _COST_SHARE = 0.03
-"""The part of the time that watching may take."""
+"""The share of the time that watching may take."""
 _TIMES_KEPT = 16
 """The number of unwatched steps whose times are kept for the median."""
 _TIMES_NEEDED = 3
@@ -81,7 +81,7 @@ class Pace:
     def looks(self, now: float) -> None:
         """Note that the step that begins at the time ``now`` is watched.
 
-        Its time, and that of the step after it, counts as the cost of watching.
+        Its time, and the time of the step after it, count as the cost of watching.
         """
         self._looks += 1
         self._looked, self._paying, self._paid = now, _STEPS_SLOWED, 0.0

@@ -1,4 +1,4 @@
-"""Says what stands out in a backward pass, in sentences whose parts may refer to nodes. Pure: a pass in, data out.
+"""Makes remarks on what stands out in a backward pass: sentences whose parts may refer to nodes. Pure.
 
 `nbdist.views.passes.report` makes text and HTML of the sentences. The page of the live view makes links of the parts
 that refer to nodes::

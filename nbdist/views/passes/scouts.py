@@ -11,8 +11,8 @@
     hold       ---- `_hold` --------------->  pause every pass before its first node, or stop that
     call_back  ---- `_call_back` ---------->  drops the `Scout`
 
-A worker waits for the answers, because the watcher must see and pause a pass from its first node on. So a
-watched context costs two calls and a plan; every other context costs a comparison of times.
+A worker waits for the answers, because the watcher must see and pause a pass from its first node on. So a watched
+context costs two calls and a plan, and every other context costs only a comparison of times.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Scouts:
     def __init__(self, home: WatcherLike, *, held: bool) -> None:
         """Make a `Scout` on every other worker, and wait until they exist. If ``held``, they pause every pass.
 
-        Workers that are gone get none, and their passes are not seen. One that does not answer in time may get its
-        scout later.
+        Workers that are gone get no scout, and their passes are not seen. A worker that does not answer in time may get
+        its scout later.
         """
         self._agent = current_agent()
         self._contexts = api.recorder().contexts
@@ -223,8 +223,8 @@ class Scout:
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function on the notebook, and return its result; None if the notebook cannot be asked.
 
-        That is so after an `NbdistError` or RuntimeError, such as for no answer within `_ANSWER_SECONDS`. The error is
-        logged and not raised: a view must not fail the user's step.
+        An `NbdistError` or RuntimeError, such as the lack of an answer within `_ANSWER_SECONDS`, is logged and not
+        raised: a view must not fail the user's step.
         """
         try:
             return self._agent.call(self._home, function, *arguments, timeout=_ANSWER_SECONDS).wait()

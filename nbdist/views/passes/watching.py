@@ -5,10 +5,11 @@
         dist_autograd.backward(context_id, [loss])
 
 A `Watcher` is a handle on one pass: the pass under way, or the last one. It pauses, steps and runs the pass, and views
-draw it. It watches the contexts that threads of this process open while the cell runs, and those that other workers
-open, as a training loop in `%%remote` does (`nbdist.views.passes.scouts`). Of many contexts in a row it watches one now
-and then (`nbdist.views.passes.pace`), so that a training loop is not slowed down; if passes are to be paused, it
-watches all. If several passes run at the same time, the handle stays on one, and turns to another when that is over.
+draw it. It watches the contexts that threads of this process open while the cell runs, and the contexts that other
+workers open, as a training loop in `%%remote` does (`nbdist.views.passes.scouts`). If there are many contexts in a row,
+it watches only some of them (`nbdist.views.passes.pace`), so that a training loop is not slowed down; if passes must
+pause, it watches all. If several passes run at the same time, the handle stays on one until it is over, and then turns
+to another.
 
 The state of a watcher, as `Watcher.state` returns it::
 
@@ -210,8 +211,8 @@ class Watcher:
     def count(self) -> int:
         """The number of contexts that were opened on all workers since the watcher was made.
 
-        Another worker's are counted when it next asks whether to watch one. Those that another watcher's cell opens in
-        this process do not count.
+        Contexts of another worker are counted when it next asks whether to watch one. Contexts that another watcher's
+        cell opens in this process do not count.
         """
         return sum(self._opened.values())
 
@@ -250,7 +251,7 @@ class Watcher:
         return self._with_pass(lambda watch: watch.run(until))
 
     def step(self, count: int = 1, worker: str | None = None) -> list[Event]:
-        """Let ``count`` halted nodes run one by one, on any worker or on one; return the events of those that ran.
+        """Let ``count`` halted nodes run one by one, on any worker or on one; return their events.
 
         Later passes are paused. If no pass is under way, this waits for the next one; if the cell ends without one, it
         returns an empty list.
@@ -282,8 +283,9 @@ class Watcher:
     def _with_pass(self, act: Callable[[Watch], T]) -> T | None:
         """Call ``act`` with the watch of the pass under way, or wait for the next pass; None if the cell ends without.
 
-        A pass that this waits for is paused before its first node, so that ``act`` finds it there. Only a pass that
-        begins on another worker, in a context that is open already, may run some nodes before that worker hears of it.
+        If this waits for a pass, the pass is paused before its first node, so that ``act`` finds it there. One
+        exception: a pass that begins on another worker, in a context that is open already, may run some nodes before
+        that worker gets the order to pause.
         """
         self._pace.disturbed()
         with self._changed:
@@ -556,7 +558,7 @@ class Watcher:
         """Make the plan of a pass that has begun without one, on this or another worker, from its context's graph.
 
         Runs in a thread of the agent's pool, and asks all workers. Does nothing if the context has ended. The roots are
-        not known here. So the nodes of the root worker to which no gradients come are taken for roots.
+        not known here. So this takes as roots the nodes of the root worker to which no gradients come.
         """
         seen = watch.seen(id)[0]
         if seen is None or watch.closed:
@@ -574,7 +576,7 @@ class Watcher:
         self._wake_and_tell()
 
     def _on_news(self, watch: Watch) -> None:
-        """Handle that a watch has seen something of its passes: turn to a new pass if need be, and update the view.
+        """Handle news of a watch about its passes: turn to a new pass if necessary, and update the view.
 
         Any thread may call this. A watcher that has ended keeps its present pass.
         """

@@ -1,8 +1,8 @@
-"""The timeline: when each worker did what.
+"""The timeline of a cluster: the work of each worker over time.
 
-===========  =============================
-`timeline`   records, shows and saves
-`recording`  the part of it on each worker
-`wording`    names calls in a user's words
-===========  =============================
+===========  ==================================================
+`timeline`   `Timeline`, in the notebook: records, shows, saves
+`recording`  the part of the recording on each worker
+`wording`    names calls in words that users know
+===========  ==================================================
 """

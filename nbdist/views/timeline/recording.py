@@ -1,4 +1,4 @@
-"""Records on a worker when it did what, for a `Timeline` of the notebook.
+"""Records the work of a worker, with its times, for a `Timeline` of the notebook.
 
 A recording subscribes to `nbdist.trace`, and only while somebody records. An event with a ``start`` stands for work
 that began then and ends now. A call has two events, at the start and at the end of its function.
@@ -47,9 +47,9 @@ class Noted(NamedTuple):
 
 
 def _micro_batch(fields: dict[str, Any]) -> tuple[str, str, str]:
-    """Return what a timeline shows of a pipeline's forward or backward, from the fields of the event "micro_batch.ran".
+    """Return three texts for a pipeline's forward or backward, from the fields of the event "micro_batch.ran".
 
-    That is the kind, which chooses the colour, the full name, and the text in the bar: the micro-batch's number.
+    They are the kind, which chooses the colour; the full name; and the text in the bar, the micro-batch's number.
     """
     kind = "forward" if fields["kind"] == "F" else "backward"
     return kind, micro_batch_name(kind, fields["stage"], fields["micro_batch"]), str(fields["micro_batch"])

@@ -1,13 +1,12 @@
-"""Records what each worker does and when; shows it as a picture in the notebook, or as a file for Perfetto.
+"""Records the work of each worker with its times; shows it as a picture in the notebook, or as a file for Perfetto.
 
     with cluster.timeline() as timeline:
         …
     timeline                      # a picture with lanes by worker
     timeline.save("step.json")    # for ui.perfetto.dev
 
-All times are those of this process's clock. Workers of this host have the same clock; the clocks of other hosts are
-compared by round trips (`nbdist.rpc.world.clocks`). `nbdist.views.timeline.recording` is the part that runs on the
-workers.
+All times are on this process's clock. Workers of this host have the same clock; the clocks of other hosts are compared
+by round trips (`nbdist.rpc.world.clocks`). `nbdist.views.timeline.recording` is the part that runs on the workers.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from nbdist.views.timeline.recording import Noted
 __all__ = ["Timeline"]
 
 _BARS_DRAWN = 1500
-"""The number of bars that a picture has at most; the shortest are left out."""
+"""The most bars of a picture; the shortest bars are left out."""
 
 
 class Timeline:
     """A recording of the work of an agent and of all members of its world, until `stop` or the end of a ``with`` block.
 
-    Recording begins when the object is made. Workers that join later are not recorded. If a worker dies, what it has
-    noted is lost, and `lost` counts that.
+    Recording begins when the object is made. Workers that join later are not recorded. If a worker dies, its events are
+    lost, and `lost` counts the worker.
 
     Attributes:
         noted: after `stop`, all pieces of work, sorted by start, with times in seconds since the recording began.
@@ -95,8 +94,8 @@ class Timeline:
         """Call a function of `views.timeline.recording` on all workers; return the results by worker name.
 
         The function gets the recording's key, and then the arguments in the tuple ``more(record)``, where ``record`` is
-        the worker's in the list of members. A worker that is gone, or fails, is left out: whatever it raises, the
-        others must end their recordings.
+        the worker's in the list of members. A worker that is gone, or fails, is left out: its error must not keep the
+        others from ending their recordings.
         """
         there = [record for record in self._records if self._is_there(record)]
         args = {record.name: (self._key, *(more(record) if more is not None else ())) for record in there}

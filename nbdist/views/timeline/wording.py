@@ -1,7 +1,7 @@
 """Names the calls in a timeline, in words that a user knows.
 
 A function of the user or of torch keeps its name. For functions of nbdist's own, which users do not know, the table
-`_WORDS` has words. Calls that only look, such as those of panels and of the recording itself, are left out (`_HIDDEN`).
+`_WORDS` has words. Calls that only look, such as calls of panels and of the recording itself, are left out (`_HIDDEN`).
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class BackwardView(View):
             self.detail = page.detail(found, self._chosen) if found is not None and self._chosen is not None else {}
 
     def press(self, message: dict[str, Any]) -> None:
-        """Do what a button says: look (choose a node), slow, pause, run, step, or run until a node or event.
+        """Act on a button: look (choose a node), slow, pause, run, step, or run until a node or event.
 
         The page sends ``message``: "press" names the button, and "node", "worker" or "until" what it applies to. Slow
         motion lets a node run every `_SLOW` seconds and keeps this thread busy until the watcher ends, or a button

@@ -26,7 +26,7 @@ from nbdist.views.widgets.view import View, identity, script, style
 __all__ = ["LIVE", "MOST", "RRefCard", "card_of", "looks"]
 
 MOST = 64
-"""The number of cards that are live; the one shown longest ago becomes a picture."""
+"""The most live cards; if there are more, the card shown longest ago becomes a picture."""
 
 
 class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has no annotations
@@ -55,7 +55,7 @@ class RRefCard(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has n
         return {"text/plain": cards.text(self._facts), "text/html": cards.card(self._facts) + self.peeked}
 
     def publish(self) -> None:
-        """Show what is known of the reference now; if that can never change again, become a picture.
+        """Show the facts that are known about the reference now. If they can never change again, become a picture.
 
         The thread that publishes all views calls this after a change. Does nothing if the card is a picture already.
         """

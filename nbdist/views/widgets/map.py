@@ -48,7 +48,7 @@ class MapView(View):
         self.close()
 
     def look(self) -> dict[str, Any]:
-        """Return what this process knows of the swarm, for the page; if the swarm is over, the last such snapshot.
+        """Return the facts that this process knows about the swarm, for the page; the last ones if the swarm is over.
 
         ``"over"`` in it says whether the swarm is over. The thread that publishes all views calls this.
         """
@@ -58,7 +58,7 @@ class MapView(View):
         return snapshot_of(swarm)
 
     def publish(self) -> None:
-        """Send the page what is known of the swarm; if the swarm is over, close the view, so that its picture stays.
+        """Send the page the known facts about the swarm. If the swarm is over, close the view; its picture stays.
 
         The thread that publishes all views calls this. Does nothing if the view is closed.
         """

@@ -23,7 +23,7 @@ from nbdist.views.widgets.view import View, identity, script, style
 __all__ = ["LIVE", "MOST", "RRefTable"]
 
 MOST = 16
-"""The number of tables that are live; the one shown longest ago becomes a picture."""
+"""The most live tables; if there are more, the table shown longest ago becomes a picture."""
 LIVE = LiveViews(MOST)
 """The tables that are live."""
 
@@ -53,7 +53,7 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
         return references.bundle_of_rows(self._facts)
 
     def publish(self) -> None:
-        """Show what is known of the references now; if nothing of it can ever change again, become a picture.
+        """Show the facts that are known about the references now. If they can never change again, become a picture.
 
         The thread that publishes all views calls this after a change. Does nothing if the table is a picture already.
         """
@@ -64,10 +64,10 @@ class RRefTable(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has 
             self.freeze()
 
     def _tell(self, standing: str, *, ended: bool = False) -> None:
-        """Update the table by what is known of each reference now.
+        """Update the table with the facts that are known about each reference now.
 
-        References that were garbage-collected get the ``standing`` "released" or "ended"; with ``ended``, so do all
-        others that have not failed, been lost or been released.
+        References that were garbage-collected get the ``standing``, "released" or "ended". With ``ended``, all others
+        get it, too, unless they have failed, were lost or were released.
         """
         items = []
         for (name, known), (_, before) in zip(self._known.items, self._facts.items, strict=True):

@@ -7,9 +7,9 @@
     the page ── a button ──> receive() ──> a thread for each press ── press()
              ── "is anybody there?" ──> receive() ── a confirmation ──> the page: without it, a line instead of buttons
 
-A view is data and a drawing. The data, one JSON value, is made again when something has changed, about ten times a
-second at most. The drawing is a JavaScript module in `static`, which the page runs. As every press has a thread of its
-own, a view neither blocks the kernel, nor waits for it or for an earlier press.
+A view is data and a drawing. The data, one JSON value, is made again after a change, about ten times a second at most.
+The drawing is a JavaScript module in `static`, which the page runs. Every press has a thread of its own. So a view does
+not block the kernel, and does not wait for it or for an earlier press.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class View(anywidget.AnyWidget):
     # -- the snapshot -------------------------------------------------------------------------
 
     def look(self) -> dict[str, Any]:
-        """Return what the page should draw now. Called by the thread that publishes all views.
+        """Return the data that the page should draw now. Called by the thread that publishes all views.
 
         Each kind of view returns its own dict, of values that JSON can hold.
         """
@@ -215,17 +215,17 @@ class View(anywidget.AnyWidget):
     # -- buttons ------------------------------------------------------------------------------
 
     def press(self, message: dict[str, Any]) -> None:
-        """Do what a button says. Called by a thread of its own for each press; the page shows an error that is raised.
+        """Act on a button. Called by a thread of its own for each press; the page shows an error that is raised.
 
-        ``message`` is what the page sent: "press" names the button, other keys what it applies to. Subclasses with
-        buttons override this; here it does nothing.
+        ``message`` comes from the page: "press" names the button, and other keys name its object, such as a worker.
+        Subclasses with buttons override this; here it does nothing.
         """
 
     def receive(self, message: dict[str, Any]) -> None:
         """Confirm a message of the page to the page, and let a new thread call `press` with it; do not wait for that.
 
-        A message without a number, such as the page's "looking", is not confirmed. One that presses nothing only asks
-        whether it arrives: every page of the view sends it first.
+        A message without a number, such as the page's "looking", is not confirmed. A message that presses nothing only
+        asks whether messages arrive: every page of the view sends it first.
         """
         if "number" in message:
             self.send({"received": message["number"]})

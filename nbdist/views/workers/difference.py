@@ -20,8 +20,8 @@ class DiffTable:
     ) -> None:
         """Make the table of differences ``found`` in the variable ``name``, from its value on the first of ``workers``.
 
-        ``parts`` is the number of parts that were compared, such as the tensors of a state dict, and ``differing`` how
-        many of them are not equal everywhere.
+        ``parts`` is the number of parts that were compared, such as the tensors of a state dict; ``differing`` is the
+        number of parts that are not equal everywhere.
         """
         self.name = name
         self.workers = list(workers)

@@ -1,4 +1,4 @@
-"""Shows an examination of a cluster: what each member has, how fast each link is, and what to do."""
+"""Shows an examination of a cluster: the facts about each member, the speed of each link, and what to do."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _gpus(facts: MachineFacts) -> str:
 
 
 def _links(found: Examination) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of the matrix of links: from the member of the row to that of the column."""
+    """Return the head and the rows of the matrix of links: from the member of the row to the member of the column."""
     names = [member.name for member in found.members]
     links = {(link.sender, link.receiver): link for link in found.links}
     rows = [[sender, *(_way(links.get((sender, receiver))) for receiver in names)] for sender in names]

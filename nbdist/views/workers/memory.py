@@ -15,7 +15,7 @@ from nbdist.views.workers.memory_rows import Look, Row, compare, fold, rows_of, 
 __all__ = ["FreedTable", "MemoryTable"]
 
 _ROWS_SHOWN = 1000
-"""The number of rows that a table shows at most."""
+"""The most rows that a table shows."""
 _SINCE = "since last look"
 # Explanations of two columns, printed below the tables.
 _REST = (
@@ -41,8 +41,8 @@ class MemoryTable:
     ) -> None:
         """Make the table of the report ``found`` for the named ``workers`` (None for all).
 
-        With ``last``, what an earlier report saw, the table shows the growth since then. Equal objects share a row, and
-        small ones too, unless ``unfolded``.
+        With ``last``, the amounts of an earlier report, the table shows the growth since then. Unless ``unfolded``,
+        equal objects share a row, and so do small ones.
         """
         self.found = found
         self.look = Look.at(found, last)
@@ -89,7 +89,7 @@ class MemoryTable:
             return "started anew"
         return _signed(self._last.growth(memory, total) or 0)
 
-    # -- what takes it ------------------------------------------------------------------------------
+    # -- the objects --------------------------------------------------------------------------------
 
     def _columns(self) -> list[str]:
         since = [_SINCE] if self._last is not None else []
@@ -113,7 +113,7 @@ class MemoryTable:
         return rows
 
     def _foot(self) -> list[str]:
-        """Return the lines below the tables that say what is left out, and what could be freed."""
+        """Return the lines below the tables: how much is left out, and which objects could be freed."""
         lines = []
         if len(self._items) > _ROWS_SHOWN:
             lines.append(f"… and {len(self._items) - _ROWS_SHOWN:,} more")
@@ -184,7 +184,7 @@ class FreedTable:
 
 _FREED = ("worker", "what", "bytes", "held by")
 _ABSENT_BYTES_NOTED = 1_000_000
-"""The number of bytes from which counted memory that is not a worker's own is mentioned."""
+"""The least bytes of counted memory, not the worker's own, that a line mentions."""
 
 
 def _names(workers: Sequence[str]) -> str:

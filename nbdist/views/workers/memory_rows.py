@@ -25,13 +25,13 @@ KINDS = {"references": "reference", "contexts": "context", "variables": "variabl
 _ROWS_UNFOLDED = 8
 """The number of rows that each worker has for the largest objects of one kind; smaller ones are put together."""
 _SMALL_BYTES = 100_000
-"""The number of bytes below which variables are put together in any case."""
+"""Variables of fewer bytes than this are always put together."""
 _TYPES_SHOWN = 3
 """The number of types with a row of their own among the rows put together; all other types share one row."""
 _NAMES_SHOWN = 6
 """The number of names on one worker that a row shows as holders."""
 _LETTERS_SHOWN = 80
-"""The number of letters that are shown of a value."""
+"""The most letters of a value that are shown."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def fold(rows: Sequence[Row]) -> list[Row]:
 
 
 def _fold_small(rows: list[Row]) -> list[Row]:
-    """Return fewer rows of one worker and kind: equal rows, small ones, and those beyond the largest share rows."""
+    """Return fewer rows of one worker and kind: equal rows, small rows, and all but the largest are put together."""
     rows = sorted(_fold_equal(rows), key=lambda row: -row.amount)
     large = [row for row in rows if not _is_small(row)]
     small = [row for row in rows if _is_small(row)]
@@ -252,7 +252,7 @@ def _is_small(row: Row) -> bool:
 
 
 def _fold_equal(rows: list[Row]) -> list[Row]:
-    """Return fewer rows: those of one worker that look the same become one, with the sums of bytes and of growth."""
+    """Return fewer rows: rows of one worker that look the same become one, with the sums of bytes and of growth."""
     equal: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         equal.setdefault((row.what, row.nbytes, row.gpu, row.held, row.is_partial, row.idle), []).append(row)

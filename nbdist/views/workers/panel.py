@@ -21,9 +21,9 @@ from nbdist.views.workers.status import StatusTable
 __all__ = ["Panel"]
 
 _SAMPLES_KEPT = 60
-"""The number of samples kept for each worker: those of a minute."""
+"""The number of samples kept for each worker: one minute's."""
 _CHAINS_SHOWN = 8
-"""The number of chains of waiting workers that are shown at most."""
+"""The most chains of waiting workers that are shown."""
 _QUIET_BYTES_PER_SECOND = 10_000
 """Bytes a second below which traffic is not shown: samples and signs of life take some of their own."""
 
@@ -45,8 +45,8 @@ class Panel:
     def sample(self) -> None:
         """Take one sample of all workers; a second thread waits for its turn.
 
-        A worker that does not answer within half a second gets a row of what the notebook itself knows, as in
-        `%dist_status`.
+        The row of a worker that does not answer within half a second has the facts that the notebook itself knows, as
+        in `%dist_status`.
         """
         with self._sampling:
             rows = collect(self.cluster)
@@ -56,7 +56,7 @@ class Panel:
             sent = {row.name: row.sent for row in rows if row.sent} | {agent.me.name: agent.sent()}
             with self._lock:
                 self.rows, self._awaited = rows, awaited
-                # Only of workers that have answered: the last rates of a worker that is gone are not its rates now.
+                # Keep only rates of workers that have answered: the old rates of a lost worker mean nothing.
                 self._rates = {pair: rate for pair, rate in self._rates.items() if pair[0] in sent}
                 for name, counts in sent.items():
                     self._note_rates(name, counts, now)

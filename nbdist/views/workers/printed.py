@@ -1,4 +1,4 @@
-"""Shows the result of `%dist_log`: lines that workers have printed, also those that a cell's output left out."""
+"""Shows the result of `%dist_log`: lines that workers have printed, even lines that a cell's output left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbdist.cluster.output.shortening import LINES_KEPT
 __all__ = ["LineRange", "save", "say"]
 
 _LINES_SHOWN = 2 * LINES_KEPT
-"""The number of lines to show at most, of all workers together: as many as a cell shows of one worker."""
+"""The most lines to show, of all workers together: as many as a cell shows of one worker."""
 
 
 class LineRange(NamedTuple):
@@ -45,9 +45,9 @@ class _Shown(NamedTuple):
 def say(printed: Sequence[Printed], span: LineRange | None) -> str:
     """Return the lines that workers have printed as text; a line before them says if they are not all.
 
-    ``span`` chooses lines by number. Without it, all lines are shown. If there are too many of one cell, the lines are
-    shown that the cell's output left out, from the first of them on; if there are too many of all cells, the last
-    lines.
+    ``span`` chooses lines by number. Without it, all lines are shown. If there are too many lines of one cell, this
+    shows the lines that the cell's output left out, from the first of them on. If there are too many lines of all
+    cells, it shows the last ones.
     """
     most = max(1, _LINES_SHOWN // max(1, len(printed)))
     groups: dict[_Shown, list[Printed]] = {}
@@ -64,8 +64,8 @@ def say(printed: Sequence[Printed], span: LineRange | None) -> str:
 def _choose_lines(printed: Printed, span: LineRange | None, most: int) -> _Shown:
     """Choose the lines of one worker to show, ``most`` at most.
 
-    Without ``span``, these are the last lines; if ``printed`` is of one cell with more than ``most`` lines, those after
-    the lines that the notebook has shown.
+    Without ``span``, these are the last lines. If ``printed`` is of one cell with more than ``most`` lines, they are
+    the lines after the first ones, which the notebook has shown.
     """
     total = printed.dropped + sum(1 for _ in printed.lines())
     oldest = printed.dropped + 1
@@ -81,7 +81,7 @@ def _choose_lines(printed: Printed, span: LineRange | None, most: int) -> _Shown
 
 
 def _lines_to_show(shown: _Shown, cell: int | None) -> list[str]:
-    """Return the chosen lines, after lines that say what is missing.
+    """Return the chosen lines, below lines that say which lines are missing.
 
     ``cell`` is the number of the only cell whose lines were asked for. With None, a line names each cell before its
     lines.

@@ -1,4 +1,4 @@
-"""Says in a line or two, when a cluster has started, what its user has not asked for and should know."""
+"""Tells the user, in a line or two after a cluster has started, what they should know and did not ask for."""
 
 from __future__ import annotations
 

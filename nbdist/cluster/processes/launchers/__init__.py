@@ -1,6 +1,6 @@
 """The launchers, which start the worker processes of a cluster, and `launcher_of`, which finds the one for a spec.
 
-============ =========================================================================
+============ =============================================================================
 `contract`   `Launcher`: the contract
 `local`      processes of this host, forked from a zygote
 `remote`     the common part of launchers whose workers run on other hosts
@@ -8,9 +8,9 @@
 `join`       workers that a person or a batch system starts, and that join
 `open_local` processes of this host, and workers that join them
 `ray`        workers that Ray places
-`ray_actor`  what runs in the process that Ray starts for a worker
+`ray_actor`  the code in the process that Ray starts for a worker
 `ray_room`   waits until Ray has room for the workers, and says why there is none
-============ =========================================================================
+============ =============================================================================
 
 A package offers a launcher of its own as an entry point in the group ``nbdist.launchers``.
 """

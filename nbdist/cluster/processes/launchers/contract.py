@@ -48,8 +48,8 @@ class Launcher(Protocol):
         The launcher calls ``on_end(name, how)`` once for every worker that ends, in any thread. ``how`` is its exit
         code, or minus the number of the signal that killed it; or words that follow its name, where that is not known.
 
-        A caller gives up a start by cancelling its future. Then the launcher kills the process, if one has come of it
-        or comes yet, and calls ``on_end`` with `GIVEN_UP` once there is none.
+        A caller gives a start up by cancelling its future. Then the launcher kills the process, whether it exists
+        already or only later, and calls ``on_end`` with `GIVEN_UP` once there is no process.
         """
         ...
 
@@ -60,7 +60,7 @@ class Launcher(Protocol):
 
     @property
     def rpc(self) -> Mapping[str, Any]:
-        """The options by which this process's agent joins the RPC world, where the workers join it too."""
+        """The options with which this process's agent joins the RPC world of the workers."""
         ...
 
     @property
@@ -78,11 +78,12 @@ class Launcher(Protocol):
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
         """Start a worker that calls `nbdist.cluster.worker.kernel.main` with this setup.
 
-        Returns a future. ``environment`` has environment variables beside those of the place where it runs. If the
-        process cannot be made, this method raises an error such as WorkerLost, or the future fails with it.
+        Returns a future. The worker has the environment variables of the place where it runs, and ``environment`` adds
+        to them. If the process cannot be made, this method raises an error such as WorkerLost, or the future fails with
+        it.
 
-        The kernel answers at the sockets that the connection file of the setup names, in this host's `folder`. Where
-        the worker runs on another host, the launcher passes on what comes and goes there.
+        The kernel answers at the sockets that the setup's connection file names, in this host's `folder`. If the worker
+        runs on another host, the launcher relays the messages at these sockets.
         """
         ...
 
@@ -101,11 +102,11 @@ class Launcher(Protocol):
         ...
 
     def advice(self) -> str:
-        """Return what a person can do so that workers start which have not yet; empty if there is nothing to do."""
+        """Return a text that tells a person how to start the missing workers; empty if there is nothing to do."""
         ...
 
     def last_words(self, name: str) -> str:
-        """Return the end of what a worker wrote to standard error outside of cells; empty if nothing.
+        """Return the last text that a worker wrote to standard error outside of cells; empty if there is none.
 
         Called after the worker has ended.
         """

@@ -1,7 +1,7 @@
 """`InvitingLauncher`: the common part of the launchers whose clusters grow when people start workers by an invitation.
 
-A *keeper* is the process that starts the workers of one host. When a keeper comes by an invitation, the launcher uses
-its room for the first kind of worker in this table that there is::
+A *keeper* is the process that starts the workers of one host. When a keeper comes with an invitation, the launcher uses
+its room for the first row of this table that applies::
 
     a worker that a start of the cluster or a restart waits for     `RemoteLauncher._place` starts it at once
     a worker that has lost its keeper: an open place                the keeper waits until a restart starts the worker
@@ -36,7 +36,7 @@ class InvitingLauncher(RemoteLauncher):
 
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
         self.on_arrival: Callable[[], object] = lambda: None
-        """Called when a keeper has come in, after the workers that waited for one were given to it. Must be quick."""
+        """Called when a keeper has joined, after it got the workers that waited for a keeper. Must be quick."""
         self._ranks: dict[str, int] = {}
         """The rank of each worker that was ever started or waited for a keeper, by the worker's name."""
         self._joining: set[str] = set()
@@ -67,7 +67,7 @@ class InvitingLauncher(RemoteLauncher):
             return max(0, free - len(known - placed))
 
     def _is_invited(self, member: KeeperMember) -> bool:
-        """Return whether a keeper came by one of the user's invitations, and not by one of the launcher's own."""
+        """Return whether a keeper came with one of the user's invitations, and not with one of the launcher's own."""
         return True
 
     def _needs_invited(self, rank: int) -> bool:

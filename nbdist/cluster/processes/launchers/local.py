@@ -107,9 +107,9 @@ def _start_zygote(*, by_fork: bool = False) -> Processes:
 
 
 def _home(folder: Path) -> dict[str, str]:
-    """Return a home for processes of a user who has none: the run directory, as a variable of the environment.
+    """Return ``{"HOME": ...}`` with the run directory ``folder`` if this user has no home; else an empty dict.
 
-    Jupyter's packages cannot be imported without one. Users of containers may have neither a name nor ``HOME``.
+    Jupyter's packages cannot be imported without a home. In containers, a user may have neither a name nor ``HOME``.
     """
     try:
         Path.home()
@@ -224,8 +224,8 @@ class LocalLauncher:
     def last_words(self, name: str) -> str:
         """Return the last `_LAST_WORDS_LETTERS` characters of the worker's log; empty if there is none.
 
-        The log has what the worker wrote to standard error outside of cells. Complete only after the zygote has
-        reported the worker's end, when it has added what was left in the worker's pipe.
+        The log has the text that the worker wrote to standard error outside of cells. It is complete only after the
+        zygote has reported the worker's end: by then, the zygote has added the rest of the text in the worker's pipe.
         """
         try:
             return self._processes.log(name).read_text(errors="replace")[-_LAST_WORDS_LETTERS:].strip()

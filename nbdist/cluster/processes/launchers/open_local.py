@@ -1,9 +1,9 @@
 """`OpenLocalLauncher`: workers of this host, in a cluster that workers of other hosts may join: ``%dist_init --host``.
 
 A worker that `LocalLauncher` starts listens only at sockets of this host, and cannot listen elsewhere later. So this
-launcher starts the workers of this host as those of other hosts are started: by a *keeper*, a process that starts and
-ends the workers of one host, with addresses and encryption for other hosts. The launcher starts the keeper, and starts
-it again if it has died and workers wait for it.
+launcher starts the workers of this host like the workers of other hosts: by a *keeper*, a process that starts and ends
+the workers of one host, with addresses and encryption for other hosts. The launcher starts the keeper, and starts it
+again if it has died and workers wait for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["OpenLocalLauncher"]
 
 _INVITED_FOR = 600.0
-"""Seconds within which the keeper must come to the hub; it needs a few."""
+"""Seconds within which the keeper must join; it needs a few."""
 _ENDS_WITHIN = 5.0
 """Seconds for the keeper to end after SIGTERM; then it gets SIGKILL."""
 
@@ -79,11 +79,11 @@ class OpenLocalLauncher(InvitingLauncher):
         watch.start()
 
     def _watch(self, token: str, own: subprocess.Popen[bytes], said: Path) -> None:
-        """Wait until a keeper's process has ended. If it never came to the hub, fail the starts that wait for it."""
+        """Wait until a keeper's process has ended. If the keeper never joined, fail the starts that wait for it."""
         own.wait()
         with self._lock:
             if self._closing or token in self.hub.came:
-                return  # the hub notices the end of a keeper that has come
+                return  # the hub notices the end of a keeper that has joined
             starts = [start for start in self._wanted.values() if not self._needs_invited(start.setup.rank)]
             for start in starts:
                 del self._wanted[start.name]
@@ -106,7 +106,7 @@ class OpenLocalLauncher(InvitingLauncher):
         return rank >= self.spec.count
 
     def advice(self) -> str:
-        """Return how to start missing workers of other hosts, or ""; those of this host need no person's help."""
+        """Return how to start missing workers of other hosts, or ""; workers of this host start by themselves."""
         with self._lock:
             missing = [name for name in {*self._wanted, *self._missed} if self._needs_invited(self._ranks[name])]
         return (

@@ -49,7 +49,7 @@ _INVITED_FOR = 600.0
 _USUAL_TIMEOUT = 120.0
 """The default timeout of a cluster, in seconds."""
 _ACTORS_TRIED = 3
-"""The most actors to ask for, one after another, for one start of a worker, if they die before their keeper comes."""
+"""The most actors to ask for, one after another, for one start of a worker, if they die before their keeper joins."""
 
 
 _starting = threading.Lock()
@@ -74,7 +74,7 @@ class RayLauncher(RemoteLauncher):
         self._actors: dict[str, _Placed] = {}
         """The actor of each worker that has one, by the worker's name."""
         self._died: Counter[str] = Counter()
-        """By worker's name: how many of its actors have died one after another before their keeper came."""
+        """By worker's name: how many of its actors have died one after another before their keeper joined."""
         self._group: Any = None
         self._disconnects = _connect(ray, spec)
         """True if this launcher has connected this process to Ray, and so must disconnect it."""
@@ -110,7 +110,7 @@ class RayLauncher(RemoteLauncher):
                     self._make_actor(start.setup)
 
     def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
-        """Return the keeper that the worker's own actor has started; None if that keeper has not come."""
+        """Return the keeper that the worker's own actor has started; None if that keeper has not joined."""
         placed = self._actors.get(setup.name)
         if placed is None:
             return None
@@ -121,7 +121,7 @@ class RayLauncher(RemoteLauncher):
         return came
 
     def _make_actor(self, setup: WorkerSetup) -> None:
-        """Let Ray start an actor for a worker; the actor's keeper will come to the hub. The caller holds the lock."""
+        """Let Ray start an actor for a worker; the actor's keeper will join later. The caller holds the lock."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         ray = self._ray
@@ -136,7 +136,7 @@ class RayLauncher(RemoteLauncher):
         ).start()
 
     def _watch(self, name: str, placed: _Placed, ended: Any) -> None:
-        """Wait for the end of an actor's `RayActor.run`. If its keeper never came, fail the start of the worker.
+        """Wait for the end of an actor's `RayActor.run`. If its keeper never joined, fail the start of the worker.
 
         If the actor has died, ask Ray for another one instead, up to `_ACTORS_TRIED` actors. Ray takes half a minute to
         notice that a node is frozen or cut off, and still places actors there, which die when Ray notices.
@@ -151,7 +151,7 @@ class RayLauncher(RemoteLauncher):
             if self._actors.get(name) is not placed:
                 return  # its keeper was lost, or the cluster ends
             if placed.token in self.hub.came:
-                return  # the keeper has come, and the hub notices its end
+                return  # the keeper has joined, and the hub notices its end
             del self._actors[name]
             self._died[name] += died
             again = died and self._died[name] < _ACTORS_TRIED and name in self._wanted

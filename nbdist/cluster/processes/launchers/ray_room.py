@@ -1,4 +1,4 @@
-"""Waits until Ray has room for workers, and says why there is none: what its nodes have free, and what is starting.
+"""Waits until Ray has room for workers. If there is none, says what its nodes have free, and which nodes are starting.
 
 A Ray cluster may have an autoscaler, which starts nodes for a placement group that has no room. Ray has two kinds of
 autoscaler. Each reports what it does in another place: see `nodes_starting`.
@@ -23,15 +23,15 @@ _LOOK_EVERY = 1.0
 _ASKED_WITHIN = 2
 """Seconds for Ray to report what its autoscaler does."""
 _LONGER = 300.0
-"""The least ``-t`` that the error proposes, in seconds; it proposes twice the time that was too short if more."""
+"""The least ``-t``, in seconds, that the error proposes; twice the time that was too short, if that is more."""
 
 
 def wait_for_room(ray: Any, group: Any, needs: Mapping[str, float], count: int, within: float) -> None:
     """Wait until Ray has room for a placement group of ``count`` workers, for ``within`` seconds at most.
 
     While an autoscaler starts nodes, a line below the cell says so. ``needs`` has the resources of one worker, such as
-    ``{"CPU": 1.0}``. Raises ResourceError if there is no room in time; the error says what is free and whether nodes
-    were still starting.
+    ``{"CPU": 1.0}``. Raises ResourceError if there is no room in time; the error names the free resources, and says
+    whether nodes were still starting.
     """
     show = trace.steps()
     deadline = time.monotonic() + within

@@ -59,7 +59,7 @@ _ENDS_WITHIN = 10.0
 
 
 class _Start:
-    """One start of a worker: its setup, its keeper, and how far the start has come."""
+    """One start of a worker: its setup, its keeper, and its progress."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class RemoteLauncher:
                 self._master = self._last_master
 
     def _on_arrival(self) -> None:
-        """Start workers that wait for a keeper, because one has come in. A subclass may do more. Must be quick."""
+        """Start workers that wait for a keeper, because one has joined. A subclass may do more. Must be quick."""
         self._place()
 
     def _may_wait(self, name: str) -> bool:
@@ -251,7 +251,7 @@ class RemoteLauncher:
             return len(self._wanted) + len(self._missed)
 
     def last_words(self, name: str) -> str:
-        """Return the end of what a worker wrote to standard error outside of cells, which its keeper has sent."""
+        """Return the last text that a worker wrote to standard error outside of cells, which its keeper has sent."""
         return self._words.get(name, "")
 
     def close(self) -> int:
@@ -381,7 +381,7 @@ class RemoteLauncher:
             self._tell(name, keeper.signal_worker, name, signal.SIGKILL)
         else:
             self._on_end(name, GIVEN_UP)
-        if self.hub.has_lost(member):  # `_lose` may have come before `runs` was set
+        if self.hub.has_lost(member):  # `_lose` may have run before `runs` was set
             self._lose(member, "is lost")
 
     def _set_master(self, member: KeeperMember) -> None:
