@@ -10,6 +10,8 @@
 `asking`                completion and help
 `notices`               what a cell says of workers that failed
 `labels`, `page_lines`  names and lines in tracebacks of cells
-`shell_channel`         works around a bug of ipykernel
+`versions`              what differs between versions of ipykernel
+`relay`                 their way between two hosts
+`back_pressure`         code that prints faster than that waits
 ======================  =======================================
 """

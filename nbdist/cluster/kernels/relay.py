@@ -6,9 +6,11 @@
     Kernel ── ipc ──> Relay.before_notebook ── carry, deliver ──> Relay.before_kernel ── ipc ──> ipykernel
 
 A relay has two threads: one reads and writes its sockets, the other, the courier, carries what was read to the other
-relay, one batch at a time, in order. While a batch is on its way, the relay reads more, up to `_MOST_READ` bytes. What
-comes after that stays in ZeroMQ's queue, which has no limit: a kernel never waits for its output. The relay does not
-look at the frames: the kernel has signed them with its key, and the notebook checks that.
+relay, one batch at a time, in order. While a batch is on its way, the relay reads more, up to `_MOST_READ` bytes. The
+output that comes after that stays in ZeroMQ's queue, of `MESSAGES_WAITING` messages; then the kernel's own queue fills,
+and the code that prints waits (`nbdist.cluster.kernels.back_pressure`). So a notebook that does not read fills no
+memory on the kernel's host. Replies and requests are few, and no limit holds them up in ZeroMQ. No message is dropped.
+The relay does not look at the frames: the kernel has signed them with its key, and the notebook checks that.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from typing import Any
 
 import zmq
 
-__all__ = ["Parcel", "Relay"]
+__all__ = ["MESSAGES_WAITING", "Parcel", "Relay"]
+
+MESSAGES_WAITING = 30
+"""Messages of a kernel's output that wait in ZeroMQ's queue at either end, before the kernel's code waits."""
 
 Parcel = tuple[str, list[bytes]]
 """A message: its channel, such as "shell", and its frames, without the identity of a client."""
@@ -99,6 +104,7 @@ class Relay:
         for channel in _CHANNELS:
             sock = sockets[channel] = _socket(context, zmq.SUB if channel == "iopub" else zmq.DEALER)
             if channel == "iopub":
+                sock.rcvhwm = MESSAGES_WAITING
                 sock.subscribe(b"")
             else:
                 sock.identity = _CLIENT
@@ -178,20 +184,21 @@ class Relay:
     def _read_all(self) -> bool:
         """Read what the sockets have, if there is room; return whether there was something."""
         found: list[Parcel] = []
-        if self._bytes < _MOST_READ:
-            for channel, sock in self._sockets.items():
-                for _ in range(_MESSAGES_AT_ONCE):
-                    # Also of the PUB socket, which has no messages: else its file would stay readable.
-                    if not sock.EVENTS & zmq.POLLIN:
-                        break
-                    frames = sock.recv_multipart()
-                    if sock.type == zmq.ROUTER:
-                        self._client, *frames = frames
-                    found.append((channel, frames))
+        size = 0
+        for channel, sock in self._sockets.items():
+            for _ in range(_MESSAGES_AT_ONCE):
+                # Also of the PUB socket, which has no messages: else its file would stay readable.
+                if self._bytes + size >= _MOST_READ or not sock.EVENTS & zmq.POLLIN:
+                    break
+                frames = sock.recv_multipart()
+                if sock.type == zmq.ROUTER:
+                    self._client, *frames = frames
+                found.append((channel, frames))
+                size += _size(found[-1])
         if found:
             with self._changed:
                 self._read.extend(found)
-                self._bytes += sum(map(_size, found))
+                self._bytes += size
                 self._changed.notify_all()
         return bool(found)
 
