@@ -27,6 +27,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import relay_process
@@ -79,6 +80,8 @@ class Relay:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
+        self._asking = threading.Lock()
+        """Held while one thread asks the process and reads the answer."""
 
     def set(self, **values: float | str) -> None:
         """Change what the relay does: ``delay`` (seconds each way), ``loss`` (share of frames)."""
@@ -110,6 +113,7 @@ class Relay:
         """Send the relay's process new values; return its counts."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(values), file=self._process.stdin, flush=True)
-        counts: dict[str, int] = json.loads(self._process.stdout.readline())
+        with self._asking:
+            print(json.dumps(values), file=self._process.stdin, flush=True)
+            counts: dict[str, int] = json.loads(self._process.stdout.readline())
         return counts

@@ -103,6 +103,7 @@ class Recorder:
         self._frozen: dict[int, int] = {}
         """The number of the newest Freeze message of each other agent, by incarnation."""
         agent.on_lost(self._on_lost)
+        agent.on_joined(self._on_joined)
         agent.at_close(self._close)
         passes, observing = self.passes, self.passes.observing
         self._handle(messages.Mark, lambda message, sender: partial(passes.on_mark, message))
@@ -426,6 +427,12 @@ class Recorder:
             message = messages.Freeze(self._freezes, bool(self._paused))
             for record in self.membership.members():
                 self.tell(record.incarnation, message)
+
+    def _on_joined(self, record: Record) -> None:
+        """Tell a new member that a pass is paused from here, if one is: its calls must not time out either."""
+        with self._freezing:
+            if self._paused:
+                self.tell(record.incarnation, messages.Freeze(self._freezes, True))
 
     def _on_freeze(self, message: messages.Freeze, sender: int) -> None:
         """Stop the clocks of all calls of this agent, because the sender has paused a pass, or let them run again."""

@@ -50,7 +50,7 @@ from nbdist.cluster.processes.probe import Probe
 from nbdist.cluster.processes.setup import AUTO, choose_backend
 from nbdist.cluster.spec import Spec, default_count, rpc_arguments
 from nbdist.cluster.standing import Lookout
-from nbdist.cluster.targets import parse_targets
+from nbdist.cluster.targets import means_all, parse_targets
 from nbdist.cluster.worker import collectives
 from nbdist.cluster.worker.output import METADATA, fence, take_last_value
 from nbdist.cluster.workers import StartError, Worker, lost_error
@@ -203,6 +203,8 @@ class Cluster:
         self.workers = [self._make_worker(rank) for rank in range(self.spec.count)]
         self.driver = driver or "notebook"
         self._lanes = Lanes(self)
+        self._called_on_each: set[Callable[[], object]] = set()
+        """The functions of `call_on_each`."""
         self._changing = threading.Lock()
         """Held while workers restart, join, or form the process group for the user: one of these at a time."""
         self._is_ending = False
@@ -372,7 +374,7 @@ class Cluster:
         """Start the workers and this process's agent, and wait for all. Where it fails, `start` cleans up."""
         deadline = time.monotonic() + self.spec.timeout
         self._thread = KernelThread()
-        self._router = Router(self._thread, self.names)
+        self._router = Router(self._thread, lambda: self.names)
         self._lives = Lifecycle(
             self.spec,
             self.backend,
@@ -405,6 +407,7 @@ class Cluster:
                 self._changing,
                 self._is_member,
                 self.spec.timeout,
+                self._lanes.look_again,
                 self._on_joined,
             )
 
@@ -537,7 +540,8 @@ class Cluster:
         place is open, the cluster grows by a worker of the next rank: ``worker4`` after ``worker3``. Then `on_joined`
         is called, and `wait_for_workers` returns. Running cells keep their workers. A new process group, with the new
         worker, forms once all workers are idle; groups, DDP and FSDP wrappers from before can no longer be used.
-        Executors and views that were made before do not use the new worker.
+        Executors and views of all workers, panels, timelines and ``%%watch`` include the new worker, also those that
+        were made before; executors and views of some workers do not.
 
         Args:
             file: The file to write, which only this user may read. An earlier one is replaced.
@@ -591,8 +595,7 @@ class Cluster:
             )
 
     def _on_joined(self, line: str) -> None:
-        """Let calls from the new workers find their cells, and pass a line on to the user. In another thread."""
-        self._router.origins.know(self.names)
+        """Pass a line about workers that have joined, or could not join, on to the user. In another thread."""
         if self.on_joined is not None:
             self.on_joined(line)
 
@@ -841,7 +844,8 @@ class Cluster:
         """Return an executor of `concurrent.futures` that calls functions on the workers in ``targets``.
 
         Each call goes to the first worker that is free. A worker runs one call at a time, after the cells that it was
-        sent before. A call fails with `WorkerLost` if its worker dies while it runs.
+        sent before. A call fails with `WorkerLost` if its worker dies while it runs. Without targets, or with
+        ``"all"``, workers that join later (`invite`) run calls, too.
 
         Example:
             ::
@@ -850,7 +854,37 @@ class Cluster:
                     values = list(pool.map(function, items))
         """
         self.start()
-        return WorkerExecutor(self._lanes, [worker.name for worker in self.select(targets)])
+        names = None if means_all(targets) else [worker.name for worker in self.select(targets)]
+        return WorkerExecutor(self._lanes, names)
+
+    def call_on_each(self, function: Callable[[], object]) -> None:
+        """Call a function on each living worker, and wait; later also on each worker that joins or starts again.
+
+        Nobody waits for the later calls, and their errors are dropped. After an error, there are no later calls.
+        A second call with the same function does nothing.
+
+        Args:
+            function: The function, which the workers can import. It may run several times on a worker.
+
+        Raises:
+            WorkerLost: A worker died meanwhile. The function may raise other errors.
+
+        Example:
+            ::
+
+                cluster.call_on_each(my_project.settings.prepare)
+        """
+        self.start()
+        if function in self._called_on_each:
+            return
+        forget = self.agent.on_joined(lambda record: self.agent.call(record.name, function))
+        names = [worker.name for worker in self.workers if worker.alive]
+        try:
+            ask_each(self.agent, function, dict.fromkeys(names, ())).or_raise()
+        except BaseException:
+            forget()
+            raise
+        self._called_on_each.add(function)
 
     # -- looking for trouble --------------------------------------------------------------------
 

@@ -45,9 +45,10 @@ class Task(Future[Any]):
     received: datetime.datetime | None = None
     """When the value or the error arrived here; None until then."""
 
-    def __init__(self, call: tuple[Any, ...] = (), workers: Sequence[str] = ()) -> None:
+    def __init__(self, call: tuple[Any, ...] = (), workers: Sequence[str] | None = ()) -> None:
         """Make a task for ``call``, which is ``(function, args, kwargs)``, to run on one of these workers.
 
+        ``workers`` is None for all workers of the cluster, also those that join before one has taken the task.
         A task without a call is run by no worker: the code that made the task must call `settle`.
         """
         super().__init__()
@@ -85,6 +86,11 @@ class TaskCluster(Protocol):
         """The thread that talks to the workers' kernels."""
         ...
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the workers, of which there may be more later."""
+        ...
+
     def find(self, name: str) -> Worker:
         """Return the worker called ``name``, dead or alive. Raises UnknownWorker if there is none."""
         ...
@@ -108,7 +114,17 @@ class Lanes:
         """
         with self._lock:
             self._waiting.append(task)
-            self._serve_all(task.workers)
+            self._serve_all(self._workers_of(task))
+
+    def look_again(self) -> None:
+        """Start threads for workers that have joined, if there are tasks that they may run. Called in any thread."""
+        with self._lock:
+            for task in self._waiting:
+                self._serve_all(self._workers_of(task))
+
+    def _workers_of(self, task: Task) -> Sequence[str]:
+        """Return the names of the workers that may run a task."""
+        return self._cluster.names if task.workers is None else task.workers
 
     def _serve_all(self, names: Sequence[str]) -> None:
         """Start a thread for each of some workers that has none. The caller holds the lock."""
@@ -146,9 +162,10 @@ class Lanes:
         """
         with self._lock:
             for task in self._waiting:
-                if name not in task.workers:
+                workers = self._workers_of(task)
+                if name not in workers:
                     continue
-                living = [each for each in task.workers if self._cluster.find(each).alive]
+                living = [each for each in workers if self._cluster.find(each).alive]
                 if name in living or not living:
                     self._waiting.remove(task)
                     return task
@@ -186,7 +203,8 @@ class WorkerExecutor(Executor):
                 values = list(pool.map(function, items))
     """
 
-    def __init__(self, lanes: Lanes, workers: Sequence[str]) -> None:
+    def __init__(self, lanes: Lanes, workers: Sequence[str] | None) -> None:
+        """Make an executor for these workers; None for all, also those that join later."""
         self._lanes, self._workers = lanes, workers
         self._tasks: set[Task] = set()
         self._is_shut_down = False

@@ -44,6 +44,7 @@ class Growth:
         changing: Held while workers are added; the cluster holds it while it restarts workers.
         is_member: Returns whether the RPC world still has a member of a name.
         timeout: Seconds within which new workers must be ready.
+        grown: Called when workers have been added to the cluster; the process group may still have to form.
         tell: Called with a line for the user when workers have joined, or could not join.
     """
 
@@ -56,6 +57,7 @@ class Growth:
         changing: threading.Lock,
         is_member: Callable[[str], bool],
         timeout: float,
+        grown: Callable[[], object],
         tell: Callable[[str], object],
     ) -> None:
         self._workers = workers
@@ -65,6 +67,7 @@ class Growth:
         self._changing = changing
         self._is_member = is_member
         self._timeout = timeout
+        self._grown = grown
         self._tell = tell
         self._changed = threading.Condition()
         """Notified after each growth."""
@@ -119,6 +122,7 @@ class Growth:
         else:
             group = "The process group is formed anew"
             group += f" once {say_names(awaited)} can take part." if awaited else "."
+        self._grown()
         with self._changed:
             self._changed.notify_all()
         self._say(f"{line} {group}" if self._lives.has_group else line)

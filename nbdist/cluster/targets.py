@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from nbdist.errors import UnknownWorker, UsageError
 
-__all__ = ["parse_targets"]
+__all__ = ["means_all", "parse_targets"]
 
 _ALL = ("", "all", "*", ":")
 _BRACKETS = re.compile(r"\s*(\[[^\[\]]*\]|[^\[\],]*)(\s*,\s*(\[[^\[\]]*\]|[^\[\],]*))*\s*")
@@ -53,6 +53,13 @@ def parse_targets(text: str, names: Sequence[str]) -> list[int]:
     for part in inner.split(","):
         found.update(dict.fromkeys(_parse_one(part.strip(), text.strip(), names)))
     return list(found)
+
+
+def means_all(targets: object) -> bool:
+    """Return whether targets mean all workers, also those that join later: None, or a text such as ``all`` or ``:``."""
+    if not isinstance(targets, str):
+        return targets is None
+    return targets.strip() != "[]" and targets.replace("[", "").replace("]", "").strip() in _ALL
 
 
 def _parse_one(part: str, text: str, names: Sequence[str]) -> Sequence[int]:

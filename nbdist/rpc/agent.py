@@ -224,6 +224,8 @@ class Agent:
         """The values that this agent owns, and the references that it uses."""
         self._on_lost: list[Callable[[Record, str], None]] = [self.sharing.on_lost]
         """The listeners that are called with the record of a lost member, and the reason."""
+        self._on_joined: list[Callable[[Record], object]] = []
+        """The listeners that are called with the record of a new member."""
         self.recorder: CallRecorder = registry.make_recorder(self)
         """Records calls for backward passes; made by `nbdist.autograd`."""
         self.executor = Executor(
@@ -269,7 +271,12 @@ class Agent:
         )
         """Stops calls after Ctrl-C, here and on other workers."""
         self.handshake = Handshake(
-            self.membership, self.links, self.sharing, lose=self.lose, lost_after=options.lost_after
+            self.membership,
+            self.links,
+            self.sharing,
+            lose=self.lose,
+            joined=self._tell_joined,
+            lost_after=options.lost_after,
         )
         """Joins the world, and lets new members in."""
         self.ending = Ending(self.membership, self.links, self.exchange, self.references, self._turn)
@@ -379,6 +386,23 @@ class Agent:
         """
         self._on_lost.append(listener)
         return partial(_drop, self._on_lost, listener)
+
+    def on_joined(self, listener: Callable[[Record], object]) -> Callable[[], None]:
+        """Call ``listener(record)`` when a member joins the world; return a function that removes the listener.
+
+        The new member can be called by then. A restarted worker is a new member, too. The listener runs in the thread
+        that reads the member's greeting, so it must be quick. Its errors are logged.
+        """
+        self._on_joined.append(listener)
+        return partial(_drop, self._on_joined, listener)
+
+    def _tell_joined(self, record: Record) -> None:
+        """Call the listeners of `on_joined`, all of them even if one fails."""
+        for listener in list(self._on_joined):
+            try:
+                listener(record)
+            except Exception:
+                _log.exception("a listener to the arrival of %s failed", record.name)
 
     def at_close(self, action: Callable[[], None]) -> None:
         """Call ``action`` at the end of `close`, in the thread that closes the agent.

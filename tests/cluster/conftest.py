@@ -1,7 +1,8 @@
-"""A notebook with a cluster, shared by the tests of one module."""
+"""A notebook with a cluster, shared by the tests of one module; and keepers, whose workers join a cluster."""
 
 import pytest
 from frontend import Notebook
+from joined import Keepers
 
 
 @pytest.fixture(scope="module")
@@ -22,3 +23,11 @@ def two(notebook):
         "    Cluster.current.restart(process_group=True)"
     )
     return notebook
+
+
+@pytest.fixture
+def keepers(tmp_path):
+    """The keepers that a test starts; they end with the test."""
+    keepers = Keepers(tmp_path)
+    yield keepers
+    keepers.end()

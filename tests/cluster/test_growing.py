@@ -5,22 +5,19 @@ The keepers run on this host, as processes of their own.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from frontend import Notebook
-from joined import cluster_on, until
-from other_hosts import can_make_hosts, hosts, wait_for_file
+from joined import cluster_on, keeper_of, until
+from other_hosts import can_make_hosts, hosts
 
 import nbdist
 from nbdist import rpc
@@ -33,71 +30,9 @@ from nbdist.errors import NbdistError, ResourceError, UsageError, WorkerLost
 SIZES = "(dist.get_world_size(), world_size, __world_size__, os.environ['WORLD_SIZE'], os.environ['RANK'])"
 
 
-class Keepers:
-    """The processes that join a cluster, on this host."""
-
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / "invitation.json"
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.told: list[str] = []
-        """The lines that the cluster has told about growth."""
-
-    def start(self, *options: str, file: Path | None = None, **more) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "nbdist", "worker", "--connect", str(file or self.file)]
-        command += ["--host", "127.0.0.1", *options]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **more)
-        self.processes.append(process)
-        return process
-
-    def another(self, cluster: nbdist.Cluster, *options: str, uses: int = 1, **more) -> subprocess.Popen[bytes]:
-        """Start one more, with a new invitation."""
-        file = self.file.with_name(f"another{len(self.processes)}.json")
-        cluster.invite(str(file), uses=uses)
-        return self.start(*options, file=file, **more)
-
-    def grow(self, cluster: nbdist.Cluster, *options: str, uses: int = 1) -> subprocess.Popen[bytes]:
-        """Start one more that becomes ``uses`` new workers, and wait until the line about it has been told."""
-        told, count = len(self.told), len(cluster.workers) + uses
-        process = self.another(cluster, *options, uses=uses)
-        cluster.wait_for_workers(count, timeout=60)
-        until(lambda: len(self.told) > told)
-        return process
-
-    @contextlib.contextmanager
-    def cluster(self, count: int = 1, **options) -> Iterator[nbdist.Cluster]:
-        def start() -> None:
-            wait_for_file(self.file)
-            self.start("-n", str(count))
-
-        threading.Thread(target=start, daemon=True).start()
-        options = {"host": "127.0.0.1", "invitation": str(self.file), "timeout": 60} | options
-        with nbdist.Cluster(count, launcher="join", **options) as cluster:
-            cluster.on_joined = self.told.append
-            cluster.execute("import os")
-            yield cluster
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait(10)
-
-
-@pytest.fixture
-def keepers(tmp_path):
-    keepers = Keepers(tmp_path)
-    yield keepers
-    keepers.end()
-
-
 def sum_of_ranks(cluster: nbdist.Cluster) -> list[float]:
     cluster.execute("total = torch.tensor(float(rank)); dist.all_reduce(total)")
     return [float(total) for total in cluster.pull("total")]
-
-
-def keeper_of(cluster: nbdist.Cluster, name: str):
-    """The keeper that has a worker, as its hub knows it."""
-    (member,) = [each for each in cluster._lives.launcher.hub.members if name in each.workers]
-    return member
 
 
 def test_a_running_cluster_grows_by_one_and_by_two(keepers):
@@ -230,20 +165,12 @@ def test_an_open_place_is_filled_before_the_cluster_grows(keepers):
         assert cluster.names[-1] == "worker4"
 
 
-@pytest.fixture
-def importable(keepers, monkeypatch) -> Path:
-    """The folder of the test, from which the workers import modules."""
-    folder = keepers.file.parent
-    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    return folder
-
-
 @pytest.mark.soak
-def test_a_newcomer_that_dies_leaves_no_trace(keepers, importable):
+def test_a_newcomer_that_dies_leaves_no_trace(keepers):
     slow = "import os, time\nif os.path.exists('slow'):\n    time.sleep(5)\n"
-    (importable / "slow_to_import.py").write_text(slow)
+    (keepers.folder / "slow_to_import.py").write_text(slow)
     with keepers.cluster(preload=("slow_to_import",)) as cluster:
-        folder = importable / "where"
+        folder = keepers.folder / "where"
         folder.mkdir()
         (folder / "slow").touch()
         process = keepers.another(cluster, cwd=folder)
@@ -258,8 +185,8 @@ def test_a_newcomer_that_dies_leaves_no_trace(keepers, importable):
 
 
 @pytest.mark.soak
-def test_a_newcomer_that_cannot_start_is_sent_away_with_the_reason(keepers, importable):
-    module = importable / "only_here.py"
+def test_a_newcomer_that_cannot_start_is_sent_away_with_the_reason(keepers):
+    module = keepers.folder / "only_here.py"
     module.write_text("")
     with keepers.cluster(preload=("only_here",)) as cluster:
         module.unlink()
@@ -274,10 +201,10 @@ def test_a_newcomer_that_cannot_start_is_sent_away_with_the_reason(keepers, impo
         assert sum_of_ranks(cluster) == [1.0, 1.0]
 
 
-def test_a_newcomer_that_fails_does_not_send_another_one_away(keepers, importable):
+def test_a_newcomer_that_fails_does_not_send_another_one_away(keepers):
     """Both come at the same time, so both start or none; then the good one starts again, under the other's name."""
-    (importable / "picky.py").write_text("import os\nassert not os.path.exists('bad'), 'a bad place'\n")
-    folder = importable / "where"
+    (keepers.folder / "picky.py").write_text("import os\nassert not os.path.exists('bad'), 'a bad place'\n")
+    folder = keepers.folder / "where"
     folder.mkdir()
     (folder / "bad").touch()
     with keepers.cluster(preload=("picky",)) as cluster:

@@ -5,89 +5,25 @@ The keepers run on this host, at addresses of their own in 127.0.0.0/8.
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import zmq
+from joined import Keepers, keeper_of, until
 from other_hosts import wait_for_file
 
 import nbdist
+from nbdist import rpc
+from nbdist.cluster.errors import CellError
 from nbdist.cluster.kernels.relay import _MOST_READ, Relay
 from nbdist.cluster.workers import StartError
-
-
-class Keepers:
-    """The keepers of a cluster on this host, each started with an invitation of its own address."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.file = folder / "invitation.json"
-        self.processes: list[subprocess.Popen[bytes]] = []
-
-    def start(self, address: str = "127.0.0.1", file: Path | None = None, **options) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "nbdist", "worker", "--connect", str(file or self.file), "--host", address]
-        path = os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path}
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, **options)
-        self.processes.append(process)
-        return process
-
-    def another(self, cluster: nbdist.Cluster, address: str = "127.0.0.1") -> subprocess.Popen[bytes]:
-        """Start one more, with a new invitation."""
-        file = self.folder / f"another{len(self.processes)}.json"
-        cluster.invite(str(file))
-        return self.start(address, file)
-
-    def end(self) -> None:
-        for process in self.processes:
-            with contextlib.suppress(psutil.Error):
-                psutil.Process(process.pid).resume()
-            process.kill()
-            process.wait(10)
-
-
-@pytest.fixture
-def keepers(tmp_path):
-    keepers = Keepers(tmp_path)
-    yield keepers
-    keepers.end()
-
-
-@contextlib.contextmanager
-def joined(keepers: Keepers, *addresses: str, **options):
-    """A cluster whose workers join from these addresses, in this order."""
-
-    def start() -> None:
-        wait_for_file(keepers.file)
-        for address in addresses:
-            keepers.start(address)
-
-    threading.Thread(target=start, daemon=True).start()
-    options = {"host": "127.0.0.1", "invitation": str(keepers.file), "timeout": 60} | options
-    with nbdist.Cluster(len(addresses), launcher="join", **options) as cluster:
-        yield cluster
-
-
-def keeper_of(cluster: nbdist.Cluster, name: str):
-    """The keeper that has a worker, as its hub knows it."""
-    (member,) = [each for each in cluster._lives.launcher.hub.members if name in each.workers]
-    return member
-
-
-def until(happened, within: float = 20.0) -> None:
-    deadline = time.monotonic() + within
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def limit(cluster: nbdist.Cluster, seconds: float) -> None:
@@ -96,7 +32,7 @@ def limit(cluster: nbdist.Cluster, seconds: float) -> None:
 
 
 def test_ctrl_c_during_a_shutdown_leaves_nothing_open(keepers):
-    with joined(keepers, "127.0.0.1", "127.0.0.1") as cluster:
+    with keepers.cluster(addresses=["127.0.0.1", "127.0.0.1"]) as cluster:
         hub, folder = cluster._lives.launcher.hub, cluster.folder
         os.kill(keeper_of(cluster, "worker1").record.pid, signal.SIGSTOP)
         threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -109,7 +45,7 @@ def test_ctrl_c_during_a_shutdown_leaves_nothing_open(keepers):
 
 
 def test_a_restart_that_nobody_could_serve_in_time_is_forgotten(keepers):
-    with joined(keepers, "127.0.0.1", "127.0.0.1") as cluster:
+    with keepers.cluster(addresses=["127.0.0.1", "127.0.0.1"]) as cluster:
         os.kill(keeper_of(cluster, "worker1").record.pid, signal.SIGKILL)
         until(lambda: cluster.find("worker1").lost)
         limit(cluster, 1.0)
@@ -127,7 +63,7 @@ def test_a_restart_that_nobody_could_serve_in_time_is_forgotten(keepers):
 
 
 def test_a_worker_without_a_place_does_not_keep_others_from_theirs(keepers):
-    with joined(keepers, "127.0.0.1", "127.0.0.1") as cluster:
+    with keepers.cluster(addresses=["127.0.0.1", "127.0.0.1"]) as cluster:
         os.kill(keeper_of(cluster, "worker0").record.pid, signal.SIGKILL)
         until(lambda: cluster.find("worker0").lost)
         limit(cluster, 1.0)
@@ -141,17 +77,17 @@ def test_a_worker_without_a_place_does_not_keep_others_from_theirs(keepers):
 
 def test_rank_0_takes_the_address_of_the_master_along(keepers):
     address = "__import__('os').environ['MASTER_ADDR']"
-    with joined(keepers, "127.0.0.2", "127.0.0.3") as cluster:
+    with keepers.cluster(addresses=["127.0.0.2", "127.0.0.3"]) as cluster:
         before = cluster.evaluate(address)
         assert before[0] == before[1] == keeper_of(cluster, "worker0").address
         os.kill(keeper_of(cluster, "worker0").record.pid, signal.SIGKILL)
         until(lambda: cluster.find("worker0").lost)
-        keepers.another(cluster, "127.0.0.4")
+        keepers.another(cluster, address="127.0.0.4")
         assert cluster.restart(["worker0", "worker1"]) == ["worker0", "worker1"]
         assert cluster.evaluate(address) == ["127.0.0.4", "127.0.0.4"]
         os.kill(keeper_of(cluster, "worker0").record.pid, signal.SIGKILL)
         until(lambda: cluster.find("worker0").lost)
-        keepers.another(cluster, "127.0.0.5")
+        keepers.another(cluster, address="127.0.0.5")
         assert cluster.restart(["worker0"]) == ["worker0"]
         assert cluster.evaluate(address) == ["127.0.0.5", "127.0.0.5"], "a worker that lives must learn it, too"
 
@@ -181,7 +117,7 @@ def test_a_keeper_that_dies_while_it_starts_a_worker_leaves_it_to_another(keeper
 
 def test_exit_handlers_of_joined_workers_run(keepers):
     file = keepers.folder / "said"
-    with joined(keepers, "127.0.0.1") as cluster:
+    with keepers.cluster(addresses=["127.0.0.1"]) as cluster:
         cluster.execute(f"import atexit\natexit.register(lambda: open({str(file)!r}, 'w').write('goodbye'))")
     assert wait_for_file(file) == b"goodbye"
 
@@ -195,7 +131,7 @@ def first_refused(keepers: Keepers, address: str, then=lambda: None) -> str:
 
     def start() -> None:
         wait_for_file(keepers.file)
-        first = keepers.start(address, stderr=subprocess.PIPE)
+        first = keepers.start(address=address, stderr=subprocess.PIPE)
         said.append((first.wait(30), first.stderr.read().decode()))
         then()
         keepers.start()
@@ -218,7 +154,7 @@ def test_a_keeper_that_was_let_in_and_did_not_come_gives_its_use_back(keepers, m
 
 
 def test_two_notebooks_in_one_folder_keep_off_each_others_invitation(keepers):
-    with joined(keepers, "127.0.0.1"):
+    with keepers.cluster(addresses=["127.0.0.1"]):
         other = nbdist.cluster.spec.Spec(count=1, launcher="join", host="127.0.0.1", invitation=str(keepers.file))
         from nbdist.cluster.processes.launchers.join import JoinLauncher
 
@@ -275,3 +211,82 @@ def test_a_relay_that_has_no_room_uses_no_processor(tmp_path):
     until(lambda: len(carried) == count)
     relay.close()
     context.destroy(0)
+
+
+def stream_text(parcels) -> str:
+    """What a kernel's messages of its output channel have printed."""
+    frames = [frames for channel, frames in parcels if channel == "iopub"]
+    contents = [json.loads(each[each.index(b"<IDS|MSG>") + 5]) for each in frames]
+    return "".join(content["text"] for content in contents if "text" in content)
+
+
+PRINTS = """
+n, image = 0, {"image/png": os.urandom(1 << 19).hex()}
+while not os.path.exists(STOP):
+    HOW
+    n += 1
+"""
+LINE = "print(n, 'x' * 1000)"
+IMAGE = "display(image, raw=True)"
+
+
+@pytest.mark.parametrize(("how", "each"), [(LINE, 1000), (LINE[:-1] + ", flush=True)", 1000), (IMAGE, 1 << 20)])
+def test_a_notebook_that_does_not_read_makes_the_code_wait_that_prints(keepers, how, each):
+    """So the memory of the worker's host does not fill; once the notebook reads, it gets everything."""
+    with keepers.cluster() as cluster:
+        hub = cluster._lives.launcher.hub
+        deliver, reading, parcels = hub.on_parcels, threading.Event(), []
+
+        def deliver_when_reading(worker, batch):
+            reading.wait(60)
+            parcels.extend(batch)
+            deliver(worker, batch)
+
+        def count() -> int:
+            return rpc.rpc_sync("worker0", eval, args=("__import__('__main__').n",))
+
+        processes = [psutil.Process(pid) for pid in (cluster.workers[0].pid, keeper_of(cluster, "worker0").record.pid)]
+        cluster.execute("n = 0")
+        before = [process.memory_info().rss for process in processes]
+        hub.on_parcels = deliver_when_reading
+        stop = keepers.folder / "stop"
+        code = PRINTS.replace("STOP", repr(str(stop))).replace("HOW", how)
+        cell = cluster.execute(code, block=False, timeout=None)
+        try:
+            until(lambda: count() > 0)
+            known, since = 0, time.monotonic()
+            while time.monotonic() < since + 2.0:
+                number = count()
+                assert number * each < 200 << 20
+                if number != known:
+                    known, since = number, time.monotonic()
+                time.sleep(0.1)
+            grown = [process.memory_info().rss - was for process, was in zip(processes, before, strict=True)]
+            assert max(grown) < 150 << 20, grown
+            stop.touch()
+        finally:
+            stop.touch()
+            reading.set()
+        cell.wait(60)
+        total = count()
+        assert total >= known
+        if how == IMAGE:
+            assert sum(b"display_data" in frames[0] for _, frames in parcels) == total
+        else:
+            lines = stream_text(parcels).split("\n")
+            assert [int(line.partition(" ")[0]) for line in lines if line] == list(range(total))
+
+
+def test_an_interrupt_ends_the_wait_of_code_that_prints(keepers):
+    with keepers.cluster() as cluster:
+        hub = cluster._lives.launcher.hub
+        deliver, reading = hub.on_parcels, threading.Event()
+        hub.on_parcels = lambda worker, batch: (reading.wait(60), deliver(worker, batch))
+        cell = cluster.execute("n = 0\nwhile True: n += 1; print(n, 'x' * 1000)", block=False)
+        waits = "__import__('nbdist.cluster.worker.status_report', fromlist=['_']).make_report().where"
+        until(lambda: "print" in rpc.rpc_sync("worker0", eval, args=(waits,)))
+        time.sleep(2)
+        cluster.interrupt()
+        reading.set()
+        with pytest.raises(CellError, match="stopped in"):
+            cell.wait(60)

@@ -102,3 +102,28 @@ def test_a_hang_is_traced_to_its_worker_and_line(tmp_path, request):
         page.tells(4, "[1.0, 1.0]")
         panel.get_by_text("which is at").wait_for(state="hidden", timeout=10_000)
         assert not page.complaints
+
+
+INVITE = "%dist_invite more.json\nimport os, subprocess, sys"
+JOIN = """
+command = [sys.executable, "-m", "nbdist", "worker", "--connect", "more.json", "--host", "127.0.0.1"]
+keeper = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+"""
+
+
+def test_an_open_panel_shows_a_worker_that_joins(tmp_path):
+    start = START.replace("-n 2", "-n 1 --host 127.0.0.1")
+    cells = [start, "%dist_panel", INVITE, JOIN, "%dist_shutdown\nkeeper.wait(20)"]
+    with notebook(cells, "lab", tmp_path) as page:
+        for index in range(4):
+            page.finish(index)
+        panel = page.cell(1).locator(".nbdist-panel")
+        panel.get_by_text("worker0").wait_for()
+        panel.get_by_text("worker1").wait_for(timeout=40_000)
+        page.expect(panel.get_by_role("button", name="Interrupt")).to_have_count(2)
+        page.tells(2, "worker1 joined from")
+        panel.get_by_role("button", name="Restart").nth(1).click()
+        panel.get_by_text("idle").nth(1).wait_for(timeout=30_000)
+        page.finish(4)
+        page.tells(4, "0 processes left.")
+        assert not page.complaints

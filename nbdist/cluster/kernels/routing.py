@@ -37,7 +37,8 @@ The oldest request of a cell that has ended is forgotten first.
 class Router:
     """Knows to which cell a message belongs. All methods but `settle` are for the kernel thread."""
 
-    def __init__(self, thread: KernelThread, names: Sequence[str]) -> None:
+    def __init__(self, thread: KernelThread, names: Callable[[], Sequence[str]]) -> None:
+        """Know no message yet; ``names()`` returns the names of the workers, of which there may be more later."""
         self.origins = Origins(thread, names)
         self.comms = Comms(thread)
         self._thread = thread

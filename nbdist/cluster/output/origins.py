@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nbdist.cluster.kernels import labels
 from nbdist.cluster.kernels.connection import KernelThread, Message
@@ -52,7 +52,8 @@ class Origin:
 class Origins:
     """The cells of the notebook that have called functions on workers."""
 
-    def __init__(self, thread: KernelThread, names: Sequence[str]) -> None:
+    def __init__(self, thread: KernelThread, names: Callable[[], Sequence[str]]) -> None:
+        """Know no cell yet; ``names()`` returns the names of the workers, of which there may be more later."""
         self._thread = thread
         self._names = names
         self._known: OrderedDict[str, Origin] = OrderedDict()
@@ -70,14 +71,10 @@ class Origins:
             with self._lock:
                 if key in self._known:  # another thread of the cell was first; output would come to two places
                     return key
-                self._known[key] = Origin(self._thread, self._names, sink)
+                self._known[key] = Origin(self._thread, self._names(), sink)
                 if len(self._known) > _CELLS_KEPT:
                     self._known.popitem(last=False)
         return key
-
-    def know(self, names: Sequence[str]) -> None:
-        """Note the names of all workers after the cluster has grown. Earlier cells stay as they are. In any thread."""
-        self._names = names
 
     def find(self, key: str) -> Origin | None:
         """Return the cell with this key; None if there is none.

@@ -10,12 +10,12 @@ from typing import Any, ParamSpec, TypeVar
 import nbdist
 from nbdist.channel import machine
 from nbdist.cluster.cluster import Cluster as Workers
+from nbdist.cluster.targets import means_all
 from nbdist.compat.ipyparallel import tasks
 from nbdist.compat.ipyparallel.closed import Closed
 from nbdist.compat.ipyparallel.results import wait_for
 from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView, ViewExecutor
 from nbdist.errors import UsageError
-from nbdist.rpc import api
 
 __all__ = ["Client", "Cluster", "view_of"]
 
@@ -56,8 +56,7 @@ class Client(Closed):
         Other arguments of ipyparallel are ignored. Raises UsageError if ``cluster`` has been shut down.
         """
         self.cluster = (cluster or Workers.current or _workers(None)).start()
-        for name in [worker.name for worker in self.cluster.workers if worker.alive]:
-            api.rpc_sync(name, tasks.take_name)
+        self.cluster.call_on_each(tasks.take_name)
 
     @property
     def ids(self) -> list[int]:
@@ -72,16 +71,19 @@ class Client(Closed):
         """Yield a view of each engine."""
         return map(self.direct_view, self.ids)
 
-    def _select(self, targets: Targets) -> list[int]:
-        """Return the ranks of the engines in a target.
+    def _select(self, targets: Targets) -> list[int] | None:
+        """Return the ranks of the engines in a target; None for all engines, also those that join later.
 
         Raises UnknownWorker or UsageError as `nbdist.Cluster.select` does.
         """
         asked = self.ids[targets] if isinstance(targets, slice) else targets
-        return [worker.rank for worker in self.cluster.select(asked)]
+        return None if means_all(targets) else [worker.rank for worker in self.cluster.select(asked)]
 
     def direct_view(self, targets: Targets = None, **_: Any) -> DirectView:
         """Return a view that gives each task to all of some engines, or of all. ``client[0:2]`` does so, too.
+
+        A view of all, without targets or with ``"all"``, includes engines that join later; that of ``client[:]`` does
+        not.
 
         Raises UnknownWorker or UsageError for engines that do not exist.
         """
@@ -91,6 +93,8 @@ class Client(Closed):
 
     def load_balanced_view(self, targets: Targets = None, **_: Any) -> LoadBalancedView:
         """Return a view that gives each task to one engine: the first free one of some engines, or of all.
+
+        Without targets, or with ``"all"``, it uses engines that join later, too.
 
         Raises UnknownWorker or UsageError for engines that do not exist.
         """
@@ -105,10 +109,15 @@ class Client(Closed):
 
     wait = staticmethod(wait_for)
 
-    def wait_for_engines(self, n: int | None = None, **_: Any) -> None:
-        """Return at once, since a cluster has started all its engines. Raises UsageError if there are fewer than n."""
-        if n is not None and n > len(self):
+    def wait_for_engines(self, n: int | None = None, timeout: float | None = None, **_: Any) -> None:
+        """Wait until there are n engines, at most ``timeout`` seconds; without one, at most the cluster's timeout.
+
+        Returns at once if there are: a cluster has started all its engines, and others join only a cluster with a
+        ``host``. Raises UsageError if there are fewer and none can join, StartError if too few have joined in time.
+        """
+        if n is not None and n > len(self) and not self.cluster.spec.may_grow:
             raise UsageError(f"the cluster has {len(self)} workers, and will not have {n}: start it with n={n}")
+        self.cluster.wait_for_workers(n or 0, timeout=timeout if timeout and timeout > 0 else None)
 
     def activate(self, targets: Targets = None, suffix: str = "") -> DirectView:
         """Make ``%px`` run code on some engines, or on all; return their view.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nbdist.cluster.cluster import Cluster
-from nbdist.cluster.executor import Task
+from nbdist.cluster.executor import Task, WorkerExecutor
 from nbdist.compat.ipyparallel import tasks
 from nbdist.compat.ipyparallel.closed import Closed
 from nbdist.compat.ipyparallel.results import AsyncResult, wait_for
@@ -33,14 +33,25 @@ class View(Closed):
     _balanced = False
     """True if each task goes to one worker, the first free one."""
 
-    def __init__(self, cluster: Cluster, targets: Sequence[int], *, single: bool = False, block: bool = False) -> None:
-        """Make a view of the workers with the ranks ``targets``.
+    def __init__(
+        self, cluster: Cluster, targets: Sequence[int] | None, *, single: bool = False, block: bool = False
+    ) -> None:
+        """Make a view of the workers with the ranks ``targets``; None for all workers, also those that join later.
 
         With ``single``, a call has one value instead of a list of one value. ``block`` says whether `apply` and `map`
         wait for their values.
         """
-        self.cluster, self.targets, self.block, self._single = cluster, targets, block, single or self._balanced
-        self._executors = [cluster.executor(each) for each in ([targets] if self._balanced else targets)]
+        self.cluster, self._targets, self.block, self._single = cluster, targets, block, single or self._balanced
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """The ranks of the view's workers. A view of all workers has more once others have joined."""
+        return self._targets or [worker.rank for worker in self.cluster.workers]
+
+    @property
+    def _executors(self) -> list[WorkerExecutor]:
+        """The executors that get tasks in turn: one for each worker, or one for all of a load balanced view."""
+        return [self.cluster.executor(each) for each in ([self._targets] if self._balanced else self.targets)]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.targets}>"
@@ -206,7 +217,7 @@ class DirectView(View):
         fewer items than workers. Always waits, and raises the errors of `push`. Returns None if ``block``, or the
         view's `block`, is True; else a handle that is done.
         """
-        for number, part in zip(self.targets, _parts(values, len(self)), strict=True):
+        for number, part in zip(targets := self.targets, _parts(values, len(targets)), strict=True):
             self.cluster.push({name: part[0] if flatten and len(part) == 1 else part}, number)
         return self._wrap(None, block)
 
@@ -222,7 +233,7 @@ class DirectView(View):
         """Make ``%px`` run code on this view's workers; with a suffix "0", the magic is ``%px0``. Returns the view."""
         from nbdist.compat.ipyparallel.magics import activate
 
-        activate(",".join(map(str, self.targets)), suffix)
+        activate(",".join(map(str, self._targets)) if self._targets else "all", suffix)
         return self
 
     def use_dill(self) -> None:

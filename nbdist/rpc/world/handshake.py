@@ -50,13 +50,16 @@ class Handshake:
         sharing: Sharing,
         *,
         lose: Callable[[int, str], None],
+        joined: Callable[[Record], None],
         lost_after: float,
     ) -> None:
         """Start with no other member known.
 
-        ``lose`` is `Agent.lose`, called if a member refuses this agent after the world has formed. In a dynamic world,
-        a listed member that does not answer for ``lost_after`` seconds counts as dead.
+        ``lose`` is `Agent.lose`, called if a member refuses this agent after the world has formed. ``joined`` is called
+        with each member that joins a dynamic world. In a dynamic world, a listed member that does not answer for
+        ``lost_after`` seconds counts as dead.
         """
+        self._joined = joined
         self._me = membership.me
         self._membership = membership
         self._links = links
@@ -195,6 +198,7 @@ class Handshake:
             else:
                 self._sharing.on_met(record, message.reads)
                 self._welcome(record.incarnation)
+                self._joined(record)
         elif self._complete:
             self._refuse(
                 record,
@@ -234,8 +238,11 @@ class Handshake:
         """Record that a member has answered this agent's greeting."""
         record = self._meet(sender, message.reads)
         if self.is_dynamic and record is not None:
+            is_new = self._membership.get(sender) is None
             with contextlib.suppress(NotUnique):
                 self._membership.add(record)
+                if is_new:
+                    self._joined(record)
         with self._changed:
             self._welcomed.add(sender)
             self._changed.notify_all()

@@ -22,6 +22,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.asking import ask_each
 from nbdist.views.passes.pace import Pace
+from nbdist.wire.messages import Record
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -71,7 +73,7 @@ _homes: WeakValueDictionary[int, WatcherLike] = WeakValueDictionary()
 
 
 class Scouts:
-    """The scouts of one `Watcher`: one on each other worker that is a member when this object is made."""
+    """The scouts of one `Watcher`: one on each other worker, also on those that join later."""
 
     def __init__(self, home: WatcherLike, *, held: bool) -> None:
         """Make a `Scout` on every other worker, and wait until they exist. If ``held``, they pause every pass.
@@ -83,7 +85,11 @@ class Scouts:
         self._contexts = api.recorder().contexts
         self._number = next(_numbers)
         self._key = self._agent.me.incarnation, self._number
-        self._workers = [record for record in self._agent.members() if record != self._agent.me]
+        self._including = threading.Lock()
+        """Held while `_workers` gets its records."""
+        with self._including:
+            self._heard = self._agent.on_joined(partial(_on_joined, weakref.ref(self)))
+            self._workers = [record for record in self._agent.members() if record != self._agent.me]
         self._held = held
         self._version = itertools.count(1)
         _homes[self._number] = home
@@ -92,6 +98,25 @@ class Scouts:
             sent = ask_each(self._agent, _send_out, {r.name: args for r in self._workers}, timeout=_ANSWER_SECONDS)
         sent.or_raise(but=RuntimeError)  # the worker is gone or busy: its passes are not seen
 
+    def include(self, record: Record) -> None:
+        """Make a `Scout` on a worker that has joined, too. A thread of the agent's pool runs this; it waits.
+
+        Does nothing for a worker that has its scout. A worker that is gone or busy gets none.
+        """
+        with self._including:
+            if record in self._workers:
+                return
+            self._workers.append(record)
+        held = self._held
+        args = self._key, self._agent.me.id, held
+        with self._contexts.outside():
+            ask_each(self._agent, _send_out, {record.name: args}, timeout=_ANSWER_SECONDS)
+        # Before the scout existed, it could not be told these.
+        if self._number not in _homes:
+            self._tell([record], _call_back)
+        elif self._held != held:
+            self._tell([record], _hold, next(self._version), self._held)
+
     def hold(self, held: bool) -> None:
         """Tell all scouts to pause every pass before its first node, or to stop that. Does not wait for them.
 
@@ -99,23 +124,33 @@ class Scouts:
         """
         if held != self._held:
             self._held = held
-            self._tell(_hold, next(self._version), held)
+            self._tell(self._workers, _hold, next(self._version), held)
 
     def call_back(self) -> None:
         """Tell the scouts to report no more contexts. Does not wait for them; a second call does nothing."""
+        self._heard()
         if _homes.pop(self._number, None) is not None:
-            self._tell(_call_back)
+            self._tell(self._workers, _call_back)
 
-    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on each worker that is still a member, outside of any context. Does not wait for the calls.
+    def _tell(self, workers: Sequence[Record], function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on each of these workers that is still a member. Does not wait for the calls.
+
+        The calls are made outside of any context.
 
         Workers that are gone are skipped.
         """
         with self._contexts.outside():
-            for record in self._workers:
+            for record in list(workers):
                 with contextlib.suppress(NbdistError):  # the worker is gone, or the world has ended
                     if self._agent.member(record.incarnation) is not None:
                         self._agent.call(record.id, function, self._key, *arguments, timeout=_ANSWER_SECONDS)
+
+
+def _on_joined(known: weakref.ref[Scouts], record: Record) -> None:
+    """Let scouts, if they still exist, include a new member, in another thread."""
+    scouts: Scouts | None = known()
+    if scouts is not None:
+        scouts._agent.submit(partial(scouts.include, record))
 
 
 # -- on the notebook ------------------------------------------------------------------------------

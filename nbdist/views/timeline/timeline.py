@@ -11,11 +11,16 @@ by round trips (`nbdist.rpc.world.clocks`). `nbdist.views.timeline.recording` is
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import secrets
+import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from types import TracebackType
@@ -29,9 +34,11 @@ from nbdist.views.drawing.gantt import KINDS, Bar, gantt, with_legend
 from nbdist.views.drawing.pictures import themed
 from nbdist.views.timeline import recording
 from nbdist.views.timeline.recording import Noted
+from nbdist.wire.messages import Record
 
 __all__ = ["Timeline"]
 
+_log = logging.getLogger("nbdist.views")
 _BARS_DRAWN = 1500
 """The most bars of a picture; the shortest bars are left out."""
 
@@ -39,8 +46,8 @@ _BARS_DRAWN = 1500
 class Timeline:
     """A recording of the work of an agent and of all members of its world, until `stop` or the end of a ``with`` block.
 
-    Recording begins when the object is made. Workers that join later are not recorded. If a worker dies, its events are
-    lost, and `lost` counts the worker.
+    Recording begins when the object is made. Workers that join later, or start again, are recorded from then on. If a
+    worker dies, its events are lost, and `lost` counts the worker.
 
     Attributes:
         noted: after `stop`, all pieces of work, sorted by start, with times in seconds since the recording began.
@@ -54,10 +61,13 @@ class Timeline:
         """The number of events that were not kept because there were too many, and of workers that did not answer."""
         self._agent = agent
         self._key = secrets.token_hex(8)
-        self._records = sorted(agent.members(), key=lambda record: record.id)
-        self._offsets = {record.name: offset(agent.me, record, agent.ask) for record in self._records}
+        self._changing = threading.Lock()
+        """Guards `_records`, `_offsets`, `_running` and `lost`: workers join in other threads."""
         self._running = True
         self._end: float | None = None
+        self._forget = agent.on_joined(partial(_on_joined, weakref.ref(self)))  # first, so that no worker is missed
+        self._records = sorted(agent.members(), key=lambda record: record.id)
+        self._offsets = {record.name: offset(agent.me, record, agent.ask) for record in self._records}
         self._start = time.monotonic()
         self._each(recording.begin)
 
@@ -74,8 +84,10 @@ class Timeline:
 
         A worker that does not answer adds 1 to `lost`.
         """
-        if self._running:
-            self._running = False
+        with self._changing:
+            was_running, self._running = self._running, False
+        if was_running:
+            self._forget()
             self._end = time.monotonic()
             found = self._each(recording.end, lambda record: (record.name,))
             self._each(recording.forget)
@@ -85,8 +97,33 @@ class Timeline:
                 ahead = self._offsets[name] + self._start
                 self.noted += [one._replace(start=one.start - ahead, end=one.end - ahead) for one in noted]
             self.noted.sort(key=lambda one: (one.start, one.end))
-            self.workers = [record.name for record in self._records]
+            in_order = sorted(self._records, key=lambda record: record.id)
+            self.workers = list(dict.fromkeys(record.name for record in in_order))
         return self
+
+    def include(self, record: Record) -> None:
+        """Record a worker that has joined meanwhile, too. A thread of the agent's pool runs this.
+
+        A worker that cannot record adds 1 to `lost`, unless it is gone.
+        """
+        if any(known.incarnation == record.incarnation for known in self._records):
+            return
+        try:
+            ahead = offset(self._agent.me, record, self._agent.ask)
+            self._agent.ask(record.name, recording.begin, self._key)
+        except Exception as error:
+            _log.debug("%s is not recorded: %s", record.name, error)
+            with self._changing:
+                self.lost += self._running and self._is_there(record)
+            return
+        with self._changing:
+            is_late = not self._running
+            if not is_late:
+                self._offsets[record.name] = ahead
+                self._records.append(record)
+        if is_late:  # the worker must not record for nobody
+            with contextlib.suppress(Exception):
+                self._agent.ask(record.name, recording.forget, self._key)
 
     def _each(
         self, function: Callable[..., Any], more: Callable[[Any], tuple[Any, ...]] | None = None
@@ -101,7 +138,7 @@ class Timeline:
         args = {record.name: (self._key, *(more(record) if more is not None else ())) for record in there}
         return ask_each(self._agent, function, args).values
 
-    def _is_there(self, record: Any) -> bool:
+    def _is_there(self, record: Record) -> bool:
         return self._agent.member(record.incarnation) is not None
 
     # -- looking ------------------------------------------------------------------------------
@@ -171,6 +208,13 @@ class Timeline:
         Call it after `stop`: before, there are no events. A file of that name is overwritten.
         """
         Path(path).write_text(json.dumps(self.to_perfetto()))
+
+
+def _on_joined(known: weakref.ref[Timeline], record: Record) -> None:
+    """Let a timeline, if it still exists, record a new member, in another thread."""
+    timeline: Timeline | None = known()
+    if timeline is not None:
+        timeline._agent.submit(partial(timeline.include, record))
 
 
 def stack(noted: Iterable[Noted]) -> list[list[Noted]]:
