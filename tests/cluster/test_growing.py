@@ -394,6 +394,7 @@ def test_a_shutdown_while_a_worker_joins_leaves_nothing(keepers):
     assert not [thread for thread in threading.enumerate() if thread.name == "nbdist-growing" and thread.is_alive()]
 
 
+@pytest.mark.soak  # tests/cluster/test_joining.py fills a place
 @pytest.mark.skipif(not can_make_hosts(), reason="only root can make hosts, and only where the kernel allows it")
 def test_a_worker_of_another_host_joins_and_its_place_is_filled_again(tmp_path):
     with hosts(3) as (address, others), cluster_on(others[:1], address, tmp_path, timeout=60) as cluster:
