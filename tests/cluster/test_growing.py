@@ -344,6 +344,7 @@ def test_waiting_for_workers_that_do_not_come_ends(keepers):
         local.wait_for_workers(2)
 
 
+@pytest.mark.soak  # the test of a notebook below has such a cluster, too
 def test_workers_of_this_host_are_joined_by_others(keepers):
     with nbdist.Cluster(2, host="127.0.0.1", timeout=60) as cluster:
         cluster.on_joined = keepers.told.append
