@@ -66,7 +66,7 @@ def check(path, done):
     assert pictures(done) == pictures(path)
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # test_notebooks.py runs all notebooks, tests/cluster/test_older_kernels.py has the packages of Colab
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["kaggle", "colab", "lowest", "ipykernel-6.29"])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
