@@ -5,6 +5,7 @@ And a world of agents in this process, for the tests of what is built on calls: 
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -32,6 +33,17 @@ def _ctrl_c_does_what_it_did_before():
     yield
     after = signal.signal(signal.SIGINT, before)
     assert after is before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collections_look_at_one_file():
+    """Hide all objects made before this file of tests from the garbage collector.
+
+    After all tests have been collected, there are 700,000 objects, and one collection takes 0.4 s. Some tests ask for
+    hundreds of collections.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ import pytest
 from beside_torch import Program, main
 from stacks import has_ended
 
+pytestmark = pytest.mark.soak  # only the soak runs the script
+
 GOOD = """
 import os, sys
 import torch, torchvision

@@ -14,7 +14,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = ("", "swarm", "notebook")
-ALWAYS = {("kaggle", ""), ("colab", "notebook")}
 
 
 def python_of(name):
@@ -36,7 +35,7 @@ def built(tmp_path_factory):
     ("name", "extra"),
     [
         # The others would find the same, as a rule.
-        pytest.param(name, extra, marks=[] if extra == "swarm" or (name, extra) in ALWAYS else pytest.mark.soak)
+        pytest.param(name, extra, marks=[] if (name, extra) == ("colab", "swarm") else pytest.mark.soak)
         for name in ("colab", "kaggle")
         for extra in EXTRAS
     ],

@@ -102,7 +102,7 @@ class Watch:
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="the kernel does not say")
 @pytest.mark.skipif(torch.version.cuda is not None, reason="Binder gets torch's build for CPUs, which needs less")
-@pytest.mark.parametrize("what", ["the tour", "training"])
+@pytest.mark.parametrize("what", [pytest.param("the tour", marks=pytest.mark.soak), "training"])
 def test_a_notebook_with_three_workers_fits_into_binder(what, capsys):
     cells = cells_of_the_tour() if what == "the tour" else TRAINING
     uses = []

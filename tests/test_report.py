@@ -270,6 +270,7 @@ def test_a_benchmark_that_is_ended_leaves_nothing(benchmark, tmp_path):
     eventually(lambda: not benchmark("processes").group(group))
 
 
+@pytest.mark.soak  # tests/rpc/test_counts.py counts the messages of calls
 def test_messages_are_counted_on_both_sides(benchmark):
     """A call and its answer, with both functions; a reference has a confirmation and a deletion besides."""
     one = benchmark("rpc").start("nbdist")

@@ -19,9 +19,6 @@ MAY_FOLLOW = {"resend twice": {"other error", "never ended", "stuck"}, "drop a d
 Its end is missed then, and so is the end of the world that waits for it.
 """
 
-MARKS = {"resend twice": pytest.mark.soak}
-"""The storm with this fault takes minutes: calls that lost their answer are waited for."""
-
 
 @pytest.mark.timeout(300)
 def test_a_short_storm_over_calls_finds_nothing():
@@ -30,8 +27,9 @@ def test_a_short_storm_over_calls_finds_nothing():
     assert outcome.counts["calls with a value"] > 20
 
 
+@pytest.mark.soak  # it tests `make chaos`, which only the soak runs
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in SABOTAGE])
+@pytest.mark.parametrize("name", SABOTAGE)
 def test_a_storm_reports_exactly_what_was_broken_on_purpose(tmp_path, name):
     plant(SABOTAGE[name], tmp_path)
     storm = Storm("calls", 2, seconds=1, strikes=("cut links",), members=2, leaks_after=4, package=tmp_path)

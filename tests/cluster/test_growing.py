@@ -271,6 +271,7 @@ def test_waiting_for_workers_that_do_not_come_ends(keepers):
         local.wait_for_workers(2)
 
 
+@pytest.mark.soak  # the test of a notebook below has such a cluster, too
 def test_workers_of_this_host_are_joined_by_others(keepers):
     with nbdist.Cluster(2, host="127.0.0.1", timeout=60) as cluster:
         cluster.on_joined = keepers.told.append
@@ -321,6 +322,7 @@ def test_a_shutdown_while_a_worker_joins_leaves_nothing(keepers):
     assert not [thread for thread in threading.enumerate() if thread.name == "nbdist-growing" and thread.is_alive()]
 
 
+@pytest.mark.soak  # tests/cluster/test_joining.py fills a place
 @pytest.mark.skipif(not can_make_hosts(), reason="only root can make hosts, and only where the kernel allows it")
 def test_a_worker_of_another_host_joins_and_its_place_is_filled_again(tmp_path):
     with hosts(3) as (address, others), cluster_on(others[:1], address, tmp_path, timeout=60) as cluster:

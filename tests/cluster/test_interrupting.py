@@ -148,7 +148,8 @@ def test_a_handle_can_be_cancelled(two):
     assert cell.error["ename"] == "KeyboardInterrupt"
 
 
-def test_fifty_interrupts_at_random_moments_leave_the_session_usable(two):
+@pytest.mark.parametrize("count", [20, pytest.param(50, marks=pytest.mark.soak)])
+def test_interrupts_at_random_moments_leave_the_session_usable(two, count):
     moments = random.Random(7)
     bodies = [
         "for i in range(40): time.sleep(0.005)",
@@ -157,7 +158,7 @@ def test_fifty_interrupts_at_random_moments_leave_the_session_usable(two):
         "pass",
     ]
     two.run("%%remote\nimport time")
-    for number in range(50):
+    for number in range(count):
         target = moments.choice(["", " 0", " 1"])
         cell = two.send(f"%%remote{target}\n{bodies[number % len(bodies)]}\nnumber = {number}")
         time.sleep(moments.random() * 0.25)

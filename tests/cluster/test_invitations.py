@@ -25,6 +25,7 @@ from nbdist.channel.security import Secret
 from nbdist.cluster.hosts import admission, hub
 from nbdist.cluster.hosts.admission import check_versions, describe_myself
 from nbdist.cluster.hosts.invitations import Invitations, read_invitation
+from nbdist.cluster.hosts.keeper import Keeper
 from nbdist.errors import SecurityError, UsageError, VersionMismatch
 
 
@@ -85,6 +86,13 @@ def refused(*arguments: str, **options) -> str:
     return said
 
 
+def refused_here(file, workers: int = 1) -> str:
+    """Join from this process, which takes less time than one of its own; return the error."""
+    with pytest.raises(SecurityError) as refusal:
+        Keeper(read_invitation(str(file)), workers)
+    return str(refusal.value)
+
+
 def test_a_file_that_is_no_invitation_is_refused_before_anything_is_sent(tmp_path):
     with pytest.raises(UsageError, match=r"the invitation .*/none cannot be read: No such file"):
         read_invitation(str(tmp_path / "none"))
@@ -122,17 +130,17 @@ def test_used_up_expired_revoked_and_altered_invitations_are_refused_by_the_note
     file = tmp_path / "another.json"
     cluster.invite(str(file), expires=0.01)
     time.sleep(0.02)
-    assert "this invitation expired" in refused("--connect", str(file))
+    assert "this invitation expired" in refused_here(file)
     altered = json.loads(file.read_text()) | {"expires": "2999-01-01 00:00:00 UTC", "uses": 1000}
     file.write_text(json.dumps(altered))
-    assert "this invitation expired" in refused("--connect", str(file)), "what the file says must not matter"
+    assert "this invitation expired" in refused_here(file), "what the file says must not matter"
     cluster.invite(str(file))
     assert cluster.revoke_invitations() >= 1
-    assert "this invitation has been revoked" in refused("--connect", str(file))
+    assert "this invitation has been revoked" in refused_here(file)
     cluster.invite(str(file), uses=2)
-    assert "has 2 uses left, and 3 workers came" in refused("--connect", str(file), "-n", "3")
+    assert "has 2 uses left, and 3 workers came" in refused_here(file, 3)
     file.chmod(0o640)
-    assert "others may read or write" in refused("--connect", str(file))
+    assert "others may read or write" in refused_here(file)
     text = json.dumps(json.loads(file.read_text()) | {"token": "x"})
     process = worker("--connect", "-", stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert "has not made this invitation" in process.communicate(text, timeout=60)[1]

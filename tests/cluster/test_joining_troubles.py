@@ -62,6 +62,7 @@ def test_a_restart_that_nobody_could_serve_in_time_is_forgotten(keepers):
             assert cluster.evaluate("rank") == [0, 1]
 
 
+@pytest.mark.soak  # the test above has a restart that nobody can serve, too
 def test_a_worker_without_a_place_does_not_keep_others_from_theirs(keepers):
     with keepers.cluster(addresses=["127.0.0.1", "127.0.0.1"]) as cluster:
         os.kill(keeper_of(cluster, "worker0").record.pid, signal.SIGKILL)

@@ -8,7 +8,9 @@ import nbdist
 from nbdist.cluster.workers import StartError
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.02, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize(
+    "seconds", [0.0, 0.02, 0.1, *(pytest.param(n, marks=pytest.mark.soak) for n in (0.01, 0.05, 0.2))]
+)
 def test_a_restart_that_ran_out_of_time_can_be_repeated(seconds):
     """It may stop at any step: none of its processes is left, and the end of an old one does not end the new worker."""
     with nbdist.Cluster(2) as cluster:

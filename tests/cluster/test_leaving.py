@@ -42,7 +42,9 @@ def assert_gone(processes, before, seconds=5.0):
     raise AssertionError(f"left after {seconds} s: {living}, {traces() - before}")
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    "state", [pytest.param(name, marks=pytest.mark.soak if name in ("idle", "asleep") else []) for name in STATES]
+)
 def test_a_killed_notebook_leaves_nothing(state):
     before = traces()
     notebook = Notebook()
@@ -58,7 +60,7 @@ def test_a_killed_notebook_leaves_nothing(state):
         notebook.kill()
 
 
-@pytest.mark.parametrize("after", [0.05, 0.5, 1.0, 1.5, 1.8, 2.1])
+@pytest.mark.parametrize("after", [0.5, 1.5, 2.1, *(pytest.param(n, marks=pytest.mark.soak) for n in (0.05, 1.0, 1.8))])
 def test_a_notebook_killed_while_workers_start_leaves_nothing(after):
     before = traces()
     notebook = Notebook()

@@ -156,6 +156,11 @@ output.enable_custom_widget_manager()
 """What Colab does so that its page can draw widgets of other packages, as far as the kernel sees it."""
 
 
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.soak) if name == LOSING else name for name in ENVIRONMENTS],
+    indirect=True,
+)
 def test_what_colab_adds_to_widgets_survives(folder):
     widget = "application/vnd.jupyter.widget-view+json"
     with Notebook(env=older.environment(folder)) as notebook:

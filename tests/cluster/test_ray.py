@@ -149,6 +149,7 @@ def test_each_worker_has_the_actor_that_was_made_for_it(ray, monkeypatch):
         assert cluster.evaluate("rank") == [0, 1]
 
 
+@pytest.mark.soak  # the test above kills a keeper and restarts its worker, too
 def test_a_keeper_that_never_comes_is_told_of_at_once_and_tried_again(ray):
     with nbdist.Cluster(1, launcher="ray", timeout=60) as cluster:
         launcher = cluster._lives.launcher

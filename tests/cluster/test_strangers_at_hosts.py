@@ -164,17 +164,17 @@ def footprints(cluster) -> list[int]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_a_crowd_of_strangers_gets_nowhere(tmp_path, count):
     with hosts(2) as (address, (other, theirs)), cluster_on([other], address, tmp_path, timeout=60) as cluster:
         hub = cluster._lives.launcher.hub
         doors = doors_of(cluster)
         assert len(doors) == 9
-        first = send(theirs, doors, 400)
+        first = send(theirs, doors, min(count, 400))
         with first.stdout:
             assert first.wait(60) == 0
         time.sleep(6)  # the doors close what has not shown a key within 5 seconds
-        end = time.monotonic() + 5
+        end = time.monotonic() + 2
         before = latencies(lambda: time.monotonic() < end)
         refused = refusals(cluster)
         assert min(refused) > 0, "as a member, the recorder came as far as the agents"

@@ -150,7 +150,7 @@ def test_zero_turns_it_off(notebook):
 def test_nothing_of_it_is_in_a_log():
     with Notebook(watched=False) as notebook:  # as nbval runs it
         notebook.run("%dist_init -n 2 --backend none -t 60")
-        cell = notebook.run("%%remote --progress-after 1\nimport time\nif rank: 1 / 0\ntime.sleep(5)", check=False)
+        cell = notebook.run("%%remote --progress-after 1\nimport time\nif rank: 1 / 0\ntime.sleep(2)", check=False)
         assert cell.stderr == ""
         assert line_of(cell) is None
 

@@ -63,7 +63,7 @@ def write(path, code):
     return path
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", "subprocess"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak), "forkserver", "subprocess"])
 def test_processes_that_the_program_starts_take_part(tmp_path, method):
     program = write(tmp_path / "program.py", PROGRAM)
     done = python("-m", "nbdist", "run", program, method, tmp_path / "store")

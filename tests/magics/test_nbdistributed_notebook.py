@@ -106,7 +106,9 @@ def shown(cell) -> str:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("watched", [True, False], ids=["watched", "headless"])
+@pytest.mark.parametrize(
+    "watched", [pytest.param(True, id="watched"), pytest.param(False, id="headless", marks=pytest.mark.soak)]
+)
 def test_it_runs(watched):
     outputs = {}
     with Notebook(load=False, watched=watched) as notebook:

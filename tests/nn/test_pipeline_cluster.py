@@ -59,7 +59,8 @@ def test_a_worker_dies_in_a_step_and_the_training_goes_on_with_another(kills):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("steps", [6, pytest.param(50, marks=pytest.mark.soak)])
+@pytest.mark.soak  # tests/nn/test_pipeline.py compares the same numbers, with workers in threads
+@pytest.mark.parametrize("steps", [6, 50])
 def test_a_language_model_is_trained_as_in_one_process(steps, monkeypatch):
     # Or the library keeps some megabytes for each thread that has ever multiplied matrices, and a step may run in any.
     monkeypatch.setenv("MKL_DISABLE_FAST_MM", "1")

@@ -66,14 +66,10 @@ def check(path, done):
     assert pictures(done) == pictures(path)
 
 
+@pytest.mark.soak  # test_notebooks.py runs all notebooks, tests/cluster/test_older_kernels.py has the packages of Colab
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "name", ["kaggle", *(pytest.param(name, marks=pytest.mark.soak) for name in ("colab", "lowest", "ipykernel-6.29"))]
-)
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, id=path.stem, marks=[] if path.stem == TOUR else pytest.mark.soak) for path in NOTEBOOKS],
-)
+@pytest.mark.parametrize("name", ["kaggle", "colab", "lowest", "ipykernel-6.29"])
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_nbconvert_runs_it_and_saves_pictures(name, path, folders, tmp_path):
     if missing(path):
         pytest.skip(f"there is no {', '.join(missing(path))} here")

@@ -193,7 +193,7 @@ def test_free_memory_is_let_go(monkeypatch):
         assert not any(arena(agent, "segments") for agent in world)
 
 
-@pytest.mark.parametrize("channel", ["inprocess", "local"])
+@pytest.mark.parametrize("channel", [pytest.param("inprocess", marks=pytest.mark.soak), "local"])
 def test_on_a_channel_that_loses_doubles_and_reorders(channel):
     faults = Faults(drop={"*": 0.1}, duplicate={"*": 0.3}, reorder={"*": 0.3}, fail={"reply": 3}, seed=5)
     with World(3, channel=channel, faults=faults, options=ALL) as world, world[0].activate():
@@ -311,7 +311,7 @@ def test_processes():
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.soak)])
 def test_a_sender_and_receiver_is_killed_at_any_moment(kills):
     """What the others hold stays what it was; all blocks come home; no file and no mapping is left."""
     moments = random.Random(kills)

@@ -311,13 +311,13 @@ def test_a_name_can_be_taken_again_in_a_dynamic_world():
     "wait",
     [
         "rpc.rpc_sync('me', time.sleep, args=(30,))",
-        "torch.futures.wait_all([f])",
+        pytest.param("torch.futures.wait_all([f])", marks=pytest.mark.soak),
         "torch.futures.wait_all([f, t])",
-        "torch.futures.collect_all([f, t]).wait()",
+        pytest.param("torch.futures.collect_all([f, t]).wait()", marks=pytest.mark.soak),
         "t.wait()",
-        "torch.futures.wait_all([t])",
+        pytest.param("torch.futures.wait_all([t])", marks=pytest.mark.soak),
         "f.wait()",
-        "rpc.wait_all([f])",
+        pytest.param("rpc.wait_all([f])", marks=pytest.mark.soak),
         "r.to_here()",
     ],
 )

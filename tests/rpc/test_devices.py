@@ -161,7 +161,7 @@ def test_init_rpc_refuses_an_impossible_map(tmp_path):
     rpc.shutdown()
 
 
-@pytest.mark.parametrize("method", ["file", "tcp"])
+@pytest.mark.parametrize("method", ["file", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_every_member_of_a_fixed_world_is_told_of_an_impossible_map(tmp_path, method):
     """Each begins at another moment: those that are late must not be told only that the others have left."""
     with socket.socket() as taken:

@@ -215,7 +215,9 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(("seed", "which"), [(1, "SIGINT"), (2, "SIGINT"), (3, "SIGALRM")])
+@pytest.mark.parametrize(
+    ("seed", "which"), [(1, "SIGINT"), pytest.param(2, "SIGINT", marks=pytest.mark.soak), (3, "SIGALRM")]
+)
 def test_signals_at_any_time_lose_no_message(seed, which):
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(

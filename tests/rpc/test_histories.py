@@ -1,6 +1,5 @@
 """Calls and references of agents that ship: every order of small scenarios, and a state machine for long ones."""
 
-import gc
 import inspect
 from functools import partial
 
@@ -19,16 +18,6 @@ from simulation import NO_LIMIT, SimulatedWorld
 
 from nbdist.errors import RRefError
 from nbdist.rpc.references.forks import ForkStanding
-
-
-@pytest.fixture(autouse=True)
-def quick_collections():
-    """Have the collector look only at what a test makes: it is called after each history."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
 
 # --- every order of small scenarios ---------------------------------------------------------------
 

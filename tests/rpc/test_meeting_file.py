@@ -64,7 +64,7 @@ def test_the_last_to_leave_removes_what_an_interrupted_write_left(tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.soak)])
 def test_processes_killed_while_they_write_leave_a_whole_text(tmp_path, kills):
     path = tmp_path / "members"
     chance = random.Random(kills)

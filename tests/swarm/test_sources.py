@@ -123,6 +123,7 @@ def test_a_server_computes_and_drops_blocks_while_it_waits_for_others(world, far
     swarm.close()
 
 
+@pytest.mark.soak  # tests above have servers without the file, tests/swarm/test_killed.py kills workers
 @pytest.mark.skipif(not can_make_hosts(), reason="only root can make hosts, and only where the kernel allows it")
 @torch.no_grad()
 def test_a_swarm_over_hosts_that_share_no_folder(tmp_path):

@@ -121,6 +121,7 @@ def test_pause_step_and_run(front, tmp_path, request):
         assert "the first NaN or Inf came up at Sqrt@worker2" in saved.cells[5].outputs[1]["data"]["text/html"]
 
 
+@pytest.mark.soak  # tests/autograd/test_watch.py has the handle
 def test_the_handle_does_what_the_buttons_do(tmp_path):
     cells = [
         START,
@@ -171,9 +172,8 @@ def test_buttons_act_on_the_oldest_ipykernel_7_as_well(tmp_path):
 OLD_KERNEL = "ipykernel-6.29"
 
 
-@pytest.mark.parametrize(
-    ("front", "kernel"), [("lab", None), pytest.param("notebook", OLD_KERNEL, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("front", "kernel"), [("lab", None), ("notebook", OLD_KERNEL)])
 def test_without_subshells_a_line_stands_in_the_place_of_the_buttons(front, kernel, tmp_path):
     """The front end's subshells are switched off, or the kernel has none."""
     env = None
@@ -225,6 +225,7 @@ def step():
 """
 
 
+@pytest.mark.soak  # tests/nn/test_watched_steps.py has the steps
 def test_training_on_a_worker_and_a_step_of_a_pipeline(tmp_path, request):
     cells = [
         START,

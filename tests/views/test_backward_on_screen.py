@@ -34,11 +34,6 @@ with dist_autograd.context() as context_id:
 ]
 PASS = 3
 NODES = 22
-RUNS = [
-    pytest.param(front, theme, marks=() if (front, theme) == ("lab", "Light") else pytest.mark.soak)
-    for front in ("lab", "notebook")
-    for theme in ("Light", "Dark")
-]
 FRAME = """(frame) => {
     const { left } = frame.getBoundingClientRect();
     const svg = frame.querySelector('svg');
@@ -167,7 +162,9 @@ def check_contrast(view):
     return {name for name, _ in found}
 
 
-@pytest.mark.parametrize(("front", "theme"), RUNS)
+@pytest.mark.soak  # tests/views/test_backward_in_page.py opens the view in a page
+@pytest.mark.parametrize("theme", ["Light", "Dark"])
+@pytest.mark.parametrize("front", ["lab", "notebook"])
 def test_it_fits_reads_and_is_walked_by_keys(front, theme, tmp_path, request):
     with notebook(CELLS, front, tmp_path, theme=f"JupyterLab {theme}") as page:
         for index in range(PASS + 1):

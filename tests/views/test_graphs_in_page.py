@@ -72,7 +72,8 @@ def test_a_page_of_nbconvert(theme, tmp_path):
             browser.close()
 
 
-@pytest.mark.parametrize("theme", ["JupyterLab Light", pytest.param("JupyterLab Dark", marks=pytest.mark.soak)])
+@pytest.mark.soak  # the test above makes the same checks in a page without JupyterLab
+@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
 def test_a_notebook_of_others_in_jupyterlab(theme, tmp_path):
     with notebook(["folded", "step"], "lab", tmp_path, outputs=outputs(), theme=theme) as opened:
         page = opened.page

@@ -289,17 +289,13 @@ def test_a_snapshot_is_json(shown):
 
 
 def test_a_view_that_is_gone_when_its_news_is_read_stops_nothing(shown):
-    gc.freeze()  # a collection then looks at the views only, not at all that earlier tests have left
-    try:
-        for _ in range(20):
-            view = MapView(three())
-            look(view)
-            view.close()
-            View.changed(view)
-            del view
-            gc.collect()
-    finally:
-        gc.unfreeze()
+    for _ in range(20):
+        view = MapView(three())
+        look(view)
+        view.close()
+        View.changed(view)
+        del view
+        gc.collect()
     swarm, view, published = shown
     look(view)
     swarm.tell(count=31)
@@ -311,7 +307,7 @@ def test_a_view_that_is_gone_when_its_news_is_read_stops_nothing(shown):
 SWARM = f"exec(open({swarm_double.__file__!r}).read())\nsw = three()"
 
 
-@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("watched", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_swarm_as_the_value_of_a_cell(watched):
     with Notebook(watched=watched) as notebook:
         notebook.run(SWARM)

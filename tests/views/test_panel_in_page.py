@@ -87,6 +87,7 @@ hung = rpc.rpc_async("worker0", layer, args=(torch.ones(2), ["worker1", "worker2
 """
 
 
+@pytest.mark.soak  # tests/views/test_panel.py has who waits for whom
 def test_a_hang_is_traced_to_its_worker_and_line(tmp_path, request):
     free = "%remote 3 gate.set()\nprint(hung.wait().tolist())"
     with notebook([START.replace("-n 2", "-n 4"), STUCK, HANG, "%dist_panel", free], "lab", tmp_path) as page:
