@@ -13,6 +13,7 @@ import gc
 import itertools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -113,7 +114,7 @@ def _scan(parameters: Iterable[torch.Tensor]) -> None:
 
     Parameters that no module has are remembered as such, so that they are not searched for again.
     """
-    modules = list(_modules())
+    modules = list({id(module): module for module in _modules()}.values())
     inner = {id(child) for module in modules for child in _part(module, "_modules").values()}
     wanted = {id(parameter): parameter for parameter in parameters}
     found: dict[int, tuple[tuple[int, str, tuple[str, ...]], _Known]] = {}
@@ -139,16 +140,21 @@ def _scan(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _modules() -> Iterator[Any]:
-    """Yield every module of this process.
+    """Yield every module that the garbage collector knows, or that is a variable of an imported file; some twice.
 
-    Classes are compared by their `id`, because a metaclass may define ``==``. The objects that the garbage collector
-    knows are filtered in chunks, without bytecode, which takes half the time; between two chunks other threads run.
+    The collector does not list frozen objects (`gc.freeze`): a worker has frozen all objects of the files that it
+    imports with ``--preload``. Classes are compared by their `id`, because a metaclass may define ``==``. The objects
+    are filtered in chunks, without bytecode, which takes half the time; between two chunks other threads run.
     """
     kinds = {id(kind) for kind in _subclasses(torch.nn.Module)}
     everything = gc.get_objects()
     for start in range(0, len(everything), _CHUNK):
         chunk = everything[start : start + _CHUNK]
         yield from itertools.compress(chunk, map(kinds.__contains__, map(id, map(type, chunk))))
+    for file in list(sys.modules.values()):
+        if type(file) is types.ModuleType:
+            values = list(vars(file).values())
+            yield from itertools.compress(values, map(kinds.__contains__, map(id, map(type, values))))
 
 
 def _subclasses(kind: type) -> Iterator[type]:

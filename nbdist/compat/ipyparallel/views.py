@@ -46,7 +46,7 @@ class View(Closed):
     @property
     def targets(self) -> Sequence[int]:
         """The ranks of the view's workers. A view of all workers has more once others have joined."""
-        return self._targets or [worker.rank for worker in self.cluster.workers]
+        return [worker.rank for worker in self.cluster.workers] if self._targets is None else self._targets
 
     @property
     def _executors(self) -> list[WorkerExecutor]:
@@ -233,7 +233,7 @@ class DirectView(View):
         """Make ``%px`` run code on this view's workers; with a suffix "0", the magic is ``%px0``. Returns the view."""
         from nbdist.compat.ipyparallel.magics import activate
 
-        activate(",".join(map(str, self._targets)) if self._targets else "all", suffix)
+        activate("all" if self._targets is None else ",".join(map(str, self._targets)), suffix)
         return self
 
     def use_dill(self) -> None:
