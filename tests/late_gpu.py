@@ -17,23 +17,25 @@ class LateGpu:
         self.fails = False
         self.begun = []
         self.ended = 0
-        self.asked_by = set()
+        self.over = 0
+        self.in_order = False
+        """True if each look finds one more span over, in the order in which they began."""
         gpu = self
 
         class Span:
             def __init__(self, device):
                 gpu.begun.append(device)
+                self.number = len(gpu.begun)
 
             def end(self):
                 gpu.ended += 1
                 return self
 
             def is_over(self):
-                return gpu.fails or gpu.goes_on.is_set()
-
-            def wait(self):
-                gpu.asked_by.add(threading.current_thread().name)
-                assert gpu.fails or gpu.goes_on.wait(20)
+                if gpu.in_order and gpu.goes_on.is_set() and self.number == gpu.over + 1:
+                    gpu.over += 1
+                    return False
+                return gpu.fails or (gpu.goes_on.is_set() and (not gpu.in_order or self.number <= gpu.over))
 
             @property
             def seconds(self):

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
 from nbdist.gpus.order import BUFFERS
+from nbdist.signals import Deferral
 
-__all__ = ["PinnedLane", "empty_like", "is_capturing"]
+__all__ = ["PinnedLane", "empty_like", "is_capturing", "on"]
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Return a block in which a GPU is the thread's current one.
+
+    Without it, `torch.cuda.stream` would switch from the current GPU and back to it, which starts CUDA there if the
+    thread has not used that GPU: threads that torch knows nothing about begin with GPU 0.
+    """
+    return torch.cuda.device(device)
 
 
 def is_capturing() -> bool:
-    """Return whether the calling thread's current stream records a CUDA graph, which must not get other copies."""
+    """Return whether the calling thread's current stream records a CUDA graph, which must not get other copies.
+
+    The current stream is that of the current GPU.
+    """
     return torch.cuda.is_current_stream_capturing()
 
 
@@ -33,18 +48,24 @@ class PinnedLane:
         self._stream: torch.cuda.Stream | None = None
         self._events: list[torch.cuda.Event] = []
 
-    def begin(self, device: torch.device) -> None:
-        """Have the copies that follow wait, on the GPU, for what the calling thread's current stream does so far."""
+    def begin(self, on_gpu: torch.Tensor) -> None:
+        """Have the copies that follow wait, on the GPU, for what the calling thread's current stream does so far.
+
+        ``on_gpu`` has the memory that they read or write. If it is freed before they are over, after an interrupt,
+        torch does not reuse it before.
+        """
+        device = on_gpu.device
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)
         self._stream = stream
         stream.wait_stream(torch.cuda.current_stream(device))
+        on_gpu.record_stream(stream)
         self._events = [torch.cuda.Event() for _ in self.buffers]
 
     def queue(self, buffer: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Ask the GPU to copy bytes, between a buffer and the GPU's memory. Returns at once."""
-        with torch.cuda.stream(self._stream):
+        with Deferral(), torch.cuda.stream(self._stream):  # Ctrl-C must not leave the thread on this stream
             target.copy_(source, non_blocking=True)
             self._events[buffer].record(self._stream)
 

@@ -6,10 +6,12 @@
                                                                                  |
     is_over()        asks whether the GPU has come to the second event; does not wait
     seconds          the time between the two, once it is over
-    when_over(...)   waits in a thread of its own, and then calls a function
+    when_over(...)   looks in a thread of its own until it is over, and then calls a function
 
 The time is that between two moments of one stream. If the GPU lags behind the processor, as it does under load, this is
 the time of the kernels. If the stream has nothing to do meanwhile, its waiting counts, too.
+
+If CUDA fails, nothing here raises an error: the work itself must report the failure, and the span has no time.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -28,16 +31,22 @@ __all__ = ["GpuSpan", "begin", "device_of", "when_over"]
 CUDA_IS_BUILT = torch.backends.cuda.is_built()
 """True if this torch can use GPUs; with other builds, nothing is measured, and nothing is asked."""
 
+_LOOK_EVERY = 0.005
+"""Seconds between two looks at a span. To wait for a CUDA event, a thread would use a whole core, or hold up others."""
+_LONGEST_WAIT = 60.0
+"""Seconds after which `when_over` goes on without the times of a GPU that hangs."""
+
 _log = logging.getLogger("nbdist.gpus")
 
 
 class GpuSpan:
     """The time that a GPU's stream takes from `begin` to `end`. The thread that made it ends it; any may read it."""
 
-    __slots__ = ("_first", "_last", "_stream")
+    __slots__ = ("_first", "_has_failed", "_last", "_stream")
 
     def __init__(self, device: torch.device) -> None:
-        """Record the first event in the calling thread's current stream of a GPU."""
+        """Record the first event in the calling thread's current stream of a GPU. Raises RuntimeError if CUDA fails."""
+        self._has_failed = False
         self._stream = torch.cuda.current_stream(device)
         self._first = torch.cuda.Event(enable_timing=True)
         self._last = torch.cuda.Event(enable_timing=True)
@@ -45,7 +54,10 @@ class GpuSpan:
 
     def end(self) -> GpuSpan:
         """Record the last event, in the same stream; return the span itself. Returns at once."""
-        self._last.record(self._stream)
+        try:
+            self._last.record(self._stream)
+        except RuntimeError:
+            self._has_failed = True
         return self
 
     def is_over(self) -> bool:
@@ -54,20 +66,15 @@ class GpuSpan:
         Call it after `end`.
         """
         try:
-            return bool(self._last.query())
+            return self._has_failed or bool(self._last.query())
         except RuntimeError:
             return True
-
-    def wait(self) -> None:
-        """Wait for the end of the span. Returns at once if CUDA fails."""
-        try:
-            self._last.synchronize()
-        except RuntimeError:
-            _log.debug("a span on a GPU cannot be waited for", exc_info=True)
 
     @property
     def seconds(self) -> float | None:
         """The length of the span in seconds, once `is_over`; None if CUDA cannot tell."""
+        if self._has_failed:
+            return None
         try:
             return float(self._first.elapsed_time(self._last)) / 1000
         except RuntimeError:
@@ -85,10 +92,13 @@ def device_of(values: Iterable[object]) -> torch.device | None:
 
 
 def begin(device: torch.device | None) -> GpuSpan | None:
-    """Return a span that begins now on a GPU; None for no device, the CPU, or while a CUDA graph is recorded."""
-    if not CUDA_IS_BUILT or device is None or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    """Return a span that begins now on a GPU; None for the CPU, while a CUDA graph is recorded, or if CUDA fails."""
+    if not CUDA_IS_BUILT or device is None or device.type != "cuda":
         return None
-    return GpuSpan(device)
+    try:
+        return None if torch.cuda.is_current_stream_capturing() else GpuSpan(device)
+    except RuntimeError:
+        return None
 
 
 _waiting: queue.SimpleQueue[tuple[Sequence[GpuSpan], Callable[[], object]]] = queue.SimpleQueue()
@@ -96,7 +106,7 @@ _thread: threading.Thread | None = None
 
 
 def when_over(spans: Sequence[GpuSpan], then: Callable[[], object]) -> None:
-    """Have a thread wait until all spans are over, and then call ``then()``. Returns at once.
+    """Have a thread wait until all spans are over, 60 s at most, and then call ``then()``. Returns at once.
 
     If the system has no room for another thread, ``then()`` is called now. An error that it raises is logged.
     """
@@ -116,10 +126,17 @@ def _run() -> None:
     this_thread.is_closed = True  # a finaliser of the user's may run here, and must not wait for a call
     while True:
         spans, then = _waiting.get()
-        for span in spans:
-            span.wait()
+        _wait_for(spans)
         try:
             then()
         except Exception:
             _log.exception("times of a GPU could not be passed on")
         del spans, then
+
+
+def _wait_for(spans: Sequence[GpuSpan]) -> None:
+    """Return when all spans are over, or after `_LONGEST_WAIT` seconds."""
+    deadline = time.monotonic() + _LONGEST_WAIT
+    for span in spans:
+        while not span.is_over() and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY)

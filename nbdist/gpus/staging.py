@@ -52,6 +52,8 @@ STAGED_BYTES = order.BUFFERS * CHUNK_BYTES
 """The size of the smallest tensor that is copied in chunks; with one chunk, nothing would overlap."""
 _MOST_LANES = 4
 """The pairs of buffers in a process, at most: 32 MiB of pinned memory."""
+_MOST_FAILURES = 3
+"""Copies that may fail in turn: an error may be another thread's, such as one that records a CUDA graph."""
 
 _log = logging.getLogger("nbdist.gpus")
 
@@ -62,8 +64,8 @@ class CopyLane(Protocol):
     buffers: list[torch.Tensor]
     """Tensors of bytes."""
 
-    def begin(self, device: torch.device) -> None:
-        """Have later copies wait, on the GPU, for what the calling thread's current stream does so far."""
+    def begin(self, on_gpu: torch.Tensor) -> None:
+        """Have later copies of this memory wait, on the GPU, for what the thread's current stream does so far."""
 
     def queue(self, buffer: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Ask the GPU to copy bytes between a buffer and the GPU's memory."""
@@ -90,6 +92,8 @@ class _Lanes:
         self.staged = 0
         """The bytes that were copied by way of pinned memory; not exact if several threads copy at once."""
         self._make = make
+        self._failures = 0
+        """The number of copies that have failed since the last one that did not."""
         self._permits = deque(range(_MOST_LANES))
         self._free: deque[CopyLane] = deque()
 
@@ -125,8 +129,15 @@ class _Lanes:
             return None
 
     def put_back(self, lane: CopyLane) -> None:
-        """Take back a lane, none of whose copies is under way."""
+        """Take back a lane after a copy, none of whose steps is under way."""
+        self._failures = 0
         self._free.append(lane)
+
+    def failed(self, error: Exception) -> None:
+        """Record that a copy has failed; after `_MOST_FAILURES` in turn, use no pinned memory any more."""
+        self._failures += 1
+        if self._failures >= _MOST_FAILURES:
+            self.refuse(error)
 
     def clear(self) -> None:
         """Drop the lanes that nobody uses. Their memory goes back to torch."""
@@ -208,22 +219,23 @@ def _copied(
 ) -> bool:
     """Copy bytes between a GPU and the host in these steps; return False if torch should copy all of them instead.
 
-    False if no lane is free, if the thread's stream records a CUDA graph, or if torch fails, which is logged. When this
-    returns or raises an error, no copy is under way, unless the GPU has failed.
+    False if no lane is free, if the thread's stream records a CUDA graph, or if torch fails. When this returns or
+    raises an error, no copy is under way, unless the GPU has failed.
     """
     lanes = _lanes
-    if pinned.is_capturing() or (lane := lanes.take()) is None:
-        return False
     try:
-        try:
-            lane.begin(device)
-            _carry_out(lane, steps, on_gpu, on_host)
-        finally:  # after Ctrl-C, too: both memories may be used for something else at once
-            lane.finish()
+        with pinned.on(device):
+            if pinned.is_capturing() or (lane := lanes.take()) is None:
+                return False
+            try:
+                lane.begin(on_gpu)
+                _carry_out(lane, steps, on_gpu, on_host)
+            finally:  # after Ctrl-C, too: both memories may be used for something else at once
+                lane.finish()
     except (RuntimeError, AttributeError, TypeError) as error:
         if isinstance(error, NbdistError) or not _comes_from_torch(error):
             raise  # another thread has stopped this one, because a worker is lost; or it is from a signal's handler
-        lanes.refuse(error)
+        lanes.failed(error)
         return False  # if the GPU has failed, torch's own copy says so again
     lanes.put_back(lane)
     lanes.staged += on_gpu.numel()

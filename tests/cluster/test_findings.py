@@ -90,7 +90,7 @@ def test_nothing_is_found_where_nothing_is_wrong():
             {"gpu_count": 1, "unpinned": "CUDA error: out of memory"},
             "GPUs",
             "without pinned memory, which is slower: CUDA error: out of memory",
-            "--ulimit memlock=-1",
+            "restart the worker",
         ),
     ],
 )

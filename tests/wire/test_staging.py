@@ -34,9 +34,9 @@ class LateLane:
         self.begun = []
         self.finished = 0
 
-    def begin(self, device):
+    def begin(self, on_gpu):
         assert not self.queued
-        self.begun.append(device)
+        self.begun.append(on_gpu.device)
 
     def queue(self, buffer, target, source):
         self.queued.append((buffer, target, source))
@@ -76,6 +76,7 @@ def pretend(monkeypatch, lane, made=None):
     monkeypatch.setattr(staging, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(staging, "STAGED_BYTES", 2 * CHUNK)
     monkeypatch.setattr(staging, "_lanes", staging._Lanes(lane))
+    monkeypatch.setattr(pinned, "on", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(pinned, "is_capturing", lambda: False)
     monkeypatch.setattr(
         pinned, "empty_like", lambda tensor, device: torch.full_like(tensor.view(torch.uint8), 0xDD).view(tensor.dtype)
@@ -281,7 +282,10 @@ def test_if_torch_fails_in_a_copy_it_copies_all_of_it_its_own_way(monkeypatch, c
     assert torch.equal(there, sent)
     there = staging.to_gpu(sent, "cuda:0")
     assert torch.equal(there, sent)
+    assert not caplog.records, "the next copy may be made"
+    assert torch.equal(staging.fresh_host_copy(sent), sent)
     assert len(caplog.records) == 1
+    assert staging.refusal()
 
 
 @pytest.mark.parametrize("kind", [WorkerLost, KeyboardInterrupt, RuntimeError])
@@ -430,12 +434,20 @@ def test_what_torch_is_asked(monkeypatch):
             asked.append(f"wait for event {self.number}")
 
     current = ["own"]
+    devices = []
 
     @contextlib.contextmanager
     def stream(chosen):
+        assert devices, "torch would start CUDA on the thread's current GPU when it switches back"
         current.append("the side stream")
         yield
         current.pop()
+
+    @contextlib.contextmanager
+    def device(chosen):
+        devices.append(chosen)
+        yield
+        devices.pop()
 
     empty = torch.empty
 
@@ -447,11 +459,15 @@ def test_what_torch_is_asked(monkeypatch):
     for name in ("Stream", "Event", "stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch, "empty", pinnable)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: asked.append("keep"))
+    on = pinned.on
     pretend(monkeypatch, pinned.PinnedLane)
+    monkeypatch.setattr(pinned, "on", on)
     with torch.inference_mode():
         staging.fresh_host_copy(values(2500))
     assert asked == [
-        *("pinned 1000", "pinned 1000", "stream on cpu", "wait for current cpu"),
+        *("pinned 1000", "pinned 1000", "stream on cpu", "wait for current cpu", "keep"),
         *("record 0 on the side stream", "record 1 on the side stream", "wait for event 0"),
         *("record 0 on the side stream", "wait for event 1", "wait for event 0", "synchronize"),
     ]
@@ -459,7 +475,7 @@ def test_what_torch_is_asked(monkeypatch):
     Event.count = 0
     staging.to_gpu(values(2500), "cuda:0")
     assert asked == [
-        "wait for current cpu",
+        *("wait for current cpu", "keep"),
         *("record 0 on the side stream", "record 1 on the side stream", "wait for event 0"),
         *("record 0 on the side stream", "synchronize"),
     ]

@@ -101,6 +101,8 @@ class Observer:
         self._sending = threading.Lock()
         self._on_gpu: deque[tuple[float, int, str, GpuSpan]] = deque()
         """The nodes that have run and whose time on the GPU is not known yet: when, number, name, and the span."""
+        self._promised = 0
+        """The number of batches that `finish` has counted and that are not sent yet, as the GPU still runs nodes."""
         self._waiting_for = set[int]()
         self._halts = 0
         """The number of halts so far, which is also the number of the last one."""
@@ -137,35 +139,48 @@ class Observer:
         self._waiting_for = messages
         self.note("resting")
 
-    def flush(self, at_least: int = 0) -> None:
+    def flush(self) -> None:
         """Send the happenings that `note` has kept back to the watcher, as one batch; do nothing if there are none.
 
-        The times of nodes that a GPU has run meanwhile are part of it. If fewer than ``at_least`` batches have been
-        sent, one is sent in any case.
+        The times of nodes that a GPU has run meanwhile are part of it, unless a batch is promised for them.
         """
         with self._sending:
-            if self._on_gpu:
+            if self._on_gpu and not self._promised:
                 self._note_gpu_times()
-            if not self._seen and self.sent >= at_least:
+            if not self._seen:
                 return
-            self.sent += 1
-            number, seen, self._seen = self.sent, self._seen, []
-            self._sent_at = time.monotonic()
+            number, seen = self._take_batch()
         self._send(number, seen, self._control.version)
 
     def finish(self) -> int:
         """Send all that is noted; return the number of batches that the watcher must await before a pass is complete.
 
-        A worker calls this before it reports. If the GPU still runs nodes, one more batch will follow with their times,
-        and counts already: another thread waits for the GPU.
+        A worker calls this before it reports, which it may do several times in a pass. If the GPU still runs nodes, one
+        more batch will follow with their times, and counts already: another thread waits for the GPU.
         """
         self.flush()
         with self._sending:
             lasting = [span for _, _, _, span in self._on_gpu]
-            awaited = self.sent + bool(lasting)
+            self._promised += bool(lasting)
+            awaited = self.sent + self._promised
         if lasting:
-            spans.when_over(lasting, lambda: self.flush(awaited))
+            spans.when_over(lasting, self._send_promised)
         return awaited
+
+    def _send_promised(self) -> None:
+        """Send one batch that `finish` has promised, with the times that are known now. It may have none."""
+        with self._sending:
+            self._note_gpu_times()
+            self._promised -= 1
+            number, seen = self._take_batch()
+        self._send(number, seen, self._control.version)
+
+    def _take_batch(self) -> tuple[int, list[Happening]]:
+        """Return the number of the next batch, and the happenings that were kept back. The lock `_sending` is held."""
+        self.sent += 1
+        seen, self._seen = self._seen, []
+        self._sent_at = time.monotonic()
+        return self.sent, seen
 
     def _note_gpu_times(self) -> None:
         """Note the times of the nodes that the GPU has run, in order, up to the first that it still runs.

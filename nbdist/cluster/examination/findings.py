@@ -173,8 +173,7 @@ def _of_gpus(facts: MachineFacts) -> list[Finding]:
                 "GPUs",
                 "",
                 f"large tensors leave and reach the GPU without pinned memory, which is slower: {facts.unpinned}",
-                "Free memory of the host, let the container lock memory (docker run --ulimit memlock=-1), and restart "
-                "the worker",
+                "Free memory of the host, and restart the worker",
             )
         )
     if facts.gpu_count and not facts.nccl:

@@ -115,7 +115,8 @@ def _gpus(count: int) -> tuple[GpuFacts, ...]:
     found = []
     for index in range(count):
         capability = torch.cuda.get_device_capability(index)
-        name, unshared = torch.cuda.get_device_name(index), gpu_memory.why_unavailable(index)
+        name = torch.cuda.get_device_name(index)
+        unshared = gpu_memory.why_unavailable(index) if torch.version.hip is None else ""  # other drivers are not asked
         found.append(GpuFacts(index, name, capability, is_supported(capability, built), unshared))
     return tuple(found)
 
