@@ -5,7 +5,6 @@ The keepers run on this host, at addresses of their own in 127.0.0.0/8.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -13,15 +12,12 @@ import subprocess
 import threading
 import time
 
-import psutil
 import pytest
 import zmq
 from joined import Keepers, keeper_of, until
 from other_hosts import wait_for_file
 
 import nbdist
-from nbdist import rpc
-from nbdist.cluster.errors import CellError
 from nbdist.cluster.kernels.relay import _MOST_READ, Relay
 from nbdist.cluster.workers import StartError
 
@@ -212,82 +208,3 @@ def test_a_relay_that_has_no_room_uses_no_processor(tmp_path):
     until(lambda: len(carried) == count)
     relay.close()
     context.destroy(0)
-
-
-def stream_text(parcels) -> str:
-    """What a kernel's messages of its output channel have printed."""
-    frames = [frames for channel, frames in parcels if channel == "iopub"]
-    contents = [json.loads(each[each.index(b"<IDS|MSG>") + 5]) for each in frames]
-    return "".join(content["text"] for content in contents if "text" in content)
-
-
-PRINTS = """
-n, image = 0, {"image/png": os.urandom(1 << 19).hex()}
-while not os.path.exists(STOP):
-    HOW
-    n += 1
-"""
-LINE = "print(n, 'x' * 1000)"
-IMAGE = "display(image, raw=True)"
-
-
-@pytest.mark.parametrize(("how", "each"), [(LINE, 1000), (LINE[:-1] + ", flush=True)", 1000), (IMAGE, 1 << 20)])
-def test_a_notebook_that_does_not_read_makes_the_code_wait_that_prints(keepers, how, each):
-    """So the memory of the worker's host does not fill; once the notebook reads, it gets everything."""
-    with keepers.cluster() as cluster:
-        hub = cluster._lives.launcher.hub
-        deliver, reading, parcels = hub.on_parcels, threading.Event(), []
-
-        def deliver_when_reading(worker, batch):
-            reading.wait(60)
-            parcels.extend(batch)
-            deliver(worker, batch)
-
-        def count() -> int:
-            return rpc.rpc_sync("worker0", eval, args=("__import__('__main__').n",))
-
-        processes = [psutil.Process(pid) for pid in (cluster.workers[0].pid, keeper_of(cluster, "worker0").record.pid)]
-        cluster.execute("n = 0")
-        before = [process.memory_info().rss for process in processes]
-        hub.on_parcels = deliver_when_reading
-        stop = keepers.folder / "stop"
-        code = PRINTS.replace("STOP", repr(str(stop))).replace("HOW", how)
-        cell = cluster.execute(code, block=False, timeout=None)
-        try:
-            until(lambda: count() > 0)
-            known, since = 0, time.monotonic()
-            while time.monotonic() < since + 2.0:
-                number = count()
-                assert number * each < 200 << 20
-                if number != known:
-                    known, since = number, time.monotonic()
-                time.sleep(0.1)
-            grown = [process.memory_info().rss - was for process, was in zip(processes, before, strict=True)]
-            assert max(grown) < 150 << 20, grown
-            stop.touch()
-        finally:
-            stop.touch()
-            reading.set()
-        cell.wait(60)
-        total = count()
-        assert total >= known
-        if how == IMAGE:
-            assert sum(b"display_data" in frames[0] for _, frames in parcels) == total
-        else:
-            lines = stream_text(parcels).split("\n")
-            assert [int(line.partition(" ")[0]) for line in lines if line] == list(range(total))
-
-
-def test_an_interrupt_ends_the_wait_of_code_that_prints(keepers):
-    with keepers.cluster() as cluster:
-        hub = cluster._lives.launcher.hub
-        deliver, reading = hub.on_parcels, threading.Event()
-        hub.on_parcels = lambda worker, batch: (reading.wait(60), deliver(worker, batch))
-        cell = cluster.execute("n = 0\nwhile True: n += 1; print(n, 'x' * 1000)", block=False)
-        waits = "__import__('nbdist.cluster.worker.status_report', fromlist=['_']).make_report().where"
-        until(lambda: "print" in rpc.rpc_sync("worker0", eval, args=(waits,)))
-        time.sleep(2)
-        cluster.interrupt()
-        reading.set()
-        with pytest.raises(CellError, match="stopped in"):
-            cell.wait(60)

@@ -11,7 +11,5 @@
 `notices`               texts about workers that failed
 `labels`, `page_lines`  names and lines in tracebacks of cells
 `relay`                 messages of a kernel on another host
-`back_pressure`         makes code wait that prints too fast
 `versions`              the differences between Jupyter versions
-======================  ========================================
-"""
+======================  ================================="""

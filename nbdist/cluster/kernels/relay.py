@@ -7,10 +7,8 @@
 
 A relay has two threads. One reads and writes its sockets. The other, the *courier*, carries the messages that were read
 to the other relay, one batch at a time, in order. While a batch is on its way, the relay reads more, up to `_MOST_READ`
-bytes. Further output stays in ZeroMQ's queue, of `MESSAGES_WAITING` messages. Then the kernel's own queue fills, and
-the code that prints waits (`nbdist.cluster.kernels.back_pressure`). So a notebook that does not read fills no memory on
-the kernel's host. No message is dropped. Requests and replies are few, and their queues have no limit. The relay does
-not look at the frames: the kernel has signed them with its key, and the notebook checks the signature.
+bytes. Further messages stay in ZeroMQ's queue, which has no limit, so a kernel never waits to send its output. The
+relay does not look at the frames: the kernel has signed them with its key, and the notebook checks the signature.
 """
 
 from __future__ import annotations
@@ -27,10 +25,7 @@ from typing import Any
 
 import zmq
 
-__all__ = ["MESSAGES_WAITING", "Parcel", "Relay"]
-
-MESSAGES_WAITING = 30
-"""Messages of a kernel's output that wait in ZeroMQ's queue at either end, before the kernel's code waits."""
+__all__ = ["Parcel", "Relay"]
 
 Parcel = tuple[str, list[bytes]]
 """A message: its channel, such as "shell", and its frames, without the identity of a client."""
@@ -104,7 +99,6 @@ class Relay:
         for channel in _CHANNELS:
             sock = sockets[channel] = _socket(context, zmq.SUB if channel == "iopub" else zmq.DEALER)
             if channel == "iopub":
-                sock.rcvhwm = MESSAGES_WAITING
                 sock.subscribe(b"")
             else:
                 sock.identity = _CLIENT
@@ -184,21 +178,20 @@ class Relay:
     def _read_all(self) -> bool:
         """Read the messages at the sockets while there is room; return whether there were any."""
         found: list[Parcel] = []
-        size = 0
-        for channel, sock in self._sockets.items():
-            for _ in range(_MESSAGES_AT_ONCE):
-                # Also of the PUB socket, which has no messages: else its file would stay readable.
-                if self._bytes + size >= _MOST_READ or not sock.EVENTS & zmq.POLLIN:
-                    break
-                frames = sock.recv_multipart()
-                if sock.type == zmq.ROUTER:
-                    self._client, *frames = frames
-                found.append((channel, frames))
-                size += _size(found[-1])
+        if self._bytes < _MOST_READ:
+            for channel, sock in self._sockets.items():
+                for _ in range(_MESSAGES_AT_ONCE):
+                    # Also of the PUB socket, which has no messages: else its file would stay readable.
+                    if not sock.EVENTS & zmq.POLLIN:
+                        break
+                    frames = sock.recv_multipart()
+                    if sock.type == zmq.ROUTER:
+                        self._client, *frames = frames
+                    found.append((channel, frames))
         if found:
             with self._changed:
                 self._read.extend(found)
-                self._bytes += size
+                self._bytes += sum(map(_size, found))
                 self._changed.notify_all()
         return bool(found)
 

@@ -8,7 +8,6 @@ names for the files of cells    IPython 8.0           `name_files` renames them 
 one store for cells' texts      IPython 8.0           `store_source` writes to its second store as well
 notes of errors in tracebacks   a later IPython 8     `show_notes` adds them to the text of a traceback
 output by threads               ipykernel 7.0         `keep_output_apart` gives each thread a request of its own
-several buffers of a stream     a later ipykernel 6   `unsent_characters` looks into the only one
 ``set_thread_parent``           ipykernel 7.4         `answer_in_thread` sets the variables that it would set
 replies through the stream      ipykernel 7.4         `answer_through_stream`: requests got lost in 7.3
 the thread that sent last       ipykernel 7.4         newer ones hand it a page's messages: `handle_where_sent`
@@ -41,7 +40,6 @@ __all__ = [
     "name_files",
     "show_notes",
     "store_source",
-    "unsent_characters",
 ]
 
 
@@ -266,17 +264,6 @@ def keep_output_apart(shell: Any) -> None:
         parent = source.parent_header
         source.__class__ = type(type(source).__name__, (kind, type(source)), {})
         source.parent_header = parent
-
-
-def unsent_characters(stream: Any) -> int:
-    """Return how many characters a stream of the kernel holds that its sending thread has not taken.
-
-    Newer streams have a buffer for each request.
-    """
-    with stream._buffer_lock:
-        known = vars(stream)
-        buffers = known["_buffers"].values() if "_buffers" in known else [known["_buffer"]]
-        return sum(buffer.tell() for buffer in buffers)
 
 
 def _publishers(shell: Any) -> tuple[Any, ...]:

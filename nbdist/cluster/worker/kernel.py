@@ -147,7 +147,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     import torch
 
     from nbdist import autograd, rpc
-    from nbdist.cluster.kernels import back_pressure, labels
+    from nbdist.cluster.kernels import labels
     from nbdist.cluster.kernels.versions import answer_through_stream
     from nbdist.cluster.worker import collective_errors, gpu, output
 
@@ -174,10 +174,6 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         "__world_size__": told.world_size,
     }
     output.install(shell, given)
-    if told.secret is not None:  # the notebook reads the output through a keeper's relay
-        from ipykernel.kernelapp import IPKernelApp
-
-        back_pressure.limit_output(IPKernelApp.instance())
 
 
 def _seed(told: WorkerSetup) -> None:
@@ -209,7 +205,7 @@ def join() -> None:
     and tracebacks of calls name cells by their numbers.
     """
     from nbdist.cluster.inspection import process_memory
-    from nbdist.cluster.kernels import back_pressure, labels
+    from nbdist.cluster.kernels import labels
     from nbdist.cluster.worker import gpu, output
     from nbdist.rpc.api import initialize
     from nbdist.rpc.calls import failures
@@ -227,10 +223,6 @@ def join() -> None:
         hosted=Path(told.folder),
         device=told.device,
     )
-    if told.secret is not None:
-        from ipykernel.kernelapp import IPKernelApp
-
-        back_pressure.limit_socket(IPKernelApp.instance())
     agent.rpc_timeout = told.rpc.get("rpc_timeout", _JOINS_WITHIN)
     agent.stopping.patience = _CALLS_STOP_WITHIN
     output.follow(agent)
