@@ -17,25 +17,22 @@ class LateGpu:
         self.fails = False
         self.begun = []
         self.ended = 0
-        self.over = 0
-        self.in_order = False
-        """True if each look finds one more span over, in the order in which they began."""
+        self.one_by_one = False
+        """True if a span is over only at the second look, so that those of a worker are over one after another."""
         gpu = self
 
         class Span:
             def __init__(self, device):
                 gpu.begun.append(device)
-                self.number = len(gpu.begun)
+                self.looks = 0
 
             def end(self):
                 gpu.ended += 1
                 return self
 
             def is_over(self):
-                if gpu.in_order and gpu.goes_on.is_set() and self.number == gpu.over + 1:
-                    gpu.over += 1
-                    return False
-                return gpu.fails or (gpu.goes_on.is_set() and (not gpu.in_order or self.number <= gpu.over))
+                self.looks += gpu.goes_on.is_set()
+                return gpu.fails or self.looks > gpu.one_by_one
 
             @property
             def seconds(self):

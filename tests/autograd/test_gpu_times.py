@@ -67,7 +67,7 @@ def test_the_times_come_when_the_gpu_has_run_the_nodes_and_nobody_waits_before(w
 
 
 def test_a_worker_that_reports_twice_is_waited_for_until_its_last_times(world, gpu):
-    gpu.in_order = True
+    gpu.one_by_one = True
     x = torch.ones(2, requires_grad=True)
     with dist_autograd.context() as context_id:
         inner = rpc.rpc_sync("worker1", weigh, args=(x,))
