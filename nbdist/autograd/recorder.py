@@ -431,8 +431,9 @@ class Recorder:
     def _on_joined(self, record: Record) -> None:
         """Tell a new member that a pass is paused from here, if one is: its calls must not time out either."""
         with self._freezing:
-            if self._paused:
-                self.tell(record.incarnation, messages.Freeze(self._freezes, True))
+            message = messages.Freeze(self._freezes, True) if self._paused else None
+        if message is not None:  # sent without the lock; if a newer message overtakes it, its number says so
+            self.tell(record.incarnation, message)
 
     def _on_freeze(self, message: messages.Freeze, sender: int) -> None:
         """Stop the clocks of all calls of this agent, because the sender has paused a pass, or let them run again."""
@@ -441,7 +442,7 @@ class Recorder:
         self._frozen[sender] = message.number
         if message.frozen:
             self._agent.freeze(sender)
-        if not message.frozen or not self.is_there(sender):  # the sender may be lost already
+        if not message.frozen or self.membership.is_gone(sender):  # a sender that has just joined may not be known yet
             self._agent.thaw(sender)
 
     # -- messages that arrive -----------------------------------------------------------------

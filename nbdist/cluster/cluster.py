@@ -877,14 +877,16 @@ class Cluster:
         self.start()
         if function in self._called_on_each:
             return
+        self._called_on_each.add(function)
         forget = self.agent.on_joined(lambda record: self.agent.call(record.name, function))
-        names = [worker.name for worker in self.workers if worker.alive]
+        # Not the cluster's workers: one that joins at this moment may not be among them yet.
+        names = [record.name for record in self.agent.membership.others()]
         try:
             ask_each(self.agent, function, dict.fromkeys(names, ())).or_raise()
         except BaseException:
             forget()
+            self._called_on_each.discard(function)
             raise
-        self._called_on_each.add(function)
 
     # -- looking for trouble --------------------------------------------------------------------
 

@@ -59,7 +59,9 @@ def means_all(targets: object) -> bool:
     """Return whether targets mean all workers, also those that join later: None, or a text such as ``all`` or ``:``."""
     if not isinstance(targets, str):
         return targets is None
-    return targets.strip() != "[]" and targets.replace("[", "").replace("]", "").strip() in _ALL
+    if targets.strip() == "[]" or not _BRACKETS.fullmatch(targets):
+        return False
+    return targets.replace("[", "").replace("]", "").strip() in _ALL
 
 
 def _parse_one(part: str, text: str, names: Sequence[str]) -> Sequence[int]:

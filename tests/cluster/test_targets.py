@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.cluster.targets import parse_targets
+from nbdist.cluster.targets import means_all, parse_targets
 from nbdist.errors import NbdistError, UnknownWorker, UsageError
 
 FOUR = ["worker0", "worker1", "worker2", "worker3"]
@@ -127,3 +127,13 @@ def test_any_text_is_ranks_or_a_named_error(text):
     assert ranks
     assert len(set(ranks)) == len(ranks)
     assert set(ranks) <= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("targets", [None, "all", " : ", "*", "", "[all]"])
+def test_what_means_all_workers_means_later_ones_too(targets):
+    assert means_all(targets)
+
+
+@pytest.mark.parametrize("targets", [0, [0, 1], "0", "0-1", "[]", "[", "]", "[all", "[[]]", "*]"])
+def test_what_names_workers_or_is_wrong_does_not_mean_all(targets):
+    assert not means_all(targets)

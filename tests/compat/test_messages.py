@@ -36,6 +36,12 @@ def raise_error(error):
     raise error
 
 
+class Engines(list):
+    """A client, of which only the number of its engines matters."""
+
+    cluster = SimpleNamespace(spec=SimpleNamespace(may_grow=False))
+
+
 @pytest.mark.parametrize(
     ("use", "error", "text"),
     [
@@ -67,7 +73,7 @@ def raise_error(error):
             r"nbdist replaces only a part of ipyparallel: its Client has no 'become_dask': use the library",
         ),
         (
-            lambda: client.Client.wait_for_engines([1, 2], 4),
+            lambda: client.Client.wait_for_engines(Engines([1, 2]), 4),
             UsageError,
             r"the cluster has 2 workers, and will not have 4: start it with n=4",
         ),

@@ -87,12 +87,13 @@ class Scouts:
         self._key = self._agent.me.incarnation, self._number
         self._including = threading.Lock()
         """Held while `_workers` gets its records."""
-        with self._including:
-            self._heard = self._agent.on_joined(partial(_on_joined, weakref.ref(self)))
-            self._workers = [record for record in self._agent.members() if record != self._agent.me]
         self._held = held
         self._version = itertools.count(1)
         _homes[self._number] = home
+        with self._including:
+            self._heard = self._agent.on_joined(partial(_on_joined, weakref.ref(self)))
+            self._workers = [record for record in self._agent.members() if record != self._agent.me]
+        weakref.finalize(self, self._heard).atexit = False
         args = self._key, self._agent.me.id, held
         with self._contexts.outside():
             sent = ask_each(self._agent, _send_out, {r.name: args for r in self._workers}, timeout=_ANSWER_SECONDS)

@@ -65,7 +65,10 @@ class Timeline:
         """Guards `_records`, `_offsets`, `_running` and `lost`: workers join in other threads."""
         self._running = True
         self._end: float | None = None
+        self._records: list[Record] = []
+        self._offsets: dict[str, float] = {}
         self._forget = agent.on_joined(partial(_on_joined, weakref.ref(self)))  # first, so that no worker is missed
+        weakref.finalize(self, self._forget).atexit = False
         self._records = sorted(agent.members(), key=lambda record: record.id)
         self._offsets = {record.name: offset(agent.me, record, agent.ask) for record in self._records}
         self._start = time.monotonic()
