@@ -6,7 +6,6 @@ And a world of agents in this process, for the tests of what is built on calls: 
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import shutil
 import signal
@@ -16,12 +15,20 @@ from pathlib import Path
 
 import pytest
 
-_files = itertools.count(1)
 _runtime = tempfile.mkdtemp(prefix="nbdist-tests-", dir="/tmp")
 os.environ["NBDIST_RUNTIME_DIR"] = _runtime
 
 # Whoever runs the tests in the background has them ignore Ctrl-C, and all that they start inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Hide the objects of all collected tests from the garbage collector.
+
+    There are 700,000, and one collection of them takes 0.4 s. Some tests ask for hundreds of collections.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:
@@ -35,19 +42,6 @@ def _ctrl_c_does_what_it_did_before():
     yield
     after = signal.signal(signal.SIGINT, before)
     assert after is before
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collections_look_at_one_file():
-    """Hide all objects made before this file of tests from the garbage collector.
-
-    After all tests have been collected, there are 700,000 objects, and one collection takes 0.4 s. Some tests ask for
-    hundreds of collections. Before every tenth file, what the files before have left is collected.
-    """
-    if next(_files) % 10 == 0:
-        gc.unfreeze()
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
