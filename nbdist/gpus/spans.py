@@ -26,10 +26,10 @@ import torch
 
 from nbdist.finalisers import this_thread
 
-__all__ = ["GpuSpan", "begin", "device_of", "when_over"]
+__all__ = ["CUDA_IS_BUILT", "GpuSpan", "begin", "device_of", "when_over"]
 
 CUDA_IS_BUILT = torch.backends.cuda.is_built()
-"""True if this torch can use GPUs; with other builds, nothing is measured, and nothing is asked."""
+"""True if this torch can use GPUs. Code for GPUs checks it first, so that other builds of torch pay for no call."""
 
 _LOOK_EVERY = 0.005
 """Seconds between two looks at a span. To wait for a CUDA event, a thread would use a whole core, or hold up others."""

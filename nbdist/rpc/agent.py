@@ -391,7 +391,7 @@ class Agent:
         """Call ``listener(record)`` when a member joins the world; return a function that removes the listener.
 
         The new member can be called by then. A restarted worker is a new member, too. The listener runs in the thread
-        that reads the member's greeting, so it must be quick. Its errors are logged.
+        that reads the member's greeting, while other messages wait, so it must be quick. Its errors are logged.
         """
         self._on_joined.append(listener)
         return partial(_drop, self._on_joined, listener)

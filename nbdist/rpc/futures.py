@@ -43,7 +43,8 @@ from nbdist import durations
 from nbdist.code_places import is_torchs
 from nbdist.errors import RpcTimeout, UsageError
 from nbdist.finalisers import may_wait
-from nbdist.rpc.calls.streams import CUDA_IS_BUILT, StreamMarks, mark
+from nbdist.gpus.spans import CUDA_IS_BUILT
+from nbdist.rpc.calls.streams import StreamMarks, mark
 
 __all__ = [
     "Future",

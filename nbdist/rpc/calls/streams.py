@@ -17,10 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CUDA_IS_BUILT", "StreamMarks", "mark"]
-
-CUDA_IS_BUILT = torch.backends.cuda.is_built()
-"""True if this torch can use GPUs. Callers check it first, so that other builds of torch pay for no call."""
+__all__ = ["StreamMarks", "mark"]
 
 _LOOKS = 10_000
 """The most objects that `mark` looks at: a list of a million numbers most likely has no tensors."""

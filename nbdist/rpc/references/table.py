@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbdist.errors import NbdistError, RRefError
+from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.holds import Hold, Holds
 from nbdist.ids import GlobalId, IdSource
 from nbdist.rpc.calls.arrivals import Arrival
 from nbdist.rpc.calls.failures import Failure
-from nbdist.rpc.calls.streams import CUDA_IS_BUILT
 from nbdist.rpc.dispatch import Job
 from nbdist.rpc.exchange import Exchange
 from nbdist.rpc.futures import Promise
