@@ -103,6 +103,8 @@ def begin(device: torch.device | None) -> GpuSpan | None:
 
 _waiting: queue.SimpleQueue[tuple[Sequence[GpuSpan], Callable[[], object]]] = queue.SimpleQueue()
 _thread: threading.Thread | None = None
+_starting = threading.Lock()
+"""Held while `_thread` is started: several workers of one process may report at the same moment."""
 
 
 def when_over(spans: Sequence[GpuSpan], then: Callable[[], object]) -> None:
@@ -111,14 +113,18 @@ def when_over(spans: Sequence[GpuSpan], then: Callable[[], object]) -> None:
     If the system has no room for another thread, ``then()`` is called now. An error that it raises is logged.
     """
     global _thread
-    _waiting.put((spans, then))
-    if _thread is None or not _thread.is_alive():
-        _thread = threading.Thread(target=_run, name="nbdist-gpu-spans", daemon=True)
-        try:
-            _thread.start()
-        except RuntimeError:
-            _thread = None
-            then()
+    with _starting:
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_run, name="nbdist-gpu-spans", daemon=True)
+            try:
+                _thread.start()
+            except RuntimeError:
+                _thread = None
+        has_thread = _thread is not None
+    if has_thread:
+        _waiting.put((spans, then))
+    else:
+        then()
 
 
 def _run() -> None:

@@ -57,6 +57,7 @@ def test_the_times_come_when_the_gpu_has_run_the_nodes_and_nobody_waits_before(w
         seconds = watch.seen(watch.latest)[0].seconds
         gpu.goes_on.set()
         assert keys(watch, "timed") == keys(watch, "done")
+        assert [thread.name for thread in threading.enumerate()].count("nbdist-gpu-spans") == 1
         (seen,) = watch.passes
         done = {event.key: event for event in seen.events if event.what == "done"}
         for event in seen.events:
