@@ -63,6 +63,8 @@ _TRACEBACK_WITHIN = 30.0
 
 _TRACEBACK_FORMATTERS = ("showtraceback", "_format_exception_for_storage")
 """The functions of IPython that format an error's traceback."""
+_BROKEN_OFF_WITHIN = 8.0
+"""Seconds for a worker to break a collective off. An abort of NCCL may take 5 s of them."""
 _POLL = 0.005
 """Seconds between two looks at a condition that `_wait_until` waits for."""
 
@@ -140,7 +142,7 @@ async def interrupt(cluster: InterruptedCluster, work: Sequence[tuple[Cell, Cell
     await _wait_until(lambda: all(part.done for part in parts), began + BREAK_OFF_AFTER)
     for cell, part in work:
         if not part.done and _is_next(cluster, cell, part):
-            _break_collective(cluster, part)
+            _break_collective(cluster, cell, part)
     await _wait_until(lambda: all(part.done for part in parts), began + NAME_AFTER)
     said = [await _describe(cluster, cell, part, began + _TRACEBACK_WITHIN) for cell, part in work if not part.done]
     return [text for text in said if text]
@@ -227,19 +229,28 @@ def _call_off(cluster: InterruptedCluster, part: CellPart) -> Future[Any] | None
     return None
 
 
-def _break_collective(cluster: InterruptedCluster, part: CellPart) -> None:
+def _break_collective(cluster: InterruptedCluster, cell: Cell, part: CellPart) -> None:
     """Make the worker of a cell's part shut the process group of the collective in which it may wait.
 
-    Returns at once. `CellPart.note` later gets the sentence for the user that says so; it stays empty if the worker
-    does not answer or waits in no collective.
+    Returns at once. The part ends only after the worker's answer: the answer has the sentence for the user that says
+    so, and an abort of NCCL ends the wait for the GPU before the worker has asked for a new process group. The next
+    cell must not run in the old one. A worker that does not answer for `_BROKEN_OFF_WITHIN` seconds, or is lost, has
+    broken nothing off.
     """
 
-    def note(future: object) -> None:
+    def answered(future: Future[Any]) -> None:
+        note = ""
         with contextlib.suppress(Exception):
-            part.note = future.value()  # type: ignore[attr-defined]
+            note = future.value()
+        cluster.kernel_thread.soon(cell.on_broken_off, part, note)
 
-    with contextlib.suppress(NbdistError):
-        cluster.agent.call(part.worker, collectives.break_off, timeout=NAME_AFTER).then(note)
+    part.breaks_off = True
+    try:
+        asked = cluster.agent.call(part.worker, collectives.break_off, timeout=_BROKEN_OFF_WITHIN)
+    except NbdistError:
+        part.breaks_off = False
+    else:
+        asked.then(answered)
 
 
 async def _describe(cluster: InterruptedCluster, cell: Cell, part: CellPart, deadline: float) -> str:

@@ -1,6 +1,6 @@
 """Interrupts and deaths end collectives of NCCL; a stand-in takes the place of NCCL and its GPU.
 
-Not run on a GPU: what the real NCCL does at an abort was read in torch's source.
+``tests/gpu/test_nccl.py`` does the same with the real NCCL.
 """
 
 import asyncio
@@ -73,7 +73,9 @@ def wait_for(cell, limit=LIMIT):
     return cell.error()
 
 
-def test_an_interrupt_ends_a_wait_for_the_gpu_and_the_group_forms_anew(cluster, folder):
+@pytest.mark.parametrize("abort", ["returns at once", "late"])
+def test_an_interrupt_ends_a_wait_for_the_gpu_and_the_group_forms_anew(cluster, folder, abort):
+    (folder / abort).touch()
     cell = cluster.execute(STANDS, 0, block=False)
     reach(folder, 0)
     cluster.interrupt("worker0")

@@ -87,6 +87,8 @@ class CellPart:
     done: bool = False
     note: str = ""
     """A line for the traceback: an interrupt has broken this worker's process group; "" if it has not."""
+    breaks_off: bool = False
+    """True while an interrupt breaks a collective off on the worker. The cell does not end there before."""
     outputs: list[dict[str, Any]] = field(default_factory=list)
     """The outputs so far, in the format of a notebook file."""
     held: list[Published] = field(default_factory=list)
@@ -496,6 +498,14 @@ class Cell:
             )
         part.error = WorkerError(part.worker, content["ename"], content["evalue"], traceback)
 
+    def on_broken_off(self, part: CellPart, note: str) -> None:
+        """End the wait for a collective that an interrupt breaks off; ``note`` is for `CellPart.note`.
+
+        In the kernel thread.
+        """
+        part.breaks_off, part.note = False, note
+        self._maybe_end(part)
+
     def _take_error(self, part: CellPart, name: str | None) -> bool:
         """Make the last error message in `CellPart.held` the error of a part, if its class is called ``name``.
 
@@ -510,11 +520,11 @@ class Cell:
         return True
 
     def _maybe_end(self, part: CellPart) -> None:
-        """End the cell on a worker once its kernel has both replied and reported idle.
+        """End the cell on a worker once its kernel has both replied and reported idle, and no collective is broken off.
 
-        Called whenever one of the two arrives; does nothing if the cell has ended there.
+        Called whenever one of the three happens; does nothing if the cell has ended there.
         """
-        if not part.idle or part.reply is None or part.done:
+        if not part.idle or part.reply is None or part.breaks_off or part.done:
             return
         if part.reply["status"] == "error" and not self._take_error(part, part.reply["ename"]):
             self._fail_part(part, part.reply)

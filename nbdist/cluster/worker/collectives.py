@@ -68,6 +68,9 @@ _LOOKS_FOR_CUT, _LOOK_FOR_CUT_EVERY = 40, 0.25
 Not a time limit, because the process may be stopped for a while at that moment.
 """
 
+_NOTEBOOK_ANSWERS_WITHIN = 2.0
+"""Seconds for the notebook to answer that it will form the process group anew."""
+
 _POLL = 0.01
 _PROCESS = re.compile(r" \(process \d+ has ended\)")
 """A part of the RPC agent's text about a death. It differs in each run, so the error of the user leaves it out."""
@@ -333,11 +336,16 @@ def _ask_for_restart(because: str) -> None:
         _ask_notebook(mending.restart_worker, _agent.me.name, _agent.me.incarnation, because)
 
 
-def _ask_notebook(function: Callable[..., None], *arguments: object) -> None:
-    """Call a function of `nbdist.cluster.mending` in the notebook, without waiting; ignore a notebook that is gone."""
+def _ask_notebook(function: Callable[..., None], *arguments: object, wait: float = 0.0) -> None:
+    """Call a function of `nbdist.cluster.mending` in the notebook; ignore a notebook that is gone.
+
+    Waits ``wait`` seconds at most for the answer.
+    """
     with contextlib.suppress(NbdistError):
         assert _agent is not None
-        _agent.call(_driver, function, *arguments)
+        asked = _agent.call(_driver, function, *arguments, timeout=wait or -1.0)
+        if wait:
+            asked.wait()
 
 
 def _keep_new_groups_from_waiting() -> None:
@@ -531,7 +539,8 @@ def break_off(thread: int | None = None) -> str:
             return "its process group was broken off; `%dist_restart -p` forms it anew"
         done, generation = _abort(groups, but=ident), _generation
     if done:
-        _ask_notebook(mending.form_group_anew, generation)
+        # Wait for the answer: the notebook ends the cell after this, and must not send the next one to the old group.
+        _ask_notebook(mending.form_group_anew, generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
     return _ABORTED if done else ""
 
 
