@@ -128,7 +128,7 @@ class Watching(NamedTuple):
     control: Control
 
 
-class Happening(NamedTuple):
+class Happening(msgspec.Struct, array_like=True, frozen=True):
     """One event of a watched pass on one worker, as it travels to the watcher. Unknown numbers are negative."""
 
     time: float

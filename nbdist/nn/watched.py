@@ -27,7 +27,8 @@ from nbdist.autograd.api import recorder
 from nbdist.autograd.graph.origins import NodeOrigin
 from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace
 from nbdist.autograd.messages import Head
-from nbdist.autograd.watching.observer import Observer, Stopped, are_finite
+from nbdist.autograd.watching.measuring import are_finite
+from nbdist.autograd.watching.observer import Observer, Stopped
 from nbdist.gpus import spans
 from nbdist.nn.inbox import Inbox
 from nbdist.nn.schedules import Op, Table, what_it_needs

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from nbdist.autograd.graph.traces import Edge, NodeInfo, Trace, planned
@@ -70,7 +71,7 @@ def paused(events):
         more = 10.0 * number
         if began:
             found.append(halted(event.worker, event.node, event.time + more - 10.0))
-        found.append(Event(**{**vars(event), "time": event.time + more}))
+        found.append(msgspec.structs.replace(event, time=event.time + more))
     return found
 
 

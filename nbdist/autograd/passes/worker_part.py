@@ -611,7 +611,7 @@ class Part:
                 if self._observer is None:
                     run_backward(roots, gradients, retain_graph=retain_graph)
                 else:
-                    with self._observer.around(self, nodes):
+                    with self._observer.around(self, nodes, map(_node_of, roots)):
                         run_backward(roots, gradients, retain_graph=retain_graph)
             finally:
                 swap_part(outer)
@@ -736,6 +736,12 @@ class Part:
         """
         self._awaited = walk([*self.root_edges, *(slot.edge for slot in self.states)]).receives
         return self._awaited[end]
+
+
+def _node_of(root: Any) -> Node:
+    """Return the node of a root of the engine: of a GradientEdge, or of a tensor."""
+    found: Node = root.node if isinstance(root, torch.autograd.graph.GradientEdge) else root.grad_fn
+    return found
 
 
 def _one_for(slot: EdgeSlot) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from nbdist.rpc.references.peeking import Histogram
 
-__all__ = ["is_finite", "measure"]
+__all__ = ["are_finite", "is_finite", "measure"]
 
 _BINS = 24
 """The number of bars of a histogram."""
@@ -21,24 +21,36 @@ def measure(gradients: Sequence[torch.Tensor | None]) -> tuple[float, Histogram 
     """Return the 2-norm of all these gradients together, and a histogram of their finite values, or None without any.
 
     The histogram counts a sample of each gradient. Gradients that are None, and for the histogram complex ones, are
-    left out.
+    left out. Waits for a GPU once.
     """
     with torch.no_grad():
         values = [_values(gradient) for gradient in gradients if gradient is not None]
-        norm = math.hypot(*(float(torch.linalg.vector_norm(each)) for each in values))
-        return norm, _histogram(values)
+        sampled = [_sample(each) for each in values if not each.is_complex() and each.numel()]
+        found = _brought([*(torch.linalg.vector_norm(each).reshape(1).double() for each in values), *sampled])
+        return math.hypot(*map(float, found[: len(values)])), _histogram(found[len(values) :])
+
+
+def are_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Return whether no gradient holds a NaN or Inf; None counts as finite. Waits for a GPU once, if all are finite."""
+    values = [_values(gradient.detach()) for gradient in gradients if gradient is not None]
+    # A finite sum means that all values are finite, at a tenth of the cost of isfinite. Finite values may overflow it.
+    sums = _brought([each.sum().reshape(1) for each in values])
+    return all(
+        math.isfinite(abs(sum.item())) or bool(torch.isfinite(each).all())
+        for each, sum in zip(values, sums, strict=True)
+    )
 
 
 def is_finite(gradient: torch.Tensor | None) -> bool:
-    """Return whether a gradient holds no NaN and no Inf; None counts as finite.
+    """Return whether a gradient holds no NaN and no Inf; None counts as finite. Waits for a GPU."""
+    return are_finite((gradient,))
 
-    On a GPU this waits for the tensor's computation.
-    """
-    if gradient is None:
-        return True
-    values = _values(gradient.detach())
-    # A finite sum means that all values are finite, at a tenth of the cost of isfinite. Finite values may overflow it.
-    return math.isfinite(abs(values.sum().item())) or bool(torch.isfinite(values).all())
+
+def _brought(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of one dimension on the CPU. Those of one type on one GPU come in one copy."""
+    if len(tensors) < 2 or not tensors[0].is_cuda or len({(each.device, each.dtype) for each in tensors}) > 1:
+        return [each.cpu() for each in tensors]
+    return list(torch.cat(tensors).cpu().split([each.numel() for each in tensors]))
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
@@ -46,9 +58,8 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _histogram(values: Sequence[torch.Tensor]) -> Histogram | None:
-    """Return a histogram of the finite values, or None if there are none."""
-    samples = [_sample(each) for each in values if not each.is_complex() and each.numel()]
+def _histogram(samples: list[torch.Tensor]) -> Histogram | None:
+    """Return a histogram of the finite values in these samples, or None if there are none."""
     if not samples:
         return None
     sample = samples[0] if len(samples) == 1 else torch.cat(samples)
@@ -64,6 +75,6 @@ def _histogram(values: Sequence[torch.Tensor]) -> Histogram | None:
 
 
 def _sample(values: torch.Tensor) -> torch.Tensor:
-    """Return at most 4096 of the values, at equal distances in the tensor, as doubles on the CPU."""
+    """Return at most 4096 of the values, at equal distances in the tensor, as doubles."""
     flat = values.detach().reshape(-1)
-    return flat[:: -(-flat.numel() // _SAMPLE)].cpu().double()
+    return flat[:: -(-flat.numel() // _SAMPLE)].double()

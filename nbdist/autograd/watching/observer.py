@@ -23,34 +23,31 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-import torch
-
-from nbdist.autograd.graph.edges import RECEIVE, Node, RunningPart, current_part
+from nbdist.autograd.graph.edges import Node, RunningPart
 from nbdist.autograd.graph.numbers import NodeNumbers
-from nbdist.autograd.graph.saved import Saved, saved_by
+from nbdist.autograd.graph.saved import Saved
 from nbdist.autograd.messages import Control, Happening, Watching
 from nbdist.autograd.passes.leaves import halted
 from nbdist.autograd.watching.inherited import Inherited
-from nbdist.autograd.watching.measuring import is_finite, measure
+from nbdist.autograd.watching.measuring import are_finite, measure
+from nbdist.autograd.watching.node_hooks import CallHooks, Gradients
 from nbdist.errors import NbdistError
 from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
 from nbdist.rpc.futures import blocking_wait
 
-__all__ = ["Observer", "Stopped", "are_finite"]
+__all__ = ["Observer", "Stopped"]
 
 _CLOCK_OFFSET = time.time() - time.monotonic()
 """Added to the monotonic clock, this gives a time of day that does not jump while the process runs."""
-_BATCH_SIZE = 200
+_BATCH_SIZE = 1000
 """The number of happenings at which a batch is sent."""
 _BATCH_SECONDS = 0.05
 """Seconds since the last batch after which the next happening is sent at once, with all that were kept back."""
-
-Gradients = Sequence[torch.Tensor | None]
 
 
 class Stopped(NbdistError):
@@ -93,11 +90,13 @@ class Observer:
         self._norms = watching.norms
         self._control = watching.control
         self._send = send
-        self._explain = explain
+        self.explain = explain
+        """Returns where a NaN that a node has made comes from: see ``explain`` above."""
         self._found = False
         """True once a NaN or Inf has been noted; a pass that does not halt for it notes the first one only."""
-        self._seen: list[Happening] = []
-        self._sent_at = time.monotonic()
+        self._seen: deque[Happening] = deque()
+        """What was noted and not sent yet. Any thread may append; `_sending` is held to take something out."""
+        self._sent_at = _now()
         self._sending = threading.Lock()
         self._on_gpu: deque[tuple[float, int, str, GpuSpan]] = deque()
         """The nodes that have run and whose time on the GPU is not known yet: when, number, name, and the span."""
@@ -118,14 +117,16 @@ class Observer:
     def note(self, what: str, **known: Any) -> None:
         """Note an event for the watcher; send all noted events if there are many, or if the last batch is old.
 
-        ``what`` is the kind, as in `Event.what`; ``known`` has further fields of a `Happening`. Sends a batch if 200
+        ``what`` is the kind, as in `Event.what`; ``known`` has further fields of a `Happening`. Sends a batch if 1000
         happenings are noted, or if the last batch is more than 50 ms old; otherwise `flush` sends it later. Any thread
         may call this.
         """
-        with self._sending:
-            self._seen.append(Happening(_CLOCK_OFFSET + time.monotonic(), what, **known))
-            soon = len(self._seen) < _BATCH_SIZE and time.monotonic() - self._sent_at < _BATCH_SECONDS
-        if not soon:
+        self._add(Happening(_now(), what, **known))
+
+    def _add(self, happening: Happening) -> None:
+        """Note a happening, as `note` does. It takes no lock, as it is called twice for each node of a pass."""
+        self._seen.append(happening)
+        if len(self._seen) >= _BATCH_SIZE or happening.time - self._sent_at >= _BATCH_SECONDS:
             self.flush()
 
     def waits_for(self, messages: set[int]) -> None:
@@ -178,9 +179,8 @@ class Observer:
     def _take_batch(self) -> tuple[int, list[Happening]]:
         """Return the number of the next batch, and the happenings that were kept back. The lock `_sending` is held."""
         self.sent += 1
-        seen, self._seen = self._seen, []
-        self._sent_at = time.monotonic()
-        return self.sent, seen
+        self._sent_at = _now()
+        return self.sent, [self._seen.popleft() for _ in range(len(self._seen))]
 
     def _note_gpu_times(self) -> None:
         """Note the times of the nodes that the GPU has run, in order, up to the first that it still runs.
@@ -228,57 +228,17 @@ class Observer:
     # -- in the engine ------------------------------------------------------------------------
 
     @contextmanager
-    def around(self, part: RunningPart, nodes: Collection[Node]) -> Iterator[None]:
+    def around(self, part: RunningPart, nodes: Collection[Node], first: Iterable[Node]) -> Iterator[None]:
         """Observe these nodes during the block, in which the engine runs them for ``part``.
 
-        It sets hooks on the nodes, and removes them after the block, also after an error.
+        ``first`` are the nodes at the roots of the engine's call. Hooks on the nodes are removed after the block, also
+        after an error.
         """
-        numbers = self._numbers.of(nodes)
-        handles = []
+        hooks = CallHooks(self, part, self._numbers.of(nodes), first)
         try:
-            for node in nodes:
-                before, after = self._hooks_around(part, node, numbers[node])
-                handles.append(node.register_prehook(before))
-                handles.append(node.register_hook(after))
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-
-    def _hooks_around(
-        self, part: RunningPart, node: Node, number: int
-    ) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return the hooks for torch to call before and after a node: they halt and note it, by `come_to` and `ran`.
-
-        They do nothing if another pass runs the node, which may happen at the same time. While a NaN is looked for, the
-        first hook reads the node's saved values, because torch frees them when the node has run.
-        """
-        kind: Any = type(node)
-        sends = kind is RECEIVE
-        name = node.name()
-        began = [0.0]
-        on_gpu: list[GpuSpan | None] = [None]
-        saved: list[Saved] = []
-
-        def before(gradients: Gradients) -> None:
-            if current_part() is part:  # else another pass runs the node
-                self.come_to(number, name, gradients, sends=sends)
-                if self.looks:
-                    saved[:] = saved_by(node)  # freed when the node has run
-                on_gpu[0] = spans.begin(spans.device_of(gradients))
-                began[0] = time.perf_counter()
-
-        def after(new: Gradients, given: Gradients) -> None:
-            if current_part() is part:
-                seconds = time.perf_counter() - began[0]
-                span = on_gpu[0].end() if on_gpu[0] is not None else None
-                try:
-                    self.ran(number, name, seconds, new, given, lambda: self._explain(node, saved), span)
-                finally:
-                    on_gpu[0] = None
-                    saved.clear()
-
-        return before, after
+            hooks.remove()
 
     def come_to(self, number: int, name: str, gradients: Gradients, *, sends: bool) -> None:
         """Halt before a node if the watcher says so, and then note that the node runs.
@@ -290,8 +250,12 @@ class Observer:
         Raises:
             Stopped: the pass was given up during the halt.
         """
+        control = self._control
+        if not (self._norms or control.paused or control.until):
+            self._add(Happening(_now(), "running", number, -1, name))
+            return
         known: dict[str, Any] = {}
-        if gradients and (self._norms or self._control.until == "nan"):
+        if gradients and (self._norms or control.until == "nan"):
             with suppress(Exception):  # a kind of tensor that cannot be measured must not fail the pass
                 known["norm"], known["histogram"] = measure(gradients)
         self._check(number, name, gradients)
@@ -328,10 +292,12 @@ class Observer:
         the value that the forward pass had given the node. In ``run(until="nan")``, the pass then halts before the next
         node.
         """
+        now = _now()
         if span is not None:
-            self._on_gpu.append((_CLOCK_OFFSET + time.monotonic(), number, name, span))
-        self.note("done", node=number, name=name, seconds=seconds)
-        self._check(number, name, new, given, explain)
+            self._on_gpu.append((now, number, name, span))
+        self._add(Happening(now, "done", number, -1, name, seconds))
+        if self.looks:
+            self._check(number, name, new, given, explain)
         if self._control.paused:
             self.flush()
 
@@ -418,6 +384,6 @@ class Observer:
                     raise Stopped("the backward pass was given up while it was paused")
 
 
-def are_finite(gradients: Gradients) -> bool:
-    """Return whether none of these gradients holds a NaN or Inf; None counts as finite."""
-    return all(is_finite(gradient) for gradient in gradients)
+def _now() -> float:
+    """Return the seconds since 1970, by a clock that does not jump."""
+    return _CLOCK_OFFSET + time.monotonic()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from nbdist.amounts import counted, duration
 from nbdist.autograd import messages
 from nbdist.autograd.watching.inherited import Inherited, told
@@ -15,8 +17,7 @@ Key = tuple[str, int]
 """A node, as (name of its worker, its number there)."""
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, gc=False):
     """Something that happened in a backward pass on one worker; `Watch` collects events, a user makes none.
 
     ``what`` is one of these:

@@ -428,12 +428,13 @@ class Watch:
         with self._changed:
             seen = self._record_of(message.id, "smart" if message.smart else "fast")
             worker = seen.shares.setdefault(sender, Share())
+            name = self._transport.name_of(sender)
             worker.overtaken[message.number] = message
             while (following := worker.overtaken.pop(worker.taken + 1, None)) is not None:
                 worker.taken += 1
                 worker.version = following.version
                 for happening in following.happenings:
-                    self._enter_event(seen, worker, self._transport.name_of(sender), happening)
+                    self._enter_event(seen, worker, name, happening)
             if self._reached is not None and self._control.until:
                 self._steer(paused=True)  # a worker is where `run` halts: halt the others too
             elif worker.version < self._control.version:

@@ -1,0 +1,118 @@
+"""Sets the hooks by which an observer sees the nodes that one call of torch's engine runs: before and after each node.
+
+A node gets its hooks when the first of the nodes that lead to it has run, in `_NodeHooks.after`. So the engine begins
+at once, and a GPU already computes while most of the nodes get their hooks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbdist.autograd.graph.edges import RECEIVE, Node, RunningPart, current_part
+from nbdist.autograd.graph.saved import Saved, saved_by
+from nbdist.autograd.watching.inherited import Inherited
+from nbdist.gpus import spans
+from nbdist.gpus.spans import GpuSpan
+
+if TYPE_CHECKING:
+    from nbdist.autograd.watching.observer import Observer
+
+__all__ = ["CallHooks", "Gradients"]
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class CallHooks:
+    """The hooks of one call of torch's engine, in which it runs nodes for ``part``."""
+
+    def __init__(self, observer: Observer, part: RunningPart, numbers: dict[Node, int], first: Iterable[Node]) -> None:
+        """Set hooks on the nodes with which the engine begins; the others get theirs later.
+
+        ``numbers`` has the number of each node to observe. ``first`` are the nodes at the roots of the call; a gate
+        among them is not observed, but the node behind it is.
+        """
+        self.observer = observer
+        self.part = part
+        self._left = numbers
+        """The nodes without hooks, and their numbers. Several threads of the engine may take nodes out."""
+        self._handles: list[Any] = []
+        for node in first:
+            if (number := self._left.pop(node, None)) is not None:
+                self._set_on(node, number)
+            else:
+                self.reach(node)  # a gate, which is not observed
+
+    def reach(self, node: Node) -> None:
+        """Set hooks on the nodes that come after ``node``, which has run."""
+        left = self._left
+        for after, _ in node.next_functions:
+            if after is not None and (number := left.pop(after, None)) is not None:
+                self._set_on(after, number)
+
+    def _set_on(self, node: Node, number: int) -> None:
+        """Set the two hooks on a node."""
+        hooks = _NodeHooks(self, node, number)
+        self._handles.append(node.register_prehook(hooks.before))
+        self._handles.append(node.register_hook(hooks.after))
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _NodeHooks:
+    """The two hooks on one node: they halt and note it, by `Observer.come_to` and `Observer.ran`.
+
+    They do nothing if another pass runs the node, which may happen at the same time. While a NaN is looked for,
+    `before` reads the node's saved values, because torch frees them when the node has run.
+
+    One object with slots, and no closures: a pass has many nodes, and each object that Python's garbage collector must
+    follow costs time.
+    """
+
+    __slots__ = ("_began", "_call", "_name", "_node", "_number", "_saved", "_span")
+
+    def __init__(self, call: CallHooks, node: Node, number: int) -> None:
+        self._call = call
+        self._node = node
+        self._number = number
+        self._name = node.name()
+        self._began = 0.0
+        self._span: GpuSpan | None = None
+        self._saved: Sequence[Saved] = ()
+
+    def before(self, gradients: Gradients) -> None:
+        """Come to the node, which is given ``gradients``, and begin to measure its time."""
+        call = self._call
+        if current_part() is not call.part:
+            return
+        kind: Any = type(self._node)
+        call.observer.come_to(self._number, self._name, gradients, sends=kind is RECEIVE)
+        if call.observer.looks:
+            self._saved = saved_by(self._node)
+        self._span = spans.begin(spans.device_of(gradients))
+        self._began = time.perf_counter()
+
+    def after(self, new: Gradients, given: Gradients) -> None:
+        """Note that the node has run, and has made the gradients ``new`` from those ``given``."""
+        call = self._call
+        if current_part() is not call.part:
+            return
+        seconds = time.perf_counter() - self._began
+        span, self._span = self._span, None
+        if span is not None:
+            span.end()
+        call.reach(self._node)
+        try:
+            call.observer.ran(self._number, self._name, seconds, new, given, self._explain, span)
+        finally:
+            self._saved = ()
+
+    def _explain(self) -> Inherited | None:
+        """Return where a NaN that the node has made comes from, if it comes from the forward pass."""
+        return self._call.observer.explain(self._node, self._saved)
