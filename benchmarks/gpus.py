@@ -8,6 +8,7 @@ run in one cluster of two workers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import socket
@@ -24,14 +25,18 @@ from typing import Any
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "notebooks"))
 
 from models import resnet
+
+HERE = Path(__file__).resolve().parent
 
 SIZES = {"1 MB": (1 << 20, 200), "64 MB": (1 << 26, 40), "1 GB": (1 << 30, 10)}
 """What is echoed: its bytes, and how often."""
 LIMITS = {"1 MB": "0.5", "64 MB": "0.5", "1 GB": "1.0"}
 SPLITS, BATCH, PIXELS = 4, 120, 128
+PARTS = ["echo", "pipeline", "watch", "swarm"]
 TOKENS = 64
 
 
@@ -94,7 +99,7 @@ def measure_echo(library: str) -> dict[str, float]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, __file__, "--side", library, "--port", str(port), "--rank"]
-    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
     other = subprocess.Popen([*command, "1"], env=environment, stderr=subprocess.DEVNULL)
     first = subprocess.run(
@@ -205,7 +210,7 @@ def swarms(rounds: int) -> None:
         )
     ).eval()
     swarm = serve(alone, workers=["worker0", "worker1"])
-    remote = swarm.causal_lm()
+    clients = {"CPU": swarm.causal_lm(), "GPU": swarm.causal_lm().to("cuda:0")}
     alone.to("cuda:0")  # type: ignore[arg-type]
 
     def write(model: Any, texts: int, device: str) -> torch.Tensor:
@@ -215,18 +220,74 @@ def swarms(rounds: int) -> None:
         )
         return written.cpu()
 
-    print("| tokens a second, of all texts | swarm | one process | ratio | limit | tokens |")
+    print(
+        "| texts; where the client's embedding and head are | swarm, tokens a second | one process | ratio | limit | |"
+    )
     print("| --- | ---: | ---: | ---: | ---: | --- |")
-    for texts, limit in ((1, "0.7"), (4, "0.85")):
-        same = torch.equal(write(remote, texts, "cpu"), write(alone, texts, "cuda:0"))
+    for (texts, limit), where in itertools.product(((1, "0.7"), (4, "0.85")), clients):
+        remote, device = clients[where], {"CPU": "cpu", "GPU": "cuda:0"}[where]
+        same = "same texts" if torch.equal(write(remote, texts, device), write(alone, texts, "cuda:0")) else "others"
         found = [
-            (spent(partial(write, remote, texts, "cpu"), 1), spent(partial(write, alone, texts, "cuda:0"), 1))
+            (spent(partial(write, remote, texts, device), 1), spent(partial(write, alone, texts, "cuda:0"), 1))
             for _ in range(rounds)
         ]
         ours, theirs = (texts * TOKENS / statistics.median(each) for each in zip(*found, strict=True))
         ratio = statistics.median(other / one for one, other in found)
-        print(f"| {texts} | {ours:.0f} | {theirs:.0f} | {ratio:.2f} | {limit} | {'equal' if same else 'differ'} |")
+        print(f"| {texts}; {where} | {ours:.0f} | {theirs:.0f} | {ratio:.2f} | {limit} | {same} |", flush=True)
     swarm.close()
+    print(flush=True)
+
+
+# --- a watched pass -----------------------------------------------------------------------------------
+
+
+def work(x: torch.Tensor) -> torch.Tensor:
+    """Compute 20 layers on the tensor's GPU."""
+    for _ in range(20):
+        x = (x @ x.detach()).tanh()
+    return x
+
+
+def timed_pass(size: int, watched: str) -> float:
+    """Run one forward and backward pass on worker0 and worker1; return the seconds of the backward pass.
+
+    ``watched`` is "no", or "yes" or "without norms" for `nbdist.autograd.watch`.
+    """
+    import gpus  # this file, by the name by which both workers know it
+
+    from nbdist import autograd, rpc
+
+    x = torch.randn(size, size, device="cuda:0", requires_grad=True)
+    with autograd.context() as context_id:
+        if watched != "no":
+            autograd.watch(norms=watched == "yes")
+        loss = work(rpc.rpc_sync("worker1", gpus.work, args=(work(x),))).sum()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        autograd.backward(context_id, [loss])
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+
+def watched_passes(rounds: int) -> None:
+    """Print how long a watched backward pass over two workers takes beside an unwatched one."""
+    import gpus
+
+    from nbdist import rpc
+
+    print("| backward pass of 60 layers on two workers | watched | unwatched | ratio | limit |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    for size, way in itertools.product((256, 2048), ("yes", "without norms")):
+        found = []
+        for _ in range(rounds + 1):
+            each: dict[str, list[float]] = {way: [], "no": []}
+            for watched in [way, "no"] * 15:
+                each[watched].append(rpc.rpc_sync("worker0", gpus.timed_pass, args=(size, watched)))
+            found.append((statistics.median(each[way]), statistics.median(each["no"])))
+        ours, theirs = (1e3 * statistics.median(times) for times in zip(*found[1:], strict=True))
+        ratio = statistics.median(one / other for one, other in found[1:])
+        case = f"{size} by {size}" + ("" if way == "yes" else ", " + way)
+        print(f"| {case} | {ours:.2f} ms | {theirs:.2f} ms | {ratio:.3f} | 1.05 |", flush=True)
     print(flush=True)
 
 
@@ -234,7 +295,7 @@ def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", action="append", choices=["echo", "pipeline", "swarm"])
+    parser.add_argument("--only", action="append", choices=PARTS)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -245,16 +306,18 @@ def main() -> None:
     if not torch.cuda.device_count():
         sys.exit("There is no GPU here.")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, median of {options.rounds} rounds\n", flush=True)
-    wanted = options.only or ["echo", "pipeline", "swarm"]
+    wanted = options.only or PARTS
     if "echo" in wanted:
         echoes(options.rounds)
-    if "pipeline" in wanted or "swarm" in wanted:
+    if {"pipeline", "watch", "swarm"} & set(wanted):
         import nbdist
 
         with nbdist.Cluster(2, gpu_ids=(0,)) as cluster:
-            cluster.execute(f"import sys; sys.path.insert(0, {sys.path[0]!r})")  # where `models` is
+            cluster.execute(f"import sys; sys.path[:0] = {sys.path[:2]}")  # where `models` and this file are
             if "pipeline" in wanted:
                 pipelines(options.rounds)
+            if "watch" in wanted:
+                watched_passes(options.rounds)
             if "swarm" in wanted:
                 swarms(options.rounds)
 

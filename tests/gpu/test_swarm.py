@@ -88,3 +88,29 @@ def test_a_large_input(cluster):
         found = swarm.causal_lm()(ids, use_cache=False).logits
         torch.testing.assert_close(found, model(ids, use_cache=False).logits, rtol=1e-3, atol=1e-4)
     swarm.close()
+
+
+@torch.no_grad()
+def test_a_client_on_the_gpu(cluster):
+    """The client's embedding and head are on the GPU, as in one process."""
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=["worker0", "worker1"])
+    remote = swarm.causal_lm().to("cuda:0")
+    inputs = {name: value.to("cuda:0") for name, value in swarm_models.batch().items()}
+    found = remote(**inputs).logits
+    assert found.is_cuda
+    torch.testing.assert_close(found.cpu(), model(**swarm_models.batch()).logits, rtol=1e-3, atol=1e-4)
+    given = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(remote.generate(**inputs, **given).cpu(), model.generate(**swarm_models.batch(), **given))
+    swarm.close()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_blocks_in_a_shorter_type(cluster, dtype):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=["worker0", "worker1"], dtype=dtype)
+    found, expected = (each(**swarm_models.one()).logits for each in (swarm.causal_lm(), model))
+    assert found.dtype == torch.float32
+    assert 1e-6 < (found - expected).abs().max() / expected.abs().max() < 0.05
+    swarm.close()
