@@ -7,8 +7,8 @@ at once, and a GPU already computes while most of the nodes get their hooks.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -18,18 +18,45 @@ from nbdist.autograd.watching.inherited import Inherited
 from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
 
-if TYPE_CHECKING:
-    from nbdist.autograd.watching.observer import Observer
-
 __all__ = ["CallHooks", "Gradients"]
 
 Gradients = Sequence[torch.Tensor | None]
 
 
+class NodeObserver(Protocol):
+    """The methods of an `nbdist.autograd.watching.observer.Observer` that the hooks call."""
+
+    explain: Callable[[Node, Sequence[Saved]], Inherited | None]
+
+    @property
+    def looks(self) -> bool:
+        """True if a NaN or Inf is looked for."""
+        ...
+
+    def come_to(self, number: int, name: str, gradients: Gradients, *, sends: bool) -> None:
+        """Halt before a node if the watcher says so, and then note that the node runs."""
+        ...
+
+    def ran(
+        self,
+        number: int,
+        name: str,
+        seconds: float,
+        new: Gradients,
+        given: Gradients,
+        explain: Callable[[], Inherited | None],
+        span: GpuSpan | None,
+    ) -> None:
+        """Note that a node has run."""
+        ...
+
+
 class CallHooks:
     """The hooks of one call of torch's engine, in which it runs nodes for ``part``."""
 
-    def __init__(self, observer: Observer, part: RunningPart, numbers: dict[Node, int], first: Iterable[Node]) -> None:
+    def __init__(
+        self, observer: NodeObserver, part: RunningPart, numbers: dict[Node, int], first: Iterable[Node]
+    ) -> None:
         """Set hooks on the nodes with which the engine begins; the others get theirs later.
 
         ``numbers`` has the number of each node to observe. ``first`` are the nodes at the roots of the call; a gate

@@ -95,7 +95,7 @@ class Observer:
         self._found = False
         """True once a NaN or Inf has been noted; a pass that does not halt for it notes the first one only."""
         self._seen: deque[Happening] = deque()
-        """What was noted and not sent yet. Any thread may append; `_sending` is held to take something out."""
+        """The happenings that are not sent yet. Any thread may append; `_sending` is held to take something out."""
         self._sent_at = _now()
         self._sending = threading.Lock()
         self._on_gpu: deque[tuple[float, int, str, GpuSpan]] = deque()
