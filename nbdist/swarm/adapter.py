@@ -532,21 +532,32 @@ def strip(args: Sequence[Any], kwargs: dict[str, Any], cache: Any) -> LayerCall:
 def moved(value: Any, device: str, dtype: torch.dtype | None = None) -> Any:
     """Return a value with its tensors on ``device``. The value is a tensor, a `LayerCall`, or tuples, lists and dicts.
 
+    An object that occurs several times is moved once, such as the call that all layers of a model share.
+
     With ``dtype``, floating-point tensors get this type. Numbers below its range, such as those in masks, become its
     lowest number.
     """
+    return _moved(value, device, dtype, {})
+
+
+def _moved(value: Any, device: str, dtype: torch.dtype | None, known: dict[int, Any]) -> Any:
+    """Return a value with its tensors on ``device``, as `moved` does; ``known`` has what was moved, by the old id."""
+    if id(value) in known:
+        return known[id(value)]
+    found = value
     if isinstance(value, torch.Tensor):
         if dtype is not None and value.is_floating_point() and value.dtype != dtype:
             least = max(torch.finfo(value.dtype).min, torch.finfo(dtype).min)
-            value = value.clamp(min=least).to(dtype)
-        return value.to(device)
-    if isinstance(value, LayerCall):
-        return LayerCall(moved(value.args, device, dtype), moved(value.kwargs, device, dtype))
-    if type(value) in (tuple, list):
-        return type(value)(moved(each, device, dtype) for each in value)
-    if type(value) is dict:
-        return {name: moved(each, device, dtype) for name, each in value.items()}
-    return value
+            found = value.clamp(min=least).to(dtype)
+        found = found.to(device)
+    elif isinstance(value, LayerCall):
+        found = LayerCall(_moved(value.args, device, dtype, known), _moved(value.kwargs, device, dtype, known))
+    elif type(value) in (tuple, list):
+        found = type(value)(_moved(each, device, dtype, known) for each in value)
+    elif type(value) is dict:
+        found = {name: _moved(each, device, dtype, known) for name, each in value.items()}
+    known[id(value)] = found
+    return found
 
 
 def call(layer: nn.Module, hidden: torch.Tensor, told: LayerCall, cache: Any) -> torch.Tensor:

@@ -380,3 +380,16 @@ def test_a_server_goes_with_its_swarm(world):
     wait_until(lambda: len(world[1]._on_lost) == before - 1)
     with pytest.raises(UsageError, match="closed"):
         swarm.causal_lm()
+
+
+def test_what_all_layers_share_is_moved_once():
+    shared = torch.ones(3)
+    told = adapter.LayerCall((shared, adapter.CACHE), {"mask": [shared], "n": 1})
+    other = adapter.LayerCall((shared,), {})
+    found = adapter.moved((told, other, told), "cpu", torch.bfloat16)
+    assert found[0] is found[2]
+    tensor = found[0].args[0]
+    assert tensor.dtype == torch.bfloat16
+    assert found[1].args[0] is found[0].kwargs["mask"][0] is tensor
+    assert found[0].args[1] is adapter.CACHE
+    assert told.args[0] is shared, "the given value stays as it is"

@@ -588,10 +588,7 @@ class Server:
         """
         came = hidden.dtype
         if self._moves or hidden.is_cuda:
-            # Several blocks are often called with the same object, which is then moved once.
-            there = {id(told): adapter.moved(told, self._device, self._dtype) for told in calls}
-            calls = [there[id(told)] for told in calls]
-            hidden, prompts = adapter.moved((hidden, prompts), self._device, self._dtype)
+            hidden, calls, prompts = adapter.moved((hidden, tuple(calls), prompts), self._device, self._dtype)
         for number, told in enumerate(calls, begin):
             if prompts is not None:
                 prompt = prompts[number - begin]
