@@ -1,4 +1,4 @@
-"""How long a GPU takes for the nodes of a watched pass. A GPU that lags behind stands in. Not run on a GPU."""
+"""How long a GPU takes for the nodes of a watched pass. A GPU that lags behind stands in."""
 
 import threading
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Futures carry the streams that compute their values; a record of calls takes the place of CUDA. Not run on a GPU."""
+"""Futures carry the streams that compute their values; a record of calls takes the place of CUDA."""
 
 import contextlib
 import threading

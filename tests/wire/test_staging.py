@@ -1,4 +1,4 @@
-"""Copies in chunks between GPUs and the host. A GPU of CPU memory, which copies late, stands in. Not run on a GPU."""
+"""Copies in chunks between GPUs and the host. A GPU of CPU memory, which copies late, stands in."""
 
 import contextlib
 import gc
