@@ -647,6 +647,18 @@ def test_what_is_done_when_a_future_is_done(world):
             then.wait()
 
 
+@pytest.mark.parametrize("lines", [False, True])
+def test_what_is_done_at_once_because_a_future_is_done_already(world, lines):
+    """Two contexts of torch functions lie on this thread's stack then: the maker's and the callback's."""
+    with dist_autograd.context(check="nan", lines=lines):
+        done = rpc.rpc_async("worker1", torch.exp, args=(leaf(),))
+        done.wait()
+        with pytest.raises(ForwardNaN) as caught:
+            done.then(lambda done: spoil(done.value() * 0.0)).wait()
+    assert caught.value.operation == "log"
+    assert caught.value.line.endswith("return torch.log(x - 5.0)")
+
+
 def test_a_pipeline(world):
     spoils = torch.nn.Sequential(torch.nn.Hardtanh(), Spoils())
     pipe = Pipeline([torch.nn.Linear(2, 2), spoils], ["worker1", "worker2"], micro_batches=2)

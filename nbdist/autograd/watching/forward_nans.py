@@ -59,6 +59,12 @@ _jit: Any = torch.jit  # Any, because is_tracing has no annotations
 _UPDATE_FILES = tuple(f"{TORCH}{part}" for part in ("optim/", "nn/utils/clip_grad.py", "amp/grad_scaler.py"))
 """The files of torch that update parameters or scale gradients: a NaN there comes from a backward pass."""
 
+_NOTING_FUNCTIONS = ("__torch_function__", "_call_unnoted", "_call_and_note")
+"""Names of functions, mostly of `nbdist.autograd.graph.noting`, between an operation and a check of it.
+
+There are several of each if a thread is in two contexts of torch functions, as in a callback that runs at once.
+"""
+
 Named = tuple[str, Any]
 """An argument: its name in a message, and its value."""
 
@@ -314,7 +320,7 @@ def _is_of_gradients(given: bool, in_module: bool) -> bool:
     operations must not be blamed.
     """
     frame = sys._getframe(1)
-    while frame.f_code.co_filename == __file__ or frame.f_code.co_name == "__torch_function__":
+    while frame.f_code.co_filename == __file__ or frame.f_code.co_name in _NOTING_FUNCTIONS:
         if frame.f_back is None:
             return False
         frame = frame.f_back
