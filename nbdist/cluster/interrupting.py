@@ -244,11 +244,11 @@ def _break_collective(cluster: InterruptedCluster, cell: Cell, part: CellPart) -
             note = future.value()
         cluster.kernel_thread.soon(cell.on_broken_off, part, note)
 
-    part.breaks_off = True
+    part.breaks_off += 1
     try:
         asked = cluster.agent.call(part.worker, collectives.break_off, timeout=_BROKEN_OFF_WITHIN)
     except NbdistError:
-        part.breaks_off = False
+        part.breaks_off -= 1
     else:
         asked.then(answered)
 
@@ -257,8 +257,12 @@ async def _describe(cluster: InterruptedCluster, cell: Cell, part: CellPart, dea
     """Return a sentence on a worker that has not ended its cell: where it is, and how to restart it.
 
     If the cell has not begun there, the sentence says that the worker will skip it. A worker that is formatting its
-    traceback is waited for until ``deadline``, by `time.monotonic`; "" if it ends then.
+    traceback, or has replied but breaks a collective off, is waited for until ``deadline``, by `time.monotonic`; "" if
+    it ends then.
     """
+    await _wait_until(lambda: part.done or not part.breaks_off or part.reply is None, deadline)
+    if part.done:
+        return ""
     name = part.worker
     if not _is_next(cluster, cell, part):
         return f"{name} has not begun this cell and will skip it: it still runs an earlier one"

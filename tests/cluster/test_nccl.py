@@ -86,6 +86,29 @@ def test_an_interrupt_ends_a_wait_for_the_gpu_and_the_group_forms_anew(cluster, 
     cluster.execute("t = torch.ones(1); dist.all_reduce(t); gpu.item(); assert t.item() == 3", timeout=LIMIT)
 
 
+def test_a_cell_that_goes_on_after_the_interrupt_ends_well_once_the_abort_is_done(cluster, folder):
+    (folder / "late").touch()
+    wait = "try:\n    gpu.item()\nexcept KeyboardInterrupt:\n    print('it goes on')"
+    cell = cluster.execute(f"{MARK}dist.all_reduce(torch.ones(1))\n{wait}", 0, block=False)
+    reach(folder, 0)
+    cluster.interrupt("worker0")
+    assert wait_for(cell) is None
+    cluster.execute("t = torch.ones(1); dist.all_reduce(t); gpu.item(); assert t.item() == 3", timeout=LIMIT)
+
+
+def test_a_second_interrupt_during_the_abort_changes_nothing(cluster, folder):
+    (folder / "late").touch()
+    cell = cluster.execute(STANDS, 0, block=False)
+    reach(folder, 0)
+    cluster.interrupt("worker0")
+    time.sleep(1)
+    cluster.interrupt("worker0")
+    error = wait_for(cell)
+    time.sleep(1)
+    assert "worker0: its process group was aborted, and forms anew once all workers are idle" in error.traceback
+    cluster.execute("t = torch.ones(1); dist.all_reduce(t); gpu.item(); assert t.item() == 3", timeout=LIMIT)
+
+
 def test_an_interrupt_ends_a_call_that_waits_for_the_gpu(cluster, folder):
     cluster.execute(f"def stand():\n    {MARK.strip()}\n    dist.all_reduce(torch.ones(1))\n    gpu.item()")
     cell = cluster.execute("rpc.rpc_sync('worker1', stand)", 0, block=False, quiet=True)

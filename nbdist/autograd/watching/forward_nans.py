@@ -22,6 +22,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -310,6 +311,11 @@ def _dtype_and_shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
+def _is_of_check(code: CodeType) -> bool:
+    """Return whether this code belongs to the check itself, or to the modes that call it."""
+    return code.co_filename == __file__ or code.co_name in _NOTING_FUNCTIONS
+
+
 def _is_of_gradients(given: bool, in_module: bool) -> bool:
     """Return whether torch or nbdist computes with gradients in the calling thread, outside of any forward pass.
 
@@ -320,12 +326,8 @@ def _is_of_gradients(given: bool, in_module: bool) -> bool:
     operations must not be blamed.
     """
     frame = sys._getframe(1)
-    while frame.f_code.co_filename == __file__ or frame.f_code.co_name in _NOTING_FUNCTIONS:
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    while is_torchs(frame.f_code.co_filename):
-        if frame.f_code.co_filename.startswith(_UPDATE_FILES):
+    while (is_of_torch := is_torchs(frame.f_code.co_filename)) or _is_of_check(frame.f_code):
+        if is_of_torch and frame.f_code.co_filename.startswith(_UPDATE_FILES):
             return True
         if frame.f_back is None:
             return False

@@ -21,36 +21,47 @@ def measure(gradients: Sequence[torch.Tensor | None]) -> tuple[float, Histogram 
     """Return the 2-norm of all these gradients together, and a histogram of their finite values, or None without any.
 
     The histogram counts a sample of each gradient. Gradients that are None, and for the histogram complex ones, are
-    left out. Waits for a GPU once.
+    left out. Waits once for the GPU, if all gradients are on one.
     """
     with torch.no_grad():
         values = [_values(gradient) for gradient in gradients if gradient is not None]
         sampled = [_sample(each) for each in values if not each.is_complex() and each.numel()]
-        found = _brought([*(torch.linalg.vector_norm(each).reshape(1).double() for each in values), *sampled])
+        found = _as_doubles([*(torch.linalg.vector_norm(each).reshape(1) for each in values), *sampled])
         return math.hypot(*map(float, found[: len(values)])), _histogram(found[len(values) :])
 
 
 def are_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Return whether no gradient holds a NaN or Inf; None counts as finite. Waits for a GPU once, if all are finite."""
-    values = [_values(gradient.detach()) for gradient in gradients if gradient is not None]
-    # A finite sum means that all values are finite, at a tenth of the cost of isfinite. Finite values may overflow it.
-    sums = _brought([each.sum().reshape(1) for each in values])
-    return all(
-        math.isfinite(abs(sum.item())) or bool(torch.isfinite(each).all())
-        for each, sum in zip(values, sums, strict=True)
-    )
+    """Return whether no gradient holds a NaN or Inf; None counts as finite.
+
+    If all are finite and on one GPU, waits for the GPU once.
+    """
+    given = [gradient for gradient in gradients if gradient is not None]
+    if len(given) > 1 and _are_on_one_gpu(given):
+        sums = [_values(gradient.detach()).sum().isfinite() for gradient in given]
+        if torch.stack(sums).all():
+            return True
+    return all(map(is_finite, given))
 
 
 def is_finite(gradient: torch.Tensor | None) -> bool:
     """Return whether a gradient holds no NaN and no Inf; None counts as finite. Waits for a GPU."""
-    return are_finite((gradient,))
+    if gradient is None:
+        return True
+    values = _values(gradient.detach())
+    # A finite sum means that all values are finite, at a tenth of the cost of isfinite. Finite values may overflow it.
+    return math.isfinite(abs(values.sum().item())) or bool(torch.isfinite(values).all())
 
 
-def _brought(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of one dimension on the CPU. Those of one type on one GPU come in one copy."""
-    if len(tensors) < 2 or not tensors[0].is_cuda or len({(each.device, each.dtype) for each in tensors}) > 1:
-        return [each.cpu() for each in tensors]
-    return list(torch.cat(tensors).cpu().split([each.numel() for each in tensors]))
+def _as_doubles(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of one dimension as doubles on the CPU. From one GPU they come in one copy."""
+    if not _are_on_one_gpu(tensors):
+        return [each.cpu().double() for each in tensors]  # in this order: MPS has no doubles
+    return list(torch.cat([each.double() for each in tensors]).cpu().split([each.numel() for each in tensors]))
+
+
+def _are_on_one_gpu(tensors: list[torch.Tensor]) -> bool:
+    """Return whether all these tensors are on the same GPU; False for none."""
+    return len({each.device for each in tensors}) == 1 and tensors[0].is_cuda
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
@@ -75,6 +86,6 @@ def _histogram(samples: list[torch.Tensor]) -> Histogram | None:
 
 
 def _sample(values: torch.Tensor) -> torch.Tensor:
-    """Return at most 4096 of the values, at equal distances in the tensor, as doubles."""
+    """Return at most 4096 of the values, at equal distances in the tensor."""
     flat = values.detach().reshape(-1)
-    return flat[:: -(-flat.numel() // _SAMPLE)].double()
+    return flat[:: -(-flat.numel() // _SAMPLE)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +68,7 @@ class CallHooks:
         self._left = numbers
         """The nodes without hooks, and their numbers. Several threads of the engine may take nodes out."""
         self._handles: list[Any] = []
+        self._is_over = False
         for node in first:
             if (number := self._left.pop(node, None)) is not None:
                 self._set_on(node, number)
@@ -83,13 +85,20 @@ class CallHooks:
     def _set_on(self, node: Node, number: int) -> None:
         """Set the two hooks on a node."""
         hooks = _NodeHooks(self, node, number)
-        self._handles.append(node.register_prehook(hooks.before))
-        self._handles.append(node.register_hook(hooks.after))
+        self._handles += [node.register_prehook(hooks.before), node.register_hook(hooks.after)]
+        if self._is_over:
+            self.remove()
 
     def remove(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
+        """Remove all hooks; none is set afterwards.
+
+        If a node on one device fails, the call ends, but the engine's thread for another device may still run a node.
+        """
+        self._is_over = True
+        self._left = {}
+        while self._handles:
+            with suppress(IndexError):  # another thread removes them, too
+                self._handles.pop().remove()
 
 
 class _NodeHooks:

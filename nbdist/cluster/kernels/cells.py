@@ -7,6 +7,9 @@ Each part moves through these states; ``began`` and ``done`` are fields of `Cell
       │                         └───── reply, but no idle within _IDLE_WITHIN ──────> done
       └───── the worker dies, at any time ────────────────────────────────────────> done, WorkerLost
 
+While an interrupt breaks a collective off on the worker (``breaks_off``), only the worker's death ends its part. The
+others of these wait for the worker's answer.
+
 A `Cell` is done when all its parts are. The kernel thread calls the ``on_...`` methods. The thread that waits, usually
 the notebook's main thread, sleeps on a queue. The queue also brings a worker's request for input, because only the
 main thread may ask the user.
@@ -87,8 +90,8 @@ class CellPart:
     done: bool = False
     note: str = ""
     """A line for the traceback: an interrupt has broken this worker's process group; "" if it has not."""
-    breaks_off: bool = False
-    """True while an interrupt breaks a collective off on the worker. The cell does not end there before."""
+    breaks_off: int = 0
+    """The number of interrupts that break a collective off on the worker now. The cell ends there after them."""
     outputs: list[dict[str, Any]] = field(default_factory=list)
     """The outputs so far, in the format of a notebook file."""
     held: list[Published] = field(default_factory=list)
@@ -477,10 +480,14 @@ class Cell:
     def _reply_is_lost(self, part: CellPart) -> None:
         """End the cell on a worker whose kernel is idle, without a reply.
 
-        Its error is the last one that is held back (`CellPart.held`), else KeyboardInterrupt. Does nothing if the cell
-        has ended there meanwhile.
+        Its error is the last one that is held back (`CellPart.held`), else KeyboardInterrupt. Does nothing if the reply
+        has come, or the cell has ended there. Waits on while a collective is broken off.
         """
-        if not part.done:
+        if part.done or part.reply is not None:
+            return
+        if part.breaks_off:
+            self._thread.loop.call_later(_REPLY_WITHIN, self._reply_is_lost, part)
+        else:
             if not self._take_error(part, None):
                 part.error = WorkerError(part.worker, "KeyboardInterrupt", "", ("KeyboardInterrupt",))
             self._end_part(part)
@@ -503,7 +510,8 @@ class Cell:
 
         In the kernel thread.
         """
-        part.breaks_off, part.note = False, note
+        part.breaks_off -= 1
+        part.note = part.note or note
         self._maybe_end(part)
 
     def _take_error(self, part: CellPart, name: str | None) -> bool:
@@ -607,9 +615,13 @@ class Cell:
     def _show_held(self, part: CellPart, error: Published | None = None) -> None:
         """Show the messages in `CellPart.held`, and empty it.
 
-        With ``error``, only if that error message is still the first there.
+        With ``error``, only if that error message is still the first there, and no collective is broken off: else the
+        cell ends soon, with this error.
         """
         if error is not None and (not part.held or part.held[0] is not error):
+            return
+        if error is not None and part.breaks_off:
+            self._thread.loop.call_later(_ERROR_HELD_FOR, self._show_held, part, error)
             return
         held, part.held = part.held, []
         for message in held:

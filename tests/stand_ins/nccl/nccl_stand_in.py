@@ -4,8 +4,8 @@ Its collectives return at once, as NCCL's do. Whoever needs the result waits for
 all members have come or the group is aborted; after an abort the wait ends without an error. It says so to the methods
 that torch's users wait with: `gpu.item()`, and ``wait`` of a collective with ``async_op=True``.
 
-A file named "never" in the directory ``NCCL_STAND_IN`` makes aborts hang. One named "late" makes aborts return a second
-after they have ended the waits, as NCCL's do. One named "making" makes collectives wait for a communicator that is
+A file named "never" in the directory ``NCCL_STAND_IN`` makes aborts hang. One named "late" makes them return 4 s after
+they have ended the waits; NCCL needs about one. One named "making" makes collectives wait for a communicator that is
 never made.
 """
 
@@ -112,7 +112,7 @@ class StandIn(dist.ProcessGroup):
             time.sleep(0.05)
         self.aborted.set()
         if Path(os.environ["NCCL_STAND_IN"], "late").exists():
-            time.sleep(1)
+            time.sleep(4)
 
     def shutdown(self):
         assert self.aborted.is_set(), "NCCL waits here for collectives that may never end"
