@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,29 @@ def test_a_worker_that_is_stopped_meanwhile_fails_its_ways_and_no_others(two):
     assert failed.error.startswith("RpcTimeout: ")
     (told,) = of(found, "links")
     assert told.startswith("notebook → worker0: calls fail: RpcTimeout: ")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_way_that_is_slow_is_measured_once_more(two, times):
+    """A machine that does something else for a moment is no finding; a way that is slow twice is one."""
+    from nbdist.cluster.examination import examination
+
+    real, slow = examination._measure, []
+
+    def measure(agent, sender, receiver, part):
+        link, silent = real(agent, sender, receiver, part)
+        if (sender, receiver) == ("worker0", "worker1") and len(slow) < times:
+            slow.append(link)
+            link = replace(link, latency=5.0, rate=1e3)
+        return link, silent
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examination, "_measure", measure)
+        found = two.examine()
+    assert len(slow) == times
+    told = of(found, "links")
+    assert len(told) == times - 1
+    assert all(each.startswith("worker0 → worker1: a small call takes 5.00 s") for each in told), told
 
 
 def test_an_interrupted_measurement_is_a_failed_way(two):

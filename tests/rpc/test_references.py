@@ -152,6 +152,7 @@ def test_errors(others):
     rref = rpc.remote("worker1", workers.Counter)
     with pytest.raises(nbdist.RRefError, match="worker1"):
         rref.local_value()
+    workers.eventually(rref.confirmed_by_owner)  # before, its repr changes
     for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
         if attempt is pickle.dumps:
             with pytest.raises(RuntimeError, match="Can not pickle rref"):

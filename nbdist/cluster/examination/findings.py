@@ -6,7 +6,7 @@ the constants below. A link is compared only with links of its kind: within a ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nbdist.cluster.examination.machine import MachineFacts
     from nbdist.cluster.examination.speed import LinkSpeed
 
-__all__ = ["ExaminedMember", "Finding", "find_all", "of_clock", "of_machine", "of_process"]
+__all__ = ["ExaminedMember", "Finding", "find_all", "of_clock", "of_machine", "of_process", "slow_links"]
 
 _LITTLE_MEMORY = 500_000_000
 """A process with fewer bytes of memory left gets a finding."""
@@ -303,14 +303,25 @@ def _of_versions(members: Sequence[ExaminedMember]) -> list[Finding]:
 
 def _of_links(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed]) -> list[Finding]:
     by_name = {member.name: member for member in members}
-    found = []
-    kinds: dict[bool, list[LinkSpeed]] = {True: [], False: []}
-    for link in links:
-        is_inside = by_name[link.sender].place == by_name[link.receiver].place
-        kinds[is_inside].append(link)
-        if link.error:
-            found.append(_failed(link, is_inside))
-    for is_inside, of_kind in kinds.items():
+    found = [_failed(link, _is_inside(by_name, link)) for link in links if link.error]
+    for link, told in _compared(by_name, links):
+        busy = [name for name in (link.sender, link.receiver) if by_name[name].state == "busy"]
+        found.append(_slow(link, told, busy, _is_inside(by_name, link)))
+    return found
+
+
+def slow_links(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed]) -> list[LinkSpeed]:
+    """Return the links that are much slower than others of their kind, by these measurements."""
+    return [link for link, _ in _compared({member.name: member for member in members}, links)]
+
+
+def _compared(by_name: Mapping[str, ExaminedMember], links: Sequence[LinkSpeed]) -> Iterator[tuple[LinkSpeed, str]]:
+    """Yield each link that is much slower than others, with a text that says how slow it is.
+
+    Links inside of a host are compared with each other, and so are links between hosts.
+    """
+    for is_inside in (True, False):
+        of_kind = [link for link in links if _is_inside(by_name, link) is is_inside]
         latencies = [link.latency for link in of_kind if link.latency is not None]
         rates = [link.rate for link in of_kind if link.rate is not None]
         for link in of_kind:
@@ -324,9 +335,12 @@ def _of_links(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed]) -> 
                 if link.rate < min(usual / _TIMES_SLOWER, _MOVES_FAST_ENOUGH):
                     told.append(f"a tensor moves at {size(int(link.rate))}/s, and at {size(int(usual))}/s elsewhere")
             if told:
-                busy = [name for name in (link.sender, link.receiver) if by_name[name].state == "busy"]
-                found.append(_slow(link, " and ".join(told), busy, is_inside))
-    return found
+                yield link, " and ".join(told)
+
+
+def _is_inside(by_name: Mapping[str, ExaminedMember], link: LinkSpeed) -> bool:
+    """Return whether both ends of a link are on one host."""
+    return by_name[link.sender].place == by_name[link.receiver].place
 
 
 def _of_fast_ones(best_first: Sequence[float]) -> float:

@@ -74,6 +74,7 @@ class _Recording:
         """The seconds on a GPU of the pieces of work in `noted`, by the piece's id."""
         self._on_gpu: deque[tuple[Noted, GpuSpan]] = deque()
         """The pieces of work that a GPU had not finished when somebody last looked."""
+        self._measuring = threading.Lock()
         self.stop = trace.subscribe(self._take)
 
     def _take(self, event: str, fields: dict[str, Any]) -> None:
@@ -110,21 +111,24 @@ class _Recording:
             self._on_gpu.append((noted, span))
             self._measure()
 
-    def _measure(self) -> bool:
+    def _measure(self, *, waits: bool = False) -> bool:
         """Note the GPU's times of the pieces that it has finished, in order; return whether it has finished all.
 
-        Does not wait for the GPU.
+        Does not wait for the GPU. If another thread is doing this, waits for it, or returns False without ``waits``.
         """
-        while True:
-            try:
-                noted, span = self._on_gpu.popleft()
-            except IndexError:
-                return True
-            if not span.is_over():
-                self._on_gpu.appendleft((noted, span))
-                return False
-            if (seconds := span.seconds) is not None:
-                self._gpu_seconds[id(noted)] = seconds
+        if not self._measuring.acquire(blocking=waits):
+            return False
+        try:
+            while self._on_gpu:
+                noted, span = self._on_gpu[0]
+                if not span.is_over():
+                    return False
+                if (seconds := span.seconds) is not None:
+                    self._gpu_seconds[id(noted)] = seconds
+                self._on_gpu.popleft()
+            return True
+        finally:
+            self._measuring.release()
 
     def of(self, agent: str) -> list[Noted]:
         """Return the pieces of work of one agent, with their times on a GPU.
@@ -132,7 +136,7 @@ class _Recording:
         Waits a second at most for what the GPU still does; the times that are not known then are left out.
         """
         deadline = time.monotonic() + _GPU_WITHIN
-        while not self._measure() and time.monotonic() < deadline:
+        while not self._measure(waits=True) and time.monotonic() < deadline:
             time.sleep(0.01)
         return [one._replace(gpu=self._gpu_seconds.get(id(one))) for one in self.noted if one.agent == agent]
 
