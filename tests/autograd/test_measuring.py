@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from nbdist.autograd.watching.measuring import is_finite, measure
+from nbdist.autograd.watching import measuring
+from nbdist.autograd.watching.measuring import are_finite, is_finite, measure
 
 
 def test_norm_of_all_and_distribution_of_the_finite_ones():
@@ -14,6 +15,28 @@ def test_norm_of_all_and_distribution_of_the_finite_ones():
     assert (found.low, found.high) == (0.0, 4.0)
     assert sum(found.counts) == 3
     assert found.counts[0] == found.counts[-1] == 1
+
+
+@pytest.mark.parametrize("spoilt", [0.0, math.nan, math.inf])
+def test_several_gradients_on_one_gpu_are_measured_in_one_copy_with_the_same_result(monkeypatch, spoilt):
+    """The way of a GPU, with tensors on the CPU."""
+    gradients = [
+        torch.arange(10_000.0),
+        None,
+        torch.tensor([[1.0, spoilt]], dtype=torch.float16),
+        torch.tensor([1 + 2j]),
+        torch.tensor(-3.0, dtype=torch.float64, requires_grad=True),
+        torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,)),
+        torch.empty(0, 3),
+    ]
+    expected = str(measure(gradients)), are_finite(gradients)  # as text, because a NaN does not equal itself
+    joined = []
+    cat = torch.cat
+    monkeypatch.setattr(measuring, "_are_on_one_gpu", lambda tensors: bool(tensors))
+    monkeypatch.setattr(torch, "cat", lambda tensors: joined.append(len(tensors)) or cat(tensors))
+    assert (str(measure(gradients)), are_finite(gradients)) == expected
+    assert expected[1] is (spoilt == 0.0)
+    assert 10 in joined, "6 norms and the 4 samples that are neither complex nor empty"
 
 
 def test_what_is_not_finite():

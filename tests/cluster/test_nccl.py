@@ -16,12 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from nccl_waits import LIMIT, MARK, reach, wait_for
 
 import nbdist
 from nbdist.cluster.worker import collective_errors, collectives, nccl
 from nbdist.errors import RendezvousError
 
-LIMIT = 20
 STAND_IN = Path(__file__).parents[1] / "stand_ins" / "nccl"
 
 
@@ -51,26 +51,7 @@ def cluster(shared, folder):
         file.unlink()
 
 
-MARK = "open(f'{folder}/{rank}', 'w').close()\n"
-"""Says that a worker has come to the line below."""
 STANDS = MARK + "dist.all_reduce(torch.ones(1))\ngpu.item()\nafterwards = True"
-
-
-def reach(folder, *ranks):
-    """Wait until these workers are at the line after their marks, and in it."""
-    deadline = time.monotonic() + LIMIT
-    while not all((folder / str(rank)).exists() for rank in ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(0.3)  # from the mark into the wait: of that nothing tells
-
-
-def wait_for(cell, limit=LIMIT):
-    deadline = time.monotonic() + limit
-    while not cell.done:
-        assert time.monotonic() < deadline, f"{cell} stands still"
-        time.sleep(0.01)
-    return cell.error()
 
 
 @pytest.mark.parametrize("abort", ["returns at once", "late"])
@@ -101,10 +82,10 @@ def test_a_second_interrupt_during_the_abort_changes_nothing(cluster, folder):
     cell = cluster.execute(STANDS, 0, block=False)
     reach(folder, 0)
     cluster.interrupt("worker0")
-    time.sleep(1)
+    time.sleep(1)  # the abort takes 4 s; the second request to break off finds nothing more to do
     cluster.interrupt("worker0")
     error = wait_for(cell)
-    time.sleep(1)
+    time.sleep(1)  # the second answer may come after the cell's end
     assert "worker0: its process group was aborted, and forms anew once all workers are idle" in error.traceback
     cluster.execute("t = torch.ones(1); dist.all_reduce(t); gpu.item(); assert t.item() == 3", timeout=LIMIT)
 

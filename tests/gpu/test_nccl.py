@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
+from nccl_waits import LIMIT, MARK, reach, wait_for
 
 import nbdist
 
-LIMIT = 40
 STAND_IN = Path(__file__).parents[1] / "stand_ins" / "one_gpu"
 SUM = "t = torch.ones(1, device=device); dist.all_reduce(t); assert t.item() == 2"
 
@@ -32,26 +32,7 @@ def cluster(shared, tmp_path):
     return shared
 
 
-MARK = "open(f'{folder}/{rank}', 'w').close()\n"
-"""Says that a worker has come to the line below."""
 STANDS = MARK + "t = torch.ones(1, device=device)\ndist.all_reduce(t)\nt.item()\nafterwards = True"
-
-
-def reach(folder, *ranks):
-    """Wait until these workers are at the line after their marks, and in it."""
-    deadline = time.monotonic() + LIMIT
-    while not all((folder / str(rank)).exists() for rank in ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(1)  # from the mark into the wait: of that nothing tells
-
-
-def wait_for(cell, limit=LIMIT):
-    deadline = time.monotonic() + limit
-    while not cell.done:
-        assert time.monotonic() < deadline, f"{cell} stands still"
-        time.sleep(0.01)
-    return cell.error()
 
 
 def test_both_kinds_of_tensors(cluster):
@@ -83,7 +64,7 @@ def test_ddp_over_nccl_computes_what_one_process_does(cluster):
 
 def test_an_interrupt_ends_a_wait_for_the_gpu_and_the_group_forms_anew(cluster, tmp_path):
     cell = cluster.execute(STANDS, 0, block=False)
-    reach(tmp_path, 0)
+    reach(tmp_path, 0, then=1.0)
     began = time.monotonic()
     cluster.interrupt("worker0")
     error = wait_for(cell)
@@ -98,7 +79,7 @@ def test_an_interrupt_ends_a_call_that_waits_for_the_gpu(cluster, tmp_path):
     body = MARK.strip() + "\n    t = torch.ones(1, device=device)\n    dist.all_reduce(t)\n    t.item()"
     cluster.execute(f"def stand():\n    {body}")
     cell = cluster.execute("rpc.rpc_sync('worker1', stand)", 0, block=False, quiet=True)
-    reach(tmp_path, 0)  # the function is sent by value, with worker0's rank
+    reach(tmp_path, 0, then=1.0)  # the function is sent by value, with worker0's rank
     generation = "__import__('nbdist.cluster.worker.collectives', fromlist=['_'])._generation"
     before = cluster.evaluate(generation, 0)
     cluster.interrupt("worker0")
@@ -112,7 +93,7 @@ def test_an_interrupt_ends_a_call_that_waits_for_the_gpu(cluster, tmp_path):
 
 def test_a_death_ends_a_wait_for_the_gpu_with_worker_lost(cluster, tmp_path):
     cell = cluster.execute(STANDS, 0, block=False)
-    reach(tmp_path, 0)
+    reach(tmp_path, 0, then=1.0)
     began = time.monotonic()
     os.kill(cluster.find("worker1").pid, signal.SIGKILL)
     error = wait_for(cell)
@@ -129,7 +110,7 @@ def test_a_death_does_not_disturb_a_worker_that_does_not_wait_for_the_gpu(cluste
     code = "x = 0\nend = time.monotonic() + 4\nwhile time.monotonic() < end: x += 1\nended = 'computed'"
     begun = "t = torch.ones(1, device=device)\nwork = dist.all_reduce(t, async_op=True)\n"
     cell = cluster.execute(f"{begun}{MARK}{code}", 0, block=False)
-    reach(tmp_path, 0)
+    reach(tmp_path, 0, then=1.0)
     os.kill(cluster.find("worker1").pid, signal.SIGKILL)
     assert wait_for(cell) is None
     assert cluster.evaluate("ended", 0) == "computed"
@@ -140,7 +121,7 @@ def test_a_death_does_not_disturb_a_worker_that_does_not_wait_for_the_gpu(cluste
 def test_inside_of_a_users_try_the_error_is_a_runtime_error(cluster, tmp_path):
     code = "try:\n    t.item()\nexcept RuntimeError as error:\n    caught = str(error)"
     cell = cluster.execute(f"{MARK}t = torch.ones(1, device=device)\ndist.all_reduce(t)\n{code}", 0, block=False)
-    reach(tmp_path, 0)
+    reach(tmp_path, 0, then=1.0)
     os.kill(cluster.find("worker1").pid, signal.SIGKILL)
     assert wait_for(cell) is None
     assert "a collective of NCCL was aborted" in cluster.evaluate("caught", 0)
@@ -150,7 +131,7 @@ def test_a_communicator_that_is_not_made_after_a_death_restarts_the_worker(clust
     """The new group has no communicator yet; its first collective waits for a member that dies."""
     cluster.execute("group = dist.new_group(backend='nccl')", timeout=LIMIT)
     cell = cluster.execute(f"t = torch.ones(1, device=device)\n{MARK}dist.all_reduce(t, group=group)", 0, block=False)
-    reach(tmp_path, 0)
+    reach(tmp_path, 0, then=1.0)
     os.kill(cluster.find("worker1").pid, signal.SIGKILL)
     error = wait_for(cell, 2 * LIMIT)
     assert isinstance(error, nbdist.WorkerLost), error

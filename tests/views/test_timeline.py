@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from html import escape
 
 import pytest
@@ -191,6 +192,28 @@ def test_the_views_are_methods_of_the_class_before_their_layers_are_imported():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert found.stdout.splitlines() == ["['Timeline', 'DirectView | LoadBalancedView']", "[]"]
+
+
+def test_a_time_that_another_thread_reads_just_now_is_not_left_out():
+    """Two agents of one process are asked for their pieces of work at once."""
+    looked, goes_on = threading.Event(), threading.Event()
+
+    class Span:
+        seconds = SECONDS
+
+        def is_over(self):
+            looked.set()
+            return goes_on.wait(20)
+
+    known = recording._Recording()
+    known.stop()
+    piece = Noted("worker0", "call", "f", 0.0, 1.0, 1)
+    other = threading.Thread(target=known._note, args=(piece, Span()))
+    other.start()
+    assert looked.wait(20)
+    threading.Timer(0.2, goes_on.set).start()
+    assert [one.gpu for one in known.of("worker0")] == [SECONDS]
+    other.join()
 
 
 def test_times_on_a_gpu_are_shown_beside_those_of_the_processor(monkeypatch):

@@ -67,6 +67,7 @@ from nbdist.autograd.passes import ddp
 from nbdist.autograd.passes.engine import run_backward
 from nbdist.autograd.passes.leaves import Claim, GradientStore
 from nbdist.autograd.passes.ordering import GateQueues
+from nbdist.autograd.watching.node_hooks import CallHooks
 from nbdist.autograd.watching.observer import Observer
 from nbdist.gpus import spans
 
@@ -611,7 +612,7 @@ class Part:
                 if self._observer is None:
                     run_backward(roots, gradients, retain_graph=retain_graph)
                 else:
-                    with self._observer.around(self, nodes, map(_node_of, roots)):
+                    with CallHooks(self._observer, self, nodes, [_node_of(root) for root in roots]):
                         run_backward(roots, gradients, retain_graph=retain_graph)
             finally:
                 swap_part(outer)

@@ -7,73 +7,55 @@ at once, and a GPU already computes while most of the nodes get their hooks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from nbdist.autograd.graph.edges import RECEIVE, Node, RunningPart, current_part
 from nbdist.autograd.graph.saved import Saved, saved_by
 from nbdist.autograd.watching.inherited import Inherited
+from nbdist.autograd.watching.observer import Gradients, Observer
 from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
 
-__all__ = ["CallHooks", "Gradients"]
-
-Gradients = Sequence[torch.Tensor | None]
-
-
-class NodeObserver(Protocol):
-    """The methods of an `nbdist.autograd.watching.observer.Observer` that the hooks call."""
-
-    explain: Callable[[Node, Sequence[Saved]], Inherited | None]
-
-    @property
-    def looks(self) -> bool:
-        """True if a NaN or Inf is looked for."""
-        ...
-
-    def come_to(self, number: int, name: str, gradients: Gradients, *, sends: bool) -> None:
-        """Halt before a node if the watcher says so, and then note that the node runs."""
-        ...
-
-    def ran(
-        self,
-        number: int,
-        name: str,
-        seconds: float,
-        new: Gradients,
-        given: Gradients,
-        explain: Callable[[], Inherited | None],
-        span: GpuSpan | None,
-    ) -> None:
-        """Note that a node has run."""
-        ...
+__all__ = ["CallHooks"]
 
 
 class CallHooks:
-    """The hooks of one call of torch's engine, in which it runs nodes for ``part``."""
+    """The hooks of one call of torch's engine: a context manager around the call, in which ``part`` has nodes run.
 
-    def __init__(
-        self, observer: NodeObserver, part: RunningPart, numbers: dict[Node, int], first: Iterable[Node]
-    ) -> None:
-        """Set hooks on the nodes with which the engine begins; the others get theirs later.
+    The hooks are removed after the block, also after an error.
+    """
 
-        ``numbers`` has the number of each node to observe. ``first`` are the nodes at the roots of the call; a gate
-        among them is not observed, but the node behind it is.
+    def __init__(self, observer: Observer, part: RunningPart, nodes: Collection[Node], first: Iterable[Node]) -> None:
+        """Set what to observe: ``nodes``. ``first`` are the nodes at the roots of the call.
+
+        A gate among the roots is not observed, but the node behind it is.
         """
         self.observer = observer
         self.part = part
-        self._left = numbers
+        self._first = first
+        self._left = observer.numbers.of(nodes)
         """The nodes without hooks, and their numbers. Several threads of the engine may take nodes out."""
         self._handles: list[Any] = []
         self._is_over = False
-        for node in first:
+
+    def __enter__(self) -> None:
+        """Set hooks on the nodes with which the engine begins; the others get theirs later."""
+        for node in self._first:
             if (number := self._left.pop(node, None)) is not None:
                 self._set_on(node, number)
             else:
                 self.reach(node)  # a gate, which is not observed
+
+    def __exit__(self, *_: object) -> None:
+        """Remove all hooks; none is set afterwards.
+
+        If a node on one device fails, the call ends, but the engine's thread for another device may still run a node.
+        """
+        self._is_over = True
+        self._left = {}
+        self._remove()
 
     def reach(self, node: Node) -> None:
         """Set hooks on the nodes that come after ``node``, which has run."""
@@ -87,15 +69,9 @@ class CallHooks:
         hooks = _NodeHooks(self, node, number)
         self._handles += [node.register_prehook(hooks.before), node.register_hook(hooks.after)]
         if self._is_over:
-            self.remove()
+            self._remove()
 
-    def remove(self) -> None:
-        """Remove all hooks; none is set afterwards.
-
-        If a node on one device fails, the call ends, but the engine's thread for another device may still run a node.
-        """
-        self._is_over = True
-        self._left = {}
+    def _remove(self) -> None:
         while self._handles:
             with suppress(IndexError):  # another thread removes them, too
                 self._handles.pop().remove()

@@ -11,9 +11,9 @@ The words ``halted``, ``running``, ``done`` and ``nan`` are happenings, which ar
 ``timed``, which tells how long a GPU has run a node; it comes later, as the GPU lags behind the processor. While a
 watch runs until a NaN, ``nan`` also comes before ``running``, for a node that is given one; it halts there.
 
-`around` sets hooks on the nodes that one call of the engine is going to run, and removes them after the call. A halt
-is a thread of the engine that waits in such a hook. So the pass itself stands still: a change that the user makes
-meanwhile, such as a hook on a node still to run or another value of a gradient, takes effect.
+In the engine, hooks on the nodes call these methods (`nbdist.autograd.watching.node_hooks`). A halt is a thread of the
+engine that waits in such a hook. So the pass itself stands still: a change that the user makes meanwhile, such as a
+hook on a node still to run or another value of a gradient, takes effect.
 
 For a step of a pipeline, `nbdist.nn.watched` calls `come_to`, `ran` and `made` instead of the hooks.
 """
@@ -23,24 +23,25 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
-from nbdist.autograd.graph.edges import Node, RunningPart
+import torch
+
+from nbdist.autograd.graph.edges import Node
 from nbdist.autograd.graph.numbers import NodeNumbers
 from nbdist.autograd.graph.saved import Saved
 from nbdist.autograd.messages import Control, Happening, Watching
 from nbdist.autograd.passes.leaves import halted
 from nbdist.autograd.watching.inherited import Inherited
 from nbdist.autograd.watching.measuring import are_finite, measure
-from nbdist.autograd.watching.node_hooks import CallHooks, Gradients
 from nbdist.errors import NbdistError
 from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
 from nbdist.rpc.futures import blocking_wait
 
-__all__ = ["Observer", "Stopped"]
+__all__ = ["Gradients", "Observer", "Stopped"]
 
 _CLOCK_OFFSET = time.time() - time.monotonic()
 """Added to the monotonic clock, this gives a time of day that does not jump while the process runs."""
@@ -48,6 +49,8 @@ _BATCH_SIZE = 1000
 """The number of happenings at which a batch is sent."""
 _BATCH_SECONDS = 0.05
 """Seconds since the last batch after which the next happening is sent at once, with all that were kept back."""
+
+Gradients = Sequence[torch.Tensor | None]
 
 
 class Stopped(NbdistError):
@@ -57,8 +60,8 @@ class Stopped(NbdistError):
 class Observer:
     """The observer of one pass, or of one step of a pipeline, on one worker.
 
-    The threads that run the pass call `around`, `come_to`, `ran` and `note`. Any thread may call `steer`, `leave` and
-    `stop`, which wake a halted thread; most often the thread that reads messages does.
+    The threads that run the pass call `come_to`, `ran` and `note`. Any thread may call `steer`, `leave` and `stop`,
+    which wake a halted thread; most often the thread that reads messages does.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Observer:
         self.sent = 0
         """The number of batches sent; the root tells it to the watcher, which awaits that many."""
         self._worker = worker
-        self._numbers = numbers
+        self.numbers = numbers
         self._norms = watching.norms
         self._control = watching.control
         self._send = send
@@ -226,19 +229,6 @@ class Observer:
             self._changed.notify_all()
 
     # -- in the engine ------------------------------------------------------------------------
-
-    @contextmanager
-    def around(self, part: RunningPart, nodes: Collection[Node], first: Iterable[Node]) -> Iterator[None]:
-        """Observe these nodes during the block, in which the engine runs them for ``part``.
-
-        ``first`` are the nodes at the roots of the engine's call. Hooks on the nodes are removed after the block, also
-        after an error.
-        """
-        hooks = CallHooks(self, part, self._numbers.of(nodes), first)
-        try:
-            yield
-        finally:
-            hooks.remove()
 
     def come_to(self, number: int, name: str, gradients: Gradients, *, sends: bool) -> None:
         """Halt before a node if the watcher says so, and then note that the node runs.

@@ -17,7 +17,7 @@ Key = tuple[str, int]
 """A node, as (name of its worker, its number there)."""
 
 
-class Event(msgspec.Struct, frozen=True, gc=False):
+class Event(msgspec.Struct, frozen=True, gc=False):  # a struct, and no work for the collector: there are many
     """Something that happened in a backward pass on one worker; `Watch` collects events, a user makes none.
 
     ``what`` is one of these:
