@@ -60,7 +60,8 @@ def with_children(path: str) -> None:
     draft = Path(path + ".new")
     draft.write_text(f"{child.pid} {stray.pid}")
     draft.rename(path)
-    time.sleep(600)
+    while True:  # Python handles a signal that comes just before a sleep begins only after that sleep
+        time.sleep(0.1)
 
 
 def ignore_signals(path: str) -> None:
