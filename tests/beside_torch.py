@@ -205,7 +205,7 @@ reward of 40 at which CartPole counts as solved, not 475 (low_threshold). The mo
 references, passes and collectives are the program's.
 
 Seconds are of one run, on a machine that others used as well: they show that a program ends, not which side is faster.
-torch runs first, and fills the compiler's cache from which pipeline/main.py gains on nbdist.
+torch runs first and fills the compiler's cache. pipeline/main.py on nbdist then uses this cache, which makes it faster.
 
 {table}
 """

@@ -15,6 +15,7 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,8 @@ def run(path: Path, root: Path) -> Run:
         if not errors or may:
             found.ended += cell.execution_count is not None or not cell.source.strip()
             continue
-        text = _COLOUR.sub("", f"{errors[-1].ename}: {errors[-1].evalue}").replace("\n", " ").replace("|", "\\|")
-        found.failed.append(f"{number}: {text[:_LONGEST]}")
+        text = " ".join(_COLOUR.sub("", f"{errors[-1].ename}: {errors[-1].evalue}").replace("|", "\\|").split())
+        found.failed.append(f"{number}: {textwrap.shorten(text, _LONGEST, placeholder=' …')}")
     if died:
         found.failed.append(died)
     return found

@@ -4,7 +4,7 @@ A channel sends a message, which is a list of frames, to an address. Any thread 
 the receiver. A channel also returns the messages of all other agents, one at a time, to the threads in `receive`.
 
 A channel promises two things. All frames of a message arrive together, or none does. Each message that arrives was sent
-by a member (G6). It may lose, double and reorder messages: `nbdist.wire.peer` sends lost ones again, and drops second
+by a member. It may lose, double and reorder messages: `nbdist.wire.peer` sends lost ones again, and drops second
 copies.
 
 Two kinds of threads wait in `receive`. The *readers* are threads of the agent's pool. The *guest* is a thread that

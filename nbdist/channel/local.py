@@ -15,7 +15,7 @@ The epolls are edge-triggered: each reports a file once when bytes arrive, and n
 whole messages into a queue (`_arrived`), from which it returns one at a time.
 
 Only processes of this user can connect: the socket is in the agent's own directory (mode 0700), and the kernel tells
-which user is at the other end (G6).
+which user is at the other end.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ All members share one secret. Each key is a hash of the secret and of the key's 
              └── "curve member" ─> key pair of every connecting TCP socket
 
 A process without the secret knows neither the public key of the listening sockets nor a private key that they accept.
-So it can neither connect to members nor pose as one of them (G6).
+So it can neither connect to members nor pose as one of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Translates errors of nbdist into torch's, with torch's class and text. The cause of each is nbdist's own error.
 
 Programs recognise torch's errors by class and text. Only a process in which compat is installed gets these errors;
-elsewhere an error keeps its own type (G8).
+elsewhere an error keeps its own type.
 
 ========================================= ==========================================================================
 nbdist's error                            torch's

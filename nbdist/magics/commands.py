@@ -606,8 +606,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         --no-norms      do not compute the norms of gradients
 
         Example:
-            %%watch --paused -o seen
-            loss.backward()
+            %%watch --paused -a -o seen
+            with dist_autograd.context() as context_id:
+                dist_autograd.backward(context_id, [loss])
         """
         options = parse_watch(line)
         self._session.cluster()

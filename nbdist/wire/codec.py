@@ -16,7 +16,7 @@ module         subject
 =============  =======================================================================================
 
 An *atom* is None, a bool, an int, a float, a str or bytes. The *body* is the first frame after the envelope, a pickle
-of protocol 5. Decoding runs code, as unpickling does; callers authenticate the sender first (G6).
+of protocol 5. Decoding runs code, as unpickling does; callers authenticate the sender first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rebuilds values from frames: early, in the reading thread, if that is quick and runs no user code; else in a job.
 
-Decoding runs code, as unpickling does; callers authenticate the sender first (G6).
+Decoding runs code, as unpickling does; callers authenticate the sender first.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ Pure: messages and the time go in, frames to transmit come out. The life of a me
               └─────┼─────────────────────────────────── sent again (`_resend`)
                     └── sent 1 + `retries` times ──> `Undelivered` ──> forgotten
 
-The `Standing` of a *watched* peer on another host (G3). `lose` makes any peer LOST. Until then, a peer on this host, or
-one that is not watched, is LIVE::
+This is the `Standing` of a *watched* peer on another host. `lose` makes any peer LOST. Until then, a peer on this host,
+or one that is not watched, is LIVE::
 
     LIVE ── silent for 5 s ──> SUSPECT ── silent for 12 s ──> LOST
      ^                            │
@@ -24,7 +24,7 @@ travels inside the next message that must arrive (`Peer.send_later`), or alone a
 
 The sender does not send a message again only because time has passed. Its *ping* asks what has arrived. It sends a
 message again if it sent the message before the ping and the answer does not acknowledge it, or if the channel refused
-it. The receiver drops a message that it has received before. So a call runs at most once (G2), even if the channel
+it. The receiver drops a message that it has received before. So a call runs at most once, even if the channel
 loses, doubles and reorders messages.
 
 Large messages travel over a link of their own, so that neither small messages nor heartbeats wait behind them. A small

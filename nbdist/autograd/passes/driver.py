@@ -33,11 +33,15 @@ while it holds          a thread may take
 `Observer._halting`     `leaves._lock`, `Observer._sending`, `Observer._changed`, `Watch._changed`. The thread that
                         halts a pass holds it until the halt is over
 `Watch._changed`        `Recorder._freezing`
-any other               no other lock of autograd: `Part._lock`, `leaves._lock`, `TurnTaking._lock`, ...
+any other lock, such    no other lock of autograd
+as `Part._lock`,
+`leaves._lock` or
+`TurnTaking._lock`
 ======================= ==========================================================================================
 
 A thread that holds `Run.lock`, `Part._lock` or `leaves._lock` sends no message, because sending may take long. A thread
-that holds a lock of the table does not wait for claimed leaves. The handlers ``on_...`` run in threads of the agent's
+that holds one of these locks does not wait for leaves that another call of torch's engine has claimed
+(`nbdist.autograd.passes.leaves`). The handlers ``on_...`` run in threads of the agent's
 pool, but `on_report` runs in the thread that reads messages, and `on_lost` in the thread that notices the loss.
 """
 

@@ -7,8 +7,8 @@ Each part moves through these states; ``began`` and ``done`` are fields of `Cell
       │                         └───── reply, but no idle within _IDLE_WITHIN ──────> done
       └───── the worker dies, at any time ────────────────────────────────────────> done, WorkerLost
 
-While an interrupt breaks a collective off on the worker (``breaks_off``), only the worker's death ends its part. The
-others of these wait for the worker's answer.
+While an interrupt breaks off a collective on the worker (``breaks_off``), only the worker's death ends its part at
+once. The other steps to *done* wait until the worker has answered the interrupt.
 
 A `Cell` is done when all its parts are. The kernel thread calls the ``on_...`` methods. The thread that waits, usually
 the notebook's main thread, sleeps on a queue. The queue also brings a worker's request for input, because only the

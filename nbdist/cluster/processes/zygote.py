@@ -18,7 +18,7 @@
     the zygote, killed         (Linux kills the workers: `_die_with`)
 
 The zygote stands between the notebook and its workers because it must outlive both to clean up. It runs no code of the
-user's, except for imports before the first worker starts, and holds no lock, so nothing keeps it from that.
+user's, except for imports before the first worker starts, and holds no lock, so nothing can keep it from cleaning up.
 
 Workers are spawned, and start more slowly, where forking is not safe (another thread runs, or the zygote has used a
 GPU), not possible, or not wanted (``NBDIST_FORK=0``).

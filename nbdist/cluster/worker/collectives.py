@@ -4,8 +4,8 @@ A collective waits in C++ until all other members have joined it, and ignores si
 module shuts down the connections of its process group (see `nbdist.cluster.worker.gloo`). To end a collective of NCCL,
 it aborts the group's communicators (see `nbdist.cluster.worker.nccl`)::
 
-    initialise ──> formed ──┬── a member dies: `_on_lost` ──> all groups with the dead member are left
-        ^                   └── an interrupt: `break_off` ──> the group of the collective that a thread waits in is left
+    initialise ──> formed ──┬── a member dies: `_on_lost` ──> leaves all groups with the dead member
+        ^                   └── an interrupt: `break_off` ──> leaves the group in whose collective a thread waits
         │                                                     │
         │                          torch raises RuntimeError in the threads that wait; `translate` turns it, outside
         │                          of the user's own ``try``, into WorkerLost (a member died) or GroupError

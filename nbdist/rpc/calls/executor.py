@@ -134,7 +134,7 @@ class Request(Asked):
         self.decoded: Any = codec.NOT_DECODED
         """The function and its arguments if they were decoded early, else `codec.NOT_DECODED`."""
         self._began = False
-        """True once the function has been called, which happens at most once (G2)."""
+        """True once the function has been called, which happens at most once."""
         if call.recording is not None:
             self.context = executor.recorder.enter(call.recording, sender)
 

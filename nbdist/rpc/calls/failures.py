@@ -1,4 +1,4 @@
-"""Brings an error from the worker where it arose to the cell that caused it (G8).
+"""Brings an error from the worker where it arose to the cell that caused it.
 
 An error travels as itself, with a note that names the worker and holds the remote traceback, trimmed to the user's
 The error travels itself, with a note that names the worker and has the remote traceback, trimmed to the user's frames.

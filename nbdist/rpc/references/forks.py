@@ -35,9 +35,9 @@ This module assumes that every message arrives exactly once, in any order, unles
 (`nbdist.wire.peer`). Two messages may arrive too early:
 
 - A `UserDelete` may arrive before the call that creates its fork. The owner remembers it.
-- A `ForkRequest` may arrive before the call that creates the value, which another agent sends. The owner counts the
-  fork and expects the value, unless the agent that was to create the value is lost, or the value was here and is
-  dropped.
+- A `ForkRequest` may arrive before the call that creates the value, because another agent sends that call. The owner
+  counts the fork and expects the value, unless the agent that was to create the value is lost, or the value was here
+  and is dropped.
 
 When a user is lost, its forks are dropped. When an owner is lost, references to its values are dead.
 """

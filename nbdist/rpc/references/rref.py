@@ -1,8 +1,8 @@
 """Remote references: the objects with which a user refers to values on other workers.
 
-An `RRef` refers to a value that its owner keeps. The object itself knows only what messages brought that had to be sent
-anyway: the owner, whether the owner has confirmed the reference, and then the value's type and shape. Anything more
-costs a message, and the user asks for it with a method: `RRef.to_here`, `RRef.rpc_sync`, `RRef.peek`.
+An `RRef` refers to a value that its owner keeps. The object itself learns only from messages that are sent for other
+reasons: who the owner is, whether the owner has confirmed the reference, and then the value's type and shape. Anything
+more costs a message, and the user asks for it with a method: `RRef.to_here`, `RRef.rpc_sync`, `RRef.peek`.
 
 The states of a reference, as its repr shows them (`RRef.standing`; `ForkStanding` in `nbdist.rpc.references.forks`)::
 
@@ -11,7 +11,8 @@ The states of a reference, as its repr shows them (`RRef.standing`; `ForkStandin
        │            ├──▶ failed             the function raised an error, which to_here() raises
        │            └──▶ dead               the owner is gone
        ├──▶ dead                            the owner is gone, or no longer has the value
-       └──▶ failed                          the call that was to make the value got no answer; a late answer confirms it
+       └──▶ failed                          the call that makes the value got no answer. If the answer comes late,
+                                            the reference is confirmed
 
     on the owner: "owned here"; after the end of RPC: "ended"
 """

@@ -15,8 +15,8 @@ The state of a watcher, as `Watcher.state` returns it::
 
     waiting for a backward pass ──> running <──> paused      the state of the present pass
                                        └─────────┴──> over, or failed ──> running, with the next pass
-    ended      the cell or the context has ended before the pass was over, or before any pass
-    failed     also: the cell runs in the background and raised an error
+    ended      the cell or the context ended before the pass was over, or before any pass began
+    failed     the pass failed, or the cell runs in the background and raised an error
 """
 
 from __future__ import annotations
