@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from nbdist.errors import UsageError
 from nbdist.nn.batches import Values
 
-__all__ = ["enter"]
+__all__ = ["SharedInputs", "enter"]
 
 
 class _Entry(Function):
@@ -58,17 +59,42 @@ def enter(values: Values, wanted: int) -> tuple[Values, list[torch.Tensor | None
     """Return the arguments to call a stage with, and a list that the backward pass fills with their gradients.
 
     Bit ``i`` of ``wanted`` says whether value ``i`` gets a gradient; the list has None for the other values. If the
-    same tensor occurs twice, the list has the sum at its first place, and None at the second.
+    same tensor object occurs twice, the list has the sum at its first place, and None at the second.
     """
     gradients: list[torch.Tensor | None] = [None] * len(values)
-    entered: dict[Any, torch.Tensor] = {}
+    entered: dict[int, torch.Tensor] = {}
     found = list(values)
     for index, value in enumerate(values):
         if wanted >> index & 1:
             # A tensor that the previous stage returned twice enters once: an in-place change must be seen in both
-            # places. Its gradient, the sum of both, is stored at the first place; the second place has None.
-            place = value.data_ptr(), value.shape, value.stride(), value.dtype
-            if place not in entered or not value.numel():
-                entered[place] = _entered(_anchor, gradients, index, [value])
-            found[index] = entered[place]
+            # places. Two tensors that share memory are different nodes of the previous stage's graph, such as the
+            # input and the output of a gradient reversal, and have gradients of their own.
+            if id(value) not in entered:
+                entered[id(value)] = _entered(_anchor, gradients, index, [value])
+            found[index] = entered[id(value)]
     return tuple(found), gradients
+
+
+class SharedInputs:
+    """The inputs of a stage that share memory with another input, and get gradients. No stage may change these.
+
+    After such a change autograd would have to compute the gradient of the one from that of the other. In one process
+    it can; here each input begins a graph of its own.
+    """
+
+    def __init__(self, values: Values, wanted: int) -> None:
+        """Find them among the values that `enter` has returned. ``wanted`` is as for `enter`."""
+        by_storage: dict[Any, dict[int, torch.Tensor]] = {}
+        for index, value in enumerate(values):
+            if wanted >> index & 1 and value.layout == torch.strided and not value.is_nested and value.numel():
+                by_storage.setdefault(value.untyped_storage().data_ptr(), {})[id(value)] = value
+        shared = [value for group in by_storage.values() if len(group) > 1 for value in group.values()]
+        self._versions = [(value, value._version) for value in shared]
+
+    def check(self) -> None:
+        """Raise UsageError if one of them has been changed in place since this object was made."""
+        if any(value._version != version for value, version in self._versions):
+            raise UsageError(
+                "this stage changes one of its inputs in place, and the stage before it returned another tensor that "
+                "shares its memory (such as a view). Return a clone() of one of the two"
+            )

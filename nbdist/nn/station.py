@@ -43,7 +43,7 @@ from nbdist.autograd.passes.ordering import ordered
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.gpus import spans
 from nbdist.nn.batches import Values, as_tuple
-from nbdist.nn.entry import enter
+from nbdist.nn.entry import SharedInputs, enter
 from nbdist.nn.inbox import Abandoned, Inbox
 from nbdist.nn.losses import Reduction, loss_of
 from nbdist.nn.randomness import random_state, restore_random_state
@@ -402,8 +402,10 @@ class _Step:
         entry: list[torch.Tensor | None] = []
         if order.train:
             given, entry = enter(given, wanted)
+        shared = SharedInputs(given, wanted)
         try:
             value = stage(given, order.number, op.micro_batch)
+            shared.check()
             if op.stage < self._last:
                 _check_output(value)
             elif order.train:
@@ -485,7 +487,7 @@ class _Step:
         wanted = 0
         if self._order.train and op.kind == "F":
             wanted = sum(1 << index for index, value in enumerate(values) if _has_history(value))
-            values = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in values)
+            values = _each_once(values, torch.Tensor.detach)
         place = self._station.places[op.stage]
         if place == self._me:
             self._inbox.put(op, (wanted, values))
@@ -493,7 +495,7 @@ class _Step:
         if any(isinstance(value, torch.Tensor) and not value.is_cpu for value in values) and not takes_gpu_tensors(
             self._agent.me, self._agent.find(place)
         ):
-            values = tuple(_on_cpu(value) if isinstance(value, torch.Tensor) else value for value in values)
+            values = _each_once(values, _on_cpu)
         args = self._station.uid, self._order.step, *op, wanted, *values  # flat: such calls are encoded fast
         latch = self._agent.begin(place, deliver, *args)
         self._sent.append(latch)
@@ -513,6 +515,12 @@ def _fail_if_failed(latch: Latch, inbox: Inbox) -> None:
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu()
+
+
+def _each_once(values: Values, function: Callable[[torch.Tensor], torch.Tensor]) -> Values:
+    """Return the values with the function applied to each tensor; a tensor that occurs twice stays one object."""
+    made = {id(value): function(value) for value in values if isinstance(value, torch.Tensor)}
+    return tuple(made.get(id(value), value) for value in values)
 
 
 def _has_history(value: Any) -> bool:

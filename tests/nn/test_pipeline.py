@@ -518,6 +518,46 @@ class Both(torch.nn.Module):
         return a.relu_() * 2 + b
 
 
+class Reversed(torch.autograd.Function):
+    """The gradient reversal of domain-adversarial training: the values stay, the gradient changes its sign."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+class Branches(torch.nn.Module):
+    """Returns a tensor and three others that share its memory, each with a gradient of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        out = self.linear(x)
+        hooked = out.view_as(out)
+        hooked.register_hook(lambda gradient: 3 * gradient)
+        return out, Reversed.apply(out), hooked, out[:, :1]
+
+
+class Joined(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, *branches):
+        return sum(head(branch) for head, branch in zip(self.heads, branches, strict=False)) + branches[3]
+
+
+class Spoils(torch.nn.Module):
+    def forward(self, a, b, *_):
+        return a.mul_(2) + b
+
+
 class AlwaysDrops(torch.nn.Module):
     """Draws at random in evaluation mode, too."""
 
@@ -530,7 +570,14 @@ class AlwaysDrops(torch.nn.Module):
 
 
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("make", [lambda: [Twice(), Both()], lambda: [AlwaysDrops(), torch.nn.Linear(WIDTH, WIDTH)]])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [Twice(), Both()],
+        lambda: [Branches(), Joined()],
+        lambda: [AlwaysDrops(), torch.nn.Linear(WIDTH, WIDTH)],
+    ],
+)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_modules_that_make_trouble(world, make, training, checkpoint):
     modules = make()
@@ -543,6 +590,13 @@ def test_modules_that_make_trouble(world, make, training, checkpoint):
     with dist_autograd.context() as context_id:
         assert torch.equal(pipe.train_step(x, y, mean_loss), expected)
         same(gradients_of(pipe, context_id), {name: p.grad for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("workers", [["worker0", "worker1"], ["worker0"]], ids=["sent", "here"])
+def test_an_input_that_shares_memory_with_another_cannot_be_changed(world, workers):
+    pipe = Pipeline([Branches(), Spoils()], workers)
+    with dist_autograd.context(), pytest.raises(UsageError, match="changes one of its inputs in place"):
+        pipe.train_step(torch.randn(8, WIDTH), torch.randn(8, WIDTH), mean_loss)
 
 
 class Counting(torch.nn.Module):
