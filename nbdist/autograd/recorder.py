@@ -38,7 +38,7 @@ from nbdist.autograd.passes.worker_part import PassRoots
 from nbdist.autograd.state import Context, Run
 from nbdist.autograd.watching.forward_nans import Check
 from nbdist.code_places import NBDIST
-from nbdist.errors import NbdistError, NotInitialized, UsageError
+from nbdist.errors import EncodeError, NbdistError, NotInitialized, UsageError
 from nbdist.rpc import devices
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
@@ -382,7 +382,8 @@ class Recorder:
     def post(self, to: int, message: messages.Message, body: Any = None) -> None:
         """Send a message to another worker, or to this one; ``body`` travels as its payload.
 
-        ``to`` is the worker's incarnation. Raises WorkerLost if the worker is gone.
+        ``to`` is the worker's incarnation. Raises WorkerLost if the worker is gone, EncodeError if the body cannot be
+        sent.
         """
         topic, data, agent = _TOPICS[type(message)], messages.encode(message), self._agent
         if body is None:
@@ -398,7 +399,11 @@ class Recorder:
             agent.post(to, Cast(topic, data, usual[0]), usual[1])
             return
         where = devices.for_gradients(agent.me, record)
-        encoded = codec.encode(body, by_value=True, devices=where, space=space)
+        try:
+            encoded = codec.encode(body, by_value=True, devices=where, space=space)
+        except EncodeError as error:
+            what = "a gradient" if type(message) is messages.Gradients else "the error of a backward pass"
+            raise EncodeError(f"{what} {error}") from error.__cause__
         agent.post(to, Cast(topic, data, encoded.payload), encoded.frames, slots=encoded.slots)
 
     def tell(self, to: int, message: messages.Message, body: Any = None) -> None:

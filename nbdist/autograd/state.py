@@ -99,10 +99,17 @@ class Context:
         return self.numbers.of(self.nodes(more))
 
     def commit(self, run: Run) -> None:
-        """Add the gradients of a pass that is over to the context's; once, and not if the pass was given up."""
+        """Add the gradients of a pass that is over to the context's; once, and not if the pass was given up.
+
+        If a GPU has no room for the sums, this raises torch's error and changes nothing.
+        """
         with self.lock:
-            if self.runs.pop(run.head.id, None) is not None:
-                self._gradients.update(run.part.gradients)
+            if run.head.id in self.runs:
+                total = GradientStore()
+                total.update(self._gradients)
+                total.update(run.part.gradients)
+                self._gradients = total
+                del self.runs[run.head.id]
 
     def contribute(self, key: object, gradients: GradientStore) -> None:
         """Add gradients that a pipeline's step has computed on this worker; `withdraw` removes them by the key.

@@ -15,6 +15,9 @@ import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.autograd import UnusedOutputs
+from nbdist.autograd.passes.leaves import GradientStore
+from nbdist.autograd.passes.worker_part import Part
+from nbdist.errors import EncodeError
 from nbdist.testing import World
 
 
@@ -289,6 +292,73 @@ def test_an_error_in_a_node_comes_with_its_worker_and_the_next_pass_works(world,
 
 def by_failing(name, x):
     return rpc.rpc_sync(name, failing, args=(x,)) + x
+
+
+def twice_with_a_gradient_that_cannot_be_sent(x):
+    def spoil(gradient):
+        spoilt = gradient.clone()
+        spoilt.lock = threading.Lock()
+        return spoilt
+
+    x.register_hook(spoil)
+    return x * 2
+
+
+@pytest.mark.parametrize("mode", ["smart", "fast"])
+def test_a_gradient_that_cannot_be_sent_fails_the_pass(world, mode):
+    w = tensor(1.0, 2.0)
+    for _ in range(2):
+        with dist_autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", twice_with_a_gradient_that_cannot_be_sent, args=(w,)).sum()
+            with pytest.raises(EncodeError, match="a gradient cannot be sent: cannot pickle"):
+                dist_autograd.backward(context_id, [loss], mode=mode)
+
+
+def test_a_gradient_for_which_a_gpu_has_no_room_fails_the_pass(world, monkeypatch):
+    def full(self, message, outputs, gradients):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    w = tensor(1.0, 2.0)
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", twice, args=(w,)).sum()
+        monkeypatch.setattr(Part, "brought", full)  # the copy to the tensor's GPU
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            dist_autograd.backward(context_id, [loss])
+    monkeypatch.undo()
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", twice, args=(w,)).sum()])
+
+
+@pytest.mark.parametrize("place", ["mark", "arrive"])
+def test_an_error_in_what_a_message_does_fails_the_pass(world, monkeypatch, place):
+    def fail(*_):
+        raise MemoryError("no room")
+
+    w = tensor(1.0, 2.0)
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", by_way_of, args=("worker2", w)).sum()
+        monkeypatch.setattr(Part, place, fail)
+        with pytest.raises(MemoryError, match="no room"):
+            dist_autograd.backward(context_id, [loss])
+
+
+def test_sums_for_which_a_gpu_has_no_room_leave_the_gradients_as_they_were(world, monkeypatch):
+    w = tensor(1.0, 2.0)
+    with dist_autograd.context() as context_id:
+        for _ in range(2):
+            dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", twice, args=(w,)).sum()])
+        add = GradientStore.add
+
+        def full(self, leaf, gradient):
+            if any(known is leaf for known, _ in self.items()):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            add(self, leaf, gradient)
+
+        monkeypatch.setattr(GradientStore, "add", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", twice, args=(w,)).sum()])
+        monkeypatch.undo()
+        assert torch.equal(dist_autograd.get_gradients(context_id)[w], torch.full((2,), 6.0, dtype=torch.float64))
 
 
 def test_a_local_backward_through_what_was_received_says_what_to_write(world):

@@ -273,19 +273,24 @@ class Passes:
         Sends marks for the received tensors on which these tensors depend, to the senders of those, and reports to the
         root. A mark of a pass that was given up, or of a context that has ended here, is ignored.
         """
-        run = self._runs.get(message.head.id) or self._find_run(message.head)
-        if run is None:
-            return
-        if run.observer is not None:
-            for sent, _ in message.sends:
-                run.observer.note("marked", message=sent)
-        with run.lock:
-            out = [
-                mark for sent, outputs in message.sends for mark in self._announce(run, run.part.mark(sent, outputs))
-            ]
-            run.settled.append(message.token)
-        self._post_marks(run, out)
-        self._report(run)
+        try:
+            run = self._runs.get(message.head.id) or self._find_run(message.head)
+            if run is None:
+                return
+            if run.observer is not None:
+                for sent, _ in message.sends:
+                    run.observer.note("marked", message=sent)
+            with run.lock:
+                out = [
+                    mark
+                    for sent, outputs in message.sends
+                    for mark in self._announce(run, run.part.mark(sent, outputs))
+                ]
+                run.settled.append(message.token)
+            self._post_marks(run, out)
+            self._report(run)
+        except Exception as error:
+            self._fail_here(message.head.id, message.head.context, error)
 
     def on_gradients(self, message: messages.Gradients, gradients: Sequence[torch.Tensor | None]) -> None:
         """Enter gradients for tensors that were sent from here into their gates, and run the nodes that can run now.
@@ -293,17 +298,22 @@ class Passes:
         The root's ledger also takes the report that may come with them. Gradients of a pass that was given up are
         dropped.
         """
-        run = self._runs.get(message.head.id) or self._find_run(message.head)
-        if run is None:
-            return
-        if message.report is not None:
-            self._enter_report(run, message.token.sender, message.report)
-        if run.observer is not None:
-            run.observer.note("arrived", message=message.message)
-        with run.lock:
-            run.part.arrive(message.message, message.outputs, gradients)
-            run.arrived.append(message.token)
-        self._advance(run)
+        try:
+            run = self._runs.get(message.head.id) or self._find_run(message.head)
+            if run is None:
+                return
+            if message.report is not None:
+                self._enter_report(run, message.token.sender, message.report)
+            if run.observer is not None:
+                run.observer.note("arrived", message=message.message)
+            # Without a lock: a copy to a GPU waits for the GPU, and the thread that reads messages takes these locks.
+            gradients = run.part.brought(message.message, message.outputs, gradients)
+            with run.lock:
+                run.part.arrive(message.message, message.outputs, gradients)
+                run.arrived.append(message.token)
+            self._advance(run)
+        except Exception as error:
+            self._fail_here(message.head.id, message.head.context, error)
 
     def on_marked(self, message: messages.Marked) -> None:
         """End the marking on this worker: no more gradients will be announced, so run the gradients that waited.
@@ -312,8 +322,11 @@ class Passes:
         """
         run = self._runs.get(message.id)
         if run is not None:
-            run.part.end_marking()
-            self._advance(run)
+            try:
+                run.part.end_marking()
+                self._advance(run)
+            except Exception as error:
+                self._fail_here(message.id, run.context.id, error)
 
     def on_granted(self, message: messages.Granted, sender: int) -> None:
         """On the root: the pass has its turn to average gradients of DDP modules; tell the workers that wait for that.
@@ -563,7 +576,7 @@ class Passes:
         """Tell the root which messages this worker has settled, and which it has sent, since the last report.
 
         Gradients in `Run.outbox` go along. Nothing is sent once the pass has ended, or if there is nothing new. A root
-        that is gone is ignored here.
+        that is gone is ignored here. Raises EncodeError if the gradients cannot be sent.
         """
         waits = run.part.unsure
         missing: list[Missing] = []
@@ -593,7 +606,7 @@ class Passes:
                 else:
                     message, gradients = outbox
                     self._post(run, root, msgspec.structs.replace(message, report=report), gradients)
-            except NbdistError:  # `on_lost` gives the pass up on this worker
+            except WorkerLost:  # `on_lost` gives the pass up on this worker
                 _log.debug("the worker that began the pass %s is gone: it gets no report", run.head.id)
 
     # -- the end ------------------------------------------------------------------------------
@@ -676,6 +689,19 @@ class Passes:
             return
         failure = describe(error, self._transport.name, f"the backward pass of context {run.context.id}")
         self._transport.tell(run.head.id.root, messages.Failed(run.head.id), failure)
+
+    def _fail_here(self, id: PassId, context: int, error: Exception) -> None:
+        """End a pass because a message of it could not be handled on this worker, perhaps before its run was made.
+
+        Without this the root would wait for ever for the report on that message.
+        """
+        run = self._runs.get(id)
+        if run is not None:
+            run.part.stop()
+            self._fail(run, error)
+        else:
+            failure = describe(error, self._transport.name, f"the backward pass of context {context}")
+            self._transport.tell(id.root, messages.Failed(id), failure)
 
     def give_up(self, run: Run) -> None:
         """Cancel a pass that began here on all workers that take part, drop its gradients, and tell its watch.

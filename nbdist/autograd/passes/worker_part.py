@@ -69,7 +69,7 @@ from nbdist.autograd.passes.leaves import Claim, GradientStore
 from nbdist.autograd.passes.ordering import GateQueues
 from nbdist.autograd.watching.node_hooks import CallHooks
 from nbdist.autograd.watching.observer import Observer
-from nbdist.gpus import spans
+from nbdist.gpus import spans, staging
 
 __all__ = ["Entry", "Marks", "Part", "PassRoots", "GateState"]
 
@@ -247,18 +247,30 @@ class Part:
         self.ready.append(roots)
         self.root_edges = list(roots.edges)
 
+    def brought(
+        self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of the tensors ``outputs`` of a sent message, each on the device of its tensor.
+
+        The other worker may have the tensor elsewhere. This waits for the copies, so call it without a lock. Raises
+        torch's error if a GPU has no room.
+        """
+        slots = self._sends[message].slots
+        return [
+            gradient if gradient is None else _brought(gradient, slots[index].device)
+            for index, gradient in zip(outputs, gradients, strict=True)
+        ]
+
     def arrive(self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         """Add an entry for each gradient that has arrived for the tensors ``outputs`` of a sent message.
 
-        A gradient may be None. The mark that announces it may arrive earlier, later or never. Nothing runs before
-        `run`.
+        A gradient may be None; the others are on the devices of their tensors (`brought`). The mark that announces it
+        may arrive earlier, later or never. Nothing runs before `run`.
         """
         slots = self._sends[message].slots
         with self._lock:
             for index, gradient in zip(outputs, gradients, strict=True):
                 slot = slots[index]
-                if gradient is not None and gradient.device != slot.device:
-                    gradient = gradient.to(slot.device)  # the other worker may have the tensor elsewhere
                 self.states[slot] = GateState.ARRIVED
                 self._release(slot)
                 entry = _Arrived([slot.edge], [gradient], slot)
@@ -743,6 +755,14 @@ def _node_of(root: Any) -> Node:
     """Return the node of a root of the engine: of a GradientEdge, or of a tensor."""
     found: Node = root.node if isinstance(root, torch.autograd.graph.GradientEdge) else root.grad_fn
     return found
+
+
+def _brought(gradient: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a gradient on a device, copied there if it is on another one; the copy is complete."""
+    if gradient.device == device:
+        return gradient
+    copied = staging.to_gpu(gradient, str(device))
+    return copied if copied is not None else gradient.to(device)
 
 
 def _one_for(slot: EdgeSlot) -> torch.Tensor:
