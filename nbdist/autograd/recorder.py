@@ -280,13 +280,22 @@ class Recorder:
         def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             end = Received(recording.message, sender, function)
             made = edges.receive(end, tensors)
-            # A live view switches `lines` on, which the call itself says; the message about its watch may come later.
-            if context.lines or context.watching is not None or context.watch is not None:
+            if context.lines or context.watching is not None or context.watch is not None:  # `looks`
                 end.look(made)
             context.receives[recording.message] = end
             return made
 
         return attach
+
+    def looks(self, context_id: int) -> bool:
+        """Return whether tensors that arrive in a context are searched for NaN and Inf, because somebody watches it.
+
+        The search reads all of a tensor, and waits for the GPU of a tensor on one. So the thread that reads messages
+        must not attach tensors in shared memory, which may be large and may be on a GPU.
+        """
+        context = self.contexts.find(context_id)
+        # A live view switches `lines` on, which the call itself says; the message about its watch may come later.
+        return context is not None and (context.lines or context.watching is not None or context.watch is not None)
 
     def running(self, context: Context, recording: Recording) -> AbstractContextManager[None]:
         """Return a block that runs a function in the context of its call, and in the caller's gradient mode.

@@ -105,10 +105,7 @@ class Context:
         """
         with self.lock:
             if run.head.id in self.runs:
-                total = GradientStore()
-                total.update(self._gradients)
-                total.update(run.part.gradients)
-                self._gradients = total
+                self._gradients.update(run.part.gradients)
                 del self.runs[run.head.id]
 
     def contribute(self, key: object, gradients: GradientStore) -> None:

@@ -42,6 +42,12 @@ class Replied(Protocol):
         what `enter` returned; ``function`` names the function that was called, for displays.
         """
 
+    def looks(self, context_id: int) -> bool:
+        """Return whether that function reads whole tensors, so that it takes long for large ones and waits for GPUs.
+
+        The thread that reads messages then leaves the decoding of such tensors to a job.
+        """
+
 
 class Served(Replied, Protocol):
     """The methods of an autograd recorder that `rpc.calls.executor` and `rpc.calls.answers` call to serve a call."""

@@ -59,6 +59,8 @@ def test_what_is_not_finite():
         torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,)),
         torch.tensor([1e308, -1e308], dtype=torch.float64),
         torch.ones(2, 3).expand(5, 2, 3).transpose(0, 2),
+        torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]),
+        torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged),
     ],
     ids=str,
 )
@@ -66,6 +68,26 @@ def test_all_kinds(gradient):
     norm, found = measure([gradient])
     assert norm >= 0
     assert found is None or sum(found.counts) >= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_norm_of_narrow_values_does_not_overflow(dtype):
+    norm, _ = measure([torch.full((10_000,), 60_000.0, dtype=dtype)])
+    assert norm == pytest.approx(6e6, rel=0.01)
+
+
+def test_finite_values_whose_sum_overflows():
+    assert is_finite(torch.full((2,), 1.7e308 + 1.7e308j, dtype=torch.complex128))
+    assert is_finite(torch.full((2,), 60_000.0, dtype=torch.float16))
+
+
+def test_what_torch_cannot_search_counts_as_finite():
+    strange = torch.ones(3, device="meta")
+    with pytest.raises(RuntimeError):
+        bool(strange.sum().isfinite())
+    assert is_finite(strange)
+    assert are_finite([strange, torch.ones(2)])
+    assert not are_finite([strange, torch.tensor([math.nan])])
 
 
 def test_of_many_values_a_sample():

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import nbdist
@@ -28,6 +29,13 @@ def leaf(*values):
 
 def spoil(x):
     return torch.log(x - 5.0)
+
+
+def linear_with_infinite_weights():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LogSigmoid())
+    with torch.no_grad():
+        module[0].weight.fill_(INF)
+    return module
 
 
 def by_way_of(name, function, *args):
@@ -390,6 +398,14 @@ def test_made_on_a_third_worker(world):
     assert (error.worker, error.operation) == ("worker2", "log")
     assert "return torch.log(x - 5.0)" in error.line
     assert any("raised on worker2" in note for note in error.__notes__)
+
+
+def test_made_in_an_averaged_model(world):
+    model = AveragedModel(linear_with_infinite_weights())
+    with dist_autograd.context(check="nan"), pytest.raises(ForwardNaN, match="linear made 2 NaN"):
+        model(torch.zeros(1, 2))
+    with dist_autograd.context(check="nan"), pytest.raises(ForwardNaN, match="linear made 2 NaN"):
+        rpc.rpc_sync("worker1", model, args=(torch.zeros(1, 2),))
 
 
 def test_made_by_a_function_that_is_torchs_own(world):

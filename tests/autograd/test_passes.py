@@ -15,6 +15,7 @@ import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.autograd import UnusedOutputs
+from nbdist.autograd.graph.edges import Sent
 from nbdist.autograd.passes.leaves import GradientStore
 from nbdist.autograd.passes.worker_part import Part
 from nbdist.errors import EncodeError
@@ -321,6 +322,7 @@ def test_a_gradient_for_which_a_gpu_has_no_room_fails_the_pass(world, monkeypatc
     w = tensor(1.0, 2.0)
     with dist_autograd.context() as context_id:
         loss = rpc.rpc_sync("worker1", twice, args=(w,)).sum()
+        monkeypatch.setattr(Sent, "has_gpu_tensors", True)
         monkeypatch.setattr(Part, "brought", full)  # the copy to the tensor's GPU
         with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
             dist_autograd.backward(context_id, [loss])
@@ -342,23 +344,23 @@ def test_an_error_in_what_a_message_does_fails_the_pass(world, monkeypatch, plac
             dist_autograd.backward(context_id, [loss])
 
 
-def test_sums_for_which_a_gpu_has_no_room_leave_the_gradients_as_they_were(world, monkeypatch):
-    w = tensor(1.0, 2.0)
-    with dist_autograd.context() as context_id:
-        for _ in range(2):
-            dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", twice, args=(w,)).sum()])
-        add = GradientStore.add
+class Full(torch.Tensor):
+    """A gradient on a GPU that has no room for a sum with it."""
 
-        def full(self, leaf, gradient):
-            if any(known is leaf for known, _ in self.items()):
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            add(self, leaf, gradient)
+    def __add__(self, other):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr(GradientStore, "add", full)
-        with pytest.raises(torch.OutOfMemoryError):
-            dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", twice, args=(w,)).sum()])
-        monkeypatch.undo()
-        assert torch.equal(dist_autograd.get_gradients(context_id)[w], torch.full((2,), 6.0, dtype=torch.float64))
+
+def test_sums_for_which_a_gpu_has_no_room_leave_the_gradients_as_they_were():
+    first, second = tensor(1.0), tensor(2.0)
+    known, more = GradientStore(), GradientStore()
+    known.add(first, torch.tensor(1.0))
+    known.add(second, torch.tensor(2.0).as_subclass(Full))
+    for leaf in (first, second):
+        more.add(leaf, torch.tensor(3.0))
+    with pytest.raises(torch.OutOfMemoryError):
+        known.update(more)
+    assert [float(gradient) for _, gradient in known.items()] == [1.0, 2.0]
 
 
 def test_a_local_backward_through_what_was_received_says_what_to_write(world):

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from autograd_functions import begin_pass
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
+from nbdist.autograd.graph.edges import Received
 from nbdist.errors import Interrupted, RpcTimeout, UsageError
 from nbdist.testing import Faults, World
 
@@ -475,6 +477,26 @@ def test_no_timeout_runs_while_a_pass_is_paused(world):
     _pausing[0].run()
     assert future.wait() == 1
     assert not any(agent.pending._frozen for agent in world)
+
+
+def test_the_thread_that_reads_messages_looks_at_no_large_tensor(world, monkeypatch):
+    looked = []
+    look = Received.look
+
+    def noted(self, tensors):
+        looked.append({frame.name for frame in traceback.extract_stack()})
+        look(self, tensors)
+
+    monkeypatch.setattr(Received, "look", noted)
+    x = torch.ones(1_000_000, requires_grad=True)
+    with dist_autograd.context() as context_id:
+        rpc.rpc_sync("worker1", torch.sum, args=(torch.ones(2, requires_grad=True),))  # so that it hears of the watch
+        context_id.watch()
+        wait_until(lambda: world[1].recorder.looks(int(context_id)))
+        rpc.rpc_sync("worker1", torch.mul, args=(x, 2))
+    assert len(looked) == 2  # the argument there, the result here
+    for names in looked:
+        assert names.isdisjoint({"on_call", "on_reply"})
 
 
 def test_timeouts_run_again_after_a_pause(world):

@@ -129,6 +129,9 @@ class EdgeSlot:
 class Sent:
     """The sending end of an edge: the slots of a message's tensors, the receiver, and the function called."""
 
+    has_gpu_tensors = False
+    """True if any of the tensors is on a GPU, or on another device than the CPU."""
+
     def __init__(self, message: int, peer: int, tensors: Sequence[torch.Tensor], function: str) -> None:
         self.message = message
         self.peer = peer
@@ -136,6 +139,8 @@ class Sent:
         self.slots: list[EdgeSlot] = []
         for index, tensor in enumerate(tensors):
             self.slots.append(EdgeSlot(message, index, tensor))
+            if not tensor.is_cpu:
+                self.has_gpu_tensors = True
 
 
 class Received:

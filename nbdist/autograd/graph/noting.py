@@ -68,21 +68,24 @@ def noted(*, lines: bool = True, check: Check | None = None) -> Iterator[None]:
             already does not check twice.
     """
     thread = threading.get_ident()
-    outer, _thread.modules = _thread.modules, []
-    checking = _thread.checking
+    outer, checking = _thread.modules, _thread.checking
     if checking is not None and not checking.is_over:
         check = None  # the outer context of this thread checks already
-    _use_hooks(1)
-    _leave(None)
     mode: Any = _Noting(lines, check)
-    if check is not None:
-        _thread.checking = mode
-    mode.__enter__()
-    try:
+    counted = False
+    try:  # from here on Ctrl-C must undo what has been done
+        _thread.modules = []
+        _use_hooks(1)
+        counted = True
+        _leave(None)
+        if check is not None:
+            _thread.checking = mode
+        mode.__enter__()
         yield
     finally:
         mode.is_over = True
-        _use_hooks(-1)
+        if counted:
+            _use_hooks(-1)
         if threading.get_ident() == thread:
             _leave(mode)
             _thread.modules, _thread.checking = outer, checking

@@ -306,8 +306,10 @@ class Passes:
                 self._enter_report(run, message.token.sender, message.report)
             if run.observer is not None:
                 run.observer.note("arrived", message=message.message)
-            # Without a lock: a copy to a GPU waits for the GPU, and the thread that reads messages takes these locks.
-            gradients = run.part.brought(message.message, message.outputs, gradients)
+            sent = run.context.sends.get(message.message)
+            if sent is not None and sent.has_gpu_tensors:
+                # Without a lock: a copy waits for the GPU, and the thread that reads messages takes these locks.
+                gradients = run.part.brought(message.message, message.outputs, gradients)
             with run.lock:
                 run.part.arrive(message.message, message.outputs, gradients)
                 run.arrived.append(message.token)

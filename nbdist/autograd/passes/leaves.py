@@ -63,7 +63,7 @@ class GradientStore:
             self._sums[id(leaf)] = (leaf, gradient)
 
     def update(self, other: GradientStore) -> None:
-        """Add all sums of another object to these.
+        """Add the sums of another object to these. If a GPU has no room, raise torch's error and add none.
 
         The other object is not changed; updating twice adds its sums twice.
         """
@@ -71,8 +71,12 @@ class GradientStore:
             if not self._sums:
                 self._sums.update(other._sums)
                 return
-        for leaf, gradient in list(other._sums.values()):  # a copy: a pass may be adding to them
-            self.add(leaf, gradient)
+            sums = dict(self._sums)
+            with torch.no_grad():
+                for leaf, gradient in list(other._sums.values()):  # a copy: a pass may be adding to them
+                    known = sums.get(id(leaf))
+                    sums[id(leaf)] = (leaf, gradient if known is None else known[1] + gradient)
+            self._sums = sums
 
     def of(self, leaf: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of a leaf, or None if there is none.

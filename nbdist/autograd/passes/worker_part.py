@@ -264,13 +264,15 @@ class Part:
     def arrive(self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         """Add an entry for each gradient that has arrived for the tensors ``outputs`` of a sent message.
 
-        A gradient may be None; the others are on the devices of their tensors (`brought`). The mark that announces it
-        may arrive earlier, later or never. Nothing runs before `run`.
+        A gradient may be None; those of tensors on GPUs are there already (`brought`). The mark that announces it may
+        arrive earlier, later or never. Nothing runs before `run`.
         """
         slots = self._sends[message].slots
         with self._lock:
             for index, gradient in zip(outputs, gradients, strict=True):
                 slot = slots[index]
+                if gradient is not None and gradient.device != slot.device:
+                    gradient = gradient.to(slot.device)  # to the CPU, where the tensor was
                 self.states[slot] = GateState.ARRIVED
                 self._release(slot)
                 entry = _Arrived([slot.edge], [gradient], slot)

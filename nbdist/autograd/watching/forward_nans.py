@@ -319,7 +319,8 @@ def _is_of_check(code: CodeType) -> bool:
 def _is_of_gradients(given: bool, in_module: bool) -> bool:
     """Return whether torch or nbdist computes with gradients in the calling thread, outside of any forward pass.
 
-    True below a frame of torch's optimizers, gradient clipping or scaler. Else the innermost frame outside of torch
+    True below a frame of torch's optimizers, gradient clipping or scaler, unless a module's forward runs: that of an
+    `torch.optim.swa_utils.AveragedModel` lies among the optimizers. Else the innermost frame outside of torch
     decides: it must be nbdist's, while no module's forward runs (``in_module``). A frame of ``nbdist.rpc``, which calls
     functions of the user, does not count, and one of ``nbdist.nn``, which runs the stages of pipelines, only if an
     input held a NaN (``given``). An optimizer or the autograd engine only passes on the NaN of a backward pass, so its
@@ -327,7 +328,7 @@ def _is_of_gradients(given: bool, in_module: bool) -> bool:
     """
     frame = sys._getframe(1)
     while (is_of_torch := is_torchs(frame.f_code.co_filename)) or _is_of_check(frame.f_code):
-        if is_of_torch and frame.f_code.co_filename.startswith(_UPDATE_FILES):
+        if is_of_torch and not in_module and frame.f_code.co_filename.startswith(_UPDATE_FILES):
             return True
         if frame.f_back is None:
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -17,6 +18,10 @@ _SAMPLE = 1 << 12
 """The number of values of a tensor that are enough for a histogram; the norm is of all values."""
 
 
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+"""The dtypes in which to compute the norms of narrow ones: that of a few scaled float16 gradients is beyond 65504."""
+
+
 def measure(gradients: Sequence[torch.Tensor | None]) -> tuple[float, Histogram | None]:
     """Return the 2-norm of all these gradients together, and a histogram of their finite values, or None without any.
 
@@ -26,30 +31,39 @@ def measure(gradients: Sequence[torch.Tensor | None]) -> tuple[float, Histogram 
     with torch.no_grad():
         values = [_values(gradient) for gradient in gradients if gradient is not None]
         sampled = [_sample(each) for each in values if not each.is_complex() and each.numel()]
-        found = _as_doubles([*(torch.linalg.vector_norm(each).reshape(1) for each in values), *sampled])
+        norms = [torch.linalg.vector_norm(each, dtype=_WIDER.get(each.dtype)).reshape(1) for each in values]
+        found = _as_doubles([*norms, *sampled])
         return math.hypot(*map(float, found[: len(values)])), _histogram(found[len(values) :])
 
 
 def are_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Return whether no gradient holds a NaN or Inf; None counts as finite.
+    """Return whether no gradient holds a NaN or Inf. None counts as finite, and so does what torch cannot search.
 
     If all are finite and on one GPU, waits for the GPU once.
     """
     given = [gradient for gradient in gradients if gradient is not None]
     if len(given) > 1 and _are_on_one_gpu(given):
-        sums = [_values(gradient.detach()).sum().isfinite() for gradient in given]
-        if torch.stack(sums).all():
-            return True
+        with suppress(RuntimeError):
+            sums = [_values(gradient.detach()).sum().isfinite() for gradient in given]
+            if torch.stack(sums).all():
+                return True
     return all(map(is_finite, given))
 
 
 def is_finite(gradient: torch.Tensor | None) -> bool:
-    """Return whether a gradient holds no NaN and no Inf; None counts as finite. Waits for a GPU."""
+    """Return whether a gradient holds no NaN and no Inf. None counts as finite. Waits for a GPU.
+
+    A kind of tensor that torch cannot search, such as a nested one, counts as finite: to watch a pass must not fail it.
+    """
     if gradient is None:
         return True
-    values = _values(gradient.detach())
-    # A finite sum means that all values are finite, at a tenth of the cost of isfinite. Finite values may overflow it.
-    return math.isfinite(abs(values.sum().item())) or bool(torch.isfinite(values).all())
+    try:
+        values = _values(gradient.detach())
+        # A finite sum means that all values are finite, at a tenth of the cost of isfinite. Finite values may overflow
+        # it.
+        return bool(values.sum().isfinite()) or bool(torch.isfinite(values).all())
+    except RuntimeError:  # torch's NotImplementedError is one, too
+        return True
 
 
 def _as_doubles(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -65,7 +79,9 @@ def _are_on_one_gpu(tensors: list[torch.Tensor]) -> bool:
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient itself, or, of a sparse one, the values that it stores, as a dense tensor."""
+    """Return the gradient itself, or, of a sparse or nested one, the values that it stores, as a dense tensor."""
+    if gradient.is_nested:
+        return gradient.values()
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 

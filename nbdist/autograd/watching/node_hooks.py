@@ -42,11 +42,15 @@ class CallHooks:
 
     def __enter__(self) -> None:
         """Set hooks on the nodes with which the engine begins; the others get theirs later."""
-        for node in self._first:
-            if (number := self._left.pop(node, None)) is not None:
-                self._set_on(node, number)
-            else:
-                self.reach(node)  # a gate, which is not observed
+        try:
+            for node in self._first:
+                if (number := self._left.pop(node, None)) is not None:
+                    self._set_on(node, number)
+                else:
+                    self.reach(node)  # a gate, which is not observed
+        except BaseException:  # Ctrl-C: without this the hooks would stay on the user's graph
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         """Remove all hooks; none is set afterwards.

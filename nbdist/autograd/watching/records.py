@@ -108,6 +108,8 @@ class Share:
     """The number of the last halt that the watch has ended."""
     at: Event | None = None
     """The node before which the worker is halted now."""
+    done: list[Event] = field(default_factory=list)
+    """The worker's ``done`` events, in the order in which they arrived. `Pass.events` is sorted by time meanwhile."""
     resting: bool = True
     """True if nothing can run on the worker before another message comes."""
 

@@ -307,13 +307,11 @@ class Watch:
         worker = seen.shares[number]
         halt, node = worker.halt, worker.at.node if worker.at is not None else None
         worker.gone, worker.at = halt, None
-        known = len(seen.events)
+        known = len(worker.done)
         self._transport.tell(number, messages.Go(id, self.context_id, halt))
-        name = self._transport.name_of(number)
         while True:
-            for event in seen.events[known:]:
-                if event.what == "done" and event.worker == name and event.node == node:
-                    return [event]
+            if found := [event for event in worker.done[known:] if event.node == node]:
+                return found[:1]
             if self._closed or (seen.over and seen.complete):
                 return []
             self._changed.wait()
@@ -527,3 +525,5 @@ class Watch:
         if reached:
             self._reached = event
         seen.events.append(event)
+        if event.what == "done":
+            worker.done.append(event)

@@ -148,7 +148,9 @@ class Request(Asked):
         """
         if self.context is None:
             self.decoded = codec.decode_early(self.call.payload, self._frames, self._references)
-        elif codec.decodes_quickly(self.call.payload, self._frames):
+        elif codec.decodes_quickly(self.call.payload, self._frames) and not (
+            self.call.payload.places and self._executor.recorder.looks(self.context.id)
+        ):
             with contextlib.suppress(NbdistError):  # `run` gets the same error again, and answers with it
                 self.decoded = codec.decode(self.call.payload, self._frames, self._references, self._attach())
 

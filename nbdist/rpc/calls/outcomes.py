@@ -119,7 +119,9 @@ class Outcomes:
                 if value is not codec.NOT_DECODED:
                     self.end(call, value, None)
                     return None
-            elif codec.decodes_quickly(reply.payload, frames):
+            elif codec.decodes_quickly(reply.payload, frames) and not (
+                reply.payload.places and self._recorder.looks(reply.recording.context)
+            ):
                 self._settle(call, reply, frames, references)
                 return None
         # The result stays with the callee, so there is no value to decode. Callbacks run in a job.
