@@ -107,6 +107,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_backward_cls": ("a Function", "nbdist.autograd cannot be imported"),
     "_backward_hooks": ("a tensor", "a backward pass over workers fails with AttributeError"),
     "_post_accumulate_grad_hooks": ("a tensor", "a backward pass over workers fails with AttributeError"),
+    "_version": ("a tensor", "Pipeline.train_step fails with AttributeError"),
     "_cdata": ("a storage", "tensors cannot be sent"),
     "_parameters": ("a module", "%dist_memory counts no parameters of modules, and RRefs do not say their bytes"),
     "_modules": ("a module", "%dist_memory counts no parameters of modules in modules"),

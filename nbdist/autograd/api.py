@@ -347,6 +347,7 @@ class Handle:
         Ctrl-C ends the wait only, and the pass continues: `cancel` ends it.
         """
         self._outcome.wait()
+        self._passes.let_read(self._run)
 
     def done(self) -> bool:
         """Return whether the pass has ended, with its gradients or by an error."""

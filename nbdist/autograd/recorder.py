@@ -39,6 +39,8 @@ from nbdist.autograd.state import Context, Run
 from nbdist.autograd.watching.forward_nans import Check
 from nbdist.code_places import NBDIST
 from nbdist.errors import EncodeError, NbdistError, NotInitialized, UsageError
+from nbdist.gpus import side_streams
+from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.rpc import devices
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
@@ -398,6 +400,8 @@ class Recorder:
         if body is None:
             agent.post(to, Cast(topic, data, _NO_PAYLOAD))
             return
+        if CUDA_IS_BUILT and type(message) is messages.Gradients:
+            side_streams.catch_up(body)
         space = agent.sharing.spaces.get(to)
         connection = agent.links.connections.get(to)
         record = connection.record if connection is not None else None

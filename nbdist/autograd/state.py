@@ -31,6 +31,8 @@ from nbdist.autograd.passes.ledger import Ledger
 from nbdist.autograd.passes.worker_part import Part
 from nbdist.autograd.watching.observer import Observer
 from nbdist.autograd.watching.watcher import Watch
+from nbdist.gpus import side_streams
+from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.rpc.futures import Future, Latch
 
 __all__ = ["Context", "Outgoing", "Run"]
@@ -176,6 +178,8 @@ class Context:
                 total.update(gradients)
             for run in self.runs.values():
                 total.update(run.part.gradients)
+        if CUDA_IS_BUILT:
+            side_streams.catch_up(gradient for _, gradient in total.items())
         return total
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,17 @@ def test_the_reader_waits_for_the_stream_that_computes(calls, shape):
         for each in ("reader", "other")
         for line in (f"{each} on cuda:1 waits for maker on cuda:1", *[f"{each} on cuda:1 keeps memory"] * tensors)
     ]
+
+
+def test_a_tensor_that_is_taken_out_of_the_value_is_freed(calls):
+    value = [on_gpu(), on_gpu()]
+    known = weakref.ref(value[0])
+    future = rpc.Future()
+    in_thread("maker", lambda: future.set_result(value))
+    del value[0]
+    assert known() is None
+    in_thread("reader", future.wait)
+    assert calls[1:] == ["reader on cuda:1 waits for maker on cuda:1", "reader on cuda:1 keeps memory"]
 
 
 def test_a_callbacks_future_carries_the_callbacks_stream(calls):

@@ -72,7 +72,8 @@ from nbdist.autograd.state import Context, Outgoing, Run
 from nbdist.autograd.watching.connection import Observing
 from nbdist.channel import machine
 from nbdist.errors import NbdistError, UsageError, WorkerLost
-from nbdist.gpus import spans
+from nbdist.gpus import side_streams, spans
+from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.rpc.calls.failures import Failure, describe, rebuild
 from nbdist.rpc.futures import Future, Latch
 
@@ -211,6 +212,16 @@ class Passes:
         finally:
             del outcome  # it refers to the error, whose traceback refers to this frame
         self.commit(run)
+        if CUDA_IS_BUILT:
+            self.let_read(run)
+
+    def let_read(self, run: Run) -> None:
+        """Let the calling thread's current CUDA streams read the ``.grad`` into which the pool's threads accumulated.
+
+        The pass is over. Gradients that are not in ``.grad`` are read by methods of the context, which do the same.
+        """
+        if run.head.accumulate:
+            side_streams.catch_up_everywhere()
 
     def commit(self, run: Run) -> None:
         """End a pass on this worker, and add its gradients to the context's; the root also tells the pass's watch.

@@ -27,6 +27,8 @@ import torch
 from nbdist.autograd.graph.edges import Node
 from nbdist.autograd.passes import ddp
 from nbdist.errors import UsageError
+from nbdist.gpus import side_streams
+from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.rpc.futures import blocking_wait
 from nbdist.torch_private import keep_in_thread, take_from_thread, thread_has, thread_value
 
@@ -54,12 +56,16 @@ class GradientStore:
         self._lock = threading.Lock()
 
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add a gradient to a leaf's sum. The tensor is stored as it is, so nobody may change it afterwards."""
+        """Add a gradient to a leaf's sum. The tensor is stored as it is, so nobody may change it afterwards.
+
+        If the thread's current CUDA stream computes the gradient, it must have been published
+        (`nbdist.gpus.side_streams`). The sum is.
+        """
         with self._lock:
             known = self._sums.get(id(leaf))
             if known is not None:
                 with torch.no_grad():
-                    gradient = known[1] + gradient
+                    gradient = _sum(known[1], gradient)
             self._sums[id(leaf)] = (leaf, gradient)
 
     def update(self, other: GradientStore) -> None:
@@ -75,7 +81,7 @@ class GradientStore:
             with torch.no_grad():
                 for leaf, gradient in list(other._sums.values()):  # a copy: a pass may be adding to them
                     known = sums.get(id(leaf))
-                    sums[id(leaf)] = (leaf, gradient if known is None else known[1] + gradient)
+                    sums[id(leaf)] = (leaf, gradient if known is None else _sum(known[1], gradient))
             self._sums = sums
 
     def of(self, leaf: torch.Tensor) -> torch.Tensor | None:
@@ -102,6 +108,16 @@ class GradientStore:
 
     def __len__(self) -> int:
         return len(self._sums)
+
+
+def _sum(known: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two gradients, which other threads may have computed on other CUDA streams."""
+    if not known.is_cuda:
+        return known + more
+    side_streams.catch_up((known, more))
+    total = known + more
+    side_streams.publish((total,))
+    return total
 
 
 class _Use(msgspec.Struct, eq=False):
@@ -307,10 +323,13 @@ class Claim:
         if not elsewhere and id(leaf) not in self._leaves:  # an adopted leaf
             with torch.no_grad():
                 leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad + gradient
-        elif self._into is not None and not leaf._post_accumulate_grad_hooks:
-            self._into.add(leaf, gradient.clone())
         else:
-            self._late.append((leaf, gradient.clone()))
+            gradient = gradient.clone()
+            side_streams.publish((gradient,))
+            if self._into is not None and not leaf._post_accumulate_grad_hooks:
+                self._into.add(leaf, gradient)
+            else:
+                self._late.append((leaf, gradient))
 
     def release(self) -> None:
         """End the claim: move the accumulated gradients from ``.grad`` to ``into``, and put the former ``.grad`` back.
@@ -323,6 +342,9 @@ class Claim:
             if self._adopted:
                 aside += [(leaf, before) for reference, before in self._adopted if (leaf := reference()) is not None]
             shared = ddp.in_buckets() if ddp.living else set[int]()
+            if CUDA_IS_BUILT:
+                computed = [leaf for leaf, _ in aside] if self._into is not None else self._leaves.values()
+                side_streams.publish(leaf.grad for leaf in computed)
             for leaf, before in aside:
                 new = leaf.grad
                 leaf.grad = before
@@ -353,10 +375,12 @@ def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: GradientStore 
     """
     before = leaf.grad
     hooks: dict[int, Any] = leaf._post_accumulate_grad_hooks or {}
+    side_streams.catch_up((before, gradient))
     try:
         leaf.grad = gradient if into is not None or before is None else before + gradient
         for hook in list(hooks.values()):
             hook(leaf)
+        side_streams.publish((leaf.grad,))
         if into is not None and leaf.grad is not None:
             into.add(leaf, leaf.grad)
     finally:

@@ -69,7 +69,8 @@ from nbdist.autograd.passes.leaves import Claim, GradientStore
 from nbdist.autograd.passes.ordering import GateQueues
 from nbdist.autograd.watching.node_hooks import CallHooks
 from nbdist.autograd.watching.observer import Observer
-from nbdist.gpus import spans, staging
+from nbdist.gpus import side_streams, spans, staging
+from nbdist.gpus.spans import CUDA_IS_BUILT
 
 __all__ = ["Entry", "Marks", "Part", "PassRoots", "GateState"]
 
@@ -618,6 +619,8 @@ class Part:
         for crossing in kept:
             roots.append(torch.autograd.graph.GradientEdge(crossing.node, crossing.output))
             gradients.append(crossing.gradient)
+        if CUDA_IS_BUILT:  # other threads may have computed the kept ones
+            side_streams.catch_up(gradients)
         into = None if self._head.accumulate else self.gradients
         retain_graph = self._head.retain_graph
         with Claim(leaves, into, self):
@@ -694,6 +697,8 @@ class Part:
         """
 
         def keep(gradients: Sequence[torch.Tensor | None], _: Any) -> None:
+            if CUDA_IS_BUILT:
+                side_streams.publish(gradients)
             for index, node, output in crossing:
                 gradient = gradients[index]
                 if gradient is not None:
@@ -722,6 +727,8 @@ class Part:
 
         Sends them to the worker that sent the message as soon as all gradients that are awaited for it are here.
         """
+        if CUDA_IS_BUILT:  # another thread may send them
+            side_streams.publish(gradients)
         crossed = self._crossed.setdefault(end, {})
         crossed.update(enumerate(gradients, first))
         back = self._gone_back.setdefault(end, set())

@@ -12,6 +12,7 @@ A value from another process needs no mark: it is complete when it arrives.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,8 +30,11 @@ class StreamMarks:
     __slots__ = ("_events", "_tensors")
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        """Record an event on the current stream of each GPU that has one of ``tensors``, which are all on GPUs."""
-        self._tensors = tensors
+        """Record an event on the current stream of each GPU that has one of ``tensors``, which are all on GPUs.
+
+        This does not keep the tensors alive: the owner of an RRef may take them out of its value.
+        """
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._events = []
         for device in dict.fromkeys(tensor.device for tensor in tensors):
             with torch.cuda.device(device):  # an event belongs to the GPU on which it is recorded
@@ -46,8 +50,9 @@ class StreamMarks:
         """
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
-        for tensor in self._tensors:
-            if tensor.layout is torch.strided:  # torch has no `record_stream` for sparse tensors
+        for reference in self._tensors:
+            tensor = reference()
+            if tensor is not None and tensor.layout is torch.strided:  # torch has no `record_stream` for sparse tensors
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 

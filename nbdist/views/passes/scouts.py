@@ -88,7 +88,7 @@ class Scouts:
         self._including = threading.Lock()
         """Held while `_workers` gets its records."""
         self._held = held
-        self._version = itertools.count(1)
+        self._numbers = itertools.count(1)
         _homes[self._number] = home
         with self._including:
             self._heard = self._agent.on_joined(partial(_on_joined, weakref.ref(self)))
@@ -116,7 +116,7 @@ class Scouts:
         if self._number not in _homes:
             self._tell([record], _call_back)
         elif self._held != held:
-            self._tell([record], _hold, next(self._version), self._held)
+            self._tell([record], _hold, next(self._numbers), self._held)
 
     def hold(self, held: bool) -> None:
         """Tell all scouts to pause every pass before its first node, or to stop that. Does not wait for them.
@@ -125,7 +125,7 @@ class Scouts:
         """
         if held != self._held:
             self._held = held
-            self._tell(self._workers, _hold, next(self._version), held)
+            self._tell(self._workers, _hold, next(self._numbers), held)
 
     def call_back(self) -> None:
         """Tell the scouts to report no more contexts. Does not wait for them; a second call does nothing."""
