@@ -449,7 +449,8 @@ class Future(Promise[T], torch.futures.Future[T]):
         arrived: asyncio.Future[None] = loop.create_future()
 
         def arrive(_: Any) -> None:
-            loop.call_soon_threadsafe(tell)
+            with contextlib.suppress(RuntimeError):  # the loop was closed at this moment
+                loop.call_soon_threadsafe(tell)
 
         def tell() -> None:
             if not arrived.done():
@@ -460,6 +461,7 @@ class Future(Promise[T], torch.futures.Future[T]):
             yield from arrived
             return self._result()
         finally:
+            self.drop_callback(arrive)
             del self  # as in `_result`
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:

@@ -114,6 +114,20 @@ def test_a_module_can_be_run(tmp_path):
     assert done.stdout == "__main__ ['-v'] nbdist.compat.rpc\n"
 
 
+def test_a_program_may_look_for_torch_before_it_imports_it(tmp_path):
+    program = write(
+        tmp_path / "program.py",
+        """
+        import importlib.util, sys
+        assert importlib.util.find_spec("torch") is not None and "torch" not in sys.modules
+        assert importlib.util.find_spec("torch.nn") is not None  # imports torch
+        import torch.distributed.rpc
+        print(torch.distributed.rpc.__name__, [type(each).__name__ for each in sys.meta_path].count("_AfterTorch"))
+        """,
+    )
+    assert python("-m", "nbdist", "run", program).stdout == "nbdist.compat.rpc 0\n"
+
+
 def test_another_sitecustomize_is_run_too(tmp_path):
     write(tmp_path / "sitecustomize.py", "import sys; sys.was_here = True")
     program = write(

@@ -268,6 +268,23 @@ def test_a_future_can_be_awaited_wherever_it_is_set():
     assert asyncio.run(main()) == [1, 2]
 
 
+def test_a_cancelled_await_leaves_nothing_behind(caplog):
+    future = Future()
+
+    async def wait():
+        return await future
+
+    async def main():
+        for _ in range(3):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(wait(), 0.01)
+
+    asyncio.run(main())
+    assert not future._callbacks
+    future.set_result(1)
+    assert caplog.text == ""
+
+
 def test_an_await_can_be_cancelled():
     async def main():
         future = Future()

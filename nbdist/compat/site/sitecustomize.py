@@ -27,20 +27,23 @@ class _AfterTorch(MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         """Return torch's spec, with a loader that calls `_install` afterwards; None for any other module.
 
-        This finder removes itself first, so it acts only once.
+        This finder acts until torch is imported: a program may only look whether there is a torch.
         """
         if fullname != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
+        sys.meta_path.remove(self)  # the search asks all finders
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
             sys.meta_path.insert(0, self)
+        if spec is None or spec.loader is None:
             return spec
         loader: Any = spec.loader
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             loader.exec_module = execute
+            sys.meta_path.remove(self)
             execute(module)
             _install()
 

@@ -139,7 +139,7 @@ class Answers:
         failure = failure or describe(error, self._name, call.function)
         state = None
         if call.result is not None:
-            error.__traceback__ = None  # its frames would keep the arguments as long as the reference lives
+            _drop_frames(error)  # they would keep the arguments as long as the reference lives
             state = self._references.announce(call.result.rref, None, error, failure)
         trace.emit("call.failed", agent=self._name, function=call.function, error=error, note=failure[2])
         encoded = codec.encode(failure, by_value=True)
@@ -170,7 +170,9 @@ class Answers:
         in either way; the caller of this method then undoes the forks.
         """
         connection, recording = self._links.connections.get(asked.sender), asked.call.recording
-        known = connection.peer.definitions if connection is not None else set[str]()
+        # The caller has these definitions: it has just named them. It may have replaced those of earlier calls.
+        named = asked.call.payload.definitions
+        known = {digest for _, digest in named} if named else ()
         encode = partial(
             codec.encode,
             forker=forker,
@@ -220,3 +222,17 @@ class Answers:
             instructions = self._exchange.answered(asked)
         if instructions:
             self._references.perform(instructions)
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Take the tracebacks off an error, off the errors that led to it, and off those in an ExceptionGroup."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            left += [each.__cause__, each.__context__]
+            if isinstance(each, BaseExceptionGroup):
+                left += each.exceptions

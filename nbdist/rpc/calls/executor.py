@@ -228,7 +228,7 @@ class Request(Asked):
             function = definitions.get_own(*call.payload.definitions[0])
         # Drop our references to the arguments: they live until the function returns, not until the answer is sent.
         self.decoded, self._frames, self._references = None, [], []
-        # The caller has these definitions. If this process has equal ones, results may refer to them by name.
+        # The caller has these definitions. If this process has equal ones, calls to it may refer to them by name.
         if call.payload.definitions:
             peer = self._executor.links.peer(self.sender)
             if peer is not None:

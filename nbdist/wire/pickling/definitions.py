@@ -7,24 +7,48 @@ callee without an equal definition reports this (`MissingDefinition`) before it 
 sends the call again with the definitions in it (`nbdist.rpc.calls.repeats`). Results and errors always carry the
 definitions.
 
-The digest covers code: bytecode, constants, defaults, class attributes, bases in ``__main__``, and the function that a
-decorator wrapped, which is in the closure. It does not cover state, because running the code may change it: globals,
-the contents of lists, dicts and objects, and variables of a closure that the function itself assigns (``nonlocal``).
+The digest covers code: bytecode, constants, defaults, class attributes, members of enums, bases in ``__main__``, and
+the function that a decorator wrapped, which is in the closure or in the object that the decorator returned. Functions
+and types of other modules count by their names. It does not cover state, because running the code may change it:
+globals, the contents of lists, dicts and objects, and variables of a closure that the function itself assigns
+(``nonlocal``).
 """
 
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import hashlib
 import sys
 import types
+import weakref
 from typing import Any
+
+import torch
 
 from nbdist.errors import MissingDefinition
 from nbdist.wire.pickling.names import MAIN_NAMES
 
-__all__ = ["choose", "digest", "find_named", "find_own", "get_own", "name_and_digest", "own_name"]
+__all__ = [
+    "choose",
+    "digest",
+    "find_named",
+    "find_own",
+    "get_own",
+    "is_cached",
+    "name_and_digest",
+    "origin",
+    "own_name",
+]
+
+
+_CACHED: Any = type(functools.cache(lambda: None))
+"""The type of functions with the decorator `functools.lru_cache` or `functools.cache`."""
+_FUNCTIONS = (types.FunctionType, _CACHED)
+
+_origins: weakref.WeakKeyDictionary[Any, tuple[str, str]] = weakref.WeakKeyDictionary()
+"""The functions that `choose` returned because they came by value, each with its name and digest."""
 
 
 def find_named(qualname: str) -> Any:
@@ -62,7 +86,7 @@ def find_own(qualname: str, expected: str) -> Any:
     Returns None if there is none, or if its digest is not ``expected``.
     """
     found = find_named(qualname)
-    if isinstance(found, types.FunctionType | type) and digest(found) == expected:
+    if isinstance(found, (*_FUNCTIONS, type)) and digest(found) == expected:
         return found
     return None
 
@@ -91,7 +115,17 @@ def choose(qualname: str, expected: str, value: Any) -> Any:
     If a function or class is sent by value, its pickle refers to this function, with the function or class as
     ``value``. So if both processes have the same class, an instance that travels has the receiver's own class.
     """
-    return find_own(qualname, expected) or value
+    own = find_own(qualname, expected)
+    if own is not None:
+        return own
+    if isinstance(value, _FUNCTIONS):
+        _origins[value] = qualname, expected
+    return value
+
+
+def origin(function: Any) -> tuple[str, str] | None:
+    """Return the name and digest of a function that came by value, as its own process has it; None for any other."""
+    return _origins.get(function) if isinstance(function, _FUNCTIONS) else None
 
 
 _DIGESTS_REMEMBERED = 1024
@@ -107,7 +141,7 @@ def digest(definition: Any) -> str:
     bytecode and the rest of the description.
     """
     described = (
-        _function(definition, set()) if isinstance(definition, types.FunctionType) else _class(definition, set())
+        _function(definition, set()) if isinstance(definition, types.FunctionType) else _member(definition, set())
     )
     found = _digests.get(described)
     if found is None:
@@ -130,10 +164,16 @@ _EXACT = frozenset({type(None), bool, int, str, bytes})
 """The types whose equal values have equal reprs, unlike 0.0 and -0.0."""
 
 
+def is_cached(value: Any) -> bool:
+    """Return whether ``value`` is a function with the decorator `functools.lru_cache` or `functools.cache`."""
+    return isinstance(value, _CACHED)
+
+
 def _constant(value: Any) -> Any:
     """Return ``value`` in a form whose repr is the same in every process.
 
-    For lists, dicts and all other objects that are not constants, only the type counts.
+    Functions and types of other modules count by their names. For lists, dicts and all other objects that are not
+    constants, only the type counts.
     """
     if type(value) in _EXACT:
         return type(value).__name__, value
@@ -145,6 +185,12 @@ def _constant(value: Any) -> Any:
         return "frozenset", *sorted(repr(_constant(item)) for item in value)
     if isinstance(value, int | float | complex | str | bytes):
         return type(value).__name__, repr(value)
+    if isinstance(value, torch.dtype | torch.device):
+        return "torch", str(value)
+    if isinstance(value, type | types.BuiltinFunctionType | types.FunctionType):
+        return "named", str(value.__module__), value.__qualname__
+    if isinstance(value, enum.Enum):
+        return "enum", type(value).__module__, type(value).__qualname__, value.name
     return "object", type(value).__module__, type(value).__qualname__
 
 
@@ -194,8 +240,8 @@ def _function(function: types.FunctionType, seen: set[Any]) -> tuple[Any, ...]:
         "function",
         function.__qualname__,
         function.__code__,
-        defaults and _constant(defaults),
-        kwdefaults and tuple((name, _constant(value)) for name, value in kwdefaults.items()),
+        defaults and tuple(_member(value, seen) for value in defaults),
+        kwdefaults and tuple((name, _member(value, seen)) for name, value in kwdefaults.items()),
         cells,
     )
 
@@ -236,6 +282,9 @@ def _class(cls: type, seen: set[Any]) -> tuple[Any, ...]:
         for base in cls.__bases__
     )
     members = tuple((name, _member(value, seen)) for name, value in sorted(vars(cls).items()) if name not in _IGNORED)
+    if isinstance(cls, enum.EnumType):
+        of_enum: dict[str, Any] = dict(cls.__members__)
+        members += tuple((name, _constant(member.value)) for name, member in of_enum.items())
     return "class", cls.__qualname__, bases, members
 
 
@@ -245,6 +294,13 @@ def _member(value: Any, seen: set[Any]) -> Any:
         return type(value).__name__, _member(value.__func__, seen)
     if isinstance(value, property):
         return "property", *(_member(part, seen) for part in (value.fget, value.fset, value.fdel))
+    if isinstance(value, functools.cached_property):
+        return "cached_property", _member(value.func, seen)
+    if isinstance(value, functools.partial | functools.partialmethod):
+        named = tuple((name, _member(argument, seen)) for name, argument in value.keywords.items())
+        return "partial", _member(value.func, seen), *(_member(argument, seen) for argument in value.args), named
+    if isinstance(value, _CACHED):
+        return "cached", tuple(sorted(value.cache_parameters().items())), _member(value.__wrapped__, seen)
     if isinstance(value, types.FunctionType):
         return _function(value, seen)
     if isinstance(value, type) and value.__module__ in MAIN_NAMES:

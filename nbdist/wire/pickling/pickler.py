@@ -7,6 +7,7 @@ functions and classes of ``__main__`` (see `nbdist.wire.pickling.definitions`; c
 from __future__ import annotations
 
 import builtins
+import functools
 import io
 import pickle
 import sys
@@ -20,7 +21,7 @@ import torch
 
 from nbdist.errors import EncodeError
 from nbdist.wire.messages import Fork
-from nbdist.wire.pickling import definitions, names, stand_ins
+from nbdist.wire.pickling import classes, definitions, names, stand_ins
 from nbdist.wire.pickling.large_globals import warn_of_large_globals
 from nbdist.wire.pickling.registered import Forker, reducers, reference_types
 from nbdist.wire.tensors import OWN_FRAME_BYTES, Buffer, TensorPacker, is_packable, refuse_uncarried
@@ -87,6 +88,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         for table in reversed([reducers, *cloudpickle.Pickler.dispatch_table.maps]):
             self.dispatch_table.update(table)
         self.dispatch_table[types.CodeType] = _reduce_code
+        self.dispatch_table[functools.cached_property] = _reduce_cached_property
         # The callback is no method of this pickler: a reference cycle would keep the value until a garbage collection.
         super().__init__(file, protocol=5, buffer_callback=_TakeBuffers(buffers))
         self.packer = packer
@@ -150,7 +152,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return OrderedDict, (), vars(obj) or None, None, iter(obj.items())
         if kind in reference_types:
             return stand_ins.reference, (self._refer(obj),)
-        if kind is types.FunctionType or issubclass(kind, type):
+        if kind is types.FunctionType or issubclass(kind, type) or definitions.is_cached(obj):
             return self._definition(obj)
         if kind is _ByValue:
             return self._value(obj.definition)
@@ -216,17 +218,24 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         Only definitions of ``__main__`` are special. A definition that ``__main__`` has under its own name is sent as
         that name and the digest. With ``by_value``, its value is sent as well, unless the receiver is known to have it;
         the receiver then chooses its own definition if the digest is the same. A definition that ``__main__`` does not
-        have under its name, such as a lambda, always goes by value. A method goes as an attribute of its class.
+        have under its name, such as a lambda, always goes by value; one that came from another process goes with the
+        name and digest that it has there, so that it is the original again where it came from. A method goes as an
+        attribute of its class.
 
         Raises ValueWanted if a definition that the receiver is known to lack would go by name only.
         """
-        if getattr(obj, "__module__", None) not in names.MAIN_NAMES or id(obj) in self._inner:
+        if getattr(obj, "__module__", None) not in names.MAIN_NAMES:
             return super().reducer_override(obj)
+        if id(obj) in self._inner:
+            return self._value(obj) if definitions.is_cached(obj) else super().reducer_override(obj)
         qualname = definitions.own_name(obj)
         if qualname is None:
-            return self._value(obj)
+            origin = definitions.origin(obj)
+            if origin is None:
+                return self._value(obj)
+            return definitions.choose, (*origin, self._wrappers.setdefault(id(obj), _ByValue(obj)))
         outer, _, attribute = qualname.rpartition(".")
-        if outer and isinstance(obj, types.FunctionType):
+        if outer and not isinstance(obj, type):
             return getattr, (definitions.find_named(outer), attribute)
         digest = definitions.digest(obj)
         self.definitions.append((qualname, digest))
@@ -247,11 +256,15 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if isinstance(definition, types.FunctionType):
             warn_of_large_globals(definition)
             return self._dynamic_function_reduce(definition)
+        if definitions.is_cached(definition):
+            return stand_ins.cached, (definition.cache_parameters(), definition.__wrapped__)
         for member in vars(definition).values():
             inner = getattr(member, "__func__", member)
             parts = (inner.fget, inner.fset, inner.fdel) if isinstance(inner, property) else (inner,)
-            self._inner.update(id(part) for part in parts if isinstance(part, types.FunctionType))
-        return cloudpickle._class_reduce(definition)
+            self._inner.update(
+                id(part) for part in parts if isinstance(part, types.FunctionType) or definitions.is_cached(part)
+            )
+        return classes.reduced(definition, definitions.digest(definition))
 
     @staticmethod
     def _script_function(function: Any) -> Any:
@@ -275,6 +288,11 @@ def _reduce_exception(error: BaseException) -> Any:
         return NotImplemented
     state = {key: value for key, value in error.__dict__.items() if not key.startswith("__nbdist")}
     return stand_ins.exception, (cls, error.args, state)
+
+
+def _reduce_cached_property(found: functools.cached_property[Any]) -> Any:
+    """Return how to pickle a cached property without the lock that Python 3.11 puts into it."""
+    return stand_ins.cached_property, (found.func, found.attrname)
 
 
 def _reduce_code(code: types.CodeType) -> Any:

@@ -6,6 +6,7 @@ moving a function here changes the bytes between agents, and needs a new `nbdist
 
 from __future__ import annotations
 
+import functools
 import io
 from typing import Any
 
@@ -13,7 +14,16 @@ import torch
 
 from nbdist.errors import DecodeError
 
-__all__ = ["exception", "recorded", "reference", "script", "script_function", "tensor"]
+__all__ = [
+    "cached",
+    "cached_property",
+    "exception",
+    "recorded",
+    "reference",
+    "script",
+    "script_function",
+    "tensor",
+]
 
 
 def tensor(index: int) -> Any:
@@ -51,6 +61,19 @@ def exception(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, 
     error.args = args
     error.__dict__.update(state)
     return error
+
+
+def cached(parameters: dict[str, Any], function: Any) -> Any:
+    """Return a function with the decorator `functools.lru_cache`, with these parameters, and with an empty cache."""
+    return functools.lru_cache(**parameters)(function)
+
+
+def cached_property(function: Any, name: str | None) -> functools.cached_property[Any]:
+    """Return a cached property of a class, where it has this name; None for a property that has none yet."""
+    made = functools.cached_property(function)
+    if name is not None:
+        made.__set_name__(object, name)
+    return made
 
 
 def script(data: bytes) -> Any:

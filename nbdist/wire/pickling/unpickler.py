@@ -6,6 +6,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import cloudpickle.cloudpickle as cloudpickle
@@ -13,7 +14,7 @@ import torch
 
 from nbdist import torch_private
 from nbdist.errors import DecodeError
-from nbdist.wire.pickling import names, stand_ins
+from nbdist.wire.pickling import classes, names, stand_ins
 from nbdist.wire.tensors import Buffer
 
 __all__ = ["Unpickler"]
@@ -76,7 +77,7 @@ class Unpickler(pickle.Unpickler):
         """Return the object that a pickle names; pickle calls this.
 
         For ``tensor``, ``recorded`` and ``reference`` of `stand_ins`, returns functions that return objects of this
-        message.
+        message. For cloudpickle's functions that rebuild functions and classes, returns others in their place.
 
         Raises DecodeError if this worker has no such object.
         """
@@ -89,8 +90,13 @@ class Unpickler(pickle.Unpickler):
             }
             if name in bound:
                 return bound[name]
-        elif name == "_make_function" and module == cloudpickle.__name__:
-            return self._make_function
+        elif module == cloudpickle.__name__:
+            if name == "_make_function":
+                return self._make_function
+            if name == "_class_setstate":
+                return classes.fill_any
+            if name in ("_make_skeleton_class", "_make_skeleton_enum"):
+                return partial(classes.make, super().find_class(module, name))
         try:
             return super().find_class(module, name)
         except (AttributeError, ImportError) as error:
