@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ import pytest
 import workers
 
 from nbdist.cluster.processes.worker_processes import Processes, describe_exit
+from nbdist.cluster.processes.zygote import MessageSocket
 from nbdist.errors import UsageError, WorkerLost
 
 
@@ -270,6 +272,47 @@ def test_a_zygote_that_cannot_start_says_why(monkeypatch):
     with pytest.raises(WorkerLost, match=r"has ended, so no worker can live.*: no way"):
         found.processes.ready(30)
     found.processes.close()
+
+
+def test_many_threads_start_workers_with_large_environments_at_once():
+    found = Owned(True)
+    large = {f"NBDIST_TEST_{number}": "x" * 60_000 for number in range(5)}  # more than fits in the socket
+    names = [f"worker{number}" for number in range(8)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        pids = list(pool.map(lambda name: found.start(name, "sleep", **large), names))
+    assert found.processes.living == dict(zip(names, pids, strict=True))
+    found.processes.close()
+
+
+def test_an_interrupt_takes_effect_after_the_message_that_it_would_cut(owned, monkeypatch):
+    owned.start("worker0", "sleep")
+    line = owned.processes._line
+
+    class Interrupted:
+        def sendall(self, data: bytes) -> None:
+            line.socket.sendall(data[:10])
+            signal.raise_signal(signal.SIGINT)
+            line.socket.sendall(data[10:])
+
+    message = MessageSocket.__new__(MessageSocket)
+    message.socket = Interrupted()
+    monkeypatch.setattr(owned.processes, "_line", message)
+    with pytest.raises(KeyboardInterrupt):
+        owned.processes.signal("worker0", signal.SIGKILL)
+    monkeypatch.undo()
+    assert owned.end_of("worker0") == -signal.SIGKILL
+    owned.start("worker0", "sleep")
+
+
+def test_a_zygote_that_fails_says_why(owned):
+    owned.processes.ready(30)
+    starting = owned.processes.start("worker0", "entries:sleep")
+    owned.processes._line.socket.sendall(b"no message\n")
+    assert owned.end_of("worker0") == -signal.SIGKILL
+    starting.result(30)
+    with pytest.raises(WorkerLost, match="has ended"):
+        owned.start("worker1", "sleep")
+    assert "DecodeError" in (owned.folder / "zygote.log").read_text()
 
 
 OWNER = """

@@ -44,6 +44,7 @@ from nbdist.cluster.processes.zygote import (
     ZygoteReady,
 )
 from nbdist.errors import UsageError, WorkerLost
+from nbdist.signals import Deferral
 
 __all__ = ["Processes", "describe_exit"]
 
@@ -85,6 +86,8 @@ class Processes:
         self.owner = os.getpid()
         """The process that started the zygote, and alone may use this object: not one that was forked from it."""
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        """Held while a message is sent to the zygote."""
         self._starting: dict[str, Future[int]] = {}
         """The workers that have been asked for and not been answered, by name."""
         self._living: dict[str, int] = {}
@@ -129,7 +132,7 @@ class Processes:
         workers cannot be forked, a warning says that they do not share the imports. ``environment`` has the environment
         variables for the imports; None stands for this process's variables.
         """
-        self._line.send(Preload(list(modules), _environment(environment), os.getcwd(), _import_path()))
+        self._send(Preload(list(modules), _environment(environment), os.getcwd(), _import_path()))
         return self._preloading
 
     def start(
@@ -163,7 +166,7 @@ class Processes:
             str(self.log(name)),
             _import_path(),
         )
-        self._line.send(start)
+        self._send(start)
         return future
 
     def log(self, name: str) -> Path:
@@ -172,7 +175,7 @@ class Processes:
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a worker; do nothing if it has ended."""
-        self._line.send(Signal(name, number))
+        self._send(Signal(name, number))
 
     @property
     def living(self) -> dict[str, int]:
@@ -217,7 +220,15 @@ class Processes:
         self._line.socket.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # -- messages of the zygote ---------------------------------------------------------------
+    # -- messages to and from the zygote ---------------------------------------------------------------
+
+    def _send(self, message: Preload | Start | Signal) -> None:
+        """Send a message to the zygote, whole: the zygote could read nothing after a part of a message.
+
+        So other threads wait, and a Ctrl-C takes effect afterwards.
+        """
+        with Deferral(), self._sending:
+            self._line.send(message)
 
     def _read(self) -> None:
         """Handle the zygote's events until it ends. In a thread of its own."""

@@ -168,7 +168,10 @@ class MessageSocket:
         self._buffer = b""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message; do nothing if the other side has closed. Waits while the other side does not read."""
+        """Send a message; do nothing if the other side has closed. Waits while the other side does not read.
+
+        One thread at a time may call this, and nothing may interrupt it: a large message is sent in parts.
+        """
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.socket.sendall(msgspec.json.encode(message) + b"\n")
 
@@ -312,6 +315,7 @@ class _Zygote:
         has no frame of the zygote's.
         """
         me = os.getpid()
+        failed = False
         _prctl(_SUBREAPER, 1)
         self._heed_signals()
         try:
@@ -319,9 +323,14 @@ class _Zygote:
             self._forks = self._setup.fork and hasattr(os, "fork") and _is_safe_to_fork()
             self._line.send(ZygoteReady(self._forks, complaints))
             return self._listen()
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+            failed = True
+            return None
         finally:
             if os.getpid() == me:
-                self._end()
+                self._end(keep_folder=failed)  # the owner reads the traceback in the log there, and removes the folder
 
     def _heed_signals(self) -> None:
         """Ignore Ctrl-C, end at SIGTERM, and wake `_listen` when a child ends."""
@@ -535,8 +544,8 @@ class _Zygote:
                 _read_last_words(*self._unread.pop(found.si_pid))
                 self._line.send(ProcessEnded(name, os.waitstatus_to_exitcode(status)))
 
-    def _end(self) -> None:
-        """Kill every process that was started from here, remove the run directory, and exit.
+    def _end(self, keep_folder: bool = False) -> None:
+        """Kill every process that was started from here, remove the run directory unless told to keep it, and exit.
 
         Loops until there are no children: when a process is killed, the zygote becomes the parent of its children.
         """
@@ -548,7 +557,8 @@ class _Zygote:
                     os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-1, 0)
-        shutil.rmtree(self._setup.folder, ignore_errors=True)
+        if not keep_folder:
+            shutil.rmtree(self._setup.folder, ignore_errors=True)
         os._exit(0)  # an ordinary exit takes long for all these modules
 
 
