@@ -275,6 +275,7 @@ class Agent:
             self.links,
             self.sharing,
             lose=self.lose,
+            ended=self._on_process_end,
             joined=self._tell_joined,
             lost_after=options.lost_after,
         )

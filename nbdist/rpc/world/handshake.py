@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbdist.channel.contract import ChannelError, TooManyFiles
+from nbdist.channel.liveness import is_alive
 from nbdist.errors import NbdistError, NotUnique, RendezvousError, VersionMismatch, WorkerLost
 from nbdist.rpc.futures import blocking_wait
 from nbdist.rpc.links import Links
@@ -50,14 +51,16 @@ class Handshake:
         sharing: Sharing,
         *,
         lose: Callable[[int, str], None],
+        ended: Callable[[int], None],
         joined: Callable[[Record], None],
         lost_after: float,
     ) -> None:
         """Start with no other member known.
 
-        ``lose`` is `Agent.lose`, called if a member refuses this agent after the world has formed. ``joined`` is called
-        with each member that joins a dynamic world. In a dynamic world, a listed member that does not answer for
-        ``lost_after`` seconds counts as dead.
+        ``lose`` is `Agent.lose`, called if a member refuses this agent after the world has formed. ``ended(pid)`` loses
+        the members whose process, on this host, has ended. ``joined`` is called with each member that joins a dynamic
+        world. In a dynamic world, a listed member of another host that does not answer for ``lost_after`` seconds
+        counts as dead.
         """
         self._joined = joined
         self._me = membership.me
@@ -65,6 +68,7 @@ class Handshake:
         self._links = links
         self._sharing = sharing
         self._lose = lose
+        self._ended = ended
         self._lost_after = lost_after
         self._changed = threading.Condition()
         self._world: set[int] | None = None
@@ -103,9 +107,11 @@ class Handshake:
     def join_dynamic(self, present: Sequence[Record], deadline: float) -> list[Record]:
         """Meet the members that are present in a dynamic world; return the records of those that turn out to be dead.
 
-        A member counts as dead if it has not answered by the deadline (a time of `time.monotonic`), or after
-        ``lost_after`` seconds (12 if that is more). Raises RendezvousError or VersionMismatch if a member refuses this
-        one.
+        Waits until the deadline (a time of `time.monotonic`), but at most ``lost_after`` seconds (12 if that is more).
+        A member of another host that has not answered by then counts as dead: calls to it fail with WorkerLost, and it
+        is refused when it answers later. A member of this host counts as dead only if its process has ended; else it is
+        busy or stopped, and reads the greetings later. Raises RendezvousError or VersionMismatch if a member refuses
+        this one.
         """
         dead: list[Record] = []
         for record in present:
@@ -127,11 +133,24 @@ class Handshake:
         if self._error is not None:
             raise self._error  # a member that refuses is not dead
         for record in waiting:
-            if record.incarnation not in self._welcomed:
+            if record.incarnation in self._welcomed:
+                continue
+            if record.host == self._me.host and is_alive(record.pid, record.started):
+                self._add(record)
+            else:
                 dead.append(record)
-                self._links.disconnect(record.incarnation)
         self._complete = True
+        for record in dead:
+            self._give_up(record)
         return dead
+
+    def _give_up(self, record: Record) -> None:
+        """Make a listed member that did not answer a former member: then errors name it, and its answer is refused."""
+        why = f"did not answer when {self._me.name} joined"
+        with contextlib.suppress(NotUnique):  # another member has its name, and errors are about that one
+            self._membership.add(record)
+        self._lose(record.incarnation, why)
+        self._membership.remove(record.incarnation, why)  # if it was not connected any more
 
     def _greet_until(self, others: Sequence[Record], done: Any, deadline: float) -> None:
         """Greet the others until ``done()`` is true. Raises RendezvousError at the deadline, with the missing names.
@@ -187,6 +206,9 @@ class Handshake:
         if record.version != VERSION:
             self._refuse(record, f"{self._me.name} uses version {VERSION} of nbdist's protocol, not {record.version}")
         elif self.is_dynamic and record.world_size is None:
+            holder = self._membership.holder(record)
+            if holder is not None and holder.host == self._me.host and not is_alive(holder.pid, holder.started):
+                self._ended(holder.pid)  # a new worker has taken its name before this process has noticed its end
             try:
                 self._links.connect(record)
                 self._membership.add(record)  # last: a member without a connection could never be called
@@ -238,14 +260,18 @@ class Handshake:
         """Record that a member has answered this agent's greeting."""
         record = self._meet(sender, message.reads)
         if self.is_dynamic and record is not None:
-            is_new = self._membership.get(sender) is None
-            with contextlib.suppress(NotUnique):
-                self._membership.add(record)
-                if is_new:
-                    self._joined(record)
+            self._add(record)
         with self._changed:
             self._welcomed.add(sender)
             self._changed.notify_all()
+
+    def _add(self, record: Record) -> None:
+        """Add a member of a dynamic world, unless another one has its name or id. Adding it twice changes nothing."""
+        is_new = self._membership.get(record.incarnation) is None
+        with contextlib.suppress(NotUnique):
+            self._membership.add(record)
+            if is_new:
+                self._joined(record)
 
     def on_ready(self, message: Ready, sender: int, _: list[bytes]) -> None:
         """Record that a member has met all others. `join_fixed` waits until all members have reported this."""

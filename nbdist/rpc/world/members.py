@@ -72,8 +72,8 @@ class Membership:
 
         Adding a member a second time changes nothing.
         """
-        holder = self.names.get(record.name) or self._ids.get(record.id)
-        if holder is not None and holder.incarnation != record.incarnation:
+        holder = self.holder(record)
+        if holder is not None:
             taken = "name" if holder.name == record.name else "id"
             raise NotUnique(
                 f"RPC worker {taken} is not unique: {record.name!r} (id {record.id}) cannot have it, because "
@@ -83,6 +83,11 @@ class Membership:
         self.names[record.name] = self._ids[record.id] = record
         self._gone.pop(record.name, None)
         self._gone.pop(record.id, None)
+
+    def holder(self, record: Record) -> Record | None:
+        """Return another living member that has the name or the id of ``record``; None if there is none."""
+        found = self.names.get(record.name) or self._ids.get(record.id)
+        return None if found is None or found.incarnation == record.incarnation else found
 
     def remove(self, incarnation: int, why: str) -> Record | None:
         """Remove a member that is gone; return its record, or None if it is no member. ``why`` completes "worker1 ...".

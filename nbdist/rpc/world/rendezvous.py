@@ -67,7 +67,12 @@ class Meeting:
     @property
     def keeps_list(self) -> bool:
         """True if the list of members is in the memory of this process. Then this process removes lost members."""
-        return self.scheme == "nbdist" and is_here(self._address)
+        return self.is_kept and is_here(self._address)
+
+    @property
+    def is_kept(self) -> bool:
+        """True if a process of a cluster, its notebook, keeps the list of members: no other removes lost members."""
+        return self.scheme == "nbdist"
 
     @property
     def _address(self) -> str:

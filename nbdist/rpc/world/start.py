@@ -151,7 +151,7 @@ def start_agent(
             agent.handshake.join_fixed(members, deadline)
         else:
             dead = agent.handshake.join_dynamic(roster.join(me, deadline), deadline)
-            if dead:
+            if dead and not (meeting is not None and meeting.is_kept):
                 roster.leave(*dead)
             devices.check(agent.members())
         agent.at_close(lambda: _leave(agent, roster, meeting))
