@@ -282,7 +282,7 @@ def _become(start: Start) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # children of Ray's processes have SIGINT blocked
     os.chdir(start.directory)
     sys.path[:] = start.path
-    sys.argv = [start.entry, *start.arguments]
+    sys.argv = [start.entry]  # without the arguments: the secret of the cluster may be among them
     module, _, function = start.entry.partition(":")
     getattr(importlib.import_module(module), function)(*start.arguments)
 
