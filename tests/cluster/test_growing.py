@@ -5,12 +5,15 @@ The keepers run on this host, as processes of their own.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import psutil
 import pytest
@@ -21,6 +24,8 @@ from other_hosts import can_make_hosts, hosts
 
 import nbdist
 from nbdist import rpc
+from nbdist.channel.contract import ChannelError
+from nbdist.cluster.hosts.hub import Hub, _hubs
 from nbdist.cluster.processes.launchers.join import JoinLauncher
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.spec import Spec
@@ -309,6 +314,25 @@ def test_a_start_on_this_host_that_fails_says_why(monkeypatch):
     monkeypatch.setattr("nbdist.cluster.processes.launchers.open_local._INVITED_FOR", 1e-9)
     with pytest.raises(ResourceError, match=r"the process that starts the workers of this host has ended: .*expired"):
         nbdist.Cluster(1, host="127.0.0.1", timeout=60).start()
+
+
+def test_a_cluster_for_other_hosts_is_freed_after_its_end(tmp_path):
+    cluster = nbdist.Cluster(1, host="127.0.0.1", timeout=60)
+    assert cluster.evaluate("1") == [1]
+    cluster.shutdown()
+    hub = weakref.ref(cluster._lives.launcher.hub)
+    known = weakref.ref(cluster)
+    del cluster
+    gc.collect()
+    assert (known(), hub()) == (None, None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        unused = dict.fromkeys(("on_arrival", "on_gone", "on_end", "on_parcels"))
+        with pytest.raises(ChannelError, match="are taken"):
+            Hub("127.0.0.1", tmp_path, (port, port), **unused)
+    assert not _hubs
 
 
 @pytest.mark.soak

@@ -19,7 +19,6 @@ import secrets
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -162,6 +161,7 @@ class Hub:
             self._entrance = Entrance(host, self._shared.curve(ENTRANCE), self._answer, ports)
         except BaseException:
             self._agent.close("the entrance could not open")
+            del _hubs[self._agent]
             raise
         self._texts.serve_at(self._entrance.address.removeprefix("tcp://"))
 
@@ -189,8 +189,9 @@ class Hub:
         return self._agent.call(member.name, function, *arguments, timeout=timeout)
 
     def close(self) -> None:
-        """Close the entrance and leave the keepers, which end if they have not yet."""
+        """Close the entrance and leave the keepers, which end if they have not yet. A second call does nothing."""
         with contextlib.ExitStack() as steps:
+            steps.callback(_hubs.pop, self._agent, None)
             steps.callback(self._agent.close, "has ended its cluster")
             self._entrance.close()
 
@@ -301,8 +302,8 @@ class Hub:
         self._on_gone(member, why)
 
 
-_hubs: weakref.WeakKeyDictionary[Agent, Hub] = weakref.WeakKeyDictionary()
-"""The hubs of this process, by their agents."""
+_hubs: dict[Agent, Hub] = {}
+"""The open hubs of this process, by their agents."""
 
 
 # -- functions that keepers call --------------------------------------------------------------------
