@@ -282,7 +282,10 @@ def _agents() -> None:
     for path, is_alive in sorted(_directories()):
         pid = path.name.split("-")[1]
         if is_alive:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            except OSError:  # it has just ended, or it runs in another container
+                command = ""
             _line(f"agent of {pid}", command.replace("\0", " ").strip() or "?")
         else:
             _line(f"agent of {pid}", "has died; the next agent that starts cleans up after it")

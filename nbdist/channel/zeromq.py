@@ -51,7 +51,7 @@ from nbdist.errors import ResourceError
 from nbdist.finalisers import this_thread
 from nbdist.signals import Deferral
 
-__all__ = ["ZmqChannel", "host_identity", "sweep"]
+__all__ = ["LockedDirectory", "ZmqChannel", "host_identity", "sweep", "sweep_directories"]
 
 _FOR_LARGE = "#large"
 """The end of the addresses at which an agent takes large messages."""
@@ -92,7 +92,7 @@ def host_identity() -> str:
     return f"{socket.gethostname()}/{boot}/{mounts}/{pids}/{os.getuid()}"
 
 
-_directories: weakref.WeakSet[_Directory] = weakref.WeakSet()
+_directories: weakref.WeakSet[LockedDirectory] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
@@ -112,13 +112,16 @@ _FILES_FOR_LARGE = 16
 """The number of files that must be free before the first large message: one for a socket, 7 for a thread of pyzmq."""
 
 
-class _Directory:
-    """An agent's own directory, with a file that stays locked while the agent lives."""
+class LockedDirectory:
+    """A process's own directory, with a file that stays locked while the process lives.
+
+    The kernel keeps the lock, also for processes of other containers, to whom a process id would say nothing.
+    """
 
     def __init__(self, base: Path, label: str) -> None:
-        """Make and lock the directory ``base / label``. Raises OSError on failure, as when another agent has it."""
+        """Make and lock the directory ``base / label``. Raises OSError on failure, as when another process has it."""
         self.path = base / label
-        draft = self.path.with_name(f"new-{label}")  # another agent's `sweep` would remove it before it is locked
+        draft = self.path.with_name(f"new-{label}")  # else others would remove it before it is locked
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, draft, ignore_errors=True)
             draft.mkdir(mode=0o700)
@@ -139,25 +142,31 @@ class _Directory:
 
 
 def sweep() -> int:
-    """Remove the directories of this user's agents that were killed; return how many there were.
+    """Remove the directories of this user's agents that were killed; return how many there were."""
+    return sweep_directories(runtime_directory(), "agent")
 
-    A living agent holds the lock in its directory, so its directory stays.
+
+def sweep_directories(base: Path, kind: str) -> int:
+    """Remove each `LockedDirectory` below ``base`` whose process has died; return how many there were.
+
+    The label of the directories begins with ``kind`` and a hyphen. A living process holds the lock in its directory, so
+    its directory stays.
     """
     removed = 0
-    for path in runtime_directory().glob("agent-*"):
+    for path in base.glob(f"{kind}-*"):
         try:
-            with (path / "lock").open("rb") as lock:
+            with (path / "lock").open("r+b") as lock:  # NFS locks only files that are open for writing
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
                 removed += 1
         except BlockingIOError:
-            pass  # its agent is alive
+            pass  # its process is alive
         except (FileNotFoundError, NotADirectoryError):
-            # Its agent may be removing it right now. If it is more than 60 s old, that is not so.
+            # Its process may be removing it right now. If it is more than 60 s old, that is not so.
             with contextlib.suppress(OSError):
                 if path.exists() and not any(path.iterdir()) and _age(path) > 60:
                     path.rmdir()
-    for path in runtime_directory().glob("new-agent-*"):
+    for path in base.glob(f"new-{kind}-*"):
         with contextlib.suppress(OSError):
             if _age(path) > 60:
                 shutil.rmtree(path, ignore_errors=True)
@@ -214,7 +223,7 @@ class ZmqChannel:
             if local:
                 if directory is None:
                     sweep()
-                own = _Directory(directory or runtime_directory(), f"agent-{label}")
+                own = LockedDirectory(directory or runtime_directory(), f"agent-{label}")
                 undo.callback(own.remove)
                 self.directory = own.path
                 self._bind(self._inbox, f"ipc://{own.path}/in")

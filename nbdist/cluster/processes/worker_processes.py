@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -31,6 +30,7 @@ from pathlib import Path
 import msgspec
 
 from nbdist.cluster.processes import zygote
+from nbdist.cluster.processes.run_directory import remove_folder
 from nbdist.cluster.processes.zygote import (
     MessageSocket,
     Preload,
@@ -218,7 +218,7 @@ class Processes:
         if threading.current_thread() is not self._thread:  # else `on_end` has called this, in that thread
             self._thread.join(timeout)
         self._line.socket.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder)
 
     # -- messages to and from the zygote ---------------------------------------------------------------
 

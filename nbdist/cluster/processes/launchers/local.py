@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -20,7 +19,7 @@ from nbdist.channel.liveness import is_alive, started_at
 from nbdist.channel.resources import require_files
 from nbdist.cluster.processes.launchers.contract import GIVEN_UP, OnEnd, StartedWorker
 from nbdist.cluster.processes.probe import Probe, probe
-from nbdist.cluster.processes.run_directory import make_folder
+from nbdist.cluster.processes.run_directory import make_folder, remove_folder
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.processes.worker_processes import Processes
 from nbdist.cluster.processes.zygote import frozen_imports
@@ -102,7 +101,7 @@ def _start_zygote(*, by_fork: bool = False) -> Processes:
             folder, _do_nothing, preload=_PRELOAD, fork=_may_fork(), environment=environment, fork_zygote=by_fork
         )
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)  # no zygote lives that could do it
+        remove_folder(folder)  # no zygote lives that could do it
         raise
 
 

@@ -22,7 +22,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import signal
 import threading
 import time
@@ -40,7 +39,7 @@ from nbdist.cluster.hosts.hub import Hub, KeeperMember
 from nbdist.cluster.kernels.relay import Parcel, Relay
 from nbdist.cluster.processes.launchers.contract import GIVEN_UP, OnEnd, StartedWorker
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
-from nbdist.cluster.processes.run_directory import make_folder
+from nbdist.cluster.processes.run_directory import make_folder, remove_folder
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.processes.worker_processes import Processes
 from nbdist.errors import NbdistError, UsageError, WorkerLost
@@ -126,7 +125,7 @@ class RemoteLauncher:
         self._boards = Boards()
         with contextlib.ExitStack() as undo:
             self._folder = make_folder()
-            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            undo.callback(remove_folder, self._folder)
             # This zygote (a process that starts workers) starts none. It removes the run directory if this process
             # is killed.
             self._warden = Processes(self._folder, lambda name, code: None, fork=False)
