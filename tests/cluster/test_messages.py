@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -136,7 +137,7 @@ def test_a_runtime_directory_that_is_too_long_for_a_cluster(monkeypatch, tmp_pat
     ],
 )
 def test_a_worker_that_cannot_start(now, error, text):
-    processes = SimpleNamespace(_lock=threading.Lock(), _living={"worker1": 1}, _starting={}, **now)
+    processes = SimpleNamespace(_lock=threading.Lock(), _living={"worker1": 1}, _starting={}, log=Path, **now)
     with pytest.raises(error, match=text):
         Processes.start(processes, "worker1", "module:function")
 

@@ -185,6 +185,43 @@ def test_a_worker_has_the_owners_surroundings(owned, tmp_path):
     assert owned.end_of("worker0") == 0
 
 
+def test_variables_and_paths_need_not_be_text(owned, tmp_path, monkeypatch):
+    odd = os.fsdecode(b"caf\xe9")  # Latin-1
+    (tmp_path / odd).mkdir()
+    monkeypatch.chdir(tmp_path / odd)
+    monkeypatch.syspath_prepend(str(tmp_path / odd))
+    owned.processes.preload(["json"], {**os.environ, "NBDIST_TEST_VARIABLE": odd}).result(30)
+    owned.start("worker0", "tell", str(tmp_path / "told"), odd, NBDIST_TEST_VARIABLE=odd)
+    facts = json.loads(read(tmp_path / "told"))
+    assert facts["variable"] == facts["word"] == odd
+    assert facts["directory"] == str(tmp_path / odd)
+    assert str(tmp_path / odd) in facts["path"]
+
+
+def test_a_start_in_a_deleted_directory_says_so_and_can_be_repeated(owned, tmp_path, monkeypatch):
+    owned.processes.ready(30)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short").mkdir()
+    os.chdir("short")
+    (tmp_path / "short").rmdir()
+    with pytest.raises(UsageError, match=r"the working directory of this process, .*, has been deleted: change to"):
+        owned.start("worker0", "sleep")
+    with pytest.raises(UsageError, match=r"the working directory of this process, .*, has been deleted: change to"):
+        owned.processes.preload(["json"])
+    os.chdir(tmp_path)
+    owned.start("worker0", "sleep")
+
+
+def test_a_directory_that_is_deleted_meanwhile_ends_no_zygote(tmp_path, monkeypatch):
+    found = Owned(True)
+    monkeypatch.setattr("nbdist.cluster.processes.worker_processes._directory", lambda: str(tmp_path / "gone"))
+    with pytest.raises(UsageError, match=r"cannot import anything in .*gone: No such file or directory"):
+        found.processes.preload(["json"]).result(30)
+    monkeypatch.undo()
+    found.start("worker0", "sleep")
+    found.processes.close()
+
+
 def test_random_numbers_differ(owned, tmp_path):
     for number in range(3):
         owned.start(f"worker{number}", "tell", str(tmp_path / str(number)), "")
@@ -263,6 +300,18 @@ def test_a_worker_that_cannot_be_made_harms_no_other(owned, monkeypatch):
     owned.start("worker2", "no_such_function")
     assert owned.end_of("worker2") == 1
     assert "no_such_function" in owned.processes.log("worker2").read_text()
+    assert owned.processes.living == {"worker0": pid}
+
+
+def test_a_variable_that_cannot_be_fails_one_start(owned):
+    pid = owned.start("worker0", "sleep")
+    impossible = {**os.environ, "NBDIST=TEST": "x"}
+    if owned.processes.ready().forks:
+        owned.processes.start("worker1", "entries:sleep", (), impossible).result(30)
+        assert owned.end_of("worker1") == 1
+    else:
+        with pytest.raises(WorkerLost, match="worker1 cannot start: illegal environment variable name"):
+            owned.processes.start("worker1", "entries:sleep", (), impossible).result(30)
     assert owned.processes.living == {"worker0": pid}
 
 

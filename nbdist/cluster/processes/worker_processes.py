@@ -27,8 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-import msgspec
-
 from nbdist.cluster.processes import zygote
 from nbdist.cluster.processes.run_directory import remove_folder
 from nbdist.cluster.processes.zygote import (
@@ -105,7 +103,7 @@ class Processes:
             else:
                 code = f"import sys; sys.path[:] = {sys.path!r}; {_BOOT}"
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", code, msgspec.json.encode(setup)],
+                    [sys.executable, "-c", code, zygote.encode_message(setup)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -130,9 +128,10 @@ class Processes:
 
         The returned future fails with UsageError if a module cannot be imported, with WorkerLost if the zygote ends. If
         workers cannot be forked, a warning says that they do not share the imports. ``environment`` has the environment
-        variables for the imports; None stands for this process's variables.
+        variables for the imports; None stands for this process's variables. Raises UsageError if this process's working
+        directory has been deleted.
         """
-        self._send(Preload(list(modules), _environment(environment), os.getcwd(), _import_path()))
+        self._send(Preload(list(modules), _environment(environment), _directory(), _import_path()))
         return self._preloading
 
     def start(
@@ -146,8 +145,17 @@ class Processes:
 
         ``entry`` gets ``arguments``. The worker has the variables in ``environment``, by default this process's. The
         future fails with WorkerLost if the process cannot be made. Raises WorkerLost if the zygote has ended,
-        UsageError if a worker of that name lives.
+        UsageError if a worker of that name lives, or if this process's working directory has been deleted.
         """
+        start = Start(
+            name,
+            entry,
+            list(arguments),
+            _environment(environment),
+            _directory(),
+            str(self.log(name)),
+            _import_path(),
+        )
         with self._lock:
             if self._closing:
                 raise WorkerLost(
@@ -157,15 +165,6 @@ class Processes:
             if name in self._living or name in self._starting:
                 raise UsageError(f"a worker called {name!r} runs already")
             future = self._starting[name] = Future[int]()
-        start = Start(
-            name,
-            entry,
-            list(arguments),
-            _environment(environment),
-            os.getcwd(),
-            str(self.log(name)),
-            _import_path(),
-        )
         self._send(start)
         return future
 
@@ -235,7 +234,7 @@ class Processes:
         while (lines := self._line.receive()) is not None:
             for line in lines:
                 self._handle_event(
-                    msgspec.json.decode(line, type=ZygoteReady | Preloaded | Started | ProcessFailed | ProcessEnded)
+                    zygote.decode_message(line, ZygoteReady | Preloaded | Started | ProcessFailed | ProcessEnded)
                 )
         self._zygote_ended()
 
@@ -353,6 +352,17 @@ class _Forked:
 def _environment(given: Mapping[str, str] | None) -> dict[str, str]:
     """Return these environment variables, or a copy of this process's."""
     return dict(os.environ if given is None else given)
+
+
+def _directory() -> str:
+    """Return the working directory, in which workers start. Raises UsageError if it has been deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "the working directory of this process, in which workers start, has been deleted: change to another one, "
+            "with %cd in a notebook or os.chdir"
+        ) from None
 
 
 def _import_path() -> list[str]:

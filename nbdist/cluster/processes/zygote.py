@@ -31,6 +31,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import json
 import os
 import random
 import select
@@ -44,6 +45,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -58,6 +60,8 @@ __all__ = [
     "Signal",
     "Start",
     "Started",
+    "decode_message",
+    "encode_message",
     "fork_zygote",
     "frozen_imports",
     "leave_last_words",
@@ -160,6 +164,20 @@ class ProcessEnded(msgspec.Struct, tag="ended"):
     code: int
 
 
+def encode_message(message: Any) -> bytes:
+    """Return a message, or a tuple with one, as JSON in ASCII, without line breaks.
+
+    Environment variables and paths may have bytes that are not UTF-8. Python has surrogates for them in its texts,
+    which msgspec's own JSON cannot have.
+    """
+    return json.dumps(msgspec.to_builtins(message)).encode()
+
+
+def decode_message(data: bytes | str, type: Any) -> Any:
+    """Return the message of this type, perhaps a union of types, that `encode_message` has written."""
+    return msgspec.convert(json.loads(data), type)
+
+
 class MessageSocket:
     """One end of the socket between owner and zygote, which carries one JSON message per text line."""
 
@@ -173,7 +191,7 @@ class MessageSocket:
         One thread at a time may call this, and nothing may interrupt it: a large message is sent in parts.
         """
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.socket.sendall(msgspec.json.encode(message) + b"\n")
+            self.socket.sendall(encode_message(message) + b"\n")
 
     def receive(self) -> list[bytes] | None:
         """Wait for data; return the lines that are now complete, perhaps none. None if the other side has closed."""
@@ -189,7 +207,7 @@ class MessageSocket:
 
 def main() -> None:
     """Run the zygote, the entry of its process; in a process that it forks, run the worker."""
-    start = _Zygote(msgspec.json.decode(sys.argv[1], type=Setup)).serve()
+    start = _Zygote(decode_message(sys.argv[1], Setup)).serve()
     if start is not None:
         _become(start)
 
@@ -267,7 +285,7 @@ def spawned() -> None:
 
     Used instead of a fork where forking is forbidden or unsafe.
     """
-    parent, start = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[int, Start])
+    parent, start = decode_message(sys.stdin.buffer.read(), tuple[int, Start])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _die_with(parent)
     _become(start)
@@ -398,7 +416,7 @@ class _Zygote:
                 if lines is None:
                     return None
                 for line in lines:
-                    request: Preload | Start | Signal = msgspec.json.decode(line, type=Preload | Start | Signal)
+                    request: Preload | Start | Signal = decode_message(line, Preload | Start | Signal)
                     if isinstance(request, Signal):
                         self._signal(request)
                     elif isinstance(request, Preload):
@@ -417,7 +435,11 @@ class _Zygote:
         complaints = []
         if self._forks:  # a spawned worker would not have the modules
             os.environ.update(request.environment)
-            os.chdir(request.directory)
+            try:
+                os.chdir(request.directory)
+            except OSError as error:  # it was deleted a moment ago
+                self._line.send(Preloaded(self._forks, [f"anything in {request.directory}: {error.strerror}"]))
+                return
             sys.path[:] = request.path
             before = dict(os.environ)
             complaints = self._import(request.modules, collect=True)
@@ -441,7 +463,7 @@ class _Zygote:
         start.environment[LAST_WORDS] = str(theirs.fileno())
         try:
             pid = os.fork() if self._forks else self._spawn(start, theirs.fileno())
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError for a variable that no environment can have
             ours.close()
             theirs.close()
             self._line.send(ProcessFailed(start.name, str(error)))
@@ -508,7 +530,7 @@ class _Zygote:
             )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-            stdin.write(msgspec.json.encode((os.getpid(), start)))
+            stdin.write(encode_message((os.getpid(), start)))
         process.returncode = 0  # keeps Popen from waiting for the process, which `_reap` does
         return process.pid
 
