@@ -8,6 +8,10 @@
 
 Any process that knows the public key of the entrance can knock, and nobody can read the traffic. ``answer`` decides who
 may come in, and by what proof. It gets bytes that anybody may have sent, and must not unpickle them.
+
+A process that knows the public key can fill the memory of the entrance's process: ZeroMQ limits the size of a message's
+part, but not the number of parts, and hands a message over only when its last part has arrived. A request has one part.
+The entrance drops a message of more parts as it reads it, and keeps nothing of a request that it has answered.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -24,11 +28,15 @@ from nbdist.channel.contract import ChannelError
 from nbdist.channel.resources import require_files
 from nbdist.channel.security import CurveKeys
 from nbdist.channel.zeromq import in_brackets
+from nbdist.errors import ProtocolError
 
 __all__ = ["Entrance", "Visit", "knock"]
 
-_LARGEST_REQUEST = 16 << 20
-"""The most bytes of a request or an answer. ZeroMQ ends the connection of a process that sends more."""
+_LARGEST_REQUEST, _LARGEST_ANSWER = 4 << 20, 16 << 20
+"""The most bytes of a request, and of an answer. ZeroMQ ends the connection of a process that sends more in one part.
+
+The largest requests change the list of members: 4 MiB are enough for 2,000 of them.
+"""
 _HANDSHAKE_MS = 5000
 """Milliseconds after which a connection is closed if the other end has not proved that it knows the public key."""
 _WAITING, _ANSWERS_WAITING = 1000, 20
@@ -84,21 +92,31 @@ class Entrance:
         self._thread.start()
 
     def _serve(self) -> None:
-        """Answer requests until `close`."""
+        """Answer requests until `close`, whatever comes: even if there is no memory for a request."""
         while not self._closing:
-            with contextlib.suppress(zmq.ZMQError):  # the newcomer may have left meanwhile
-                if not self._socket.poll(100):
-                    continue
-                who, *request = self._socket.recv_multipart()
-                try:
-                    said = self._answer(b"".join(request))
-                except Exception as error:
-                    self.refused += 1
-                    _log.debug("a request at the entrance is not answered: %s", error)
-                    continue
-                self._socket.send_multipart([who, said], zmq.NOBLOCK)
+            try:
+                if self._socket.poll(100):
+                    self._serve_one()
+            except Exception as error:
+                self.refused += 1
+                _log.debug("a request at the entrance is not answered: %s", error)
         self._socket.close(0)
         self._context.destroy(0)
+
+    def _serve_one(self) -> None:
+        """Receive a message, and answer it if it is a request, which has one part. Raises any error."""
+        try:
+            who, request = self._socket.recv(), b""
+            if self._socket.get(zmq.RCVMORE):
+                request = self._socket.recv()
+            if self._socket.get(zmq.RCVMORE):
+                raise ProtocolError("a request has one part")
+        finally:
+            while self._socket.get(zmq.RCVMORE):
+                self._socket.recv(copy=False)
+        said = self._answer(request)
+        with contextlib.suppress(zmq.ZMQError):  # the newcomer may have left meanwhile
+            self._socket.send_multipart([who, said], zmq.NOBLOCK)
 
     def close(self) -> None:
         """Stop listening. A second call does nothing."""
@@ -147,7 +165,7 @@ class Visit:
         try:
             self._socket = self._context.socket(zmq.DEALER)
             self._socket.set(zmq.LINGER, 0)
-            self._socket.set(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
+            self._socket.set(zmq.MAXMSGSIZE, _LARGEST_ANSWER)
             self._socket.set(zmq.IPV6, int("[" in address))
             public, private = zmq.curve_keypair()
             self._socket.set(zmq.CURVE_PUBLICKEY, public)
@@ -173,11 +191,19 @@ class Visit:
         Raises ChannelError if there is no answer after ``timeout`` seconds: nobody listens there, the entrance has
         another key, or it does not answer this request.
         """
-        self._socket.send(request)
+        return self.ask_all([request], timeout)[0]
+
+    def ask_all(self, requests: Sequence[bytes], timeout: float) -> list[bytes]:
+        """Send requests, one right after the other, and return all answers; raises ChannelError as `ask` does."""
+        for request in requests:
+            self._socket.send(request)
+        answers: list[bytes] = []
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             if self._socket.poll(round(min(left, 0.1) * 1000)):  # short waits: Ctrl-C ends them
-                return b"".join(self._socket.recv_multipart())
+                answers.append(b"".join(self._socket.recv_multipart()))
+                if len(answers) == len(requests):
+                    return answers
         raise ChannelError(
             f"no answer from {self._address} within {timeout:g} s. Either the notebook's cluster has ended: start it "
             "again, and use its new invitation. Or its host cannot be reached from here: see whether `ping` reaches "

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import nbdist
 from nbdist import rpc
 from nbdist.__main__ import main
 from nbdist.channel.contract import ChannelError
-from nbdist.channel.entrance import Entrance, knock
+from nbdist.channel.entrance import Entrance, Visit, knock
 from nbdist.channel.security import Secret
 from nbdist.cluster.hosts import admission, hub
 from nbdist.cluster.hosts.admission import check_versions, describe_myself
@@ -333,3 +334,39 @@ def test_an_entrance_keeps_to_its_ports_and_says_when_none_is_free():
     assert knock(entrance.address, keys.public, b"abc", 10.0) == b"cba"
     entrance.close()
     entrance.close()
+
+
+def test_an_entrance_keeps_nothing_of_requests_and_answers_after_an_error(monkeypatch):
+    keys = Secret(b"a secret of some length", shared_off_host=True).curve("entrance")
+    entrance = Entrance("127.0.0.1", keys, lambda request: str(len(request)).encode())
+    with contextlib.closing(entrance), Visit(entrance.address, keys.public) as visit:
+        # A request of many parts is dropped. The next one is read from its beginning.
+        visit._socket.send_multipart([bytes(1000)] * 50)
+        assert visit.ask(b"abc", 10.0) == b"3"
+        assert entrance.refused == 1
+        assert visit.ask_all([b"", b"a", b"ab"], 10.0) == [b"0", b"1", b"2"]
+        # No memory for a part.
+        receive, failing = zmq.Socket.recv, [True]
+
+        def fail(self, *arguments, **options):
+            data = receive(self, *arguments, **options)
+            if self is entrance._socket and failing:
+                failing.pop()
+                raise MemoryError
+            return data
+
+        monkeypatch.setattr(zmq.Socket, "recv", fail)
+        visit._socket.send_multipart([b"lost", b"lost"])
+        assert visit.ask(b"abcd", 10.0) == b"4"
+        assert (failing, entrance.refused) == ([], 2)
+        monkeypatch.undo()
+        tracemalloc.start()
+        try:
+            assert visit.ask(bytes(3 << 20), 10.0) == str(3 << 20).encode()
+            assert tracemalloc.get_traced_memory()[0] < 1 << 20
+        finally:
+            tracemalloc.stop()
+    with contextlib.closing(Entrance("127.0.0.1", keys, lambda request: request)) as entrance:
+        with pytest.raises(ChannelError, match="no answer"):
+            knock(entrance.address, keys.public, bytes(5 << 20), 0.5)
+        assert knock(entrance.address, keys.public, b"abc", 10.0) == b"abc"

@@ -5,7 +5,7 @@
     this host                                          the notebook's host
     question   ──────────────────────────────────────> the notebook's versions and ports
     trial      ── small, there and back ─────────────> the latency, and the notebook's clock
-    trial      ── up to 8 MB ────────────────────────> the rate there
+    trials     ── up to 8 MB, in parts of 1 MiB ─────> the rate there
     trial      <──────────────────────── up to 8 MB ── the rate back
     connection ──────────────────────────────────────> a port of the hub's agent
     trial      <─────────────────────── connection ─── a port that is open here for this purpose
@@ -17,6 +17,7 @@ invitation, and an invitation may move only a bounded number of bytes in a minut
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from types import TracebackType
 
 import msgspec
@@ -40,6 +41,8 @@ __all__ = ["TrialWay"]
 
 _ANSWERS_WITHIN = 10.0
 """Seconds for each answer of the notebook."""
+_PART = 1 << 20
+"""The most bytes of one request on the way there: the entrance reads no large ones."""
 _CONNECTS_WITHIN = 2.0
 """Seconds for a connection to a port of the notebook's host."""
 
@@ -85,7 +88,7 @@ class TrialWay:
 
         ``fastest`` is the time of the fastest small trial, in seconds.
         """
-        there = rate_of(lambda size: self._try(padding=bytes(size)), fastest)
+        there = rate_of(self._move_there, fastest)
         return there, rate_of(lambda size: self._try(wanted=size), fastest)
 
     def unreached_from_here(self, facts: NotebookFacts) -> str:
@@ -114,11 +117,21 @@ class TrialWay:
             unreached = self._try(port=port, host=self.own_address).unreached
         return f"{self.own_address}:{port}: {unreached}" if unreached else ""
 
-    def _try(self, *, padding: bytes = b"", wanted: int = 0, port: int = 0, host: str = "") -> TrialAnswer:
+    def _move_there(self, nbytes: int) -> None:
+        """Send so many bytes to the notebook, and wait until it has them."""
+        self._try_all([Trial(self._token, bytes(min(_PART, nbytes - at))) for at in range(0, nbytes, _PART)])
+
+    def _try(self, *, wanted: int = 0, port: int = 0, host: str = "") -> TrialAnswer:
         """Send one trial with these fields, and return its answer."""
-        request = TRIAL + msgspec.msgpack.encode(Trial(self._token, padding, wanted, port, host))
-        answer = decode_answer(self._visit.ask(request, _ANSWERS_WITHIN))
-        if isinstance(answer, Denied):
-            raise answer.error()
-        assert isinstance(answer, TrialAnswer)
-        return answer
+        return self._try_all([Trial(self._token, b"", wanted, port, host)])[0]
+
+    def _try_all(self, trials: Sequence[Trial]) -> list[TrialAnswer]:
+        """Send trials, one right after the other, and return all answers."""
+        requests = [TRIAL + msgspec.msgpack.encode(trial) for trial in trials]
+        answers = [decode_answer(answer) for answer in self._visit.ask_all(requests, _ANSWERS_WITHIN)]
+        tried = [answer for answer in answers if isinstance(answer, TrialAnswer)]
+        for answer in answers:
+            if isinstance(answer, Denied):
+                raise answer.error()
+        assert len(tried) == len(trials)
+        return tried
