@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 from msgspec import structs
+from other_hosts import can_make_hosts
 
 from nbdist.channel.contract import ChannelError
 from nbdist.channel.entrance import knock
@@ -220,5 +221,15 @@ def test_a_board_that_has_ended_or_is_gone_says_so_in_every_wait(store):
 
 def test_the_interface_of_an_address_is_found():
     assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("127.0.0.2") == "lo"
     assert interface_of("203.0.113.99") is None
     assert interface_of("no address") is None
+
+
+@pytest.mark.skipif(not can_make_hosts(), reason="only root can add addresses, and only where the kernel allows it")
+def test_the_interface_of_a_second_address_is_found():
+    look = "from nbdist.cluster.hosts.interfaces import interface_of as of"
+    add = "for n in $(seq 1 100); do ip address add 203.0.113.$n/32 dev lo label lo:$n; done"
+    say = f"{look}; print(of('203.0.113.1'), of('203.0.113.99'), of('203.0.113.101'))"
+    command = ["unshare", "-n", "sh", "-c", f'{add}; "$0" -c "$1"', sys.executable, say]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "lo lo None\n"

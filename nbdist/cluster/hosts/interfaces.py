@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import fcntl
 import ipaddress
 import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 from nbdist.errors import UsageError
 
 __all__ = ["interface_of", "own_address_towards"]
 
-_SIOCGIFADDR = 0x8915
-"""Linux's request for the IPv4 address of an interface."""
+_SIOCGIFCONF = 0x8912
+"""Linux's request for all IPv4 addresses, an interface's second and third included."""
+_ENTRY = struct.Struct("16sHH4s16x" if struct.calcsize("P") == 8 else "16sHH4s8x")
+"""One address in the answer (``struct ifreq``): its label, such as ``eth0:1``, family, port and address."""
+_LOOPBACK = "lo"
+"""The interface of all addresses from 127.0.0.1 to 127.255.255.254, of which it lists only the first."""
 
 
 def own_address_towards(host: str, port: int) -> str:
@@ -47,10 +53,23 @@ def interface_of(address: str) -> str | None:
                 if ipaddress.IPv6Address(int(digits, 16)) == wanted:
                     return name
         return None
+    with contextlib.suppress(OSError):
+        for name, found in _addresses():
+            if found == wanted:
+                return name
+    return _LOOPBACK if wanted.is_loopback else None
+
+
+def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address]]:
+    """Yield the name of an interface with each of its IPv4 addresses. Raises OSError on another system than Linux."""
+    room = 64
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                found = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == str(wanted):
-                    return name
-    return None
+        while True:
+            answer = array.array("B", bytes(_ENTRY.size * room))
+            request = struct.pack("iP", len(answer), answer.buffer_info()[0])
+            (used,) = struct.unpack_from("i", fcntl.ioctl(asking, _SIOCGIFCONF, request))
+            if used < len(answer):  # else there may be more
+                break
+            room *= 2
+    for label, _, _, found in _ENTRY.iter_unpack(answer.tobytes()[:used]):
+        yield label.split(b"\0")[0].decode().partition(":")[0], ipaddress.IPv4Address(found)

@@ -17,6 +17,7 @@ The *hub* is the notebook's side: it admits keepers at the *entrance*, an addres
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import re
@@ -68,6 +69,8 @@ _ANSWERS_WITHIN = 20.0
 _LAST_OUTPUT_WITHIN, _OUTPUT_PASSES_WITHIN = 0.03, 5.0
 """Seconds after a worker's end in which its last output may arrive here, and seconds to bring it to the notebook."""
 
+_log = logging.getLogger("nbdist.cluster")
+
 _keeper: Keeper | None = None
 """The keeper of this process."""
 
@@ -111,6 +114,14 @@ class Keeper:
         address, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
         self.host = host or own_address_towards(address.strip("[]"), int(port))
         _require_own_address(self.host)
+        self._interface = interface_of(self.host) or ""
+        """The network interface for the process groups of the workers; empty to let gloo and NCCL choose."""
+        if not self._interface:
+            _log.warning(
+                "no network interface of this host has the address %s: gloo and NCCL choose one by themselves. If they "
+                "choose a wrong one, name this host's IP address with --host",
+                self.host,
+            )
         try:
             request = NEWCOMER + msgspec.msgpack.encode(describe_myself(invitation.token, workers))
             answer = decode_answer(knock(invitation.address, invitation.key.encode(), request, _ANSWERS_WITHIN))
@@ -216,7 +227,7 @@ class Keeper:
             folder=str(folder),
             host=self.host,
             secret=self._secret,
-            interface=interface_of(self.host) or "",
+            interface=self._interface,
             local_rank=place,
             local_world_size=self._places,
             device="cpu" if gpu is None else f"cuda:{gpu}",
