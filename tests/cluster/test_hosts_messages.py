@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -217,6 +220,58 @@ def test_a_board_that_has_ended_or_is_gone_says_so_in_every_wait(store):
     store.boards.remove(1)
     with pytest.raises(RendezvousError, match="has been removed"):
         store.wait(["never"])
+
+
+def test_a_keeper_that_is_lost_while_it_arrives_is_reported_once(tmp_path, monkeypatch):
+    arrived, gone = [], []
+    unused = dict.fromkeys(("on_end", "on_parcels"))
+    hub = hubs.Hub(
+        *("127.0.0.1", tmp_path, None),
+        on_arrival=lambda: arrived.append(True),
+        on_gone=lambda member, why: gone.append((member.token, why)),
+        **unused,
+    )
+    try:
+        with World(1) as world:
+            record = structs.replace(world[0].me, incarnation=7)
+        seen = [record]
+        monkeypatch.setattr(hub._agent, "member", lambda incarnation: seen.pop() if seen else None)
+        monkeypatch.setattr(hub._agent, "fate", lambda incarnation: "was switched off")
+        hub._coming[1] = hubs._Coming("token", 1, time.monotonic() + 60)
+        hub.arrive(1, 7, "127.0.0.1", "far")
+        hub._lost(record, "was switched off")
+        assert (arrived, gone, hub.members) == ([], [("token", "was switched off")], [])
+    finally:
+        hub.close()
+
+
+def test_sigterm_ends_a_keeper_wherever_it_comes(tmp_path, monkeypatch):
+    """Also while the main thread holds the lock of the event for which it is about to wait."""
+    held, ended = threading.Lock(), threading.Event()
+
+    class Keeper:
+        host, why = "127.0.0.1", ""
+
+        def __init__(self, *_):
+            pass
+
+        def run(self):
+            with held:
+                signal.raise_signal(signal.SIGTERM)
+            assert ended.wait(10)
+
+        def finish(self, why):
+            assert held.acquire(timeout=10)
+            held.release()
+            ended.set()
+
+    for name, stand_in in {"Keeper": Keeper, "prepare": lambda **_: None, "read_invitation": lambda _: None}.items():
+        monkeypatch.setattr(f"nbdist.cluster.hosts.joining.{name}", stand_in)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert join("file", 1, None) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_interface_of_an_address_is_found():

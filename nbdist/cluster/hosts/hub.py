@@ -287,10 +287,13 @@ class Hub:
             self.came.add(coming.token)
             member = KeeperMember(record, coming.token, coming.workers, address, host)
             self.members.append(member)
-            if self.has_lost(member):  # lost a moment ago: `_lost` did not find it in `members`
+            lost = self.has_lost(member)  # a moment ago: `_lost` did not find it in `members`
+            if lost:
                 self.members.remove(member)
-                return
-        self._on_arrival()
+        if lost:
+            self._on_gone(member, self._agent.fate(incarnation) or "is gone")
+        else:
+            self._on_arrival()
 
     def _lost(self, record: Record, why: str) -> None:
         """Forget a keeper that is lost. Called by the agent, so it must be quick."""

@@ -34,7 +34,7 @@ def join(path: str, workers: int, host: str | None, with_parent: bool = False) -
         watch = ProcessWatch(lambda pid: keeper.finish("the process that has started this one has ended"))
         watch.watch(os.getppid(), started_at(os.getppid()))
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: keeper.finish(""))
+        signal.signal(signal.SIGTERM, lambda *_: _finish(keeper))
     print(f"nbdist: {counted(workers, 'worker')} on {keeper.host} for the notebook; Ctrl-C ends this", file=sys.stderr)
     try:
         keeper.run()
@@ -44,3 +44,11 @@ def join(path: str, workers: int, host: str | None, with_parent: bool = False) -
         print(f"nbdist: {keeper.why}; its workers here have ended", file=sys.stderr)
         return 1
     return 0
+
+
+def _finish(keeper: Keeper) -> None:
+    """Make `Keeper.run` return. The handler of SIGTERM calls this, at any place of the main thread.
+
+    A thread does it: the handler may interrupt the main thread while that holds the lock of the event to be set.
+    """
+    threading.Thread(target=keeper.finish, args=("",), name="nbdist-finish", daemon=True).start()
