@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -209,6 +210,39 @@ def test_an_actor_has_no_torch(ray):
     with nbdist.Cluster(1, launcher="ray", timeout=60) as cluster:
         maps = Path(f"/proc/{parent_of_keeper(cluster, 'worker0')}/maps").read_text()
         assert "libtorch" not in maps
+
+
+def test_a_start_without_rays_head_fails_at_once(ray, monkeypatch):
+    """To ask Ray would block the launcher, and its shutdown with it, until Ray ends this process."""
+    with nbdist.Cluster(1, launcher="ray", timeout=60) as cluster:
+        (keeper,) = psutil.Process(parent_of_keeper(cluster, "worker0")).children()
+        keeper.kill()
+        until(lambda: cluster.find("worker0").lost)
+        with monkeypatch.context() as patch:
+            patch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
+            with pytest.raises(ResourceError, match=r"Ray cannot start worker0: its head at 127\.0\.0\.1:1 cannot be"):
+                cluster.restart()
+        assert cluster.restart() == ["worker0"]
+
+
+@pytest.mark.parametrize("disconnects", [True, False])
+def test_a_cluster_leaves_a_ray_without_a_head(monkeypatch, disconnects):
+    groups = pytest.importorskip("ray.util.placement_group")
+    asked, ended = threading.Event(), threading.Event()
+
+    def block(group) -> None:
+        asked.set()
+        ended.wait(60)
+
+    monkeypatch.setattr(groups, "remove_placement_group", block)
+    monkeypatch.setattr("nbdist.cluster.processes.launchers.ray._LEAVES_WITHIN", 0.1)
+    said = []
+    ray = SimpleNamespace(shutdown=lambda: said.append("shut down"))
+    launcher = SimpleNamespace(_group="group", _disconnects=disconnects, _ray=ray)
+    RayLauncher._leave_ray(launcher)
+    ended.set()
+    assert (asked.is_set(), said) == ((False, ["shut down"]) if disconnects else (True, []))
+    assert launcher._group is None
 
 
 WITH_RUNTIME_ENV = """

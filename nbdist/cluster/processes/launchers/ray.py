@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -48,6 +49,10 @@ _INVITED_FOR = 600.0
 """Seconds for which the invitation that an actor gets is valid."""
 _USUAL_TIMEOUT = 120.0
 """The default timeout of a cluster, in seconds."""
+_HEAD_ANSWERS_WITHIN = 3.0
+"""Seconds for Ray's head to accept a connection."""
+_LEAVES_WITHIN = 5.0
+"""Seconds for Ray to free the room of a cluster that ends."""
 _ACTORS_TRIED = 3
 """The most actors to ask for, one after another, for one start of a worker, if they die before their keeper joins."""
 
@@ -103,11 +108,41 @@ class RayLauncher(RemoteLauncher):
         wait_for_room(ray, self._group, self._needs, spec.count, within)
 
     def _provide(self) -> None:
-        """Ask Ray for an actor for each worker that waits for a keeper and has none."""
+        """Ask Ray for an actor for each worker that waits for a keeper and has none.
+
+        If Ray's head cannot be reached, their starts fail: to ask would block, and after 60 s Ray would end this
+        process.
+        """
         with self._lock:
-            for name, start in self._wanted.items():
-                if name not in self._actors and not self._closing:
+            starts = [start for name, start in self._wanted.items() if name not in self._actors and not self._closing]
+            if not starts:
+                return
+            lost = self._lost_head()
+            for start in starts:
+                if lost:
+                    del self._wanted[start.name]
+                    self._has_no_place(start)
+                else:
                     self._make_actor(start.setup)
+        for start in starts:
+            if lost and start.future.set_running_or_notify_cancel():
+                start.future.set_exception(
+                    ResourceError(
+                        f"Ray cannot start {start.name}: {lost}. End this cluster now, %dist_shutdown: Ray ends the "
+                        "processes that stay connected to it. Then start another cluster"
+                    )
+                )
+
+    def _lost_head(self) -> str:
+        """Return why Ray's head, the process that keeps Ray's tables, cannot be reached; "" if it can be."""
+        try:
+            host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _HEAD_ANSWERS_WITHIN).close()
+        except OSError as error:
+            return f"its head at {host}:{port} cannot be reached ({error})"
+        except Exception as error:  # Ray raises errors of many classes
+            return f"this process is not connected to it ({error})"
+        return ""
 
     def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
         """Return the keeper that the worker's own actor has started; None if that keeper has not joined."""
@@ -202,14 +237,26 @@ class RayLauncher(RemoteLauncher):
             self._kill(placed)
 
     def _leave_ray(self) -> None:
-        """Give back the placement group. Disconnect from Ray; this ends Ray if this launcher has started it."""
-        from ray.util.placement_group import remove_placement_group
+        """Give back the placement group. Disconnect from Ray; this ends Ray if this launcher has started it.
 
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        Ray frees the group when this process disconnects. To ask for it would block if Ray's head is lost, and after
+        60 s Ray would end this process. A connection of the user's stays, so there a thread asks.
+        """
+        group, self._group = self._group, None
         if self._disconnects:
             self._ray.shutdown()
+        elif group is not None:
+            removing = threading.Thread(target=_remove, args=(group,), name="nbdist-ray-leaving", daemon=True)
+            removing.start()
+            removing.join(_LEAVES_WITHIN)
+
+
+def _remove(group: Any) -> None:
+    """Let Ray free a placement group. Errors are ignored, such as that Ray is not connected any more."""
+    from ray.util.placement_group import remove_placement_group
+
+    with contextlib.suppress(Exception):  # Ray raises errors of many classes
+        remove_placement_group(group)
 
 
 class _Placed(NamedTuple):
