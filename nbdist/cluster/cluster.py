@@ -489,8 +489,12 @@ class Cluster:
                 self._lives.kill(chosen, self._is_member, deadline, because)
                 if self._losses is not None:
                     self._losses.wait()
-                self._lives.launch(chosen)
-                self._lives.bring_up(chosen, deadline)
+                try:
+                    self._lives.launch(chosen)
+                    self._lives.bring_up(chosen, deadline)
+                except BaseException:
+                    self._lives.abandon(chosen)
+                    raise
         if process_group and len(chosen) < len(self.workers):
             self._lives.form_group(deadline)
         elif chosen and len(chosen) < len(self.workers):

@@ -52,6 +52,12 @@ _KILLED_WITHIN = 20.0
 _POLL = 0.005
 """Seconds between two looks whether processes have ended."""
 
+_BEFORE_RPC = ("starting", "process", "kernel")
+"""The steps of a worker that is not a member of the RPC world yet."""
+
+_NOT_READY = "did not become ready: its start failed or was interrupted"
+"""How a worker was lost whose restart did not reach the step "rpc"."""
+
 
 class Lifecycle:
     """Starts, restarts and ends the workers of one cluster.
@@ -184,9 +190,28 @@ class Lifecycle:
             if len(workers) == len(self._workers):
                 await self._form_group()
             for worker in workers:
-                self._note_reached(worker, "ready")
+                if worker.step != "ready":
+                    self._note_reached(worker, "ready")
 
         self._in_time(all_steps(), deadline)
+
+    def abandon(self, workers: Sequence[Worker]) -> None:
+        """End a restart that has failed or was interrupted: no worker stays half started. Waits for the kernel thread.
+
+        A worker that is not a member of the RPC world is killed and counts as lost, so that the next restart starts it
+        again. The others can run cells: they count as ready, although the process group may not have formed.
+        """
+
+        async def settle() -> None:
+            self._give_up(workers)
+            for worker in workers:
+                if worker.step in _BEFORE_RPC:
+                    worker.lose(_NOT_READY)
+                    self.launcher.signal(worker.name, signal.SIGKILL)
+                elif worker.alive and worker.step != "ready":
+                    self._note_reached(worker, "ready")
+
+        self._thread.run(settle()).result()
 
     async def _reach_rpc(self, worker: Worker) -> None:
         """Wait until a launched worker is a member of the RPC world. Raises the error of the step that fails.
@@ -400,22 +425,33 @@ class Lifecycle:
         self._told_size = size = len(self._workers)
         self._group_is_due = False  # last: what fails before is tried again after the next cell
 
+        def release(error: BaseException) -> None:
+            # The other workers wait in the store for the one that failed; only the store can end that wait.
+            stores.end(generation, f"the process group did not form: {error or type(error).__name__}")
+            stores.remove(before)
+
         async def formed(worker: Worker, call: Coroutine[Any, Any, None]) -> None:
             await call
             if worker.step != "ready":
                 self._note_reached(worker, "process group")
 
-        forming = [formed(worker, worker.call(f"group({generation}, {size})")) for worker in self._workers]
+        calls: list[tuple[Worker, Coroutine[Any, Any, None]]] = []
+        try:
+            for worker in self._workers:
+                calls.append((worker, worker.call(f"group({generation}, {size})")))
+        except BaseException as error:
+            for _, call in calls:
+                call.close()
+            release(error)
+            raise
 
         async def all_formed() -> None:
             try:
-                await first_error([asyncio.create_task(waiting) for waiting in forming])
+                await first_error([asyncio.create_task(formed(worker, call)) for worker, call in calls])
             except BaseException as error:
-                # The other workers wait in the store for the one that failed; only the store can end that wait.
-                stores.end(generation, f"the process group did not form: {error or type(error).__name__}")
+                release(error)
                 raise
-            finally:
-                stores.remove(before)
+            stores.remove(before)
 
         return all_formed()
 
