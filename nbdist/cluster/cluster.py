@@ -20,6 +20,7 @@ import re
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -39,7 +40,7 @@ from nbdist.cluster.hosts.losses import Losses
 from nbdist.cluster.inspection import process_memory
 from nbdist.cluster.interrupting import interrupt_cell, interrupt_workers
 from nbdist.cluster.kernels import labels
-from nbdist.cluster.kernels.cells import Cell
+from nbdist.cluster.kernels.cells import Cell, CellPart
 from nbdist.cluster.kernels.connection import KernelThread, Message
 from nbdist.cluster.kernels.jupyter_wire import pack
 from nbdist.cluster.kernels.routing import Router
@@ -52,9 +53,9 @@ from nbdist.cluster.spec import Spec, default_count, rpc_arguments
 from nbdist.cluster.standing import Lookout
 from nbdist.cluster.targets import means_all, parse_targets
 from nbdist.cluster.worker import collectives
-from nbdist.cluster.worker.output import METADATA, fence, take_last_value
+from nbdist.cluster.worker.output import METADATA, drop_value, fence, take_last_value
 from nbdist.cluster.workers import StartError, Worker, lost_error
-from nbdist.errors import EncodeError, NbdistError, UnknownWorker, UsageError
+from nbdist.errors import EncodeError, NbdistError, UnknownWorker, UsageError, WorkerLost
 from nbdist.rpc import api
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
@@ -730,7 +731,7 @@ class Cluster:
             timeout: Seconds, more than 0, after which the cell is interrupted everywhere. None, or more than 1e8, for
                 no limit.
             group_outputs: Whether to show all output at the end, worker by worker.
-            keep: Whether workers keep the value of the last expression, for `references`.
+            keep: Whether workers keep the value of the last expression, for `references`, until nobody has the handle.
             sink: Where to show output; None for the place of the code that calls this.
             quiet: Whether to leave out the values of last expressions, and all notices.
             fail_fast: Whether to interrupt the other workers as soon as one has failed.
@@ -768,7 +769,10 @@ class Cluster:
                 quiet=quiet,
                 fail_fast=fail_fast,
             )
-            cell.keeps_values = keep
+            if keep:
+                ids = [(part.worker, part.id) for part in cell.parts.values()]
+                cell.kept = weakref.finalize(cell, self._thread.soon, self._drop_values, ids)
+                cell.kept.atexit = False
             allow_stdin = block and sink.interactive
             request = {
                 "code": code,
@@ -790,7 +794,11 @@ class Cluster:
                     self._thread.soon(Lookout(self._thread, self.agent, cell, progress_after).start)
 
             if block:
-                cell.wait(timeout, begin=send)
+                try:
+                    cell.wait(timeout, begin=send)
+                except BaseException:
+                    self._forget_values(cell)  # the caller gets no handle
+                    raise
                 return cell
             send()
             if timeout is not None:
@@ -994,16 +1002,23 @@ class Cluster:
             EncodeError: The value cannot be sent.
         """
         cell = self.execute(expression, targets, timeout=timeout, keep=True, quiet=True)
-        with torch.no_grad():  # the value is a copy: no context records its way here, and a leaf stays a leaf
-            asked = ask_each(self.agent, take_last_value, {part.worker: (part.id,) for part in cell.parts.values()})
-        found = list(asked.or_raise().values())
+        try:
+            with torch.no_grad():  # the value is a copy: no context records its way here, and a leaf stays a leaf
+                asked = ask_each(self.agent, take_last_value, {part.worker: (part.id,) for part in cell.parts.values()})
+            found = list(asked.or_raise().values())
+        except BaseException:
+            self._forget_values(cell)
+            raise
+        if cell.kept is not None:
+            cell.kept.detach()
         return found[0] if _is_single(targets, len(found)) else found
 
     def references(self, cell: Cell, targets: Targets = None) -> Any:
         """Return RRefs to the values of the last expression of a cell, one for each worker of the cell.
 
         Does not wait for the cell. If the cell fails on a worker, fetching the value of that worker's RRef raises
-        RemoteError. Only one call for each cell is possible, because a worker keeps the value for this call only.
+        RemoteError; if the worker has died, WorkerLost. Only one call for each cell is possible, because a worker keeps
+        the value for this call only.
 
         Args:
             cell: The handle that `execute` returned.
@@ -1012,16 +1027,38 @@ class Cluster:
         Raises:
             UsageError: The cell was executed without ``keep``, or its references were returned already.
         """
-        if not cell.keeps_values:
+        if cell.kept is None or not cell.kept.alive:
             raise UsageError(
                 "the workers have no value of this cell: it was executed without keep=True, or references() has "
                 "returned the references already"
             )
-        cell.keeps_values = False
-        found: list[RRef[Any]] = [
-            api.remote(part.worker, take_last_value, (part.id,), timeout=0) for part in cell.parts.values()
-        ]
+        found = [self._reference(part) for part in cell.parts.values()]
+        cell.kept.detach()
         return found[0] if _is_single(targets, len(found)) else found
+
+    def _reference(self, part: CellPart) -> RRef[Any]:
+        """Return an RRef to the value of a cell's last expression on one worker.
+
+        If the worker is dead, the RRef is one of this process, and fetching its value raises WorkerLost.
+        """
+        try:
+            return api.remote(part.worker, take_last_value, (part.id,), timeout=0)
+        except WorkerLost as error:
+            return api.remote(self.driver, _raise_lost, (str(error),), timeout=0)
+
+    def _forget_values(self, cell: Cell) -> None:
+        """Let the workers drop the values that they keep for `references`, once the cell has ended.
+
+        Does nothing if the cell keeps none, and for values that were fetched or dropped before.
+        """
+        if cell.kept is not None:
+            cell.when_done(cell.kept)
+
+    def _drop_values(self, ids: Sequence[tuple[str, str]]) -> None:
+        """Tell workers to drop values of cells, by the ids of the requests. In the kernel thread, without waiting."""
+        for worker, id in ids:
+            with contextlib.suppress(NbdistError):  # the worker is gone, and its values with it
+                self.agent.call(worker, drop_value, id)
 
     def push(self, variables: Mapping[str, Any], targets: Targets = None) -> None:
         """Set variables on workers, after the cells that they were sent before; return when that is done.
@@ -1130,6 +1167,11 @@ class Cluster:
         for worker in workers:
             if not worker.alive:
                 raise lost_error(worker)
+
+
+def _raise_lost(text: str) -> None:
+    """Raise WorkerLost: the value of a dead worker's RRef, see `Cluster.references`."""
+    raise WorkerLost(text)
 
 
 def _is_single(targets: Targets, count: int) -> bool:

@@ -56,7 +56,7 @@ def cluster(**now):
         ),
         (lambda: cluster(_state="ended").start(), UsageError, r"this cluster has been shut down; make another"),
         (
-            lambda: cluster().references(SimpleNamespace(keeps_values=False)),
+            lambda: cluster().references(SimpleNamespace(kept=None)),
             UsageError,
             r"the workers have no value of this cell: it was executed without keep=True",
         ),

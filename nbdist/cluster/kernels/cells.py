@@ -21,6 +21,7 @@ import asyncio
 import logging
 import queue
 import time
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from getpass import getpass
@@ -153,8 +154,11 @@ class Cell:
         self._finished = False
         self.interrupted = False
         """True once the user, `cancel`, a time limit or ``fail_fast`` has interrupted the cell."""
-        self.keeps_values = False
-        """True while its workers keep the values of the last expression, for `nbdist.cluster.Cluster.references`."""
+        self.kept: weakref.finalize[..., Cell] | None = None
+        """Makes the workers drop the values that they keep for `nbdist.cluster.Cluster.references`; None without any.
+
+        It runs once: when it is called, or when nobody has this handle any more.
+        """
         self._part_ended: Callable[[Cell, str], None] = lambda cell, worker: None
         self._error_shown = False
         """True once `wait` or ``await`` has raised the cell's error, so that nothing publishes it again."""

@@ -56,7 +56,7 @@ _BEFORE_RPC = ("starting", "process", "kernel")
 """The steps of a worker that is not a member of the RPC world yet."""
 
 _NOT_READY = "did not become ready: its start failed or was interrupted"
-"""How a worker was lost whose restart did not reach the step "rpc"."""
+"""The reason for which a worker is lost if its restart did not reach the step "rpc"."""
 
 
 class Lifecycle:

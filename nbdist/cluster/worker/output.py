@@ -7,7 +7,7 @@ With each execute request the notebook sends a description of the cell, in the m
 
     number   the cell's number, for ``In[3]`` in tracebacks
     above    how many lines stand above the code in the page's cell
-    keep     whether to keep the value of the last expression for `take_last_value`
+    keep     whether to keep the value of the last expression until `take_last_value` or `drop_value`
     origin   the key of the notebook's cell, for calls that this cell makes
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from nbdist.rpc.agent import Agent
 
-__all__ = ["FENCE", "METADATA", "NAMES", "call_off", "fence", "follow", "install", "take_last_value"]
+__all__ = ["FENCE", "METADATA", "NAMES", "call_off", "drop_value", "fence", "follow", "install", "take_last_value"]
 
 METADATA = "nbdist"
 """The key, in the metadata of an execute request, under which the notebook describes the cell."""
@@ -47,8 +47,8 @@ _CAUSES = ("execute_request", "comm_open", "comm_msg", "comm_close")
 NAMES = "nbdist_names"
 """The type of a message that lists the user's names on a worker."""
 
-_KEPT_AT_MOST = 1000
-"""The most called-off cells to remember. If more values than this are kept, the oldest settled ones are dropped."""
+_CALLED_OFF_AT_MOST = 1000
+"""The most called-off cells to remember."""
 
 _shell: Any = None
 """This worker's shell; None in any other process."""
@@ -147,7 +147,7 @@ def call_off(id: str) -> None:
     A cell that has begun is not affected: an interrupt ends that one.
     """
     _called_off[id] = None
-    if len(_called_off) > _KEPT_AT_MOST:
+    if len(_called_off) > _CALLED_OFF_AT_MOST:
         del _called_off[next(iter(_called_off))]
 
 
@@ -234,6 +234,15 @@ def take_last_value(id: str) -> Future[Any]:
     return value
 
 
+def drop_value(id: str) -> None:
+    """Drop the value of a cell's last expression, which nobody will take. Runs by RPC, after the cell has ended.
+
+    ``id`` is the id of the cell's request. Does nothing if the value was taken or dropped before.
+    """
+    with _keeping:
+        _values.pop(id, None)
+
+
 def _value_of(id: str) -> Future[Any]:
     """Return the future for the value of the cell with this request id; make one if there is none yet.
 
@@ -242,10 +251,6 @@ def _value_of(id: str) -> Future[Any]:
     with _keeping:
         if id not in _values:
             _values[id] = Future()
-            if len(_values) > _KEPT_AT_MOST:
-                # Most of these are values of cells that failed, for which nobody asks.
-                for old in [old for old, value in _values.items() if value.done()][: _KEPT_AT_MOST // 2]:
-                    del _values[old]
         return _values[id]
 
 
