@@ -62,6 +62,8 @@ _values: dict[str, Future[Any]] = {}
 """The kept values by the ids of their requests. A value may arrive before or after the request for it."""
 _keeping = threading.Lock()
 """Guards `_values`: cells end in the main thread, values are asked for in RPC threads."""
+_is_silent = False
+"""True while the shell runs a silent request; `_told_of_cell` then still tells of the cell before."""
 _numbered = ""
 """The id of the request whose number the shell has."""
 
@@ -101,12 +103,26 @@ def _keep_parent(shell: Any) -> None:
     """Keep the output of threads with the last cell when the kernel gets other requests, such as completion.
 
     The shell then ignores these requests when it sets the request to which output belongs. Without this, the output of
-    a thread that a cell has started would be lost once the user presses Tab.
+    a thread that a cell has started would be lost once the user presses Tab, or once the process group forms anew: a
+    silent request of the notebook's asks for that. Only the output of the main thread belongs to a silent request; it
+    is not shown.
     """
     plain = shell.set_parent
+    undo: Callable[[], object] | None = None
 
     def set_parent(parent: dict[str, Any]) -> None:
-        if parent.get("header", {}).get("msg_type") in _CAUSES:
+        global _is_silent
+        nonlocal undo
+        if parent.get("header", {}).get("msg_type") not in _CAUSES:
+            return
+        if undo is not None:
+            with contextlib.suppress(ValueError):  # the context of the silent request has ended
+                undo()
+            undo = None
+        _is_silent = bool(parent.get("content", {}).get("silent"))
+        if _is_silent:
+            undo = answer_in_thread(shell, parent)
+        else:
             plain(parent)
 
     shell.set_parent = set_parent
@@ -131,7 +147,7 @@ def fence(token: str) -> None:
 
 
 def _told_of_cell() -> tuple[str, dict[str, Any]]:
-    """Return the id of the present request, and the dict in which the notebook describes its cell.
+    """Return the id of the request of the last cell, and the dict in which the notebook describes this cell.
 
     The dict has the cell's ``number``, how many lines stand ``above`` its code in the notebook's cell, whether to
     ``keep`` its value, and ``origin``, the key of the cell to which its output belongs. It is empty if the notebook has
@@ -178,6 +194,8 @@ def _number_cell(lines: list[str]) -> list[str]:
     """
     global _numbered
     id, told = _told_of_cell()
+    if _is_silent:  # not the cell that `_told_of_cell` tells of
+        return lines
     if id in _called_off:  # the id stays: after an error the kernel transforms the cell again
         raise _CalledOff
     if "number" in told and id != _numbered:  # once a cell: magics such as %%time transform their code as well
