@@ -12,7 +12,8 @@ what a worker does                   how it ends
 Python code, a sleep, a lock         SIGINT, once the cell has begun: before that, a kernel ignores it
 a call to another worker             SIGINT; the wait for the call ends, and the call is stopped where it runs
 a collective                         ignores SIGINT; 0.4 s later the connections of its process group are shut
-a cell that has not begun            the worker is told not to run it
+a cell that has not begun            the worker is told not to run it; SIGINT if it is the next one, 0.3 s later: it
+                                     may have begun, or the worker handles a request that is no cell
 a call that runs for another worker  `Stopping` raises KeyboardInterrupt in its thread (for `interrupt_workers` only)
 ===================================  ==============================================================================
 
@@ -125,12 +126,16 @@ async def interrupt(cluster: InterruptedCluster, work: Sequence[tuple[Cell, Cell
     """Interrupt cells on workers, in the kernel thread; return a text for each worker that does not stop in time.
 
     ``work`` has each cell with the part of the worker on which to interrupt it. Calls off the cells that have not
-    begun, and sends SIGINT to the workers of the others. After `BREAK_OFF_AFTER` seconds, breaks collectives off. After
-    `NAME_AFTER` seconds, the texts say where the workers are that still run.
+    begun, and sends SIGINT to the workers of the others, and to those that do not begin their next cell. After
+    `BREAK_OFF_AFTER` seconds, breaks collectives off. After `NAME_AFTER` seconds, the texts say where the workers are
+    that still run.
     """
     began = time.monotonic()
     work = [(cell, part) for cell, part in work if not part.done]
-    running = [part for cell, part in work if _is_next(cluster, cell, part)]
+    running = [part for _, part in work if part.began is not None]
+    for cell, part in work:
+        if part.began is None and _is_next(cluster, cell, part):
+            _stop_next(cluster, part)
     called_off = [_call_off(cluster, part) for cell, part in work if not _is_next(cluster, cell, part)]
     # Call cells off before any signal: once the signalled cell ends, the worker begins the next one.
     await _wait_until(
@@ -174,40 +179,32 @@ async def _wait_until(happened: Callable[[], bool], deadline: float) -> None:
 
 
 def _signal(cluster: InterruptedCluster, part: CellPart) -> None:
-    """Send SIGINT to the worker of a cell's part as soon as its kernel reacts to it: when the cell has begun there.
-
-    Returns at once. A part that has ended gets no signal. A cell that holds the GIL cannot report its beginning, so the
-    signal goes out `_SIGNAL_ANYWAY_AFTER` seconds later at the latest.
-    """
-    loop = asyncio.get_running_loop()
-
-    def send() -> None:
-        if not part.done:
-            cluster.signal(part.worker, signal.SIGINT)
-            loop.call_later(_WAKE_AFTER, wake)
+    """Send SIGINT to the worker of a cell's part, unless the part has ended. Returns at once."""
 
     def wake() -> None:
         kernel = cluster.find(part.worker).kernel
         if not part.done and kernel is not None:
             kernel.send("kernel_info_request", {})  # a waiting event loop notices a signal with its next event
 
-    if part.began is not None:
-        send()
-        return
-    # The cell is about to begin, and its kernel ignores SIGINT until then; or it has begun, but holds the GIL, so that
-    # the kernel cannot report the beginning.
-    sent = False
+    if not part.done:
+        cluster.signal(part.worker, signal.SIGINT)
+        asyncio.get_running_loop().call_later(_WAKE_AFTER, wake)
 
-    def send_once() -> None:
-        nonlocal sent
-        if not sent:  # a second signal could hit the worker's next cell
-            sent = True
-            late.cancel()
-            send()
 
-    late = loop.call_later(_SIGNAL_ANYWAY_AFTER, send_once)
+def _stop_next(cluster: InterruptedCluster, part: CellPart) -> None:
+    """Stop a cell that its worker will run next, and whose beginning has not been reported. Returns at once.
 
-    part.when_begun.append(send_once)
+    The cell is called off. If it has not been reported `_SIGNAL_ANYWAY_AFTER` seconds later, the worker gets SIGINT:
+    the cell has begun but holds the GIL, so that the kernel cannot report it; or the worker handles another request,
+    such as a widget's, and the cell is skipped afterwards.
+    """
+
+    def signal_anyway() -> None:
+        if part.began is None:
+            _signal(cluster, part)
+
+    _call_off(cluster, part)
+    asyncio.get_running_loop().call_later(_SIGNAL_ANYWAY_AFTER, signal_anyway)
 
 
 def _call_off(cluster: InterruptedCluster, part: CellPart) -> Future[Any] | None:

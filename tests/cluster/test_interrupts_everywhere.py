@@ -149,6 +149,28 @@ def test_a_cell_that_has_not_begun_does_not_run(cluster, way):
     assert cluster.evaluate("'second' in globals()", 0) is False
 
 
+@pytest.mark.parametrize("way", ["interrupt()", "the panel's button"])
+def test_a_cell_behind_a_request_that_is_no_cell_does_not_run(cluster, way):
+    sent = threading.Event()
+
+    async def do_something_else():
+        call = cluster.find("worker0").call("sys.modules['time'].sleep(600)")
+        sent.set()
+        await call
+
+    other = cluster.kernel_thread.run(do_something_else())
+    assert sent.wait(LIMIT)
+    cell = cluster.execute("third = True; time.sleep(600)", 0, block=False)
+    time.sleep(0.3)  # the worker sleeps: of that nothing tells
+    WAYS[way](cluster)
+    with pytest.raises(nbdist.NbdistError) as ended:
+        cell.wait(LIMIT)
+    assert type(ended.value).__name__ == "KeyboardInterrupt"
+    with pytest.raises(nbdist.NbdistError, match="KeyboardInterrupt"):
+        other.result(LIMIT)
+    assert cluster.evaluate("'third' in globals()", 0) is False
+
+
 def test_ctrl_c_calls_off_the_cell_that_is_waited_for_and_no_other(cluster):
     first = cluster.execute("time.sleep(3); first = True", 0, block=False)
     pressing = press_when("Ctrl-C", cluster, lambda: first.parts["worker0"].began is not None)

@@ -1,4 +1,4 @@
-"""When a worker is signalled: once, as soon as its cell has begun, or after a while where it cannot say so."""
+"""When a worker is signalled whose next cell has not begun: after a while, and again where that was in vain."""
 
 import asyncio
 import signal
@@ -7,26 +7,41 @@ from types import SimpleNamespace
 import pytest
 
 from nbdist.cluster import interrupting
-from nbdist.cluster.kernels.cells import CellPart
+from nbdist.cluster.kernels.cells import Cell, CellPart
+from nbdist.cluster.worker.output import call_off
 
 
-@pytest.mark.parametrize("says_so", [0.0, 0.1, None])
-def test_a_cell_that_has_not_begun_is_signalled_once(says_so, monkeypatch):
-    monkeypatch.setattr(interrupting, "_SIGNAL_ANYWAY_AFTER", 0.05)
-    signals = []
+@pytest.mark.parametrize(
+    ("began", "ended", "times"),
+    [
+        (None, None, 1),  # it holds the GIL, or the worker does something else
+        (0.02, 0.03, 0),  # it was skipped
+        (0.02, None, 1),  # it began before the worker was told
+        (0.2, 0.21, 1),  # the worker did something else, and skipped it afterwards
+        (0.2, None, 2),  # the first signal did not reach the cell
+    ],
+)
+def test_a_next_cell_is_called_off_and_signalled_if_it_does_not_end(began, ended, times, monkeypatch):
+    monkeypatch.setattr(interrupting, "_SIGNAL_ANYWAY_AFTER", 0.1)
+    monkeypatch.setattr(interrupting, "_SKIP_CONFIRMED_WITHIN", 0.1)
+    signals, told = [], []
     kernel = SimpleNamespace(send=lambda *_: None)
     cluster = SimpleNamespace(
-        signal=lambda name, number: signals.append((name, number)), find=lambda name: SimpleNamespace(kernel=kernel)
+        signal=lambda name, number: signals.append((name, number)),
+        find=lambda name: SimpleNamespace(kernel=kernel),
+        agent=SimpleNamespace(call=lambda name, function, *args, timeout: told.append((name, function, *args))),
     )
 
     async def interrupt():
         part = CellPart("worker0", "1")
-        interrupting._signal(cluster, part)
-        if says_so is not None:
-            await asyncio.sleep(says_so)
-            for call in part.when_begun:
-                call()
-        await asyncio.sleep(0.3)
+        interrupting._stop_next(cluster, part)
+        loop = asyncio.get_running_loop()
+        if began is not None:
+            loop.call_later(began, Cell._on_begin, part)
+        if ended is not None:
+            loop.call_later(ended, setattr, part, "done", True)
+        await asyncio.sleep(0.6)
 
     asyncio.run(interrupt())
-    assert signals == [("worker0", signal.SIGINT)]
+    assert told == [("worker0", call_off, "1")]
+    assert signals == [("worker0", signal.SIGINT)] * times
