@@ -161,7 +161,8 @@ class Worker:
         """Call a function of `nbdist.cluster.worker.kernel`, such as ``"join()"``, in the worker's main thread.
 
         The request is sent at once, and runs after the cells that were sent before it. The returned coroutine waits
-        for the end of the function; it raises StartError if the function fails, WorkerLost if the worker dies.
+        for the end of the function; it raises StartError if the function fails, WorkerLost if this worker dies, or
+        another one without which the function fails.
         """
         assert self.kernel is not None
         request = {
@@ -175,10 +176,13 @@ class Worker:
     async def _wait_for_reply(self, asked: asyncio.Future[Message]) -> None:
         """Wait for the reply to `call`; raise StartError with the worker's traceback if it is an error.
 
-        WorkerLost if the worker dies before it replies.
+        WorkerLost if the worker dies before it replies, or if its error says that another worker has died: this process
+        may learn of that death later.
         """
         content = (await asked)["content"]
         if content["status"] != "ok":
+            if content.get("ename") == WorkerLost.__name__:
+                raise WorkerLost(content["evalue"])
             text = f"{self.name}: {content.get('ename', 'aborted')}: {content.get('evalue', '')}"
             raise StartError("\n".join([text, *content.get("traceback", ())]))
 

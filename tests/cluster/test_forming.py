@@ -1,5 +1,6 @@
 """The process group forms without a listener, survives kills while it forms, and costs no time (issue H, item 1)."""
 
+import asyncio
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +18,7 @@ import torch.distributed as dist
 import nbdist
 from nbdist.cluster.processes.group_store import Folders, FolderStore
 from nbdist.cluster.processes.setup import group_folder
+from nbdist.cluster.workers import Worker
 
 HERE = Path(__file__).parent
 
@@ -135,6 +138,20 @@ def test_a_thousand_processes_killed_in_the_middle_of_a_write_spoil_nothing(tmp_
 
 
 # -- the cluster ----------------------------------------------------------------------------------
+
+
+def test_a_death_that_only_another_worker_knows_of_is_a_loss():
+    content = {"status": "error", "ename": "WorkerLost", "evalue": "worker1 died", "traceback": ["WorkerLost: ..."]}
+
+    async def call():
+        reply = asyncio.get_running_loop().create_future()
+        reply.set_result({"content": content})
+        worker = Worker("worker2", 2, 2, "cpu", None)
+        worker.kernel = SimpleNamespace(ask=lambda kind, request: reply)
+        await worker.call("group(2, 3)")
+
+    with pytest.raises(nbdist.WorkerLost, match=r"^worker1 died$"):
+        asyncio.run(call())
 
 
 def kill_while_forming(kills: int, seed: int = 0) -> None:
