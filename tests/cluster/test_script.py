@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -184,3 +185,33 @@ def test_an_interrupt_just_behind_the_sending_reaches_the_workers(monkeypatch):
             cluster.execute("import time; time.sleep(600)", quiet=True)
         cluster.execute("done = True", timeout=20)
         assert cluster.pull("done", 0) is True
+
+
+def test_a_prompt_that_nobody_can_answer_ends_on_the_worker(monkeypatch):
+    def fail(error):
+        def ask(prompt):
+            raise error
+
+        monkeypatch.setattr("builtins.input", ask)
+
+    with nbdist.Cluster(1, backend="none") as cluster:
+        fail(EOFError("EOF when reading a line"))
+        with pytest.raises(EOFError):
+            cluster.execute("text = input('? ')", 0, timeout=60)
+        fail(LookupError("no terminal"))
+        with pytest.raises(LookupError, match="no terminal"):
+            cluster.execute("text = input('? ')", 0, timeout=60)
+        cluster.execute("done = True", timeout=60)
+
+
+def test_a_cell_that_ends_when_its_time_is_up_is_no_timeout():
+    with nbdist.Cluster(1, backend="none") as cluster:
+        cell = cluster.execute("1", block=False)
+        cell.wait(60)
+        cell._finished = False  # as just before the end, when all parts are done
+        ending = threading.Timer(0.3, cell._tell_end)
+        ending.start()
+        while not cell._events.empty():
+            cell._events.get()
+        cell.wait(0.1)
+        ending.join()

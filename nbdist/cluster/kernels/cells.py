@@ -57,6 +57,9 @@ The reply that ends a failed cell arrives sooner; after this time the error is s
 _NOTICE_AFTER = 0.3
 """Seconds after a worker's failure until a notice says that others still run; no notice if they end sooner."""
 
+_END_OF_INPUT = "\x04"
+"""The answer for which ipykernel raises EOFError in the function that asked for input."""
+
 _WITHOUT_DEBUG_HINT = {
     "Aborted",
     "IndentationError",
@@ -272,7 +275,9 @@ class Cell:
                     left = None if deadline is None else max(0.0, deadline - time.monotonic())
                     event = self._events.get(timeout=left)
                 except queue.Empty:
-                    self._time_out(timeout or 0.0)
+                    late = self.running
+                    if late:  # else the cell has ended just now
+                        self._time_out(timeout or 0.0, late)
                 else:
                     if event is not None:
                         self._ask(*event)
@@ -338,12 +343,12 @@ class Cell:
         self.interrupted = True
         return self._interrupt(self)
 
-    def _time_out(self, timeout: float) -> None:
-        """Interrupt the workers that still run, and raise CellTimeout. Never returns.
+    def _time_out(self, timeout: float, late: Sequence[str]) -> None:
+        """Interrupt the workers that still run, and raise CellTimeout, which names them. Never returns.
 
-        Called by the thread that waits for the cell. Outputs and errors so far stay in the cell.
+        Called by the thread that waits for the cell, with the workers that still ran. Outputs and errors so far stay in
+        the cell.
         """
-        late = self.running
         stuck = self._stop()
         text = f"{say_names(late)} did not end the cell within {timeout:g} s"
         error = CellTimeout("; ".join([text, *say_stopped(self.errors), *stuck]))
@@ -384,11 +389,19 @@ class Cell:
     def _ask(self, worker: str, request: Message) -> None:
         """Ask the user for the input that a worker wants (``input()`` on the worker), wait, and send the answer.
 
-        `wait` calls this, in the thread that called `wait`. In a notebook this must be the main thread.
+        `wait` calls this, in the thread that called `wait`. In a notebook this must be the main thread. If standard
+        input is at its end here, ``input()`` raises EOFError on the worker. After any other error, the cell is
+        interrupted, and the error is raised here.
         """
         content = request["content"]
         prompt = content["prompt"] if len(self.parts) == 1 else f"[{worker}] {content['prompt']}"
-        text = getpass(prompt) if content.get("password") else input(prompt)
+        try:
+            text = getpass(prompt) if content.get("password") else input(prompt)
+        except EOFError:
+            text = _END_OF_INPUT
+        except Exception:
+            self._stop()  # else the worker would wait for ever
+            raise
         self._answer(worker, text, request)
 
     # -- events, in the kernel thread ---------------------------------------------------------
