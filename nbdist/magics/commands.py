@@ -708,10 +708,20 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         )
         if options.noblock:
             self._session.reruns.begin(cell)
-        if options.local:
+        if options.local and options.noblock:
             self._session.run_here(code)
-            if not options.noblock:
-                cell.wait()
+        elif options.local:
+
+            def here() -> None:
+                if self._session.run_here(code):
+                    raise KeyboardInterrupt  # Stop is meant for the cell on the workers, too
+
+            try:
+                cell.wait(begin=here)
+            except BaseException:
+                if cell.kept is not None:
+                    cell.when_done(cell.kept)  # the user gets no handle, so nobody can fetch the values
+                raise
         if options.out is not None:
             self._shell.user_ns[options.out] = cluster.references(cell, options.targets)
         return cell if options.noblock else None

@@ -81,16 +81,17 @@ class NotebookSession:
         parent = self._shell.get_parent() if hasattr(self._shell, "get_parent") else None
         return Page((parent or {}).get("content", {}).get("code", ""))
 
-    def run_here(self, code: str) -> None:
+    def run_here(self, code: str) -> bool:
         """Run the code of a cell for workers in the notebook, too (``%%remote --local``).
 
-        IPython shows an error of the code; it is not raised here.
+        IPython shows an error of the code; it is not raised here. Returns whether it was a KeyboardInterrupt.
         """
         page, self._counted = self._counted, self.page()
         try:
-            self._shell.run_cell(code)
+            done = self._shell.run_cell(code)
         finally:
             self._counted = page
+        return isinstance(done.error_in_exec, KeyboardInterrupt)
 
     def close(self) -> None:
         """End the cluster, and remove all hooks from the shell. Call this once."""
@@ -113,14 +114,17 @@ class NotebookSession:
         """Return a cell's lines, rewritten before IPython runs them.
 
         ``%%rank[0,1]`` gets a space before the bracket. After ``%dist_mode -e`` a cell without a magic gets
-        ``%%distributed`` above it.
+        ``%%distributed`` above it. IPython calls this for all code that it transforms, so the text below a magic, such
+        as ``%%time``, comes here as well: it is not the page's own cell, and runs where the magic runs it.
         """
         first = next((index for index, line in enumerate(lines) if line.strip()), None)
         if first is None:
             return lines
         if _RANK.match(lines[first]):
             return [*lines[:first], _RANK.sub(r"\1 ", lines[first]), *lines[first + 1 :]]
-        if self.everywhere and Cluster.current is not None and Cluster.current.running and _is_plain(lines):
+        page = self.page().text  # empty outside of a kernel
+        is_own = not page or "".join(lines).rstrip("\n") == page.rstrip("\n")
+        if self.everywhere and is_own and Cluster.current is not None and Cluster.current.running and _is_plain(lines):
             return ["%%distributed\n", *lines]
         return lines
 

@@ -284,10 +284,35 @@ def test_a_cell_can_run_here_as_well(two):
     assert sorted(cell.stdout.splitlines()) == ["[worker0] 0", "[worker1] 1", "here"]
 
 
+def test_an_error_of_a_cell_that_runs_here_as_well_is_shown_once(two):
+    cell = two.run("%%remote 1 --local\nif 'rank' in globals(): 1 / 0", check=False)
+    assert [error["ename"] for error in cell.of("error")] == ["ZeroDivisionError"]
+
+
+def test_stop_ends_both_parts_of_a_cell_that_runs_here_as_well(two):
+    cell = two.send("%%remote 0 --local\nimport time\nprint('started', flush=True)\ntime.sleep(600)")
+    two.until(lambda: cell.stdout.count("started") == 2, what="the start of both parts")
+    two.interrupt()
+    two.finish(cell, timeout=30)
+    assert cell.error["ename"] == "KeyboardInterrupt"
+    assert "worker0 stopped in time.sleep(600)" in cell.error["evalue"]
+    assert two.run("%remote 0 rank", timeout=30).result == "0"
+
+
 def test_plain_cells_run_everywhere_when_asked(two):
     two.run("%dist_mode -e")
     assert two.run("print(rank)").stdout == "[worker0] 0\n[worker1] 1\n"
     assert "on all workers" in two.run("%dist_mode").stdout
+    for magic, shown in {
+        "%%remote 0 --local": ["0", "here"],
+        "%%time": ["here"],
+        "%%timeline": ["here"],
+        "%%watch": ["here"],
+    }.items():
+        cell = two.run(f"{magic}\nprint(globals().get('rank', 'here'))")
+        lines = [line for line in cell.stdout.splitlines() if line in ("0", "here") or line[:1] == "["]
+        assert sorted(lines) == shown, magic
+    assert two.run("print(rank)\n\n").stdout == "[worker0] 0\n[worker1] 1\n"
     two.run("%dist_mode -d")
     assert two.run("print('rank' in globals())").stdout == "False\n"
 

@@ -165,6 +165,8 @@ class Cell:
         self._part_ended: Callable[[Cell, str], None] = lambda cell, worker: None
         self._error_shown = False
         """True once `wait` or ``await`` has raised the cell's error, so that nothing publishes it again."""
+        self._waiting: set[object] = set()
+        """A token for each `wait` and ``await`` at the moment: these will raise the cell's error."""
         self.last_output = time.monotonic()
         """When a worker last sent output or asked for input, by `time.monotonic`; at first, when the cell was made."""
         self._told: set[str] = set()
@@ -259,7 +261,8 @@ class Cell:
         Args:
             timeout: Seconds to wait before the workers are interrupted; None waits without limit.
             begin: Called first, inside the part that Ctrl-C interrupts. `Cluster.execute` sends the cell here: sent
-                earlier, the cell would run on if Ctrl-C came between the sending and the wait.
+                earlier, the cell would run on if Ctrl-C came between the sending and the wait. ``%%remote --local``
+                runs the notebook's part here.
 
         Raises:
             CellError: One or more workers failed; see `error`. The death of a worker is a WorkerLost.
@@ -268,7 +271,9 @@ class Cell:
             UsageError: ``timeout`` is not a number of seconds above 0.
         """
         deadline = None if timeout is None else time.monotonic() + durations.positive(timeout)
+        token = object()
         try:
+            self._waiting.add(token)
             begin()
             while not self._finished:
                 try:
@@ -285,6 +290,8 @@ class Cell:
             if self._finished and not self.running:
                 raise
             raise self._interruption(self._stop()) from None
+        finally:
+            self._waiting.discard(token)
         self._events.put(None)  # wakes the next thread that waits
         self._hand_on_payload()
         error = self.error()
@@ -304,8 +311,13 @@ class Cell:
             if not ended.done():
                 ended.set_result(None)
 
-        self.when_done(lambda: loop.call_soon_threadsafe(end))
-        yield from ended
+        token = object()
+        try:
+            self._waiting.add(token)
+            self.when_done(lambda: loop.call_soon_threadsafe(end))
+            yield from ended
+        finally:
+            self._waiting.discard(token)
         error = self.error()
         if error is not None:
             self._error_shown = True
@@ -594,8 +606,9 @@ class Cell:
         """Mark the cell as done, wake the waiting threads, and call the callbacks of `when_done`.
 
         Called once, in the kernel thread. An error of a callback is logged, and the others still run. A background cell
-        shows its error, unless ``wait`` or ``await`` has raised it.
+        shows its error, unless ``wait`` or ``await`` has raised it or will.
         """
+        is_awaited = bool(self._waiting)
         self._finished = True
         self._events.put(None)
         actions, self._when_done = self._when_done, []
@@ -604,7 +617,7 @@ class Cell:
                 action()
             except Exception:  # such as an event loop that has closed; the other callbacks must still run
                 _log.exception("a callback for the end of a cell failed")
-        if not self._foreground and not self._error_shown:
+        if not self._foreground and not self._error_shown and not is_awaited:
             error = self.error()
             if error is not None:
                 self.sink.publish("error", error_content(error))
