@@ -1072,7 +1072,7 @@ class Cluster:
             EncodeError: A value cannot be sent; the text says which part of which variable.
             WorkerLost: One of these workers is dead.
         """
-        from nbdist.cluster.worker.values import receive
+        from nbdist.cluster.worker.values import forget, receive
 
         for name in variables:
             if not name.isidentifier():
@@ -1082,17 +1082,19 @@ class Cluster:
         self._require_alive(workers)
         names = [worker.name for worker in workers]
         token = os.urandom(8).hex()
-        with torch.no_grad():  # as in `evaluate`; also avoids the warning that no gradient will come back
-            try:
-                received = ask_each(self.agent, receive, dict.fromkeys(names, (token, dict(variables))))
-            except EncodeError as error:
-                found = next(filter(None, (culprit.of_value(value, name) for name, value in variables.items())), "")
-                raise EncodeError(
-                    f"{found}, which cannot be sent: {error.__cause__}" if found else str(error)
-                ) from error
-        received.or_raise()
         code = f"__import__('nbdist.cluster.worker.values', fromlist=['_']).place({token!r})"
-        self.execute(code, [worker.rank for worker in workers], quiet=True)
+        try:
+            with torch.no_grad():  # as in `evaluate`; also avoids the warning that no gradient will come back
+                ask_each(self.agent, receive, dict.fromkeys(names, (token, dict(variables)))).or_raise()
+            self.execute(code, [worker.rank for worker in workers], quiet=True)
+        except BaseException as error:
+            for name in names:
+                with contextlib.suppress(NbdistError):  # the worker is gone, and the values with it
+                    self.agent.call(name, forget, token)
+            if not isinstance(error, EncodeError):
+                raise
+            found = next(filter(None, (culprit.of_value(value, name) for name, value in variables.items())), "")
+            raise EncodeError(f"{found}, which cannot be sent: {error.__cause__}" if found else str(error)) from error
 
     def pull(self, names: str | Sequence[str], targets: Targets = None) -> Any:
         """Return copies of the values that variables have on workers.

@@ -9,17 +9,29 @@ from typing import Any
 
 from IPython import get_ipython
 
-__all__ = ["place", "receive"]
+__all__ = ["forget", "place", "receive"]
 
 _arrived: dict[str, dict[str, Any]] = {}
+"""The variables that no cell has placed yet, by token."""
+_forgotten: set[str] = set()
+"""The tokens that were forgotten before their variables arrived: a large message may arrive after a later small one."""
 
 
 def receive(token: str, variables: dict[str, Any]) -> None:
     """Keep variables, by name, until the cell with the same token runs. Runs by RPC.
 
-    A token is used once; the notebook makes a new one for each push.
+    A token is used once; the notebook makes a new one for each push. After `forget`, the variables are dropped.
     """
-    _arrived[token] = variables
+    if token in _forgotten:
+        _forgotten.remove(token)
+    else:
+        _arrived[token] = variables
+
+
+def forget(token: str) -> None:
+    """Drop the variables of a push that has failed, now or when they arrive. Runs by RPC."""
+    if _arrived.pop(token, None) is None:
+        _forgotten.add(token)
 
 
 def place(token: str) -> None:

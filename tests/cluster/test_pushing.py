@@ -1,0 +1,63 @@
+"""A push that fails, or is interrupted, leaves nothing on the workers."""
+
+import os
+import signal
+import threading
+
+import pytest
+from workers import eventually, eventually_is
+
+import nbdist
+from nbdist.cluster.worker import values
+
+LIMIT = 60
+LOOK = "list(__import__('nbdist.cluster.worker.values', fromlist=['_'])._arrived)"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with nbdist.Cluster(2, backend="none") as cluster:
+        yield cluster
+
+
+def arrived(cluster):
+    """Return how many pushes wait on each worker for the cell that places their variables."""
+    return [len(cluster.agent.ask(worker.name, eval, LOOK)) for worker in cluster.workers]
+
+
+class FailsOnTheFirst:
+    """A value that cannot be rebuilt on worker0."""
+
+    def __reduce__(self):
+        return eval, ("1 / __import__('__main__').rank",)
+
+
+def test_an_interrupted_push_leaves_nothing(cluster):
+    busy = cluster.execute("import time; time.sleep(600)", block=False)
+
+    def press():
+        eventually(lambda: arrived(cluster) == [1, 1])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        cluster.push({"pushed": 1})
+    pressing.join()
+    eventually_is([0, 0], lambda: arrived(cluster))
+    busy.cancel()
+    assert cluster.evaluate("'pushed' in globals()") == [False, False]
+
+
+def test_a_push_that_one_worker_cannot_read_leaves_nothing_on_the_others(cluster):
+    with pytest.raises(nbdist.NbdistError):
+        cluster.push({"pushed": FailsOnTheFirst()})
+    eventually_is([0, 0], lambda: arrived(cluster))
+    assert cluster.evaluate("'pushed' in globals()") == [False, False]
+
+
+def test_values_that_arrive_too_late_are_dropped():
+    values.forget("late")
+    values.receive("late", {"x": 1})
+    assert "late" not in values._arrived
+    assert "late" not in values._forgotten
