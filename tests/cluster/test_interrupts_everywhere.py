@@ -12,6 +12,7 @@ import pytest
 
 import nbdist
 from nbdist.cluster import interrupting
+from nbdist.cluster.worker.output import call_off
 
 LIMIT = 20
 
@@ -147,6 +148,19 @@ def test_a_cell_that_has_not_begun_does_not_run(cluster, way):
             cell.wait(LIMIT)
         assert type(ended.value).__name__ == "KeyboardInterrupt"
     assert cluster.evaluate("'second' in globals()", 0) is False
+
+
+def test_any_number_of_cells_can_be_called_off(cluster):
+    cluster.execute("number = 0", 0)
+    first = cluster.execute("time.sleep(600)", 0, block=False)
+    waiting = [cluster.execute("number += 1", 0, block=False) for _ in range(1100)]
+    for cell in waiting:
+        cluster.agent.ask("worker0", call_off, cell.parts["worker0"].id)
+    first.cancel()
+    assert cluster.evaluate("number", 0, timeout=LIMIT) == 0
+    assert all(cell.errors for cell in waiting)
+    look = "len(__import__('nbdist.cluster.worker.output', fromlist=['_'])._called_off)"
+    assert cluster.agent.ask("worker0", eval, look) == 0
 
 
 @pytest.mark.parametrize("way", ["interrupt()", "the panel's button"])

@@ -47,17 +47,14 @@ _CAUSES = ("execute_request", "comm_open", "comm_msg", "comm_close")
 NAMES = "nbdist_names"
 """The type of a message that lists the user's names on a worker."""
 
-_CALLED_OFF_AT_MOST = 1000
-"""The most called-off cells to remember."""
-
 _shell: Any = None
 """This worker's shell; None in any other process."""
 _names_given: frozenset[str] = frozenset()
 """The names that cells have without a variable of the user's, such as ``rank``."""
 _names_told: list[str] = []
 """The names that the notebook was sent last."""
-_called_off: dict[str, None] = {}
-"""The requests of cells that must not run, the oldest first."""
+_called_off: set[str] = set()
+"""The requests of cells that must not run, and have not ended."""
 _values: dict[str, Future[Any]] = {}
 """The kept values by the ids of their requests. A value may arrive before or after the request for it."""
 _keeping = threading.Lock()
@@ -162,9 +159,7 @@ def call_off(id: str) -> None:
 
     A cell that has begun is not affected: an interrupt ends that one.
     """
-    _called_off[id] = None
-    if len(_called_off) > _CALLED_OFF_AT_MOST:
-        del _called_off[next(iter(_called_off))]
+    _called_off.add(id)
 
 
 def _page() -> Page | None:
@@ -196,7 +191,7 @@ def _number_cell(lines: list[str]) -> list[str]:
     id, told = _told_of_cell()
     if _is_silent:  # not the cell that `_told_of_cell` tells of
         return lines
-    if id in _called_off:  # the id stays: after an error the kernel transforms the cell again
+    if id in _called_off:  # the id stays until the cell has ended: after an error the kernel transforms the cell again
         raise _CalledOff
     if "number" in told and id != _numbered:  # once a cell: magics such as %%time transform their code as well
         _shell.execution_count, _numbered = told["number"], id
@@ -226,9 +221,10 @@ def _after_cell(result: Any) -> None:
     """Send the names of the variables, and keep the cell's last value if the notebook has asked for that.
 
     IPython calls this in the main thread after each cell, with the cell's ``result``. After a failed cell, the future
-    of the value fails with RemoteError.
+    of the value fails with RemoteError. Whether the cell was called off is forgotten here.
     """
     id, told = _told_of_cell()
+    _called_off.discard(id)
     _tell_names()
     if told.get("keep"):
         value = _value_of(id)
