@@ -251,6 +251,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             print("No worker has died. Name workers to restart, or `all`; `-p` forms only the process group anew.")
         if cluster.awaited:
             print(f"The process group is formed anew once {say_names(cluster.awaited)} can take part.")
+        elif cluster.spec.backend == "none":
+            if found.process_group:
+                print("The cluster has no process group: it was started with --backend none.")
         elif found.process_group or len(names) == len(cluster.names):
             print("The process group is formed anew.")
 

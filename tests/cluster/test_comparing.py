@@ -81,6 +81,23 @@ def test_where_two_tensors_first_differ_and_by_how_much():
     other[1, 0], other[1, 2] = 0.5, -2.0
     assert compare(one, other) == "first at [1, 0]: 0.5 instead of 0; 2 of 6 values, at most 2 apart"
     assert compare(torch.tensor(1), torch.tensor(3)) == "3 instead of 1, at most 2 apart"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "dtype", "apart"),
+    [
+        (2**60, 2**60 + 1, torch.int64, "1"),
+        (-(2**63), 2**63 - 1, torch.int64, f"{2**64 - 1:.4g}"),
+        (2**64 - 1, 2**63, torch.uint64, f"{2**63 - 1:.4g}"),
+        (0, 2**64 - 1, torch.uint64, f"{2**64 - 1:.4g}"),
+        (0, 255, torch.uint8, "255"),
+        (-128, 127, torch.int8, "255"),
+    ],
+)
+def test_integers_are_as_far_apart_as_they_are(one, other, dtype, apart):
+    for a, b in ((one, other), (other, one)):
+        told = compare(torch.tensor([0, a], dtype=dtype), torch.tensor([0, b], dtype=dtype))
+        assert told.endswith(f"at most {apart} apart")
     assert compare(torch.tensor([True]), torch.tensor([False])) == "first at [0]: False instead of True"
     nan = torch.tensor([math.nan, 1.0])
     assert compare(nan, torch.tensor([math.nan, 2.0])).startswith("first at [1]: 2 instead of 1; 1 of 2 values")

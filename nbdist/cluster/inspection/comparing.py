@@ -157,13 +157,29 @@ def compare(one: Any, other: Any) -> str:
     told = f"{at}{_number_text(b[first])} instead of {_number_text(a[first])}"
     if a.numel() > 1:
         told += f"; {where.numel()} of {a.numel()} values"
-    if a.dtype is not torch.bool:
+    if a.is_floating_point() or a.is_complex():
         wide = torch.complex128 if a.is_complex() else torch.float64
         apart = (a[where].to(wide) - b[where].to(wide)).abs()
         finite = apart[torch.isfinite(apart)]
         if finite.numel():
             told += f", at most {float(finite.max()):.4g} apart"
+    elif a.dtype is not torch.bool:
+        told += f", at most {_widest_gap(a[where], b[where]):.4g} apart"
     return told
+
+
+def _widest_gap(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Return the largest distance of two integers at the same place of two tensors.
+
+    float64 cannot tell 2**60 from 2**60 + 1. A distance may be too large for int64: it is computed modulo 2**64.
+    """
+    least = torch.iinfo(torch.int64).min
+    # The sign bit flipped, a uint64 keeps its order as an int64, and so does a distance.
+    one, other = (
+        each.view(torch.int64) ^ least if each.dtype is torch.uint64 else each.to(torch.int64) for each in (a, b)
+    )
+    gaps = torch.maximum(one, other) - torch.minimum(one, other)
+    return int((gaps ^ least).max()) - least
 
 
 def differences(rrefs: Mapping[str, RRef[Any]], most: int = 20) -> tuple[list[Difference], int, int]:

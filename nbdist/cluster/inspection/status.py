@@ -121,7 +121,7 @@ def _status(worker: Worker, report: StatusReport) -> WorkerStatus:
 
     The pid of a worker that has died is None.
     """
-    cell = worker.cells[0] if worker.cells else None
+    cell = next(iter(worker.cells), None)  # the kernel thread may remove it meanwhile
     runs = report.doing
     if cell is not None:
         part = cell.parts.get(worker.name)

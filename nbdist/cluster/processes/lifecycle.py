@@ -291,8 +291,8 @@ class Lifecycle:
         error, it is removed here.
         """
         token = object()
-        self.unsent.add(token)
         try:
+            self.unsent.add(token)
             yield token
         except BaseException:
             self.unsent.discard(token)
