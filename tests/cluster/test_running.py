@@ -289,6 +289,13 @@ def test_an_error_of_a_cell_that_runs_here_as_well_is_shown_once(two):
     assert [error["ename"] for error in cell.of("error")] == ["ZeroDivisionError"]
 
 
+@pytest.mark.parametrize("wait", ["background.wait()", "await background"])
+def test_an_error_of_a_background_cell_that_is_waited_for_is_shown_once(two, wait):
+    code = "import time; time.sleep(1); 1 / 0"
+    cell = two.run(f"background = Cluster.current.execute({code!r}, 0, block=False)\n{wait}", check=False)
+    assert [error["ename"] for error in cell.of("error")] == ["ZeroDivisionError"]
+
+
 def test_stop_ends_both_parts_of_a_cell_that_runs_here_as_well(two):
     cell = two.send("%%remote 0 --local\nimport time\nprint('started', flush=True)\ntime.sleep(600)")
     two.until(lambda: cell.stdout.count("started") == 2, what="the start of both parts")

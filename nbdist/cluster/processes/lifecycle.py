@@ -23,7 +23,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from nbdist.channel.resources import full_disk_in_words
@@ -211,7 +211,8 @@ class Lifecycle:
                 elif worker.alive and worker.step != "ready":
                     self._note_reached(worker, "ready")
 
-        self._thread.run(settle()).result()
+        with contextlib.suppress(RuntimeError, CancelledError):  # the cluster ends, and kills all workers
+            self._thread.run(settle()).result()
 
     async def _reach_rpc(self, worker: Worker) -> None:
         """Wait until a launched worker is a member of the RPC world. Raises the error of the step that fails.
