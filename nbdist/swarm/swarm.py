@@ -339,7 +339,8 @@ class Swarm:
     def move(self, begin: int, end: int, worker: int | str) -> None:
         """Move the blocks from ``begin`` to before ``end`` to ``worker``, which serves already; all others drop them.
 
-        Sessions move along with their caches. The worker keeps the blocks that it had. See notebooks/09_swarm.ipynb.
+        Sessions move along with their caches; a session that this call has not moved, after an interrupt, moves in its
+        next step. The worker keeps the blocks that it had. See notebooks/09_swarm.ipynb.
 
         Raises:
             UsageError: there are no such blocks, the worker does not serve and has to `join` first, or the swarm is

@@ -124,6 +124,58 @@ def test_blocks_move_and_sessions_with_them(world):
     swarm.close()
 
 
+@torch.no_grad()
+def test_a_session_that_a_move_left_behind_computes_no_token_twice(world, monkeypatch):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2, 3], spans=[(0, 2), (2, 6), (2, 4)])
+    remote = swarm.causal_lm()
+    ids = swarm_models.one()["input_ids"]
+    caches = [adapter.new_cache(each.config) for each in (model, remote)]
+    for number in range(4, ids.shape[1]):
+        if number == 7:
+
+            def interrupted(session):
+                raise KeyboardInterrupt
+
+            session = caches[1].nbdist[1]
+            assert session.route[1:] == [("worker2", 2, 6)]
+            with monkeypatch.context() as patched:
+                patched.setattr(type(session), "settle", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    swarm.move(4, 6, "worker3")
+        given = ids[:, :5] if number == 4 else ids[:, number : number + 1]
+        expected, found = (
+            each(given, past_key_values=cache).logits for each, cache in zip((model, remote), caches, strict=True)
+        )
+        assert torch.equal(found, expected)
+    assert "again" not in "\n".join(swarm.log)  # the caches have moved
+    assert session.route[1:] == [("worker3", 2, 6)]
+    swarm.close()
+
+
+@torch.no_grad()
+def test_a_session_whose_move_failed_is_replayed_at_once_and_nobody_is_banned(world, monkeypatch):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2, 3], spans=[(0, 2), (2, 6), (2, 4)])
+    remote = swarm.causal_lm()
+    ids = swarm_models.one()["input_ids"]
+    own, cache = (adapter.new_cache(each.config) for each in (model, remote))
+    model(ids, past_key_values=own)
+    remote(ids, past_key_values=cache)
+
+    def full(*_):
+        raise nbdist.swarm.CacheFull("there is no memory")
+
+    with monkeypatch.context() as patched:  # after the caches have been fetched
+        patched.setattr("nbdist.swarm.server.cache_room.Room.reserve", full)
+        swarm.move(2, 6, "worker3")
+    assert "could not leave worker2 yet: there is no memory" in "\n".join(swarm.log)
+    found, expected = remote(ids[:, :1], past_key_values=cache), model(ids[:, :1], past_key_values=own)
+    assert torch.equal(found.logits, expected.logits)
+    assert set(swarm.states.values()) == {"online"}
+    swarm.close()
+
+
 def test_who_comes_is_waited_for(world):
     model = swarm_models.make("llama")
     swarm = serve(model, workers=[1], route_timeout=20.0)

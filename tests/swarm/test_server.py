@@ -16,7 +16,7 @@ from nbdist.swarm.server import neighbours
 from nbdist.swarm.server.cache_budget import CacheFull
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.queues import TooLarge
-from nbdist.swarm.server.server import Options, Server
+from nbdist.swarm.server.server import NotHere, Options, Server
 from nbdist.swarm.server.session_caches import NoSession
 from nbdist.swarm.server.sources import offer
 from nbdist.testing import World
@@ -202,6 +202,59 @@ def test_a_session_that_is_closed_lets_go_of_who_waits(client):
     with pytest.raises(NoSession, match=r"its client has closed it|there is no session"):  # which of both comes first
         asked.wait(10)
     assert one.server.rpc_sync().info().sessions == 0
+
+
+def test_a_step_without_all_blocks_changes_no_cache(client):
+    one = client()
+    for name in ("s", "t"):
+        one.open(name)
+        one.step(name, 0).wait()
+    expected = one.step("s", 1).wait().result
+    one.server.rpc_sync().unload(range(4))
+    with pytest.raises(NotHere, match="does not have block 4"):
+        one.step("t", 1).wait(10)
+    assert [layer.get_seq_length() for layer in one.held("t").cache.layers] == [5] * 6
+    one.server.rpc_sync().load(4, 6)
+    assert torch.equal(one.step("t", 1).wait().result, expected)
+
+
+def test_a_step_that_fails_inside_ends_the_session(client):
+    one = client()
+    one.open("s")
+    one.step("s", 0).wait()
+    blocks = neighbours._servers[one.key]._blocks
+    whole, blocks[3] = blocks[3], Failing()
+    with pytest.raises(NotHere, match="as a failing block"):
+        one.step("s", 1).wait(10)
+    blocks[3] = whole
+    for again in (lambda: one.step("s", 1).wait(10), lambda: one.server.rpc_sync().export("s", 0, 0, 6, 1.0)):
+        with pytest.raises(NoSession, match="NotHere in a step left its caches incomplete"):
+            again()
+    one.open("s")
+    assert one.step("s", 0).wait().result.shape == (1, 5, 32)
+
+
+class Failing(torch.nn.Module):
+    """A block that fails."""
+
+    def forward(self, hidden, **kwargs):
+        raise NotHere("as a failing block")
+
+
+def test_a_session_whose_caches_were_fetched_fails_at_once(client):
+    one = client()
+    one.open("s")
+    one.step("s", 0).wait()
+    waiting = one.step("s", 1, hidden=torch.empty(0))
+    wait_until(lambda: one.held("s").asked)
+    cache, taken, _, _ = one.server.rpc_sync().export("s", 0, 0, 6, 1.0)
+    assert adapter.length(cache, (0, 6)) == 5
+    assert taken == 0
+    for late in (waiting, one.step("s", 1)):
+        with pytest.raises(NoSession, match="another server has fetched its caches"):
+            late.wait(10)
+    with pytest.raises(NoSession, match="another server has fetched its caches"):
+        one.server.rpc_sync().export("s", 0, 0, 6, 1.0)
 
 
 PER_TOKEN = 2 * 2 * 8 * 4 * 6  # keys and values, two heads of eight floats, six blocks

@@ -231,19 +231,23 @@ class Session:
     def _step_with_spares(self, step: Step) -> torch.Tensor:
         """Take one step, with new servers in place of lost ones; return the output of the last span.
 
-        All servers are called at once. Each pushes its output to the next one, and also returns it to the client,
-        which adds it to the histories and needs it if the next server is lost.
+        All servers are called at once, after those that are not available any more were replaced. Each pushes its
+        output to the next one, and also returns it to the client, which adds it to the histories and needs it if the
+        next server is lost.
         """
         self._number += 1
         sent: dict[_Part, tuple[Future[StepReply], float]] = {}
         hidden, at, tries = step.hidden, 0, 0
         while at < len(self._parts):
-            part = self._parts[at]
+            part, lost = self._parts[at], at
             own = self._part_for_span(part, step, hidden)
             try:
                 if part not in sent:
-                    if not part.member.has(part.span, time.monotonic()):
-                        raise Gone(part.member.name)
+                    # A server that lacks a block must not get the step: it could compute only a part of it.
+                    for number, each in enumerate(self._parts[at:], at):
+                        if not each.member.has(each.span, time.monotonic()):
+                            lost = number
+                            raise Gone(each.member.name)
                     sent = self._send(at, step, hidden)
                 result = self._wait_for_result(part, *sent[part], own, first=not at)
             except Gone as gone:
@@ -253,7 +257,7 @@ class Session:
                         f"{tries} servers failed one after the other in one step, the last: {gone}. Swarm.log says "
                         "why. Let other workers join, then start again with a new cache."
                     ) from gone
-                self._replace(at)
+                self._replace(lost)
                 sent = {}
                 continue
             part.history.add(own, result)

@@ -341,7 +341,7 @@ class Server:
         computes. Errors go to the clients that called for the steps.
         """
         with session.changed:
-            if session.busy or session.exported:
+            if session.busy:
                 return
             session.busy = True
         while True:
@@ -374,6 +374,9 @@ class Server:
         ``asked`` is the client's call, ``hidden`` the whole input. Reserves memory for the caches: before the step an
         estimate, after it their true size; both may raise `CacheFull`. If the output is not pushed and, by the
         estimate, the memory suffices, the computing thread answers the client before the second reservation.
+
+        If a block is not here, raises NotHere before the caches change, so another server can adopt them. Any later
+        error ends the session on this server: some of its caches may have grown, so they must not be adopted.
         """
         step, begin = asked.step, key[1]
         rows, tokens = hidden.shape[:2]
@@ -387,12 +390,21 @@ class Server:
 
         def work() -> float:
             began = time.perf_counter()
-            # inference_mode costs less than no_grad in each of a thousand operations. Its tensors become ordinary
-            # tensors when they are sent.
-            with torch.inference_mode():
-                for operation in step.before:
-                    adapter.operate(session.cache, *operation, *span)
-                found = self._run_blocks(begin, hidden, step.calls, session.cache, step.prompts)
+            for number in range(*span):  # `unload` runs on this thread, too, so the blocks stay until the step ends
+                self._block(number)
+            try:
+                # inference_mode costs less than no_grad in each of a thousand operations. Its tensors become ordinary
+                # tensors when they are sent.
+                with torch.inference_mode():
+                    for operation in step.before:
+                        adapter.operate(session.cache, *operation, *span)
+                    found = self._run_blocks(begin, hidden, step.calls, session.cache, step.prompts)
+            except BaseException as error:
+                session.end(
+                    f"session {key[0]} is over on this server: {type(error).__name__} in a step left its caches "
+                    "incomplete"
+                )
+                raise
             seconds = time.perf_counter() - began
             session.taken_to(asked.number, found)
             self._steps += 1
@@ -415,16 +427,20 @@ class Server:
         """Return what another server needs to continue a session on the blocks from ``first`` to before ``last``.
 
         This is a tuple: the caches of these blocks, the number of the last step, its output, and the number of tokens
-        that the session expects. From then on, this server computes no more steps of the session. Waits up to
-        ``patience`` seconds for the current step. If that is too short, raises TimeoutError, and the session stays
-        here. Raises NoSession if it is not here.
+        that the session expects. This ends the session here, even if the other server then cannot continue it: waiting
+        and later steps fail with NoSession. Its memory stays reserved until `close`. Waits up to ``patience`` seconds
+        for the current step. If that is too short, raises TimeoutError, and the session stays here. Raises NoSession if
+        the session is not here, or has ended here.
         """
         session = self._find(id, begin)
         with blocking_wait(), session.changed:
             while session.busy:
                 if not session.changed.wait(patience):
                     raise TimeoutError(f"session {id} is still computing a step, so its caches cannot be moved now")
-            session.exported = True  # `_go_on` takes no more steps of it
+            if session.ended:
+                raise NoSession(session.ended)
+            session.ended = f"session {id} is over on this server: another server has fetched its caches"
+        session.end(session.ended)  # fails the waiting calls, which must not be answered with the lock held
         return adapter.part(session.cache, first, last), session.taken, session.last, session.expected
 
     def adopt(self, id: str, begin: int, end: int, other: Address, at: int, client: int, patience: float) -> None:

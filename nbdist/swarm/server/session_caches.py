@@ -73,7 +73,7 @@ class StepCall:
 class ServerSession:
     """One session on a server, for one span: its caches and its queue of steps.
 
-    `changed` guards the queue: ``asked``, ``given``, ``taken``, ``last``, ``busy``, ``exported`` and ``ended``.
+    `changed` guards the queue: ``asked``, ``given``, ``taken``, ``last``, ``busy`` and ``ended``.
     """
 
     def __init__(self, cache: Any, client: int, expected: int) -> None:
@@ -93,10 +93,8 @@ class ServerSession:
         """Hidden states that have arrived, by number of the step."""
         self.busy = False
         """True while a thread is computing steps of the session."""
-        self.exported = False
-        """True once the session has moved to another server."""
         self.ended = ""
-        """The reason why the session is over; empty while it is not."""
+        """The reason why the session is over on this server; empty while it is not."""
         self.used = time.monotonic()
         """The time of the last call, as of `time.monotonic`."""
 
@@ -112,8 +110,10 @@ class ServerSession:
         """Remove from the queue a call that can be answered now; return it with its input, or None if there is none.
 
         The caller computes the step and answers the call. The input is None for the last step, whose output is stored.
-        Calls for earlier steps fail with UsageError. The caller holds `changed`.
+        Calls for earlier steps fail with UsageError. Returns None if the session has ended. The caller holds `changed`.
         """
+        if self.ended:
+            return None
         for asked in list(self.asked):
             known = asked.number != REPLAYED and asked.number <= self.taken
             hidden = None if known else self.given.get(asked.number)
