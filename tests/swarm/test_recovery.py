@@ -1,5 +1,6 @@
 """Sessions that survive: what is lost is brought back at once or step by step, and what is to go elsewhere moves."""
 
+import re
 import threading
 import time
 
@@ -80,6 +81,46 @@ def test_what_is_not_pushed_is_brought(world, monkeypatch):
     monkeypatch.setattr("nbdist.swarm.client.session._PUSH_SECONDS", 0.01)
     found = swarm_models.generate(swarm.causal_lm(), "greedy")
     assert torch.equal(found, swarm_models.generate(model, "greedy"))
+    assert set(swarm.states.values()) == {"online"}
+    swarm.close()
+
+
+EMPTY = {"no sequences": (0, 5), "no tokens": (1, 0)}
+
+
+@pytest.mark.parametrize("what", list(EMPTY))
+@pytest.mark.parametrize("family", ["falcon", "llama"])
+@torch.no_grad()
+def test_an_empty_text_is_answered_as_by_one_process(world, family, what):
+    model = swarm_models.make(family)
+    swarm = serve(model, workers=[1, 2], step_timeout=5.0)
+    remote = swarm.causal_lm()
+    ids = torch.zeros(EMPTY[what], dtype=torch.long)
+    try:
+        expected = model(ids).logits
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=re.escape(str(error))):
+            remote(ids)
+    else:
+        assert torch.equal(remote(ids).logits, expected)
+    assert set(swarm.states.values()) == {"online"}
+    swarm.close()
+
+
+@pytest.mark.parametrize("recover", ["exact", "fast"])
+@torch.no_grad()
+def test_an_empty_step_is_replayed_as_others(world, recover):
+    model = swarm_models.make("falcon")
+    swarm = serve(model, workers=[1, 2], recover=recover, cache_bytes=10**6)
+    remote = swarm.causal_lm()
+    ids = swarm_models.one()["input_ids"]
+    caches = [adapter.new_cache(each.config) for each in (model, remote)]
+    for given in (ids[:, :0], ids[:, :5], ids[:, :0], ids[:, 5:]):
+        forget(swarm, "worker1")
+        expected, found = (
+            each(given, past_key_values=cache).logits for each, cache in zip((model, remote), caches, strict=True)
+        )
+        assert torch.allclose(found, expected, atol=1e-5)
     assert set(swarm.states.values()) == {"online"}
     swarm.close()
 

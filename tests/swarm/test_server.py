@@ -86,7 +86,7 @@ class Client:
     def step(self, id, number, begin=0, end=6, hidden=None, **options):
         given = self.hiddens[number] if hidden is None else hidden
         step = Step((), given, self.calls[number][begin:end])
-        return self.server.rpc_async().step(id, begin, number, self.hiddens[number].shape[1], step, **options)
+        return self.server.rpc_async().step(id, begin, number, step, pushed=not given.numel(), **options)
 
 
 @pytest.fixture

@@ -103,6 +103,8 @@ def is_near(found: torch.Tensor, expected: torch.Tensor, calls: Sequence[Any] = 
     """
     if found.shape != expected.shape:
         return False
+    if not expected.numel():
+        return True
     for args, kwargs in calls:
         for mask in [*args, *kwargs.values()]:
             if isinstance(mask, torch.Tensor) and mask.dim() == 4:

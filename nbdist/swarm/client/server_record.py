@@ -95,8 +95,8 @@ class Member:
         """
         self.cache, self.sessions, self.steps = reply.cache, reply.sessions, reply.steps
         self.strikes, self.banned_until, self.note = 0, 0.0, ""
-        if reply.seconds > 0:  # else the answer was stored already, and says nothing about the speed
-            self.pace += _NEWEST_WEIGHT * (reply.seconds / max(1, tokens * blocks) - self.pace)
+        if reply.seconds > 0 and tokens:  # else it was stored already, or empty, and says nothing about the speed
+            self.pace += _NEWEST_WEIGHT * (reply.seconds / (tokens * blocks) - self.pace)
             if elapsed is not None:
                 self.hop += _NEWEST_WEIGHT * (max(0.0, elapsed - reply.seconds) - self.hop)
 

@@ -280,8 +280,8 @@ class Session:
         others waits until the previous server pushes its input.
         """
         self._link()
-        crew, tokens = self._crew, hidden.shape[1]
-        points = crew.spend("step", hidden.shape[0] * tokens)
+        crew = self._crew
+        points = crew.spend("step", hidden.shape[0] * hidden.shape[1])
         nothing = hidden.new_empty(0)
         found = {}
         for number, part in enumerate(self._parts[at:]):
@@ -292,8 +292,8 @@ class Session:
                 self.id,
                 part.span.begin,
                 self._number,
-                tokens,
                 told,
+                pushed=number > 0,
                 behind=number * (crew.step_timeout + carriage(hidden)),
                 patience=crew.step_timeout,
                 points=points,
@@ -508,7 +508,6 @@ class Session:
                 self.id,
                 part.span.begin,
                 REPLAYED,
-                hidden.shape[1],
                 own,
                 push=False,
                 patience=self._crew.step_timeout,

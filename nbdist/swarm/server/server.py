@@ -287,9 +287,9 @@ class Server:
         id: str,
         begin: int,
         number: int,
-        tokens: int,
         step: Step,
         *,
+        pushed: bool = False,
         push: bool = True,
         behind: float = 0.0,
         patience: float = 60.0,
@@ -297,9 +297,9 @@ class Server:
     ) -> Future[StepReply]:
         """Compute step ``number`` of a session on the span that begins with block ``begin``; return a future.
 
-        The hidden states of the ``tokens`` new tokens are in ``step``, or are pushed before or after this call; no
-        thread waits for them. The last step may be called for again, and gets the same answer. The numbers of steps
-        increase, but a replayed step has the number `REPLAYED`.
+        The hidden states of the new tokens are in ``step``, or are pushed before or after this call; no thread waits
+        for them. The last step may be called for again, and gets the same answer. The numbers of steps increase, but a
+        replayed step has the number `REPLAYED`.
 
         Raises NoSession if the session is not here. The future fails with NoSession if the session ends meanwhile,
         TimeoutError if the hidden states do not arrive in time, `CacheFull` if there is no memory for the caches,
@@ -310,8 +310,9 @@ class Server:
             id: the session.
             begin: the first block of its span.
             number: the number of the step, the same on all servers.
-            tokens: the number of new tokens.
             step: the operations to do on the caches first, and how each block is called.
+            pushed: True if the hidden states are pushed, so that those in ``step`` are ignored. Their size could not
+                tell: a step may have no sequences or no tokens.
             push: whether to push the output to the next server.
             behind: seconds that the servers before this one may need.
             patience: seconds, after those, until the hidden states must be here. A wait for memory may take half of it.
@@ -320,12 +321,12 @@ class Server:
         session = self._find(id, begin)
         deadline = time.monotonic() + behind + patience
         answer: Future[StepReply] = Future()
-        asked = StepCall(number, tokens, step, push, deadline, patience, points, answer)
-        there = _brought(step.hidden, self._device) if step.hidden.numel() else step.hidden
+        asked = StepCall(number, step, push, deadline, patience, points, answer)
+        there = _brought(step.hidden, self._device) if not pushed else None
         with session.changed:
             if session.ended:
                 raise NoSession(session.ended)
-            if there.numel():
+            if there is not None:
                 session.give(number, there)
             session.asked.append(asked)
         try:
@@ -418,8 +419,9 @@ class Server:
 
         seconds: float = self._run("step", rows * tokens, asked.points, work)
         used, length = adapter.nbytes(session.cache, span), adapter.length(session.cache, span)
-        if used and not self._per_token:
-            self._per_token = used / (rows * length * len(step.calls))
+        cells = rows * length * len(step.calls)
+        if used and cells and not self._per_token:
+            self._per_token = used / cells
         self._room.reserve(key, session, used / max(1, length), length, deadline)
         return seconds
 

@@ -48,7 +48,6 @@ class StepCall:
     """A call for a step. It waits for its input and for its turn."""
 
     number: int
-    tokens: int
     step: Step
     push: bool
     deadline: float
