@@ -395,6 +395,29 @@ def test_who_has_left_does_not_come_back_by_itself(world, monkeypatch, what):
     swarm.close()
 
 
+@torch.no_grad()
+def test_a_call_to_a_server_that_has_left_does_not_blame_the_next_one_there(world, monkeypatch):
+    model = swarm_models.make("llama")
+    swarm = serve(model, workers=[1, 2], spans=[(0, 3), (3, 6)])
+    remote = swarm.causal_lm()
+    crew, ids = swarm.crew, swarm_models.one()["input_ids"]
+    own = crew.compute
+
+    def compute(member, *args):
+        found = own(member, *args)
+        if member.name == "worker1" and not crew._members.get("worker3"):  # between the two spans of the call's route
+            swarm.join(3, 3, 6)
+            swarm.leave(2)
+            swarm.join(2, 3, 6)
+        return found
+
+    monkeypatch.setattr(crew, "compute", compute)
+    assert torch.equal(remote(ids, use_cache=False).logits, model(ids).logits)
+    assert swarm.states == {"worker1": "online", "worker3": "online", "worker2": "online"}
+    assert "is gone" not in "\n".join(swarm.log)
+    swarm.close()
+
+
 def test_who_dies_while_it_is_relieved_is_gone(world, monkeypatch):
     swarm = serve(swarm_models.make("llama"), workers=[1])
     crew, member = swarm.crew, swarm.crew.member("worker1")

@@ -157,15 +157,24 @@ class Crew:
         """Mark the server on the worker with this incarnation as "gone", and log its blocks and the reason.
 
         ``why`` is the reason, unless the agent knows one. Does nothing if no server is there, or if it has left or is
-        gone already. Its sessions move when their next step finds it gone. Threads whose call failed call this, and so
-        does the agent when it loses a member.
+        gone already. Its sessions move when their next step finds it gone. The agent calls this when it loses a worker.
         """
         with self._changed:
             member = next((each for each in self._members.values() if each.incarnation == incarnation), None)
-            if member is None or member.state in ("gone", "offline"):
+        if member is not None:
+            self._lose(member, why)
+
+    def _lose(self, member: Member, why: object) -> None:
+        """Mark one server as "gone", as `lose` does. Threads whose call to the server failed call this.
+
+        They may hold the record of a server that has left, while a newer server of the same worker is healthy. So this
+        changes the given record only.
+        """
+        with self._changed:
+            if member.state in ("gone", "offline"):
                 return
             # Prefer the agent's reason: it does not depend on which thread notices the death first.
-            why = self._agent.fate(incarnation) or why
+            why = self._agent.fate(member.incarnation) or why
             blocks = member.blocks
             member.rest("gone", str(why).splitlines()[0] if str(why) else "")
         self._journal.tell(f"{member.name}, which had {named(blocks)}, is gone: {member.note}")
@@ -190,10 +199,10 @@ class Crew:
     def _ban(self, member: Member, why: str = "") -> None:
         """Stop calling a server for a while. ``why`` completes its name in the log, by default "did not answer ...".
 
-        Does nothing for a server that is banned already, or that is still joining.
+        Does nothing for a server that is banned already, that is still joining, or that has left or is gone.
         """
         with self._changed:
-            if member.state == "joining" or member.is_banned(time.monotonic()):
+            if not member.there or member.is_banned(time.monotonic()):
                 return  # a joining server has no callers yet; a banned one has failed another call at the same time
             seconds = member.ban(time.monotonic(), self.ban_seconds, why or "did not answer")
         told = why or f"did not answer for {self.step_timeout:g} s"
@@ -259,7 +268,7 @@ class Crew:
             blocks: list[int] = self.outwait(member, asked, max(self.step_timeout, _NEW_WORKER_SECONDS))
         except BaseException as error:
             if member.state == "joining":
-                self.lose(member.incarnation, error)
+                self._lose(member, error)
                 self._release(member)
             if isinstance(error, Exception):
                 self.check_open()  # if the swarm was closed meanwhile, that is the cause
@@ -518,7 +527,7 @@ class Crew:
             # Errors lose their tracebacks: the call refers to the error, whose frames refer to the call and to a
             # session's cache. All of these would stay until the garbage collector runs.
             except (WorkerLost, RRefError) as error:
-                self.lose(member.incarnation, error)
+                self._lose(member, error)
                 raise Gone(member.name) from error.with_traceback(None)
             except RpcTimeout as error:
                 self._ban(member)
