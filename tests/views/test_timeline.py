@@ -1,12 +1,14 @@
 """What all workers did, on one clock."""
 
 import base64
+import gc
 import itertools
 import json
 import re
 import subprocess
 import sys
 import threading
+import time
 from html import escape
 
 import pytest
@@ -158,6 +160,60 @@ def test_it_can_be_looked_at_while_it_runs_and_keeps_no_more_than_it_can(monkeyp
         assert "missing" in repr(told)
     with pytest.raises(UsageError):
         recording.end("nobody", "worker0")
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_one_that_is_dropped_or_interrupted_records_no_longer(monkeypatch):
+    with World(2) as world, world[0].activate():
+        watches = sum(len(agent._on_lost) for agent in world)
+        told = Timeline(world[0])
+        assert trace.listeners
+        del told
+        gc.collect()
+        wait_until(lambda: not trace.listeners)
+        assert not recording._recordings
+        wait_until(lambda: sum(len(agent._on_lost) for agent in world) == watches)
+
+        told = Timeline(world[0])
+        with monkeypatch.context() as patched:
+            patched.setattr(told, "_each", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                told.stop()
+        assert recording._recordings
+        del told
+        gc.collect()
+        wait_until(lambda: not trace.listeners)
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_worker_does_not_record_for_an_agent_that_is_lost():
+    with World(2) as world, world[1].activate():
+        home = world[0].me.incarnation
+        recording.begin("a timeline of worker0", home)
+        assert recording._recordings
+        world[1].lose(home, "is said to be lost")
+        assert not recording._recordings
+        recording.begin("it comes late", home)
+        assert not recording._recordings
+        assert not trace.listeners
+
+
+def test_one_whose_agent_has_ended_stops_here():
+    with World(1) as world:
+        told = Timeline(world[0])
+    assert recording._recordings
+    told.stop()
+    assert not recording._recordings
+    assert not trace.listeners
 
 
 def test_of_a_cluster_whose_worker_dies():

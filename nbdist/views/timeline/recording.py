@@ -4,7 +4,8 @@ A recording subscribes to `nbdist.trace`, and only while somebody records. An ev
 that began then and ends now. A call has two events, at the start and at the end of its function.
 `nbdist.views.timeline.wording` names the calls in words that users know.
 
-`begin`, `end` and `forget` are called on the worker by the timeline's process, in this order.
+`begin`, `end` and `forget` are called on the worker by the timeline's process, in this order. If that process is lost
+meanwhile, the worker drops the recording by itself.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from nbdist import trace
 from nbdist.errors import UsageError
 from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
+from nbdist.rpc.api import current_agent
 from nbdist.views.drawing.gantt import micro_batch_name
 from nbdist.views.timeline.wording import name_call
+from nbdist.wire.messages import Record
 
 __all__ = ["EVENTS_KEPT", "Noted", "begin", "end", "forget"]
 
@@ -64,9 +68,12 @@ _NAMES: dict[str, Callable[[dict[str, Any]], tuple[str, str, str]]] = {
 
 
 class _Recording:
-    """A recording under way in this process, from its creation until `stop` is called. Any thread may emit events."""
+    """A recording under way in this process, from its creation until `stop` is called. Any thread may emit events.
 
-    def __init__(self) -> None:
+    `stop` also calls ``unwatch``, which ends the watch of the timeline's agent.
+    """
+
+    def __init__(self, unwatch: Callable[[], None] = lambda: None) -> None:
         self.noted: list[Noted] = []
         self.lost = 0
         self._calls: dict[tuple[str, int, int], tuple[str, str, float, GpuSpan | None]] = {}
@@ -75,7 +82,13 @@ class _Recording:
         self._on_gpu: deque[tuple[Noted, GpuSpan]] = deque()
         """The pieces of work that a GPU had not finished when somebody last looked."""
         self._measuring = threading.Lock()
-        self.stop = trace.subscribe(self._take)
+        self._unsubscribe = trace.subscribe(self._take)
+        self._unwatch = unwatch
+
+    def stop(self) -> None:
+        """End the recording. A second call does nothing."""
+        self._unsubscribe()
+        self._unwatch()
 
     def _take(self, event: str, fields: dict[str, Any]) -> None:
         """Note the piece of work that an event of `nbdist.trace` stands for; called by the thread that emits it.
@@ -142,15 +155,29 @@ class _Recording:
 
 
 _recordings: dict[str, _Recording] = {}
+_beginning = threading.Lock()
+"""Held while `begin` adds a recording: a process with several agents is asked several times at once."""
 
 
-def begin(key: str) -> None:
+def begin(key: str, home: int) -> None:
     """Begin to record under a key, the timeline's; does nothing if a recording of that key is under way.
 
-    A worker runs this by RPC, from the notebook's `Timeline`.
+    A worker runs this by RPC, from the notebook's `Timeline`. ``home`` is the incarnation of the timeline's agent. When
+    the worker loses that agent, it drops the recording, for which nobody would ask any more.
     """
-    if key not in _recordings:
-        _recordings[key] = _Recording()
+    agent = current_agent()
+    with _beginning:
+        if key in _recordings:
+            return
+        _recordings[key] = _Recording(agent.on_lost(partial(_on_lost, key, home)))
+    if agent.member(home) is None:  # it was lost before this worker watched it
+        forget(key)
+
+
+def _on_lost(key: str, home: int, record: Record, _: str) -> None:
+    """Drop a recording if the lost agent, ``record``, is its timeline's."""
+    if record.incarnation == home:
+        forget(key)
 
 
 def end(key: str, agent: str) -> tuple[list[Noted], int]:
@@ -168,7 +195,7 @@ def end(key: str, agent: str) -> tuple[list[Noted], int]:
 def forget(key: str) -> None:
     """End a recording and drop it; does nothing if there is none.
 
-    A worker runs this by RPC when the timeline has the events.
+    A worker runs this by RPC when the timeline has the events, or was collected.
     """
     recording = _recordings.pop(key, None)
     if recording is not None:

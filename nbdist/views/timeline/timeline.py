@@ -27,6 +27,8 @@ from types import TracebackType
 from typing import Any
 
 from nbdist.amounts import counted, duration
+from nbdist.errors import NbdistError
+from nbdist.finalisers import hand_over
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.world.clocks import offset
@@ -47,7 +49,8 @@ class Timeline:
     """A recording of the work of an agent and of all members of its world, until `stop` or the end of a ``with`` block.
 
     Recording begins when the object is made. Workers that join later, or start again, are recorded from then on. If a
-    worker dies, its events are lost, and `lost` counts the worker.
+    worker dies, its events are lost, and `lost` counts the worker. If the object is collected before `stop`, recording
+    ends, and its events are dropped.
 
     Attributes:
         noted: after `stop`, all pieces of work, sorted by start, with times in seconds since the recording began.
@@ -68,11 +71,12 @@ class Timeline:
         self._records: list[Record] = []
         self._offsets: dict[str, float] = {}
         self._forget = agent.on_joined(partial(_on_joined, weakref.ref(self)))  # first, so that no worker is missed
-        weakref.finalize(self, self._forget).atexit = False
+        self._finaliser = weakref.finalize(self, _on_collected, agent, self._key, self._forget)
+        self._finaliser.atexit = False
         self._records = sorted(agent.members(), key=lambda record: record.id)
         self._offsets = {record.name: offset(agent.me, record, agent.ask) for record in self._records}
         self._start = time.monotonic()
-        self._each(recording.begin)
+        self._each(recording.begin, lambda record: (agent.me.incarnation,))
 
     def __enter__(self) -> Timeline:
         return self
@@ -94,6 +98,8 @@ class Timeline:
             self._end = time.monotonic()
             found = self._each(recording.end, lambda record: (record.name,))
             self._each(recording.forget)
+            recording.forget(self._key)  # in this process also if the agent is closed
+            self._finaliser.detach()  # only now: after an interrupt, the workers must not record for ever
             self.lost += len(self._records) - len(found)
             for name, (noted, lost) in found.items():
                 self.lost += lost
@@ -113,7 +119,7 @@ class Timeline:
             return
         try:
             ahead = offset(self._agent.me, record, self._agent.ask)
-            self._agent.ask(record.name, recording.begin, self._key)
+            self._agent.ask(record.name, recording.begin, self._key, self._agent.me.incarnation)
         except Exception as error:
             _log.debug("%s is not recorded: %s", record.name, error)
             with self._changing:
@@ -218,6 +224,23 @@ def _on_joined(known: weakref.ref[Timeline], record: Record) -> None:
     timeline: Timeline | None = known()
     if timeline is not None:
         timeline._agent.submit(partial(timeline.include, record))
+
+
+def _on_collected(agent: Agent, key: str, forget: Callable[[], None]) -> None:
+    """End the recording of a timeline that was collected before `Timeline.stop`.
+
+    Python may run this finaliser while any lock is held, so another thread calls the workers.
+    """
+    forget()
+    hand_over(partial(_end_recording, agent, key))
+
+
+def _end_recording(agent: Agent, key: str) -> None:
+    """Tell all members to drop the recording of a key, without waiting for them; those without one ignore it."""
+    recording.forget(key)  # in this process also if the agent is closed
+    for record in agent.members():
+        with contextlib.suppress(NbdistError):  # the worker is gone, or the agent is closed
+            agent.begin(record.name, recording.forget, key)
 
 
 def stack(noted: Iterable[Noted]) -> list[list[Noted]]:
