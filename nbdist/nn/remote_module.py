@@ -28,7 +28,9 @@ class RemoteModule(torch.nn.Module):
 
     Calls are recorded in the current distributed autograd context, if there is one, so a backward pass goes through
     the module. The handle itself can be sent to other workers, and works there. Methods that need the module in this
-    process, such as ``parameters()`` and ``to()``, raise `UsageError`; its text names an alternative.
+    process, such as ``parameters()`` and ``to()``, raise `UsageError`; its text names an alternative. The state of a
+    local module that contains the handle includes the module's state: ``state_dict()`` fetches it, and
+    ``load_state_dict()`` sends it back.
 
     Tensors of a result that are on a GPU come back on a GPU if the caller has a device map to the module's worker
     (which is then read backwards), or if the caller is a worker of a cluster; else they come back on the CPU.
@@ -158,19 +160,67 @@ class RemoteModule(torch.nn.Module):
         """Put the module into evaluation mode: ``train(False)``. Returns the handle."""
         return self.train(False)
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the module's state, its tensors on the CPU. The arguments of torch's ``state_dict`` are ignored.
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Return the module's state, its tensors on the CPU.
+
+        Args:
+            *args: ``destination`` and ``prefix``, in the positional form that torch deprecates.
+            destination: the dict to fill and return, as torch passes it to the parts of a module; by default a new one.
+            prefix: the text before each name.
+            keep_vars: ignored: the tensors are copies without gradients.
 
         Example:
             >>> module = RemoteModule("worker1", torch.nn.Linear, args=(2, 3))
             >>> sorted(module.state_dict())
             ['bias', 'weight']
+            >>> sorted(torch.nn.Sequential(module, torch.nn.ReLU()).state_dict())
+            ['0.bias', '0.weight']
         """
-        return _with_metadata(*self._on_owner(state_of))
+        if args:
+            destination, prefix = (*args, prefix)[:2]
+        state, metadata = self._on_owner(state_of)
+        if destination is None:
+            if not prefix:
+                return _with_metadata(state, metadata)
+            destination = _with_metadata({}, OrderedDict())
+        destination.update({prefix + name: value for name, value in state.items()})
+        known = getattr(destination, "_metadata", None)
+        if known is not None and metadata:
+            # A process that has the whole model looks up each part's version by name. `_load_from_state_dict` gets only
+            # the entry of the handle's own name, so that entry has all of them.
+            known.update({prefix + name if name else prefix[:-1]: dict(version) for name, version in metadata.items()})
+            known.setdefault(prefix[:-1], {})[_VERSIONS] = metadata
+        return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state into the module; arguments, result and errors are those of `torch.nn.Module.load_state_dict`."""
         return self._on_owner(load, dict(state_dict), getattr(state_dict, "_metadata", None), strict, assign)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load the part of a larger module's state whose names begin with ``prefix`` into the module.
+
+        torch calls this, with lists to which it adds names and errors. If the state came from a model in one process,
+        the versions of the module's own parts are not known here: torch takes these parts for old ones.
+        """
+        state = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        metadata = local_metadata.get(_VERSIONS, {"": local_metadata})
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        missing, unexpected, errors = self._on_owner(load_part, state, metadata, assign)
+        if strict:
+            missing_keys += [prefix + name for name in missing]
+            unexpected_keys += [prefix + name for name in unexpected]
+        error_msgs += [f"{prefix[:-1]}: {error}" for error in errors]
 
     def extra_repr(self) -> str:
         """Return the text in the parentheses of the handle's repr: the module's class, if known, and its place."""
@@ -180,6 +230,9 @@ class RemoteModule(torch.nn.Module):
     def _on_owner(self, function: Callable[..., Any], *args: Any) -> Any:
         return api.rpc_sync(self.module_rref.owner(), function, args=(self.module_rref, *args))
 
+
+_VERSIONS = "nbdist_versions"
+"""The key of the versions of all parts of the module, by name, in a state's metadata of the handle."""
 
 # The methods of torch.nn.Module that `RemoteModule` refuses, and for some of them the method to call instead.
 _ALTERNATIVES = {
@@ -281,6 +334,20 @@ def load(rref: RRef[torch.nn.Module], state: Mapping[str, Any], metadata: Any, s
     Runs on the owner. Raises torch's RuntimeError if the state does not fit.
     """
     return rref.local_value().load_state_dict(_with_metadata(state, metadata), strict=strict, assign=assign)
+
+
+def load_part(
+    rref: RRef[torch.nn.Module], state: Mapping[str, Any], metadata: Any, assign: bool
+) -> tuple[list[str], list[str], list[str]]:
+    """Load a part of a larger state into the module; return the missing names, the unexpected names, and the errors.
+
+    The arguments are those of `load`. Runs on the owner. Does not raise torch's RuntimeError, but returns its text.
+    """
+    try:
+        found = load(rref, state, metadata, strict=False, assign=assign)
+    except RuntimeError as error:
+        return [], [], [str(error)]
+    return list(found.missing_keys), list(found.unexpected_keys), []
 
 
 def _with_metadata(state: Mapping[str, Any], metadata: Any) -> dict[str, Any]:

@@ -55,6 +55,58 @@ def test_a_state_keeps_the_versions_of_its_modules(world):
         module.load_state_dict(state)
 
 
+class Net(torch.nn.Module):
+    """A model of which one part is elsewhere, or here."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.encoder = make(encoder)
+        self.head = torch.nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+def encoder():
+    return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+
+
+def test_the_state_of_a_model_includes_that_of_its_remote_part(world):
+    torch.manual_seed(0)
+    net, other, whole = (Net(make) for make in (remote, remote, lambda make: make()))
+    x = torch.randn(4, 2)
+    state = net.state_dict()
+    assert list(state) == list(whole.state_dict())
+    versions = {name: each["version"] for name, each in state._metadata.items()}
+    assert versions == {name: each["version"] for name, each in whole.state_dict()._metadata.items()}
+    for model in (other, whole):
+        assert "matched" in str(model.load_state_dict(state))
+        assert torch.equal(model(x), net(x))
+    assert "matched" in str(other.load_state_dict(whole.state_dict(), assign=True))
+    assert torch.equal(other.eval()(x), whole.eval()(x))
+    names = [f"a.{name}" for name in net.encoder.state_dict()]
+    assert list(net.encoder.state_dict(prefix="a.")) == list(net.encoder.state_dict({}, "a.", False)) == names
+
+
+def remote(make):
+    return RemoteModule("worker1", make)
+
+
+def test_a_state_that_does_not_fit_a_remote_part_is_refused(world):
+    net = Net(remote)
+    state = net.state_dict()
+    del state["encoder.1.num_batches_tracked"]  # as in states of old versions only
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "encoder.1.num_batches_tracked"'):
+        net.load_state_dict(state)
+    state["encoder.more"] = torch.zeros(1)
+    found = net.load_state_dict(state, strict=False)
+    assert found.missing_keys == ["encoder.1.num_batches_tracked"]
+    assert found.unexpected_keys == ["encoder.more"]
+    state["encoder.0.weight"] = torch.zeros(5)
+    with pytest.raises(RuntimeError, match=r"(?s)loading state_dict for Net.*encoder: .*size mismatch for 0.weight"):
+        net.load_state_dict(state, strict=False)
+
+
 def test_modes(world):
     module = RemoteModule("worker1", torch.nn.Dropout, args=(1.0,))
     x = torch.ones(3)

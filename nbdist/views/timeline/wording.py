@@ -113,6 +113,7 @@ _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "nn.remote_module:train": lambda rref, *_: ("call", f"{_class_of(rref)}.train"),
     "nn.remote_module:state_of": lambda rref, *_: ("call", f"{_class_of(rref)}.state_dict"),
     "nn.remote_module:load": lambda rref, *_: ("call", f"{_class_of(rref)}.load_state_dict"),
+    "nn.remote_module:load_part": lambda rref, *_: ("call", f"{_class_of(rref)}.load_state_dict"),
     "optim.local:new_local_optimizer": lambda cls, *_: ("own", f"make an optimizer ({display_name(cls)})"),
     "optim.local:call_local": lambda rref, method, *_: (
         "own",
