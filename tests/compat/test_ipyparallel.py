@@ -8,6 +8,7 @@ import io
 import os
 import re
 import signal
+import threading
 import time
 import tokenize
 from concurrent.futures import Future
@@ -18,12 +19,14 @@ import pytest
 import torch
 
 import nbdist
+from nbdist.cluster.executor import Task
 from nbdist.compat import ipyparallel as ipp
+from nbdist.compat.ipyparallel import results
 from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
 
 FOLDER = Path(ipp.__file__).parent
 LIST = Path(__file__).parents[2] / "docs" / "coming_from.md"
-MOST_LINES = 410  # strings under attributes count, too
+MOST_LINES = 420  # strings under attributes count, too
 
 FUNCTIONS = """
 import os, time
@@ -151,6 +154,20 @@ def test_a_handle_is_a_future_of_pythons(view):
         return await asyncio.wrap_future(view.apply(os.getpid))
 
     assert asyncio.run(both()) == view.apply_sync(os.getpid)
+
+
+@pytest.mark.parametrize("name", ["get", "result", "exception", "wait", "wait_for", "get_dict", "wait_interactive"])
+def test_a_negative_time_limit_is_none(name):
+    task = Task()
+    task.rank = 0
+    handle = results.AsyncResult([task], single=True)
+    timer = threading.Timer(0.2, task.settle, [42])
+    timer.start()
+    found = results.wait_for([handle], -1) if name == "wait_for" else getattr(handle, name)(timeout=-1)
+    expected = {"wait": True, "wait_for": True, "get_dict": {0: 42}, "exception": None, "wait_interactive": None}
+    assert found == expected.get(name, 42)
+    assert handle.done()
+    timer.join()
 
 
 def test_an_error_has_the_workers_own_type(view, balanced):

@@ -25,9 +25,15 @@ _FACTS = {"engine_id": "rank"} | {each: each for each in ("submitted", "started"
 def wait_for(results: AsyncResult | Iterable[AsyncResult], timeout: float | None = None) -> bool:
     """Wait until all tasks of some handles have ended, at most ``timeout`` seconds; return whether all have.
 
-    An error of a task is not raised here: `AsyncResult.get` raises it.
+    A negative timeout means no limit, here and in the methods of `AsyncResult`: ipyparallel's notebooks pass -1. An
+    error of a task is not raised here: `AsyncResult.get` raises it.
     """
-    return not wait([results] if isinstance(results, AsyncResult) else results, timeout).not_done
+    return not wait([results] if isinstance(results, AsyncResult) else results, _limit(timeout)).not_done
+
+
+def _limit(timeout: float | None) -> float | None:
+    """Return a time limit of ipyparallel's in the form of Python's futures: None for a negative one."""
+    return timeout if timeout is None or timeout >= 0 else None
 
 
 class AsyncResult(Closed, Future[Any]):
@@ -73,8 +79,16 @@ class AsyncResult(Closed, Future[Any]):
         """
         return self._join(task.result() for task in self._tasks)
 
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait, at most ``timeout`` seconds, and return the value. Raises the tasks' first error, or TimeoutError."""
+        return super().result(_limit(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, at most ``timeout`` seconds, and return the tasks' first error, or None. May raise TimeoutError."""
+        return super().exception(_limit(timeout))
+
     # ipyparallel has these names for methods of futures.
-    get = Future.result
+    get = result
     ready = Future.done
     wait = wait_for
 
@@ -152,7 +166,8 @@ class AsyncResult(Closed, Future[Any]):
 
         Returns then, even if tasks are still open. An error of a task is not raised here: `get` raises it.
         """
-        shown, ends = LiveText(current_sink()), time.monotonic() + (math.inf if timeout is None else timeout)
+        limit = _limit(timeout)
+        shown, ends = LiveText(current_sink()), time.monotonic() + (math.inf if limit is None else limit)
         while not self.wait(interval) and time.monotonic() < ends:
             shown.draw(f"{self._progress_bar()}  {self.elapsed:.1f} s")
         shown.draw(self._progress_bar(), last=True)
