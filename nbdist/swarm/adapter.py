@@ -60,6 +60,7 @@ __all__ = [
     "part",
     "plain_attributes",
     "strip",
+    "tie",
     "windows",
     "write_checkpoint",
 ]
@@ -298,26 +299,50 @@ class Checkpoint:
 def write_checkpoint(model: Any, folder: Path) -> None:
     """Write a model into a folder that `Checkpoint` can read.
 
-    Tied weights are written once; `remote_model` ties them again. Raises UsageError if ``model`` is no transformers
-    model.
+    A weight that transformers ties to another one by the configuration, as most heads to the embeddings, is left out:
+    `tie` restores it. All other weights are written, also those that the model has under several names, because a
+    server loads a block by the block's own names. Raises UsageError if ``model`` is no transformers model.
     """
     if not isinstance(model, PreTrainedModel):
         raise UsageError(
             f"a swarm serves a transformers model, a folder with one, or a name, not a {type(model).__name__}"
         )
     folder.mkdir(parents=True, exist_ok=True)
+    whole = model.state_dict()
+    sources = model.get_expanded_tied_weights_keys(all_submodels=True)
     state: dict[str, torch.Tensor] = {}
-    known: dict[tuple[int, tuple[int, ...]], str] = {}
-    for name, tensor in model.state_dict().items():
-        place = (tensor.data_ptr(), tuple(tensor.shape))
-        if tensor.numel() and place in known:
-            continue  # tied to a weight that is written already
-        known[place] = name
-        state[name] = tensor.detach().contiguous()
+    storages: set[int] = set()
+    for name, tensor in whole.items():
+        source = whole.get(sources.get(name, ""))
+        if source is not None and _is_tied(tensor, source):
+            continue
+        found = tensor.detach().contiguous()
+        storage = found.untyped_storage().data_ptr()
+        state[name] = found.clone() if storage in storages else found  # the file's format has no shared memory
+        storages.add(storage)
     save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
     model.config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
+
+
+def _is_tied(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two entries of a state dict are the same memory, seen in the same way."""
+    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
+        other.data_ptr(),
+        other.dtype,
+        other.shape,
+        other.stride(),
+    )
+
+
+def tie(model: Any) -> None:
+    """Tie the weights of a model that its configuration ties, after `Checkpoint.fill`.
+
+    If the checkpoint has different values for both, they stay apart, and transformers logs a warning.
+    """
+    missing = {name for name, weight in model.named_parameters(remove_duplicate=False) if weight.is_meta}
+    model.tie_weights(missing_keys=missing)
 
 
 def convert_gguf(file: Path, folder: Path) -> None:

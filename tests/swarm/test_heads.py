@@ -35,6 +35,58 @@ def test_without_a_head(both):
     assert torch.equal(headless(**inputs).last_hidden_state, expected)
 
 
+def share_a_part_of_two_blocks(model):
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+def share_head_and_embeddings(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def share_one_memory(model):
+    """Two weights of the same place and shape, one of which is the other transposed."""
+    attention = model.model.layers[2].self_attn
+    attention.o_proj.weight = torch.nn.Parameter(attention.q_proj.weight.detach().t())
+
+
+def share_nothing_although_the_configuration_says_so(model):
+    model.config.tie_word_embeddings = True
+
+
+SHARES = [
+    share_a_part_of_two_blocks,
+    share_head_and_embeddings,
+    share_one_memory,
+    share_nothing_although_the_configuration_says_so,
+]
+
+
+@pytest.mark.parametrize("share", SHARES)
+@torch.no_grad()
+def test_weights_that_parts_of_a_model_share(world, share):
+    model = swarm_models.make("llama")
+    assert not model.config.tie_word_embeddings
+    share(model)
+    swarm = serve(model, workers=[1, 2, 3])
+    ids = swarm_models.one()["input_ids"]
+    assert torch.equal(swarm.causal_lm()(ids).logits, model(ids).logits)
+    assert torch.equal(swarm.model()(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    assert len(set(swarm.sizes)) == 1
+    swarm.close()
+
+
+@torch.no_grad()
+def test_a_head_that_the_configuration_ties_is_written_once_and_shared(world, tmp_path):
+    model = swarm_models.make("gpt2")
+    adapter.write_checkpoint(model, tmp_path)
+    names = set(adapter.WeightFile(tmp_path).sizes)
+    assert set(model.state_dict()) - names == {"lm_head.weight"}
+    swarm = serve(model, workers=[1])
+    remote = swarm.causal_lm()
+    assert remote.lm_head.weight is remote.transformer.wte.weight
+    swarm.close()
+
+
 def test_classes_of_texts(both):
     model, swarm = both
     remote = swarm.sequence_classifier(num_labels=3)

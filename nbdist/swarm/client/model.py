@@ -186,7 +186,7 @@ def remote_model(
     stand_ins = nn.ModuleList(_StandIn(passage, number, count, layers[number]) for number in range(count))
     setattr(model.get_submodule(parent), name, stand_ins)
     checkpoint.fill(model)
-    model.tie_weights()
+    adapter.tie(model)
     adapter.complete(model, kind)
     if kind == "CausalLM":
         if (generation := checkpoint.generation) is not None:
