@@ -146,8 +146,35 @@ def test_room_that_is_asked_for_by_a_session_that_is_over_is_not_kept(world, tmp
     session = server._find("s", 0)
     server.close("s")  # an interrupt, while it computes
     with pytest.raises(NoSession, match="its client has closed it"):
-        server._room.reserve(("s", 0), session, 10.0, 5, time.monotonic() + 1)
+        server._room.reserve("s", session, 10.0, 5, time.monotonic() + 1)
     assert server.info().cache == 0
+
+
+def test_a_session_that_is_opened_anew_while_it_ends_keeps_its_room(world, tmp_path):
+    model = swarm_models.make("llama")
+    adapter.write_checkpoint(model, tmp_path)
+    server = Server(offer(adapter.Checkpoint(tmp_path)), Options(cache_bytes=1000), "anew")
+    cache = adapter.new_cache(model.config)
+    server._per_token = 10.0
+    server.open("s", 0, cache, 1)
+    before, end = server._find("s", 0), Server._end
+
+    def late(*args):
+        assert args[1] is before
+        server.open("s", 0, cache, 1, 0, (1, 5, 2, 1.0))  # while the first is on its way out
+        end(server, *args)
+
+    server._end = late
+    server.close("s")
+    del server._end
+    assert server.info().cache == 5 * 2 * 10
+    assert not server._find("s", 0).ended
+    # a thread that still has the first session in hand does not take the second for it
+    server._drop(("s", 0), before, "nobody has used it")
+    server._end("s", before, "again")
+    assert server.info().cache == 5 * 2 * 10
+    server.close("s")
+    assert server.info().cache == server.info().sessions == 0
 
 
 def test_an_opening_that_fails_gives_back_what_it_had(world):
@@ -415,6 +442,26 @@ def test_a_call_to_a_server_that_has_left_does_not_blame_the_next_one_there(worl
     assert torch.equal(remote(ids, use_cache=False).logits, model(ids).logits)
     assert swarm.states == {"worker1": "online", "worker3": "online", "worker2": "online"}
     assert "is gone" not in "\n".join(swarm.log)
+    swarm.close()
+
+
+@pytest.mark.parametrize("where", ["_send_load", "_wait_until_loaded"])
+def test_an_interrupted_join_is_not_waited_for(world, monkeypatch, where):
+    swarm = serve(swarm_models.make("llama"), workers=[1], spans=[(0, 3)])
+    known = set(neighbours._servers)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(swarm.crew, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            swarm.join(2, 3, 6)
+    assert swarm.states == {"worker1": "online", "worker2": "gone"}
+    wait_until(lambda: known.issuperset(neighbours._servers))  # its worker frees the server
+    swarm.crew.lose(swarm.crew.member("worker1").incarnation, "it is said to be gone")
+    with pytest.raises(NoRoute):
+        swarm.route()
     swarm.close()
 
 

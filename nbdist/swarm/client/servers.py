@@ -213,13 +213,15 @@ class Crew:
     def start(self, workers: Sequence[int | str], spans: Sequence[tuple[int, int]], tell: Steps) -> None:
         """Make a server on each worker and load its span there, all at the same time; ``tell`` shows the progress.
 
-        If a worker fails, raises the error of `_wait_until_loaded` for the first such worker. The other servers stay.
+        If a worker fails, raises the error of `_wait_until_loaded` for the first such worker. The servers that have
+        been waited for by then stay.
         """
         made = [(self._make_server(worker), span) for worker, span in zip(workers, spans, strict=False)]
-        asked = [(member, self._send_load(member, *span)) for member, span in made]
-        for number, (member, answer) in enumerate(asked):
-            tell(f"serve: {number} of {len(asked)} workers have loaded their blocks; {member.name} loads ...")
-            self._wait_until_loaded(member, answer)
+        with self._joining([member for member, _ in made]):
+            asked = [(member, self._send_load(member, *span)) for member, span in made]
+            for number, (member, answer) in enumerate(asked):
+                tell(f"serve: {number} of {len(asked)} workers have loaded their blocks; {member.name} loads ...")
+                self._wait_until_loaded(member, answer)
 
     def join(self, worker: int | str, begin: int, end: int, tell: Steps) -> None:
         """Load these blocks on a worker, in addition to those that it serves; ``tell`` shows the progress.
@@ -228,28 +230,45 @@ class Crew:
         """
         with self._changed:
             known = self._members.get(self._name_of(worker))
-        member = known if known is not None and known.state == "online" else self._make_server(worker)
-        tell(f"join: {member.name} loads blocks {begin} to {end - 1}, {size(sum(self.sizes[begin:end]))} ...")
-        self._wait_until_loaded(member, self._send_load(member, begin, end))
+        is_new = known is None or known.state != "online"
+        member = self._make_server(worker) if known is None or is_new else known
+        with self._joining([member] if is_new else []):
+            tell(f"join: {member.name} loads blocks {begin} to {end - 1}, {size(sum(self.sizes[begin:end]))} ...")
+            self._wait_until_loaded(member, self._send_load(member, begin, end))
         tell(f"join: {member.name} serves {named(member.blocks)}.")
 
     def _make_server(self, worker: int | str) -> Member:
-        """Make a new server on a worker, without waiting for it, and return its record in the state "joining".
+        """Make a new server on a worker, without waiting for it, and return its record, which `_joining` adds.
 
-        It replaces an older member of the same name. Raises UnknownWorker or WorkerLost if there is no such worker (any
-        more).
+        Raises UnknownWorker or WorkerLost if there is no such worker (any more).
         """
         record = self._agent.find(worker)
         address = Address(record.name, f"{self.incarnation}.{next(_numbers)}")
         server: RRef[Server] = api.remote(record.name, Server, (self._source, self.options, address.key))
-        member = Member(record.name, record.incarnation, server, address, self._room)
-        with self._changed:
-            before = self._members.pop(member.name, None)  # popped, so that the new member is the last of the list
-            if before is not None:
-                before.rest("gone")  # the worker died and was restarted, and this process did not notice
-            self._members[member.name] = member
-        self._journal.news()
-        return member
+        return Member(record.name, record.incarnation, server, address, self._room)
+
+    @contextlib.contextmanager
+    def _joining(self, members: Sequence[Member]) -> Iterator[None]:
+        """Return a context manager for new servers: it adds their records, in the state "joining", to the members.
+
+        They replace older members of the same names. If the ``with`` block fails or is interrupted, the servers that
+        are still joining become "gone" and are released: `way` waits for joining servers without a limit.
+        """
+        try:
+            with self._changed:
+                for member in members:
+                    before = self._members.pop(member.name, None)  # so that the new member is the last of the list
+                    if before is not None:
+                        before.rest("gone")  # the worker died and was restarted, and this process did not notice
+                    self._members[member.name] = member
+            self._journal.news()
+            yield
+        except BaseException as error:
+            for member in members:
+                if member.state == "joining":
+                    self._lose(member, error)
+                    self._release(member)
+            raise
 
     def _send_load(self, member: Member, begin: int, end: int) -> Future[list[int]]:
         """Ask a server to load the blocks from ``begin`` to before ``end``; `outwait` waits for the future."""
@@ -261,17 +280,13 @@ class Crew:
     def _wait_until_loaded(self, member: Member, asked: Future[list[int]]) -> None:
         """Wait until a server has loaded its blocks, and let it serve them. ``asked`` is the future of that call.
 
-        A new server that fails is marked as "gone". Raises WorkerLost if the worker died, UsageError if the swarm was
+        Call it within `_joining` for a new server. Raises WorkerLost if the worker died, UsageError if the swarm was
         closed meanwhile, `Gone` if the server has left meanwhile or does not answer, or the error of loading.
         """
         try:
             blocks: list[int] = self.outwait(member, asked, max(self.step_timeout, _NEW_WORKER_SECONDS))
-        except BaseException as error:
-            if member.state == "joining":
-                self._lose(member, error)
-                self._release(member)
-            if isinstance(error, Exception):
-                self.check_open()  # if the swarm was closed meanwhile, that is the cause
+        except Exception as error:
+            self.check_open()  # if the swarm was closed meanwhile, that is the cause
             if isinstance(error, Gone) and isinstance(error.__cause__, WorkerLost):
                 raise error.__cause__ from None  # Gone is for callers that can use another server instead
             raise

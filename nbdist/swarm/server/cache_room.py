@@ -15,12 +15,12 @@ __all__ = ["Room"]
 _GROWTH = 1.25
 """A session that outgrows what it expected reserves this many times what it needs, so that it seldom asks again."""
 
-Key = tuple[str, int]
-"""The id of a session, and the first block of its span."""
-
 
 class Room:
-    """The cache memory of one server: up to ``limit`` bytes, None for no limit. Any thread may call it."""
+    """The cache memory of one server: up to ``limit`` bytes, None for no limit. Any thread may call it.
+
+    Memory belongs to a `ServerSession`, not to its id: a session may be opened anew while its earlier object ends.
+    """
 
     def __init__(self, limit: int | None) -> None:
         self._budget = Budget(limit)
@@ -37,22 +37,21 @@ class Room:
         with self._changed:
             return len(self._budget.waiting)
 
-    def of(self, key: Key) -> int:
+    def of(self, session: ServerSession) -> int:
         """Return the bytes that a session has reserved for its span."""
-        return self._budget.of(key)
+        return self._budget.of(session)
 
-    def reserve(self, key: Key, session: ServerSession, per_token: float, tokens: int, deadline: float) -> None:
+    def reserve(self, id: str, session: ServerSession, per_token: float, tokens: int, deadline: float) -> None:
         """Reserve memory for ``tokens`` tokens of ``per_token`` bytes; wait for it until ``deadline`` if necessary.
 
-        ``key`` is the session's id and the first block of its span; ``deadline`` is as of `time.monotonic`. Reserves
-        for all tokens that the session expects, if so many can ever fit. Does nothing if the session has reserved
-        enough already.
+        ``id`` is the session's, for errors; ``deadline`` is as of `time.monotonic`. Reserves for all tokens that the
+        session expects, if so many can ever fit. Does nothing if the session has reserved enough already.
 
         Raises:
             CacheFull: the memory can never suffice, or did not become free in time.
             NoSession: the session ended meanwhile.
         """
-        has = self.of(key)
+        has = self.of(session)
         # ``per_token`` is 0 until a step has shown the size of a token's cache. Until then nothing is reserved.
         if per_token * tokens <= has:
             return
@@ -61,16 +60,16 @@ class Room:
             if session.ended:
                 raise NoSession(session.ended)
             try:
-                ticket = self._budget.ask(key, int(per_token * expected) - has, deadline)
+                ticket = self._budget.ask(session, int(per_token * expected) - has, deadline)
             except CacheFull:
                 if expected == tokens:
                     raise
-                ticket = self._budget.ask(key, int(per_token * tokens) + 1 - has, deadline)
+                ticket = self._budget.ask(session, int(per_token * tokens) + 1 - has, deadline)
             self._await(ticket, session, deadline)
         if ticket.state == "expired":
             assert self._budget.limit is not None  # else the ticket would have been granted at once
             raise CacheFull(
-                f"{size(ticket.nbytes)} for the caches of session {key[0]} did not become free in time: "
+                f"{size(ticket.nbytes)} for the caches of session {id} did not become free in time: "
                 f"{size(self.used)} of {size(self._budget.limit)} are in use. Wait until other sessions end, "
                 "or call serve with more cache_bytes. A longer cache_timeout helps only when sessions start."
             )
@@ -94,13 +93,13 @@ class Room:
                 self._budget.cancel(ticket)
             self._changed.notify_all()
 
-    def release(self, key: Key) -> None:
+    def release(self, session: ServerSession) -> None:
         """Free the memory of a session's span, and wake the threads that wait for its memory.
 
         Does nothing if no memory is reserved for it.
         """
         with self._changed:
-            self._budget.release(key)
+            self._budget.release(session)
             self._changed.notify_all()
 
     def expire(self, now: float) -> None:

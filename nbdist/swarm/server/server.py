@@ -130,6 +130,8 @@ class Server:
         """Held while the table of blocks is changed, and only for a moment, because the computing thread takes it."""
         self._sessions: dict[tuple[str, int], ServerSession] = {}
         """By the session's id and the first block of its span: a session may have several spans here."""
+        self._entering = threading.Lock()
+        """Held for a moment while `_sessions` is changed: a session may be opened anew while it expires or closes."""
         self._room = Room(self._options.cache_bytes)
         self._per_token = 0.0
         """Bytes of cache for one token of one sequence in one block; 0 until the first step has shown the size."""
@@ -217,7 +219,7 @@ class Server:
         if wants is not None:
             rows, tokens, blocks, patience = wants
             per_token = rows * blocks * self._per_token
-            self._room.reserve((id, begin), session, per_token, tokens, time.monotonic() + patience)
+            self._room.reserve(id, session, per_token, tokens, time.monotonic() + patience)
 
     def _enter(self, id: str, begin: int, session: ServerSession) -> None:
         """Register a session at a span; end a session that is registered there already.
@@ -225,10 +227,11 @@ class Server:
         ``begin`` is the first block of the span. The computing thread is started or kept, because it must drop the
         session when it has expired.
         """
-        before = self._sessions.pop((id, begin), None)
+        with self._entering:
+            before = self._sessions.get((id, begin))
+            self._sessions[id, begin] = session
         if before is not None:
-            self._end((id, begin), before, "it was opened anew")
-        self._sessions[id, begin] = session
+            self._end(id, before, "it was opened anew")
         self._runtime.keep()
 
     def link(self, id: str, begin: int, to: Address, at: int) -> None:
@@ -243,18 +246,28 @@ class Server:
 
         Does nothing if there is no such session.
         """
-        for key in [key for key in list(self._sessions) if key[0] == id and begin in (None, key[1])]:
-            session = self._sessions.pop(key, None)
-            if session is not None:
-                self._end(key, session, "its client has closed it")
+        for key, session in list(self._sessions.items()):
+            if key[0] == id and begin in (None, key[1]):
+                self._drop(key, session, "its client has closed it")
 
-    def _end(self, key: tuple[str, int], session: ServerSession, why: str) -> None:
+    def _drop(self, key: tuple[str, int], session: ServerSession, why: str) -> None:
+        """Take a session out of the table and end it, as `_end` does; do nothing if it is not in the table any more.
+
+        ``key`` is its id and the first block of its span. Another session that was opened there meanwhile stays.
+        """
+        with self._entering:
+            if self._sessions.get(key) is not session:
+                return
+            del self._sessions[key]
+        self._end(key[0], session, why)
+
+    def _end(self, id: str, session: ServerSession, why: str) -> None:
         """End a session that was taken out of the table, and free its memory.
 
-        ``key`` is its id and the first block of its span. Waiting calls fail with `NoSession`, which tells ``why``.
+        Waiting calls fail with `NoSession`, which tells ``why``.
         """
-        session.end(f"session {key[0]} is over: {why}")
-        self._room.release(key)
+        session.end(f"session {id} is over: {why}")
+        self._room.release(session)
 
     def _find(self, id: str, begin: int) -> ServerSession:
         """Return a session at the span that begins with ``begin``, and record the time of this use.
@@ -386,8 +399,8 @@ class Server:
         # Wait for memory for half of the time only: else the client would time out and take this server for dead.
         deadline = time.monotonic() + asked.patience / 2
         per_token = rows * len(step.calls) * self._per_token
-        self._room.reserve(key, session, per_token, have + tokens, deadline)
-        fits = 0 < per_token * (have + tokens) <= self._room.of(key)  # an estimate, made before the step
+        self._room.reserve(key[0], session, per_token, have + tokens, deadline)
+        fits = 0 < per_token * (have + tokens) <= self._room.of(session)  # an estimate, made before the step
 
         def work() -> float:
             began = time.perf_counter()
@@ -422,7 +435,7 @@ class Server:
         cells = rows * length * len(step.calls)
         if used and cells and not self._per_token:
             self._per_token = used / cells
-        self._room.reserve(key, session, used / max(1, length), length, deadline)
+        self._room.reserve(key[0], session, used / max(1, length), length, deadline)
         return seconds
 
     def export(self, id: str, begin: int, first: int, last: int, patience: float) -> tuple[Any, ...]:
@@ -468,9 +481,9 @@ class Server:
         self._enter(id, begin, session)
         used = adapter.nbytes(cache, (begin, end))
         try:
-            self._room.reserve((id, begin), session, used / max(1, tokens), tokens, time.monotonic() + patience)
+            self._room.reserve(id, session, used / max(1, tokens), tokens, time.monotonic() + patience)
         except BaseException:
-            self.close(id, begin)
+            self._drop((id, begin), session, "its caches do not fit here")
             raise
 
     # -- without a session --------------------------------------------------------------------
@@ -637,8 +650,7 @@ class Server:
         now = time.monotonic()
         for key, session in list(self._sessions.items()):
             if now - session.used > self._options.session_timeout and not session.busy:
-                self._sessions.pop(key, None)
-                self._end(key, session, f"nobody has used it for {self._options.session_timeout:g} s")
+                self._drop(key, session, f"nobody has used it for {self._options.session_timeout:g} s")
             session.expire(now)
         self._room.expire(now)
         return bool(self._sessions)
@@ -650,8 +662,7 @@ class Server:
         """
         for key, session in list(self._sessions.items()):
             if session.client == client:
-                self._sessions.pop(key, None)
-                self._end(key, session, "its client is gone")
+                self._drop(key, session, "its client is gone")
 
 
 def _brought(hidden: torch.Tensor, device: str) -> torch.Tensor:
