@@ -421,17 +421,28 @@ test("whether the kernel hears the page is asked twice, without a press", async 
   const told = [];
   const wire = presser((message) => sent.push(message), (is) => told.push(is), 20);
   wire.ask();
-  assert.deepEqual(sent, [{ number: 1 }]);
+  const { number } = sent[0];
+  assert.deepEqual(sent, [{ number }]);
   await new Promise((then) => setTimeout(then, 80));
-  assert.deepEqual(sent, [{ number: 1 }, { number: 2 }]);
-  wire.received(1); // late: a cell was running
+  assert.deepEqual(sent, [{ number }, { number: number + 1 }]);
+  wire.received(number); // late: a cell was running
   assert.deepEqual(told, [true, false]);
-  wire.received(2);
+  wire.received(number + 1);
   wire.ask();
   await new Promise((then) => setTimeout(then, 30));
-  wire.received(4); // the first was sent past the subshell, and waits
+  wire.received(number + 3); // the first was sent past the subshell, and waits
   await new Promise((then) => setTimeout(then, 60));
   assert.deepEqual(told, [true, false, false, false]);
+});
+
+test("what another page of the view hears is no confirmation for this one", async () => {
+  const told = [[], []];
+  const sent = [[], []];
+  const wires = [0, 1].map((page) => presser((message) => sent[page].push(message), (is) => told[page].push(is), 20));
+  for (const wire of wires) wire.press({ press: "step" });
+  for (const wire of wires) wire.received(sent[0][0].number); // the kernel has heard the first page only
+  await new Promise((then) => setTimeout(then, 60));
+  assert.deepEqual(told, [[false], [true]]);
 });
 
 test("a line of the last values", () => {

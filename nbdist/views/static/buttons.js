@@ -10,9 +10,12 @@ export const UNHEARD =
  * `unheard(false)` when one is. `press` sends what a button says. `ask` only asks whether messages arrive; it asks a
  * second time before it calls that unheard, because JupyterLab sends a view's first message past the subshell that it
  * is only making then.
+ *
+ * The kernel sends a confirmation to all pages of a view. So the numbers of messages begin at random, and `received`
+ * ignores a number that this page is not waiting for.
  */
 export function presser(send, unheard, patience = PATIENCE) {
-  let number = 0;
+  let number = Math.floor(Math.random() * 2 ** 48);
   const waiting = new Map();
   const post = (message, late) => {
     number += 1;
@@ -23,6 +26,7 @@ export function presser(send, unheard, patience = PATIENCE) {
     press: (message) => post(message, () => unheard(true)),
     ask: () => post({}, () => post({}, () => unheard(true))),
     received(known) {
+      if (!waiting.has(known)) return;
       clearTimeout(waiting.get(known));
       waiting.delete(known);
       unheard(false);
