@@ -40,7 +40,7 @@ def test_a_traceback_counts_lines_as_the_editor_does(notebook, page):
     cell = notebook.run(page, check=False)
     line = line_of(page)
     assert cell.error["ename"] == "ZeroDivisionError"
-    assert f"line {line}" in cell.traceback
+    assert f"line {line}" in cell.traceback or "<cell line: 0>" in cell.traceback  # IPython 7 has only the arrow
     arrows = [text for text in cell.traceback.splitlines() if text.startswith("-") and "1 / 0" in text]
     assert arrows[-1].split()[1] == str(line)
 
@@ -66,7 +66,7 @@ def test_a_called_function_of_a_remote_cell(notebook):
 
 def test_timed_code(notebook):
     cell = notebook.run("%%remote 0\n%%time\nx = 1\n1 / 0", check=False)
-    assert "<timed exec>:4" in cell.traceback
+    assert "<timed exec>:4" in cell.traceback or "<timed exec> in <module>" in cell.traceback  # IPython 7
 
 
 @pytest.mark.parametrize(
