@@ -31,7 +31,7 @@ OTHERS = {
     "atexit._run_exitfuncs",
     "app.kernel._shutdown_message",
     "cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID",
-    "cloudpickle._class_reduce",
+    "cloudpickle._dynamic_class_reduce",
     "cloudpickle._class_setstate",
     "cloudpickle._extract_code_globals",
     "cloudpickle._make_skeleton_class",

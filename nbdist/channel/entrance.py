@@ -115,6 +115,7 @@ class Entrance:
             while self._socket.get(zmq.RCVMORE):
                 self._socket.recv(copy=False)
         said = self._answer(request)
+        del request  # it may be large
         with contextlib.suppress(zmq.ZMQError):  # the newcomer may have left meanwhile
             self._socket.send_multipart([who, said], zmq.NOBLOCK)
 

@@ -731,7 +731,8 @@ class Cluster:
             timeout: Seconds, more than 0, after which the cell is interrupted everywhere. None, or more than 1e8, for
                 no limit.
             group_outputs: Whether to show all output at the end, worker by worker.
-            keep: Whether workers keep the value of the last expression, for `references`, until nobody has the handle.
+            keep: Whether workers keep the value of the last expression, for `references`. They drop it if the cell
+                fails while this waits, or some time after the handle was dropped: at most 2,000 cells later.
             sink: Where to show output; None for the place of the code that calls this.
             quiet: Whether to leave out the values of last expressions, and all notices.
             fail_fast: Whether to interrupt the other workers as soon as one has failed.
@@ -771,7 +772,8 @@ class Cluster:
             )
             if keep:
                 ids = [(part.worker, part.id) for part in cell.parts.values()]
-                cell.kept = weakref.finalize(cell, self._thread.soon, self._drop_values, ids)
+                # A weak reference to the cluster: else the cluster, whose router keeps the last cells, would never end.
+                cell.kept = weakref.finalize(cell, _drop_values_soon, weakref.ref(self), ids)
                 cell.kept.atexit = False
             allow_stdin = block and sink.interactive
             request = {
@@ -818,7 +820,8 @@ class Cluster:
             if worker.kernel is None or worker.lost is not None:
                 lost[worker.name] = worker.lost
                 continue
-            id = cell.parts[worker.name].id
+            part = cell.parts[worker.name]
+            id, part.incarnation = part.id, worker.incarnation
             self._router.expect(id, cell)
             worker.cells.append(cell)
             try:
@@ -1039,8 +1042,14 @@ class Cluster:
     def _reference(self, part: CellPart) -> RRef[Any]:
         """Return an RRef to the value of a cell's last expression on one worker.
 
-        If the worker is dead, the RRef is one of this process, and fetching its value raises WorkerLost.
+        If the worker is dead, or has been restarted since, the RRef is one of this process, and fetching its value
+        raises WorkerLost.
         """
+        if part.incarnation is not None and self.find(part.worker).incarnation not in (part.incarnation, None):
+            why = (
+                f"{part.worker} has ended since it was sent this cell, and the cell's value with it; run the cell again"
+            )
+            return api.remote(self.driver, _raise_lost, (why,), timeout=0)
         try:
             return api.remote(part.worker, take_last_value, (part.id,), timeout=0)
         except WorkerLost as error:
@@ -1169,6 +1178,12 @@ class Cluster:
         for worker in workers:
             if not worker.alive:
                 raise lost_error(worker)
+
+
+def _drop_values_soon(cluster: weakref.ref[Cluster], ids: Sequence[tuple[str, str]]) -> None:
+    """Let the kernel thread tell workers to drop values, unless the cluster has ended; see `Cluster.execute`."""
+    if (known := cluster()) is not None:
+        known.kernel_thread.soon(known._drop_values, ids)
 
 
 def _raise_lost(text: str) -> None:

@@ -12,8 +12,9 @@ what a worker does                   how it ends
 Python code, a sleep, a lock         SIGINT, once the cell has begun: before that, a kernel ignores it
 a call to another worker             SIGINT; the wait for the call ends, and the call is stopped where it runs
 a collective                         ignores SIGINT; 0.4 s later the connections of its process group are shut
-a cell that has not begun            the worker is told not to run it; SIGINT if it is the next one, 0.3 s later: it
-                                     may have begun, or the worker handles a request that is no cell
+a cell that has not begun            the worker is told not to run it. If it is the worker's next cell and has not
+                                     reported its beginning after 0.3 s, SIGINT: the cell may hold the GIL, or the
+                                     worker handles another request first
 a call that runs for another worker  `Stopping` raises KeyboardInterrupt in its thread (for `interrupt_workers` only)
 ===================================  ==============================================================================
 
@@ -196,29 +197,36 @@ def _stop_next(cluster: InterruptedCluster, part: CellPart) -> None:
 
     The cell is called off. If it has not been reported `_SIGNAL_ANYWAY_AFTER` seconds later, the worker gets SIGINT:
     the cell has begun but holds the GIL, so that the kernel cannot report it; or the worker handles another request,
-    such as a widget's, and the cell is skipped afterwards.
+    such as a widget's, and the cell is skipped afterwards. The worker gets one signal at most: a second one could hit
+    what the cell does to clean up.
     """
+    signalled = False
 
     def signal_anyway() -> None:
+        nonlocal signalled
         if part.began is None:
+            signalled = True
             _signal(cluster, part)
 
-    _call_off(cluster, part)
+    _call_off(cluster, part, lambda: not signalled)
     asyncio.get_running_loop().call_later(_SIGNAL_ANYWAY_AFTER, signal_anyway)
 
 
-def _call_off(cluster: InterruptedCluster, part: CellPart) -> Future[Any] | None:
+def _call_off(
+    cluster: InterruptedCluster, part: CellPart, may_signal: Callable[[], bool] = lambda: True
+) -> Future[Any] | None:
     """Tell the worker of a cell's part to skip the cell, which has not begun there.
 
     Returns a future that is done once the worker has confirmed; it fails if there is no confirmation after `NAME_AFTER`
     seconds. Returns None if the worker is gone. After its confirmation, the worker ends the cell as soon as the cell
-    begins. If the cell begins and still runs `_SKIP_CONFIRMED_WITHIN` seconds later, the worker gets SIGINT. An earlier
-    signal could hit the worker's next cell.
+    begins. If the cell begins and still runs `_SKIP_CONFIRMED_WITHIN` seconds later, the worker gets SIGINT, unless
+    ``may_signal()`` says no when the cell begins. An earlier signal could hit the worker's next cell.
     """
     loop = asyncio.get_running_loop()
 
     def begun() -> None:
-        loop.call_later(_SKIP_CONFIRMED_WITHIN, _signal, cluster, part)
+        if may_signal():
+            loop.call_later(_SKIP_CONFIRMED_WITHIN, _signal, cluster, part)
 
     part.when_begun.append(begun)
     with contextlib.suppress(NbdistError):

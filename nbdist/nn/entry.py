@@ -11,6 +11,8 @@ Each stage runs backward by itself, so a stage's graph must end where the values
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -82,19 +84,47 @@ class SharedInputs:
     it can; here each input begins a graph of its own.
     """
 
-    def __init__(self, values: Values, wanted: int) -> None:
-        """Find them among the values that `enter` has returned. ``wanted`` is as for `enter`."""
-        by_storage: dict[Any, dict[int, torch.Tensor]] = {}
-        for index, value in enumerate(values):
-            if wanted >> index & 1 and value.layout == torch.strided and not value.is_nested and value.numel():
+    def __init__(self, values: Values, copies: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Find them among the values that `enter` has returned.
+
+        If the stage gets copies of the values, ``copies`` has them by the ids of the values: these are not to change.
+        """
+        by_storage: dict[int, dict[int, torch.Tensor]] = {}
+        for value in values:
+            if (
+                isinstance(value, torch.Tensor)
+                and value.requires_grad
+                and value.layout == torch.strided
+                and not value.is_nested
+                and value.numel()
+            ):
                 by_storage.setdefault(value.untyped_storage().data_ptr(), {})[id(value)] = value
-        shared = [value for group in by_storage.values() if len(group) > 1 for value in group.values()]
-        self._versions = [(value, value._version) for value in shared]
+        self._groups: list[list[tuple[torch.Tensor, torch.Tensor, int]]] = []
+        for group in by_storage.values():
+            if len(group) > 1:
+                given = [(value, value if copies is None else copies[id(value)]) for value in group.values()]
+                self._groups.append([(value, each, each._version) for value, each in given])
 
     def check(self) -> None:
-        """Raise UsageError if one of them has been changed in place since this object was made."""
-        if any(value._version != version for value, version in self._versions):
+        """Raise UsageError if one of them has been changed in place since this object was made.
+
+        Inputs that share memory but no element, such as two columns of a matrix, may be changed.
+        """
+        for group in self._groups:
+            if not any(given._version != version for _, given, version in group):
+                continue
+            if not any(_overlap(one, other) for (one, *_), (other, *_) in itertools.combinations(group, 2)):
+                continue
             raise UsageError(
                 "this stage changes one of its inputs in place, and the stage before it returned another tensor that "
                 "shares its memory (such as a view). Return a clone() of one of the two"
             )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one storage have an element in common."""
+    if one.dtype != other.dtype:
+        return True
+    taken = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool, device="cpu")
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())

@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nbdist.nn.batches import Values, as_tuple
+from nbdist.nn.entry import SharedInputs
 from nbdist.nn.randomness import seed_of, seeded
 
 __all__ = ["Stage", "shapes_of"]
@@ -102,12 +103,15 @@ class _Repeatable:
         stage = self._stage
         # The module may change its arguments in place, and the second call needs them unchanged.
         copies = {id(value): value.clone() for value in values if isinstance(value, torch.Tensor)}
+        shared = SharedInputs(values, copies)
         values = tuple(copies.get(id(value), value) for value in values)
         if self._before is not None:
             buffers = {name: buffer.clone() for name, buffer in self._before.items()}
             return stage.compute(self._number, values, buffers)
         self._before = stage.buffers()
-        return stage.compute(self._number, values)
+        output = stage.compute(self._number, values)
+        shared.check()
+        return output
 
 
 def shapes_of(values: Any) -> str:

@@ -402,7 +402,7 @@ class _Step:
         entry: list[torch.Tensor | None] = []
         if order.train:
             given, entry = enter(given, wanted)
-        shared = SharedInputs(given, wanted)
+        shared = SharedInputs(given if order.train else ())
         try:
             value = stage(given, order.number, op.micro_batch)
             shared.check()

@@ -319,10 +319,11 @@ def test_a_start_on_this_host_that_fails_says_why(monkeypatch):
 def test_a_cluster_for_other_hosts_is_freed_after_its_end(tmp_path):
     cluster = nbdist.Cluster(1, host="127.0.0.1", timeout=60)
     assert cluster.evaluate("1") == [1]
+    cell = cluster.execute("rank", keep=True)
     cluster.shutdown()
     hub = weakref.ref(cluster._lives.launcher.hub)
     known = weakref.ref(cluster)
-    del cluster
+    del cluster, cell
     gc.collect()
     assert (known(), hub()) == (None, None)
     with socket.socket() as taken:

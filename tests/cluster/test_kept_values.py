@@ -78,3 +78,13 @@ def test_the_rref_of_a_dead_worker_says_so_and_the_others_have_values(cluster):
     with pytest.raises(nbdist.WorkerLost, match="worker1"):
         second.to_here(timeout=LIMIT)
     cluster.restart()
+
+
+def test_the_rref_of_a_worker_that_was_restarted_since_says_so(cluster):
+    cell = cluster.execute("rank + 5", block=False, keep=True)
+    cell.wait(LIMIT)
+    cluster.restart("worker1")
+    first, second = cluster.references(cell)
+    assert first.to_here(timeout=LIMIT) == 5
+    with pytest.raises(nbdist.WorkerLost, match="worker1 has ended since it was sent this cell"):
+        second.to_here(timeout=LIMIT)

@@ -63,6 +63,10 @@ def test_after_an_interrupted_restart_no_worker_is_half_started():
             cluster.restart()
             assert [worker.state for worker in cluster.workers] == ["idle", "idle"]
             cluster.execute(SUM, timeout=60)
+        with interrupted_at(cluster, "worker1", "rpc"):
+            cluster.restart("worker1")
+        if cluster.find("worker1").alive:  # else it was interrupted before it had joined
+            cluster.execute(SUM, timeout=60)  # the group forms by itself
 
 
 def test_a_worker_that_cannot_be_told_of_the_next_group_keeps_no_other_waiting():

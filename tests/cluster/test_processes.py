@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,6 @@ import pytest
 import workers
 
 from nbdist.cluster.processes.worker_processes import Processes, describe_exit
-from nbdist.cluster.processes.zygote import MessageSocket
 from nbdist.errors import UsageError, WorkerLost
 
 
@@ -333,24 +333,31 @@ def test_many_threads_start_workers_with_large_environments_at_once():
     found.processes.close()
 
 
-def test_an_interrupt_takes_effect_after_the_message_that_it_would_cut(owned, monkeypatch):
-    owned.start("worker0", "sleep")
-    line = owned.processes._line
+def test_nobody_waits_for_a_zygote_that_reads_nothing():
+    """It imports, say, for as long as a module takes. So Ctrl-C ends a start meanwhile."""
+    found = Owned(True)
+    found.processes.ready(30)
+    os.kill(found.processes.pid, signal.SIGSTOP)
+    large = {**os.environ, **{f"NBDIST_TEST_{number}": "x" * 60_000 for number in range(5)}}
+    names = [f"worker{number}" for number in range(4)]
+    futures = [found.processes.start(name, "entries:sleep", (), large) for name in names]
+    assert not any(future.done() for future in futures)
+    os.kill(found.processes.pid, signal.SIGCONT)
+    pids = [future.result(30) for future in futures]
+    assert found.processes.living == dict(zip(names, pids, strict=True))
+    found.processes.close()
 
-    class Interrupted:
-        def sendall(self, data: bytes) -> None:
-            line.socket.sendall(data[:10])
-            signal.raise_signal(signal.SIGINT)
-            line.socket.sendall(data[10:])
 
-    message = MessageSocket.__new__(MessageSocket)
-    message.socket = Interrupted()
-    monkeypatch.setattr(owned.processes, "_line", message)
-    with pytest.raises(KeyboardInterrupt):
-        owned.processes.signal("worker0", signal.SIGKILL)
-    monkeypatch.undo()
-    assert owned.end_of("worker0") == -signal.SIGKILL
-    owned.start("worker0", "sleep")
+def test_the_end_of_a_zygote_that_reads_nothing():
+    found = Owned(True)
+    found.processes.ready(30)
+    os.kill(found.processes.pid, signal.SIGSTOP)
+    large = {**os.environ, **{f"NBDIST_TEST_{number}": "x" * 60_000 for number in range(5)}}
+    future = found.processes.start("worker0", "entries:sleep", (), large)
+    found.processes.close(0.5)
+    with pytest.raises(WorkerLost):
+        future.result(30)
+    workers.eventually(lambda: not any(thread.name == "nbdist-to-zygote" for thread in threading.enumerate()))
 
 
 def test_a_zygote_that_fails_says_why(owned):

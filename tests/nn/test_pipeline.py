@@ -553,6 +553,18 @@ class Joined(torch.nn.Module):
         return sum(head(branch) for head, branch in zip(self.heads, branches, strict=False)) + branches[3]
 
 
+class Columns(torch.nn.Module):
+    """Returns two tensors that share memory, but no element."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x):
+        out = self.linear(x)
+        return out[:, :WIDTH], out[:, WIDTH:]
+
+
 class Spoils(torch.nn.Module):
     def forward(self, a, b, *_):
         return a.mul_(2) + b
@@ -575,6 +587,7 @@ class AlwaysDrops(torch.nn.Module):
     [
         lambda: [Twice(), Both()],
         lambda: [Branches(), Joined()],
+        lambda: [Columns(), Spoils()],
         lambda: [AlwaysDrops(), torch.nn.Linear(WIDTH, WIDTH)],
     ],
 )
@@ -592,9 +605,10 @@ def test_modules_that_make_trouble(world, make, training, checkpoint):
         same(gradients_of(pipe, context_id), {name: p.grad for name, p in model.named_parameters()})
 
 
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("workers", [["worker0", "worker1"], ["worker0"]], ids=["sent", "here"])
-def test_an_input_that_shares_memory_with_another_cannot_be_changed(world, workers):
-    pipe = Pipeline([Branches(), Spoils()], workers)
+def test_an_input_that_shares_memory_with_another_cannot_be_changed(world, workers, checkpoint):
+    pipe = Pipeline([Branches(), Spoils()], workers, checkpoint=checkpoint)
     with dist_autograd.context(), pytest.raises(UsageError, match="changes one of its inputs in place"):
         pipe.train_step(torch.randn(8, WIDTH), torch.randn(8, WIDTH), mean_loss)
 

@@ -14,17 +14,20 @@ WORKER = """
 import sys
 from nbdist import rpc
 exec(sys.argv[2])
-rpc.init_rpc("worker1", rank=1, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=sys.argv[1]))
-rpc.shutdown()
+rpc.init_rpc("worker1", rank=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=sys.argv[1]))
+sys.stdin.read()
 """
 
 CALLER = """
-import dataclasses, enum, functools, gc, json, sys, weakref
+import abc, dataclasses, enum, functools, gc, json, sys, time, weakref
 import torch
+import nbdist.rpc.api
 from nbdist import rpc
 facts = {}
 exec(sys.argv[2])
-rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=sys.argv[1]))
+rpc.init_rpc("worker0", rank=0, rpc_backend_options=rpc.RpcBackendOptions(init_method=sys.argv[1]))
+while "worker1" not in [member.name for member in rpc.api.current_agent().members()]:
+    time.sleep(0.01)
 def call(function, *args):
     return rpc.rpc_sync("worker1", function, args=args)
 def ident(x):
@@ -42,7 +45,8 @@ def run(tmp_path, program, both=""):
     (tmp_path / "worker.py").write_text(WORKER)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     arguments = [f"file://{tmp_path}/store", textwrap.dedent(both)]
-    worker = subprocess.Popen([sys.executable, str(tmp_path / "worker.py"), *arguments], env=environment)
+    command = [sys.executable, str(tmp_path / "worker.py"), *arguments]
+    worker = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
     try:
         done = subprocess.run(
             [sys.executable, str(path), *arguments], env=environment, capture_output=True, text=True, timeout=90
@@ -51,7 +55,7 @@ def run(tmp_path, program, both=""):
         return json.loads(done.stdout.splitlines()[-1])
     finally:
         worker.kill()
-        worker.wait()
+        worker.communicate()
 
 
 def test_a_class_that_comes_back_is_the_callers_own_as_it_was(tmp_path):
@@ -122,6 +126,90 @@ def test_the_state_of_a_class_stays_on_a_worker_and_its_code_is_the_latest(tmp_p
         """,
     )
     assert facts == {"first": {"a": 1}, "second": {"a": 1, "b": 10}, "here": {}, "changed": 5}
+
+
+def test_what_the_caller_changes_in_a_class_reaches_the_worker(tmp_path):
+    facts = run(
+        tmp_path,
+        """
+        SCALE = 1
+        class timed:
+            def __init__(self, function): self.function = function
+            def __get__(self, obj, cls): return functools.partial(self.function, obj)
+        def other(self):
+            return "other"
+        class Shape(abc.ABC):
+            pass
+        class Config:
+            sizes = [64]
+            options = {"lr": 0.1}
+            mean = torch.zeros(1)
+            weight = torch.nn.Parameter(torch.ones(1))
+            seen = []
+            @timed
+            def scale(self):
+                return SCALE
+            def all(self):
+                self.seen.append(1)
+                return [self.sizes, self.options["lr"], float(self.mean), float(self.weight), self.scale(), self.seen]
+        class Circle:
+            pass
+        def is_shape(shape):
+            return isinstance(Circle(), shape)
+        def look(config):
+            return config.all()
+        facts["before"] = [call(look, Config()), call(is_shape, Shape)]
+        Config.sizes, SCALE = [128], 10
+        Config.options["lr"] = 0.5
+        Config.mean = torch.ones(1)
+        Config.weight.data += 4
+        Shape.register(Circle)
+        facts["after"] = [call(look, Config()), call(is_shape, Shape)]
+        Config.scale = timed(other)
+        facts["last"] = call(look, Config())[-2:]
+        """,
+    )
+    assert facts["before"] == [[[64], 0.1, 0.0, 1.0, 1, [1]], False]
+    assert facts["after"] == [[[128], 0.5, 1.0, 5.0, 10, [1, 1]], True]
+    assert facts["last"] == ["other", [1, 1, 1]]
+
+
+def test_a_local_class_and_one_with_a_class_in_it_keep_their_state(tmp_path):
+    facts = run(
+        tmp_path,
+        """
+        def make():
+            class Server:
+                store = []
+                def put(self): self.store.append(1); return len(self.store)
+            return Server
+        class Outer:
+            class Options:
+                store = []
+            def put(self): self.Options.store.append(1); return len(self.Options.store)
+        Local = make()
+        facts["puts"] = [[call(Local.put, Local()), call(Outer.put, Outer())] for _ in range(3)]
+        """,
+    )
+    assert facts == {"puts": [[1, 1], [2, 2], [3, 3]]}
+
+
+def test_a_function_that_a_worker_has_changed_comes_back_changed(tmp_path):
+    facts = run(
+        tmp_path,
+        """
+        def train():
+            train.loss = 3
+            return train
+        def changed(f):
+            f.__defaults__ = (5,)
+            return f
+        def number(x=1):
+            return x
+        facts["results"] = [call(train).loss, call(changed, number)(), number(), call(ident, number) is number]
+        """,
+    )
+    assert facts == {"results": [3, 5, 1, True]}
 
 
 def test_a_function_that_a_worker_calls_back_is_the_callers_own(tmp_path):

@@ -82,6 +82,8 @@ class CellPart:
     worker: str
     id: str
     """The id of the execute request that was sent to this worker."""
+    incarnation: int | None = None
+    """The incarnation of the worker's agent that was sent the cell; None before."""
     began: float | None = None
     """When the kernel reported that the code starts, by `time.monotonic`; None before."""
     when_begun: list[Callable[[], None]] = field(default_factory=list)
@@ -160,7 +162,7 @@ class Cell:
         self.kept: weakref.finalize[..., Cell] | None = None
         """Makes the workers drop the values that they keep for `nbdist.cluster.Cluster.references`; None without any.
 
-        It runs once: when it is called, or when nobody has this handle any more.
+        It runs once: when it is called, or when nobody has this handle any more. The router has the last 2,000.
         """
         self._part_ended: Callable[[Cell, str], None] = lambda cell, worker: None
         self._error_shown = False

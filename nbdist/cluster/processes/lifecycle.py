@@ -199,7 +199,7 @@ class Lifecycle:
         """End a restart that has failed or was interrupted: no worker stays half started. Waits for the kernel thread.
 
         A worker that is not a member of the RPC world is killed and counts as lost, so that the next restart starts it
-        again. The others can run cells: they count as ready, although the process group may not have formed.
+        again. The others can run cells: they count as ready. The process group forms once all workers are idle.
         """
 
         async def settle() -> None:
@@ -210,6 +210,8 @@ class Lifecycle:
                     self.launcher.signal(worker.name, signal.SIGKILL)
                 elif worker.alive and worker.step != "ready":
                     self._note_reached(worker, "ready")
+                    self._group_is_due = self.has_group
+            self.after_cell()
 
         with contextlib.suppress(RuntimeError, CancelledError):  # the cluster ends, and kills all workers
             self._thread.run(settle()).result()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -42,7 +43,6 @@ from nbdist.cluster.processes.zygote import (
     ZygoteReady,
 )
 from nbdist.errors import UsageError, WorkerLost
-from nbdist.signals import Deferral
 
 __all__ = ["Processes", "describe_exit"]
 
@@ -84,8 +84,8 @@ class Processes:
         self.owner = os.getpid()
         """The process that started the zygote, and alone may use this object: not one that was forked from it."""
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
-        """Held while a message is sent to the zygote."""
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """The messages to the zygote, whole, which a thread of its own sends; None ends it."""
         self._starting: dict[str, Future[int]] = {}
         """The workers that have been asked for and not been answered, by name."""
         self._living: dict[str, int] = {}
@@ -115,6 +115,7 @@ class Processes:
         self._line = MessageSocket(ours)
         self._thread = threading.Thread(target=self._read, name="nbdist-processes", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._send_all, name="nbdist-to-zygote", daemon=True).start()
 
     def ready(self, timeout: float | None = None) -> ZygoteReady:
         """Wait until the zygote has done its imports; return whether it forks workers, and which imports failed.
@@ -206,6 +207,7 @@ class Processes:
         """
         with self._lock:
             self._closing = True
+        self._outbox.put(None)
         with contextlib.suppress(OSError):  # the socket was closed by an earlier call
             # The zygote ends when it reads the end of the line.
             self._line.socket.shutdown(socket.SHUT_WR)
@@ -222,12 +224,17 @@ class Processes:
     # -- messages to and from the zygote ---------------------------------------------------------------
 
     def _send(self, message: Preload | Start | Signal) -> None:
-        """Send a message to the zygote, whole: the zygote could read nothing after a part of a message.
+        """Let a thread of its own send a message to the zygote. Returns at once.
 
-        So other threads wait, and a Ctrl-C takes effect afterwards.
+        So the messages of several threads do not mix, no Ctrl-C cuts one, and no caller waits while the zygote imports
+        and reads nothing.
         """
-        with Deferral(), self._sending:
-            self._line.send(message)
+        self._outbox.put(zygote.encode_message(message))
+
+    def _send_all(self) -> None:
+        """Send the messages in the outbox until `close`. In a thread of its own."""
+        while (message := self._outbox.get()) is not None:
+            self._line.send_encoded(message)
 
     def _read(self) -> None:
         """Handle the zygote's events until it ends. In a thread of its own."""

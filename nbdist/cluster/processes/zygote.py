@@ -190,8 +190,12 @@ class MessageSocket:
 
         One thread at a time may call this, and nothing may interrupt it: a large message is sent in parts.
         """
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.socket.sendall(encode_message(message) + b"\n")
+        self.send_encoded(encode_message(message))
+
+    def send_encoded(self, message: bytes) -> None:
+        """Send a message that `encode_message` has written, in the same way as `send`."""
+        with contextlib.suppress(OSError):
+            self.socket.sendall(message + b"\n")
 
     def receive(self) -> list[bytes] | None:
         """Wait for data; return the lines that are now complete, perhaps none. None if the other side has closed."""

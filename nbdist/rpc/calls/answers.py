@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -170,9 +170,12 @@ class Answers:
         in either way; the caller of this method then undoes the forks.
         """
         connection, recording = self._links.connections.get(asked.sender), asked.call.recording
-        # The caller has these definitions: it has just named them. It may have replaced those of earlier calls.
+        # The caller has these definitions, since it has named them. In a notebook, which may replace a definition at
+        # any time, only those count that it has named in this call.
         named = asked.call.payload.definitions
-        known = {digest for _, digest in named} if named else ()
+        known: Collection[str] = {digest for _, digest in named} if named else ()
+        if connection is not None and connection.record.world_size is not None:
+            known = connection.peer.definitions
         encode = partial(
             codec.encode,
             forker=forker,

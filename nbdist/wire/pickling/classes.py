@@ -2,18 +2,21 @@
 
 cloudpickle gives a class an id when it pickles the class for the first time. A process that unpickles the id has one
 class for it: the class itself where it was made, or a *received* class, made of what came by value. cloudpickle then
-writes the sender's attributes over either. This module does it so::
+writes the sender's attributes over either. This module does it so:
 
-    a class that this process made    stays as it is: its methods use this process's globals, and its attributes may be
-                                      state of this process
-    a received class, other code      gets all attributes of the sender
-    a received class, the same code   gets the sender's methods, which have the sender's present globals; its other
-                                      attributes may be state of this process, and stay
+- A class that this process has made stays as it is: its methods use this process's globals, and its attributes may be
+  state of this process.
+- A received class gets the sender's methods, with the sender's present globals. It gets another attribute only if the
+  sender has changed it since the last message: else the attribute may be state of this process. A *fingerprint* of the
+  value, which the sender puts beside it, tells.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
+import hashlib
+import pickle
 import types
 import weakref
 from collections.abc import Callable
@@ -21,32 +24,52 @@ from typing import Any
 
 import cloudpickle.cloudpickle as cloudpickle
 
-__all__ = ["CODE", "fill", "fill_any", "make", "reduced"]
+__all__ = ["fill", "fill_any", "make", "reduced"]
 
-CODE = (
+_CODE = (
     types.FunctionType,
     staticmethod,
     classmethod,
     property,
     functools.cached_property,
     functools.partialmethod,
+    type(functools.cache(lambda: None)),
 )
 """The types of the attributes of a class that are code."""
 
-_received: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
-"""The received classes of this process, each with the digest of the code that it has; "" before it has any."""
+_made: weakref.WeakSet[type] = weakref.WeakSet()
+"""The classes that this process has made and sent."""
+_received: weakref.WeakKeyDictionary[type, dict[str, bytes]] = weakref.WeakKeyDictionary()
+"""The received classes of this process, each with the fingerprints of its attributes as they came last."""
 
 
-def reduced(definition: type, digest: str) -> tuple[Any, ...]:
-    """Return how to pickle a class by value, as ``__reduce__`` does. ``digest`` is the digest of its code."""
-    make_skeleton, arguments, (attributes, _), *rest, _ = cloudpickle._class_reduce(definition)
-    slots = vars(definition).get("__slots__")
-    if slots and make_skeleton is cloudpickle._make_skeleton_class:
-        # cloudpickle would make a class without slots, whose instances cannot come back as those of the class.
+def reduced(definition: type) -> tuple[Any, ...]:
+    """Return how to pickle a class by value, as ``__reduce__`` does."""
+    if definition not in _received:
+        _made.add(definition)
+    make_skeleton, arguments, (attributes, _), *rest, _ = cloudpickle._dynamic_class_reduce(definition)
+    if make_skeleton is cloudpickle._make_skeleton_class:
         constructor, name, bases, options, *others = arguments
-        arguments = (constructor, name, bases, {**options, "__slots__": slots}, *others)
-        attributes = {key: value for key, value in attributes.items() if key != "__slots__"}
-    return make_skeleton, arguments, (digest, attributes), *rest, fill
+        options = {**options, "__qualname__": definition.__qualname__}
+        slots = vars(definition).get("__slots__")
+        if slots and constructor in (type, abc.ABCMeta):
+            # cloudpickle would make a class without slots, whose instances cannot come back as those of the class.
+            options["__slots__"] = slots
+            attributes = {key: value for key, value in attributes.items() if key != "__slots__"}
+        arguments = (constructor, name, bases, options, *others)
+    fingerprints = {}
+    for key, value in attributes.items():
+        if not isinstance(value, _CODE) and (found := _fingerprint(value)) is not None:
+            fingerprints[key] = found
+    return make_skeleton, arguments, (fingerprints, attributes), *rest, fill
+
+
+def _fingerprint(value: Any) -> bytes | None:
+    """Return a few bytes that change with a value; None for a value with code in it, which always travels anew."""
+    try:
+        return hashlib.blake2b(pickle.dumps(value, 5), digest_size=12).digest()
+    except Exception:  # whatever the value's own methods raise: a lambda, a function in an object, a lock
+        return None
 
 
 def make(how: Callable[..., type], *arguments: Any) -> type:
@@ -55,27 +78,26 @@ def make(how: Callable[..., type], *arguments: Any) -> type:
     ``how`` and ``arguments`` are cloudpickle's function and its arguments, the last but one of which is the id.
     """
     known: type | None = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(arguments[-2])
-    if known is not None:
-        return known
-    made = how(*arguments)
-    _received.setdefault(made, "")
-    return made
+    return how(*arguments) if known is None else known
 
 
-def fill(cls: type, state: tuple[str, dict[str, Any]]) -> type:
-    """Give a received class its attributes; return it. ``state`` has the digest and the attributes of the sender's."""
-    digest, attributes = state
-    before = _received.get(cls)
-    if before is None:  # this process has made the class
+def fill(cls: type, state: tuple[dict[str, bytes], dict[str, Any]]) -> type:
+    """Give a received class the attributes of the sender's; return it. ``state`` has fingerprints and attributes."""
+    if cls in _made:
         return cls
-    if before == digest:
-        attributes = {name: value for name, value in attributes.items() if isinstance(value, CODE)}
-    cloudpickle._class_setstate(cls, (attributes, {}))
-    _received[cls] = digest
+    fingerprints, attributes = state
+    before = _received.get(cls, {})
+    new = {
+        name: value
+        for name, value in attributes.items()
+        if name not in fingerprints or before.get(name) != fingerprints[name]
+    }
+    cloudpickle._class_setstate(cls, (new, {}))
+    _received[cls] = fingerprints
     return cls
 
 
 def fill_any(cls: type, state: Any) -> type:
-    """Give a received class that came without a digest its attributes, which cloudpickle has pickled; return it."""
-    filled: type = cloudpickle._class_setstate(cls, state) if cls in _received else cls
+    """Give a received class that came without fingerprints its attributes, which cloudpickle has pickled; return it."""
+    filled: type = cls if cls in _made else cloudpickle._class_setstate(cls, state)
     return filled

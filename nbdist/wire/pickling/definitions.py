@@ -47,8 +47,8 @@ _CACHED: Any = type(functools.cache(lambda: None))
 """The type of functions with the decorator `functools.lru_cache` or `functools.cache`."""
 _FUNCTIONS = (types.FunctionType, _CACHED)
 
-_origins: weakref.WeakKeyDictionary[Any, tuple[str, str]] = weakref.WeakKeyDictionary()
-"""The functions that `choose` returned because they came by value, each with its name and digest."""
+_origins: weakref.WeakKeyDictionary[Any, tuple[str, str, dict[str, Any]]] = weakref.WeakKeyDictionary()
+"""The functions that `choose` returned because they came by value, each with its name, digest and attributes."""
 
 
 def find_named(qualname: str) -> Any:
@@ -119,13 +119,22 @@ def choose(qualname: str, expected: str, value: Any) -> Any:
     if own is not None:
         return own
     if isinstance(value, _FUNCTIONS):
-        _origins[value] = qualname, expected
+        _origins[value] = qualname, expected, dict(vars(value))
     return value
 
 
 def origin(function: Any) -> tuple[str, str] | None:
-    """Return the name and digest of a function that came by value, as its own process has it; None for any other."""
-    return _origins.get(function) if isinstance(function, _FUNCTIONS) else None
+    """Return the name and digest of a function that came by value, as its own process has it; None for any other.
+
+    Also returns None if this process has changed the function since.
+    """
+    if not isinstance(function, _FUNCTIONS) or (known := _origins.get(function)) is None:
+        return None
+    qualname, expected, attributes = known
+    try:
+        return (qualname, expected) if vars(function) == attributes and digest(function) == expected else None
+    except Exception:  # an attribute that cannot be compared, such as a tensor
+        return None
 
 
 _DIGESTS_REMEMBERED = 1024
@@ -160,6 +169,8 @@ def _in_full(described: Any) -> Any:
     return tuple(map(_in_full, described)) if isinstance(described, tuple) else described
 
 
+_LONGEST_INT = 10_000
+"""The most bits of an int whose repr Python makes."""
 _EXACT = frozenset({type(None), bool, int, str, bytes})
 """The types whose equal values have equal reprs, unlike 0.0 and -0.0."""
 
@@ -175,6 +186,8 @@ def _constant(value: Any) -> Any:
     Functions and types of other modules count by their names. For lists, dicts and all other objects that are not
     constants, only the type counts.
     """
+    if type(value) is int and value.bit_length() > _LONGEST_INT:
+        return "int", hex(value)
     if type(value) in _EXACT:
         return type(value).__name__, value
     if isinstance(value, types.CodeType):
@@ -185,7 +198,7 @@ def _constant(value: Any) -> Any:
         return "frozenset", *sorted(repr(_constant(item)) for item in value)
     if isinstance(value, int | float | complex | str | bytes):
         return type(value).__name__, repr(value)
-    if isinstance(value, torch.dtype | torch.device):
+    if isinstance(value, torch.dtype):
         return "torch", str(value)
     if isinstance(value, type | types.BuiltinFunctionType | types.FunctionType):
         return "named", str(value.__module__), value.__qualname__
@@ -240,8 +253,8 @@ def _function(function: types.FunctionType, seen: set[Any]) -> tuple[Any, ...]:
         "function",
         function.__qualname__,
         function.__code__,
-        defaults and tuple(_member(value, seen) for value in defaults),
-        kwdefaults and tuple((name, _member(value, seen)) for name, value in kwdefaults.items()),
+        defaults and _constant(defaults),
+        kwdefaults and tuple((name, _constant(value)) for name, value in kwdefaults.items()),
         cells,
     )
 
@@ -296,9 +309,11 @@ def _member(value: Any, seen: set[Any]) -> Any:
         return "property", *(_member(part, seen) for part in (value.fget, value.fset, value.fdel))
     if isinstance(value, functools.cached_property):
         return "cached_property", _member(value.func, seen)
-    if isinstance(value, functools.partial | functools.partialmethod):
-        named = tuple((name, _member(argument, seen)) for name, argument in value.keywords.items())
-        return "partial", _member(value.func, seen), *(_member(argument, seen) for argument in value.args), named
+    if isinstance(value, functools.partialmethod):
+        named = tuple((name, _constant(argument)) for name, argument in value.keywords.items())
+        return "partialmethod", _member(value.func, seen), *map(_constant, value.args), named
+    if isinstance(value, functools.partial):
+        return "partial", _member(value.func, seen)  # its arguments may be state, such as the rank
     if isinstance(value, _CACHED):
         return "cached", tuple(sorted(value.cache_parameters().items())), _member(value.__wrapped__, seen)
     if isinstance(value, types.FunctionType):

@@ -264,7 +264,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             self._inner.update(
                 id(part) for part in parts if isinstance(part, types.FunctionType) or definitions.is_cached(part)
             )
-        return classes.reduced(definition, definitions.digest(definition))
+        return classes.reduced(definition)
 
     @staticmethod
     def _script_function(function: Any) -> Any:
