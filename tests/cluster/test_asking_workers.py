@@ -151,7 +151,9 @@ def test_each_worker_that_cannot_tell_what_a_context_recorded_is_told(world, mon
 def test_each_worker_whose_value_cannot_be_sent_is_told(world, monkeypatch):
     monkeypatch.setattr(cluster_module, "take_last_value", fail)
     parts = {name: SimpleNamespace(worker=name, id=name) for name in ("worker1", "worker2")}
-    cluster = SimpleNamespace(agent=world[0], execute=lambda *_, **__: SimpleNamespace(parts=parts))
+    cell, dropped = SimpleNamespace(parts=parts), []
+    cluster = SimpleNamespace(agent=world[0], execute=lambda *_, **__: cell, _forget_values=dropped.append)
     with pytest.raises(ValueError, match="no, says worker1") as raised:
         nbdist.Cluster.evaluate(cluster, "x")
     assert notes_of(raised) == ["1 more worker failed:\n  worker2: ValueError: no, says worker2"]
+    assert dropped == [cell]

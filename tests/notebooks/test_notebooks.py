@@ -89,6 +89,23 @@ JUDGED = ("02_distributed_autograd",)
 RUNNING = "test_every_cell_does_what_it_is_there_for", "test_nbval_finds_the_committed_outputs"
 
 
+def validated(path, folder):
+    """Run nbval on a notebook; return its exit status and what it said.
+
+    jupyter_client chooses free ports for a kernel before it starts the kernel. On a busy machine another program may
+    take one meanwhile; then the kernel ends at once, and this tries again.
+    """
+    for _ in range(3):
+        status, said = run(
+            *("-m", "pytest", "--nbval-lax", "--nbval-current-env", "--nbval-sanitize-with", "notebooks/sanitize.cfg"),
+            *("--nbval-cell-timeout=300", "-p", "no:cacheprovider", "--color=no", path),
+            scratch=folder,
+        )
+        if "Kernel died before replying to kernel_info" not in said:
+            break
+    return status, said
+
+
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     """Run all notebooks in both ways, as far as tests were chosen that ask for them, two at a time.
@@ -97,11 +114,7 @@ def runs(request, tmp_path_factory):
     """
     ways = {
         RUNNING[0]: lambda path, folder: judge(path, "--html", folder / "page.html", scratch=folder),
-        RUNNING[1]: lambda path, folder: run(
-            *("-m", "pytest", "--nbval-lax", "--nbval-current-env", "--nbval-sanitize-with", "notebooks/sanitize.cfg"),
-            *("--nbval-cell-timeout=300", "-p", "no:cacheprovider", "--color=no", path),
-            scratch=folder,
-        ),
+        RUNNING[1]: lambda path, folder: validated(path, folder),
     }
     chosen = [item for item in request.session.items if item.originalname in RUNNING]
     with ThreadPoolExecutor(2) as pool:
