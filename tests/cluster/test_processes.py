@@ -361,11 +361,9 @@ def test_the_end_of_a_zygote_that_reads_nothing():
 
 
 def test_a_zygote_that_fails_says_why(owned):
-    owned.processes.ready(30)
-    starting = owned.processes.start("worker0", "entries:sleep")
-    owned.processes._line.socket.sendall(b"no message\n")
+    owned.start("worker0", "sleep")
+    owned.processes._outbox.put(b"no message")
     assert owned.end_of("worker0") == -signal.SIGKILL
-    starting.result(30)
     with pytest.raises(WorkerLost, match="has ended"):
         owned.start("worker1", "sleep")
     assert "DecodeError" in (owned.folder / "zygote.log").read_text()
