@@ -1063,12 +1063,6 @@ class Cluster:
         if cell.kept is not None:
             cell.when_done(cell.kept)
 
-    def _drop_values(self, ids: Sequence[tuple[str, str]]) -> None:
-        """Tell workers to drop values of cells, by the ids of the requests. In the kernel thread, without waiting."""
-        for worker, id in ids:
-            with contextlib.suppress(NbdistError):  # the worker is gone, and its values with it
-                self.agent.call(worker, drop_value, id)
-
     def push(self, variables: Mapping[str, Any], targets: Targets = None) -> None:
         """Set variables on workers, after the cells that they were sent before; return when that is done.
 
@@ -1183,7 +1177,14 @@ class Cluster:
 def _drop_values_soon(cluster: weakref.ref[Cluster], ids: Sequence[tuple[str, str]]) -> None:
     """Let the kernel thread tell workers to drop values, unless the cluster has ended; see `Cluster.execute`."""
     if (known := cluster()) is not None:
-        known.kernel_thread.soon(known._drop_values, ids)
+        known.kernel_thread.soon(_drop_values, known.agent, ids)
+
+
+def _drop_values(agent: Agent, ids: Sequence[tuple[str, str]]) -> None:
+    """Tell workers to drop values of cells, by the ids of the requests. In the kernel thread, without waiting."""
+    for worker, id in ids:
+        with contextlib.suppress(NbdistError):  # the worker is gone, and its values with it
+            agent.call(worker, drop_value, id)
 
 
 def _raise_lost(text: str) -> None:
