@@ -282,7 +282,8 @@ class Recorder:
         def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             end = Received(recording.message, sender, function)
             made = edges.receive(end, tensors)
-            if context.lines or context.watching is not None or context.watch is not None:  # `looks`
+            # The condition of `looks`, written out: this runs for each message, and a call costs time.
+            if context.lines or context.watching is not None or context.watch is not None:
                 end.look(made)
             context.receives[recording.message] = end
             return made

@@ -29,9 +29,7 @@ def publish(tensors: Iterable[torch.Tensor | None]) -> None:
     Tensors on the CPU, and None, are skipped.
     """
     for device in _gpus_of(tensors):
-        here, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-        if here != default:
-            default.wait_stream(here)
+        _let_wait(torch.cuda.default_stream(device), torch.cuda.current_stream(device))
 
 
 def catch_up(tensors: Iterable[torch.Tensor | None]) -> None:
@@ -42,9 +40,8 @@ def catch_up(tensors: Iterable[torch.Tensor | None]) -> None:
     """
     given = list(tensors)
     for device in _gpus_of(given):
-        here, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-        if here != default:
-            here.wait_stream(default)
+        here = torch.cuda.current_stream(device)
+        _let_wait(here, torch.cuda.default_stream(device))
         for tensor in given:
             # Also on the default stream: a side stream may have allocated the tensor.
             if tensor is not None and tensor.device == device and tensor.layout is torch.strided:
@@ -55,9 +52,13 @@ def catch_up_everywhere() -> None:
     """Let the thread's current stream of each GPU wait for that GPU's default stream, if this process uses CUDA."""
     if torch.cuda.is_initialized():
         for number in range(torch.cuda.device_count()):
-            here, default = torch.cuda.current_stream(number), torch.cuda.default_stream(number)
-            if here != default:
-                here.wait_stream(default)
+            _let_wait(torch.cuda.current_stream(number), torch.cuda.default_stream(number))
+
+
+def _let_wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+    """Let a stream wait for what another one has to do; do nothing if they are the same stream."""
+    if stream != other:
+        stream.wait_stream(other)
 
 
 def _gpus_of(tensors: Iterable[torch.Tensor | None]) -> list[torch.device]:

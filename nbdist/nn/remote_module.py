@@ -345,8 +345,9 @@ def load_part(
     """
     try:
         found = load(rref, state, metadata, strict=False, assign=assign)
-    except RuntimeError as error:
-        return [], [], [str(error)]
+    except RuntimeError as error:  # torch names what is missing only if all shapes fit
+        own = rref.local_value().state_dict()
+        return [name for name in own if name not in state], [name for name in state if name not in own], [str(error)]
     return list(found.missing_keys), list(found.unexpected_keys), []
 
 

@@ -167,15 +167,17 @@ def test_any_number_of_cells_can_be_called_off(cluster):
 def test_a_cell_behind_a_request_that_is_no_cell_does_not_run(cluster, way):
     sent = threading.Event()
 
+    work = "import builtins, time\nbuiltins.busy = True\ntry: time.sleep(600)\nfinally: del builtins.busy"
+
     async def do_something_else():
-        call = cluster.find("worker0").call("sys.modules['time'].sleep(600)")
+        call = cluster.find("worker0").call(f"sys.modules['builtins'].exec({work!r})")
         sent.set()
         await call
 
     other = cluster.kernel_thread.run(do_something_else())
     assert sent.wait(LIMIT)
     cell = cluster.execute("third = True; time.sleep(600)", 0, block=False)
-    time.sleep(0.3)  # the worker sleeps: of that nothing tells
+    reach(lambda: cluster.agent.ask("worker0", eval, "hasattr(__import__('builtins'), 'busy')"))
     WAYS[way](cluster)
     with pytest.raises(nbdist.NbdistError) as ended:
         cell.wait(LIMIT)

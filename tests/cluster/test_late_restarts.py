@@ -38,7 +38,7 @@ def interrupted_at(cluster, name, step):
         if (reached, at) == (name, step):
             cluster.progress = None
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)  # holds the kernel thread: the main thread cancels the restart before it proceeds
+            time.sleep(1)  # holds the kernel thread: the main thread cancels the restart before it proceeds
 
     cluster.progress = interrupt
     with pytest.raises(KeyboardInterrupt):

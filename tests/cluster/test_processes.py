@@ -325,36 +325,40 @@ def test_a_zygote_that_cannot_start_says_why(monkeypatch):
 
 def test_many_threads_start_workers_with_large_environments_at_once():
     found = Owned(True)
-    large = {f"NBDIST_TEST_{number}": "x" * 60_000 for number in range(5)}  # more than fits in the socket
     names = [f"worker{number}" for number in range(8)]
     with ThreadPoolExecutor(len(names)) as pool:
-        pids = list(pool.map(lambda name: found.start(name, "sleep", **large), names))
+        pids = list(pool.map(lambda name: found.start(name, "sleep", **LARGE), names))
     assert found.processes.living == dict(zip(names, pids, strict=True))
     found.processes.close()
 
 
-def test_nobody_waits_for_a_zygote_that_reads_nothing():
+@pytest.fixture
+def deaf() -> Iterator[Owned]:
+    """A zygote that is stopped, so that it reads nothing."""
+    found = Owned(True)
+    found.processes.ready(30)
+    os.kill(found.processes.pid, signal.SIGSTOP)
+    yield found
+    found.processes.close()
+
+
+LARGE = {f"NBDIST_TEST_{number}": "x" * 60_000 for number in range(5)}
+"""An environment with which a request does not fit into the socket."""
+
+
+def test_nobody_waits_for_a_zygote_that_reads_nothing(deaf):
     """It imports, say, for as long as a module takes. So Ctrl-C ends a start meanwhile."""
-    found = Owned(True)
-    found.processes.ready(30)
-    os.kill(found.processes.pid, signal.SIGSTOP)
-    large = {**os.environ, **{f"NBDIST_TEST_{number}": "x" * 60_000 for number in range(5)}}
     names = [f"worker{number}" for number in range(4)]
-    futures = [found.processes.start(name, "entries:sleep", (), large) for name in names]
+    futures = [deaf.processes.start(name, "entries:sleep", (), {**os.environ, **LARGE}) for name in names]
     assert not any(future.done() for future in futures)
-    os.kill(found.processes.pid, signal.SIGCONT)
+    os.kill(deaf.processes.pid, signal.SIGCONT)
     pids = [future.result(30) for future in futures]
-    assert found.processes.living == dict(zip(names, pids, strict=True))
-    found.processes.close()
+    assert deaf.processes.living == dict(zip(names, pids, strict=True))
 
 
-def test_the_end_of_a_zygote_that_reads_nothing():
-    found = Owned(True)
-    found.processes.ready(30)
-    os.kill(found.processes.pid, signal.SIGSTOP)
-    large = {**os.environ, **{f"NBDIST_TEST_{number}": "x" * 60_000 for number in range(5)}}
-    future = found.processes.start("worker0", "entries:sleep", (), large)
-    found.processes.close(0.5)
+def test_the_end_of_a_zygote_that_reads_nothing(deaf):
+    future = deaf.processes.start("worker0", "entries:sleep", (), {**os.environ, **LARGE})
+    deaf.processes.close(0.5)
     with pytest.raises(WorkerLost):
         future.result(30)
     workers.eventually(lambda: not any(thread.name == "nbdist-to-zygote" for thread in threading.enumerate()))

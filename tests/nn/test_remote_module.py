@@ -105,6 +105,10 @@ def test_a_state_that_does_not_fit_a_remote_part_is_refused(world):
     state["encoder.0.weight"] = torch.zeros(5)
     with pytest.raises(RuntimeError, match=r"(?s)loading state_dict for Net.*encoder: .*size mismatch for 0.weight"):
         net.load_state_dict(state, strict=False)
+    with pytest.raises(RuntimeError, match="loading state_dict for Net") as raised:
+        net.load_state_dict(state)
+    for told in ("size mismatch for 0.weight", '"encoder.1.num_batches_tracked"', '"encoder.more"'):
+        assert told in str(raised.value)
 
 
 def test_modes(world):

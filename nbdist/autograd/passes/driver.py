@@ -41,8 +41,10 @@ as `Part._lock`,
 
 A thread that holds `Run.lock`, `Part._lock` or `leaves._lock` sends no message, because sending may take long. A thread
 that holds one of these locks does not wait for leaves that another call of torch's engine has claimed
-(`nbdist.autograd.passes.leaves`). The handlers ``on_...`` run in threads of the agent's
-pool, but `on_report` runs in the thread that reads messages, and `on_lost` in the thread that notices the loss.
+(`nbdist.autograd.passes.leaves`).
+
+The handlers ``on_...`` run in threads of the agent's pool, but `on_report` runs in the thread that reads messages, and
+`on_lost` in the thread that notices the loss.
 """
 
 from __future__ import annotations

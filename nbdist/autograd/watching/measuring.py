@@ -53,7 +53,8 @@ def are_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
 def is_finite(gradient: torch.Tensor | None) -> bool:
     """Return whether a gradient holds no NaN and no Inf. None counts as finite. Waits for a GPU.
 
-    A kind of tensor that torch cannot search, such as a nested one, counts as finite: to watch a pass must not fail it.
+    A tensor that torch cannot search, such as one of the device "meta", counts as finite: watching a pass must not fail
+    it.
     """
     if gradient is None:
         return True

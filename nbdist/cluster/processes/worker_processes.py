@@ -1,7 +1,8 @@
 """`Processes`: starts, signals and ends the worker processes of one cluster, through a zygote. For `LocalLauncher`.
 
 The module `nbdist.cluster.processes.zygote` has a drawing of both sides, and defines the messages between them. One
-thread, `_read`, receives the zygote's answers, and settles the futures for which other threads wait::
+thread, `_send_all`, sends the requests of all threads. Another one, `_read`, receives the zygote's answers, and settles
+the futures for which other threads wait::
 
     request                     event that answers it       what waits
     (the constructor)           Ready                       `ready`
@@ -56,8 +57,9 @@ _POLL = 0.005
 class Processes:
     """A zygote (the process that forks workers) and the workers that it has started. Any thread may call the methods.
 
-    A thread of its own reads what the zygote sends. It calls ``on_end(name, code)`` once for every worker that ends,
-    where ``code`` is the exit code, or minus the number of the signal that killed the worker.
+    Two threads of its own send requests and read what the zygote sends. The second one calls ``on_end(name, code)``
+    once for every worker that ends, where ``code`` is the exit code, or minus the number of the signal that killed the
+    worker.
 
     Args:
         folder: The run directory, which must exist and contain nothing else: it is removed at the end.

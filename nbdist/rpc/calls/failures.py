@@ -1,6 +1,5 @@
 """Brings an error from the worker where it arose to the cell that caused it.
 
-An error travels as itself, with a note that names the worker and holds the remote traceback, trimmed to the user's
 The error travels itself, with a note that names the worker and has the remote traceback, trimmed to the user's frames.
 If it cannot be pickled, or its class is missing on the caller's side, a RemoteError with the same text takes its place.
 """

@@ -170,7 +170,7 @@ def _in_full(described: Any) -> Any:
 
 
 _LONGEST_INT = 10_000
-"""The most bits of an int whose repr Python makes."""
+"""An int with more bits is described in hexadecimal: Python refuses to make a decimal text of that length."""
 _EXACT = frozenset({type(None), bool, int, str, bytes})
 """The types whose equal values have equal reprs, unlike 0.0 and -0.0."""
 
