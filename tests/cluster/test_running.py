@@ -297,7 +297,8 @@ def test_an_error_of_a_background_cell_that_is_waited_for_is_shown_once(two, wai
 
 
 def test_stop_ends_both_parts_of_a_cell_that_runs_here_as_well(two):
-    cell = two.send("%%remote 0 --local\nimport time\nprint('started', flush=True)\ntime.sleep(600)")
+    soon = "import threading, time; threading.Timer(0.5, print, ['started']).start()"  # when the cell is in its sleep
+    cell = two.send(f"%%remote 0 --local\n{soon}\ntime.sleep(600)")
     two.until(lambda: cell.stdout.count("started") == 2, what="the start of both parts")
     two.interrupt()
     two.finish(cell, timeout=30)
