@@ -7,10 +7,13 @@ import threading
 import time
 from collections import Counter
 
+import autograd_functions
 import pytest
+import torch
 import workers
 
 import nbdist
+from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.compat import gathering
 from nbdist.rpc.world.start import start_agent
@@ -334,6 +337,55 @@ def test_who_waits_for_a_member_learns_of_a_cut_to_it(when):
         # The other one, which does not wait for the first, learns of it by way of others.
         workers.eventually(lambda: len(other.members()) == MANY - 1)
         assert all(len(agent.members()) == MANY for agent in world if agent not in (one, other))
+
+
+@pytest.mark.parametrize(
+    ("apart", "place"),
+    [((1, 2), 1), ((1, 2), 2), ((0, 2), 2)],
+    ids=["before a gradient goes to the third", "before it comes back", "before the third reports to the first"],
+)
+def test_a_backward_pass_ends_if_two_of_its_workers_are_cut_off_from_each_other(apart, place, monkeypatch):
+    """The pass goes from the first worker to the second and the third, and back."""
+    cuts = Cuts(MANY)
+    with cuts.world as world:
+        one, other = pair(world, neighbours=False)
+        chain = [agent for agent in world if agent not in (one, other)][:1]
+        for at, agent in zip(apart, (one, other), strict=True):
+            chain.insert(at, agent)
+        names = [agent.me.name for agent in chain]
+        workers.eventually(lambda: other.me.incarnation not in watched(one))
+        x = torch.ones(3, requires_grad=True)
+        with chain[0].activate(), dist_autograd.context() as context_id:
+            loss = autograd_functions.through(names[1:], x).sum()
+            monkeypatch.setitem(autograd_functions.hooks, names[place], lambda _: cut_pair(cuts, one, other))
+            with pytest.raises(nbdist.WorkerLost, match=r"silent|given") as lost:
+                dist_autograd.backward(context_id, [loss])
+            assert str(lost.value).split()[0] in {one.me.name, other.me.name}
+            assert x not in context_id.gradients()
+        for agent in world:
+            with agent.activate():
+                workers.eventually_is(0, autograd_functions.contexts_here)
+
+
+def test_a_backward_pass_ends_if_it_reaches_a_worker_that_its_root_has_lost(monkeypatch):
+    cuts = Cuts(3)
+    with cuts.world as world:
+        root, second, third = world
+        x = torch.ones(3, requires_grad=True)
+
+        def lose(_):
+            """Hold the pass up on the second worker, which has not named the third one to the root."""
+            cut_pair(cuts, root, third)
+            workers.eventually(lambda: len(root.members()) == len(third.members()) == 2)
+
+        with root.activate(), dist_autograd.context() as context_id:
+            loss = autograd_functions.through([second.me.name, third.me.name], x).sum()
+            monkeypatch.setitem(autograd_functions.hooks, second.me.name, lose)
+            with pytest.raises(nbdist.WorkerLost, match=f"^{third.me.name} has.* needed it"):
+                dist_autograd.backward(context_id, [loss])
+        for agent in world:
+            with agent.activate():
+                workers.eventually_is(0, autograd_functions.contexts_here)
 
 
 def test_a_gathering_ends_if_a_member_and_its_parent_are_cut_off_from_each_other():

@@ -134,6 +134,8 @@ class Passes:
         self._transport = transport
         self._me = transport.me
         self._contexts = contexts
+        self._lost: dict[int, tuple[str, str]] = {}
+        """The name of each lost worker, by incarnation, and a text that follows it and says how it was lost."""
         self._numbers = itertools.count(1)
         """The numbers of passes that begin on this worker."""
         self._tokens = itertools.count(1)
@@ -261,8 +263,9 @@ class Passes:
     def _find_run(self, head: Head) -> Run | None:
         """Return the run of the pass that a message belongs to, new if this worker has none.
 
-        ``head`` is the part of the message that describes the pass. Returns None if the context has ended or the pass
-        was given up. The head also says which passes of the same root are over; this commits them here.
+        ``head`` is the part of the message that describes the pass. Returns None if the context has ended, the pass
+        was given up, or its root is lost. The head also says which passes of the same root are over; this commits them
+        here.
         """
         context = self._contexts.find(head.context)
         if context is None:
@@ -276,6 +279,9 @@ class Passes:
             over = [run for id, run in context.runs.items() if id.root == root and id.number < head.since]
         for earlier in over:
             self.commit(earlier)
+        if head.id.root in self._lost:  # looked up after `_begin`, since `on_lost` may have missed this run
+            self._leave(run)
+            return None
         return run
 
     # -- messages -----------------------------------------------------------------------------
@@ -390,22 +396,19 @@ class Passes:
             self._end(run, tell=set())
 
     def on_lost(self, worker: int, name: str, why: str) -> None:
-        """Give up the passes that began on a lost worker, and fail the passes that need it with WorkerLost.
+        """Leave the passes that began on a lost worker, and fail the passes that need it with WorkerLost.
 
         The text of the error begins with ``name`` and ``why``. Passes fail on another thread. A pass that does not need
-        the worker continues.
+        the worker continues. If a later report names the worker as one that takes part, `_enter_report` fails the pass.
         """
+        self._lost[worker] = name, why  # before the search: a run that begins now looks there
         self.turns.on_lost(worker)
         for context in self._contexts.all():
             for run in list(context.runs.values()):
                 if run.head.id.root == worker:
-                    self.on_cancel(messages.Cancel(run.head.id, context.id))
+                    self._leave(run)
                 elif worker in self._needed_workers(run):
-                    error = WorkerLost(
-                        f"{name} {why}; the backward pass of context {context.id} needed it. Repeat the step, forward "
-                        "pass included, in a new context, with workers that live"
-                    )
-                    self._transport.submit(partial(self._fail, run, error))
+                    self._transport.submit(partial(self._fail, run, self._lost_error(worker, context)))
 
     def release(self, context: Context) -> None:
         """End all passes of a context that has ended; a pass that began here and still runs fails with UsageError.
@@ -629,7 +632,8 @@ class Passes:
     def _enter_report(self, run: Run, sender: int, report: Report) -> None:
         """Enter a report in the root's ledger; end the pass, or the marking, if the ledger says so.
 
-        A pass in FAST mode ends with `UnusedOutputs` if gradients never came. A pass that has ended is ignored.
+        A pass in FAST mode ends with `UnusedOutputs` if gradients never came. A pass fails if the report is the first
+        to name a worker that is lost. A pass that has ended is ignored.
         """
         ledger = run.ledger
         assert ledger is not None  # reports go to the root only
@@ -637,6 +641,7 @@ class Passes:
             if run.ended:
                 return
             ledger.take(sender, report)
+            lost = self._lost.keys() & ledger.workers
             over = ledger.over
             waiting = set[int]()
             if ledger.waiting and ledger.marked:
@@ -644,6 +649,8 @@ class Passes:
         if over:
             owed = ledger.owed()
             self._settle(run, self._unused_error(owed) if owed else None)
+        elif lost:  # when `on_lost` was called, no report had named the worker
+            self._fail(run, self._lost_error(min(lost), run.context))
         elif waiting:
             self._let_go_on(run, self.turns.wait(run, ledger, waiting))
 
@@ -746,6 +753,19 @@ class Passes:
         if run.observer is not None:
             run.observer.stop()
 
+    def _leave(self, run: Run) -> None:
+        """Drop a pass here because its root is lost, and drop its later messages.
+
+        Sends no Cancel. If the root has died, every worker notices it. If only the connection to the root is cut, the
+        root loses this worker and fails the pass. A Cancel could reach it before that, by way of a third worker; then
+        the root would drop the pass without an error.
+        """
+        context = run.context
+        with context.lock:
+            context.given_up.add(run.head.id)
+            context.runs.pop(run.head.id, None)
+        self._drop(run)
+
     def _end(self, run: Run, tell: set[int]) -> None:
         """Drop a pass here, and send a Cancel to the workers that this one has sent messages of it, and to ``tell``.
 
@@ -754,6 +774,14 @@ class Passes:
         self._drop(run)
         for worker in (run.told | tell) - {self._transport.me}:
             self._transport.tell(worker, messages.Cancel(run.head.id, run.context.id))
+
+    def _lost_error(self, worker: int, context: Context) -> WorkerLost:
+        """Return the error of a pass that needs a lost worker, given by its incarnation."""
+        name, why = self._lost[worker]
+        return WorkerLost(
+            f"{name} {why}; the backward pass of context {context.id} needed it. Repeat the step, forward pass "
+            "included, in a new context, with workers that live"
+        )
 
     def _needed_workers(self, run: Run) -> set[int]:
         """Return the workers without which a pass cannot end, by incarnation, as far as this worker knows."""
