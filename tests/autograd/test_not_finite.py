@@ -221,6 +221,7 @@ class OnCtx(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, factor):
         ctx.factor = factor
+        ctx.name = ctx.register_hook = ctx.register_prehook = "the user's, and not the node's method"
         return x * 2.0
 
     @staticmethod

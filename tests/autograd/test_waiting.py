@@ -18,6 +18,17 @@ from nbdist.autograd.graph.waiting import Countdown, devices_of
 from nbdist.autograd.passes import worker_part
 
 
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.register_hook = "the user's, and not the node's method"
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
 def double(x):
     return x * 2
 
@@ -26,7 +37,7 @@ def program(x, w, call):
     """Has nodes that wait for a gradient of the other worker, behind others that need not wait."""
     h = torch.tanh(x @ w)
     other = call(h)
-    own = torch.tanh(h @ w)
+    own = torch.tanh(Same.apply(h) @ w)
     again = call(own + other)
     return (again * own).sum() + other.sum()
 

@@ -53,7 +53,11 @@ __all__ = [
 ]
 
 Node = Any
-"""A node of torch's graph. Nodes made in C++ have no class that could be named here."""
+"""A node of torch's graph. Nodes made in C++ have no class that could be named here.
+
+Call a node's methods by way of its class: ``type(node).name(node)``. The node of a user's `torch.autograd.Function` is
+the ``ctx`` of that function as well, and may have attributes of the user's with the names of methods, such as ``name``.
+"""
 
 _PART = "nbdist.autograd.part"
 """The key of a thread's part among the values of torch's threads."""

@@ -179,11 +179,12 @@ def _describe(node: Node, number: int, numbers: dict[Node, int], names: dict[int
         return NodeInfo(
             number, type(leaf).__name__, "leaf", *_shape_and_dtype(leaf), inputs=(), label=label, parameter_of=holder
         )
+    name = kind.name(node)
     shape, dtype = _shape_and_dtype(node._input_metadata[0]) if node._input_metadata else (None, None)
     if kind is RECEIVE:
-        return NodeInfo(number, node.name(), "receive", shape, dtype, (), node.end.message, _tensors_of(node))
+        return NodeInfo(number, name, "receive", shape, dtype, (), node.end.message, _tensors_of(node))
     inputs = tuple(numbers[to] for to, _ in node.next_functions if to is not None)
-    return NodeInfo(number, node.name(), "operation", shape, dtype, inputs, origin=origin_of(node))
+    return NodeInfo(number, name, "operation", shape, dtype, inputs, origin=origin_of(node))
 
 
 def _tensors_of(node: Node) -> tuple[int, ...]:

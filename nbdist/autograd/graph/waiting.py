@@ -46,7 +46,7 @@ class Countdown:
         self._patience = _FIRST_PATIENCE
         self._root: torch.Tensor | None = None
         self._changed = threading.Condition()
-        self._handles = [node.register_hook(self._note) for node in nodes]
+        self._handles = [type(node).register_hook(node, self._note) for node in nodes]
 
     @property
     def left(self) -> int:

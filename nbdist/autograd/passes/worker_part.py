@@ -653,7 +653,7 @@ class Part:
         if it ends before all of them have run, this raises RuntimeError.
         """
         self._barriers = set(missing)
-        handles = [node.register_hook(self._keeping_hook(crossing)) for node, crossing in crossings.items()]
+        handles = [type(node).register_hook(node, self._keeping_hook(crossing)) for node, crossing in crossings.items()]
         for node in free:
             if node._sequence_nr() == _RUNS_LAST:
                 node._set_sequence_nr(_RUNS_LAST + 1)

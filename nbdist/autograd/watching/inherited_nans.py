@@ -223,7 +223,7 @@ class _Search:
     def end(self, how: str, node: Node, value: str) -> Inherited:
         """Return an answer whose search ended at a node of this worker; ``how`` is its ``Inherited.end``."""
         kind: Any = type(node)
-        name = type(node.variable).__name__ if kind is ACCUMULATE else node.name()
+        name = type(node.variable).__name__ if kind is ACCUMULATE else kind.name(node)
         perhaps = tuple(self._doubtful_messages(node))[:_PERHAPS_NAMED] if how in ("unknown", "hidden") else ()
         number = self._context.numbers.of([node])[node]
         return Inherited(value, how, self._worker, number, name, perhaps=perhaps)

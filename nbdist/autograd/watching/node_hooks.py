@@ -71,7 +71,8 @@ class CallHooks:
     def _set_on(self, node: Node, number: int) -> None:
         """Set the two hooks on a node."""
         hooks = _NodeHooks(self, node, number)
-        self._handles += [node.register_prehook(hooks.before), node.register_hook(hooks.after)]
+        kind = type(node)
+        self._handles += [kind.register_prehook(node, hooks.before), kind.register_hook(node, hooks.after)]
         if self._is_over:
             self._remove()
 
@@ -97,7 +98,7 @@ class _NodeHooks:
         self._call = call
         self._node = node
         self._number = number
-        self._name = node.name()
+        self._name = type(node).name(node)
         self._began = 0.0
         self._span: GpuSpan | None = None
         self._saved: Sequence[Saved] = ()
