@@ -31,7 +31,7 @@ from nbdist.finalisers import this_thread
 from nbdist.rpc import devices
 from nbdist.rpc.calls.pending import Pending, PendingCalls
 from nbdist.rpc.shared_tensors import Sharing
-from nbdist.rpc.world.members import Membership
+from nbdist.rpc.world.members import Membership, lost_error
 from nbdist.rpc.world.watching import ALL_WATCH_ALL, watched_by
 from nbdist.signals import Deferral
 from nbdist.wire.devices import Devices
@@ -402,7 +402,9 @@ class Links:
         name, fate = membership.name_of(to), membership.fate(to)
         if fate is None:
             return WorkerLost(f"{name} is not connected")
-        return WorkerLost(f"{name} {fate}{'; a new worker has taken its name' if name in membership.names else ''}")
+        if name in membership.names:
+            return WorkerLost(f"{name} {fate}; a new worker has taken its name")
+        return lost_error(name, fate)
 
     def _transmit(self, connection: Connection, peer: Peer, outgoing: Outgoing) -> None:
         """Send an encoded message for which no caller waits, such as a ping or a repetition. Raises no ChannelError.

@@ -57,7 +57,7 @@ def reach(tmp_path, *names):
 def expect_lost(error):
     assert isinstance(error, nbdist.WorkerLost), error
     assert "worker2" in str(error)
-    assert "`%dist_restart` starts dead workers again, and forms the process group anew" in str(error)
+    assert "`%dist_restart worker2` starts it again, and forms the process group anew once all" in str(error)
 
 
 def at(tmp_path):

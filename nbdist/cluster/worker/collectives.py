@@ -113,8 +113,8 @@ _backend = "none"
 """The backend of the process group that formed last, as torch writes it."""
 _forms_group = False
 """True if the cluster has a process group: its backend is not "none"."""
-_lost: dict[int, str] = {}
-"""By rank: a text that says how each dead member of the present group was lost."""
+_lost: dict[int, tuple[str, str]] = {}
+"""By rank: the name of each lost member of the present group, and a text that follows it and says how it was lost."""
 _loops_before: set[bytes] = set()
 """The addresses of loops (`gloo.Loop`) of groups before the present one, which live while an object holds the group."""
 _spans_hosts = False
@@ -274,7 +274,7 @@ def _lose(record: Record, why: str) -> None:
             rank = _store.rank_of(record.incarnation) if _store is not None else None
         if rank is None:
             return  # it is not a member of the present group
-        _lost[rank] = f"{record.name} {_PROCESS.sub('', why)}"
+        _lost[rank] = record.name, _PROCESS.sub("", why)
         if not _formed:
             return  # the notebook learns of the death, too, and ends the forming
         _leave_groups_of(rank)
@@ -408,11 +408,13 @@ def _end_cut_transfers() -> None:
 
 
 def _say_lost() -> str:
-    """Return the text of the WorkerLost for all members that have died."""
-    who = "; ".join(_lost.values())
+    """Return the text of the WorkerLost for all lost members: they have died, or cannot be reached from this worker."""
+    who = "; ".join(f"{name} {why}" for name, why in _lost.values())
+    names = ",".join(name for name, _ in _lost.values())
     return (
-        f"{who}, and a process group with a dead member cannot be used any more\n"
-        "`%dist_restart` starts dead workers again, and forms the process group anew once all workers are idle"
+        f"{who}, and a process group with a lost member cannot be used any more\n"
+        f"`%dist_restart {names}` starts {'it' if len(_lost) == 1 else 'them'} again, and forms the process group anew "
+        "once all workers are idle"
     )
 
 

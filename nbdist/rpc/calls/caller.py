@@ -16,7 +16,7 @@ from nbdist.rpc.calls.sender import Sender
 from nbdist.rpc.futures import Future, Latch, Promise
 from nbdist.rpc.references.rref import RRef, local_type
 from nbdist.rpc.references.table import References
-from nbdist.rpc.world.members import Membership, WorkerInfo
+from nbdist.rpc.world.members import Membership, WorkerInfo, lost_error
 from nbdist.wire.messages import Fork, Mode, Record
 from nbdist.wire.pickling import names
 
@@ -186,8 +186,7 @@ class Caller:
             why = self._membership.why_gone(to)
             if why is None:
                 raise
-            name = to.name if isinstance(to, WorkerInfo) else to
-            raise WorkerLost(f"{name if isinstance(name, str) else f'the worker with id {name}'} {why}") from None
+            raise lost_error(self._membership.last_name(to), why) from None
 
     # -- sending ------------------------------------------------------------------------------
 

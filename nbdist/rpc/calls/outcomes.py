@@ -23,6 +23,7 @@ from nbdist.rpc.links import Links
 from nbdist.rpc.recording import Attach, Replied
 from nbdist.rpc.references.rref import RRef
 from nbdist.rpc.references.table import References, creation_error
+from nbdist.rpc.world.members import lost_error
 from nbdist.wire import codec
 from nbdist.wire.messages import Fork, Record, Reply, Stop
 
@@ -286,10 +287,7 @@ class Outcomes:
             return
         more = f", and {counted(others, 'other call')}" if others else ""
         since = duration(time.monotonic() - call.started)
-        error = WorkerLost(
-            f"{call.worker} {why}; it had been asked to run {call.function} {since} before{more}. Call another worker, "
-            f"or in a cluster start this one again: `%dist_restart {call.worker}`"
-        )
+        error = lost_error(call.worker, f"{why}; it had been asked to run {call.function} {since} before{more}")
         self._fail(call, error, may_exist=False)
 
     def interrupt(self, calls: Sequence[Pending], error: BaseException) -> None:

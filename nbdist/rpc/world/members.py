@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from nbdist.errors import NotUnique, UnknownWorker, UsageError
+from nbdist.errors import NotUnique, UnknownWorker, UsageError, WorkerLost
 from nbdist.wire.messages import Record
 
-__all__ = ["Membership", "WorkerInfo"]
+__all__ = ["Membership", "WorkerInfo", "lost_error"]
 
 _NAME = re.compile(r"[A-Za-z0-9\-_:]*\Z")
 _NAME_LENGTH = 128
@@ -52,6 +52,13 @@ class WorkerInfo:
 
     def __reduce__(self) -> Any:
         return WorkerInfo, (self.name, self.id)
+
+
+def lost_error(name: str, why: str) -> WorkerLost:
+    """Return the error for a call to a lost worker, with what to do. ``why`` completes "worker1 ..."."""
+    return WorkerLost(
+        f"{name} {why}. Call another worker, or in a cluster start this one again: `%dist_restart {name}`"
+    )
 
 
 class Membership:
@@ -123,6 +130,15 @@ class Membership:
         None if the member lives or there never was one, and also once a new member has taken that name or id.
         """
         return self._gone.get(to.name if isinstance(to, WorkerInfo) else to)
+
+    def last_name(self, to: str | int | WorkerInfo) -> str:
+        """Return the name that the last member with this name, id or `WorkerInfo` has or had.
+
+        Raises LookupError for an id that no member ever had.
+        """
+        if isinstance(to, int):
+            return [record.name for record in self._known.values() if record.id == to][-1]
+        return to.name if isinstance(to, WorkerInfo) else to
 
     def fate(self, incarnation: int) -> str | None:
         """Return a text that completes "worker1 ..." with what happened to a former member.
