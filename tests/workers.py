@@ -150,10 +150,13 @@ def eventually_is(expected: Any, look: Callable[[], Any], timeout: float = 20) -
         time.sleep(0.01)
 
 
-def stop(process: subprocess.Popen[str]) -> None:
-    """Stop a process by SIGSTOP; return when all its threads stand still, as one may be running elsewhere."""
-    process.send_signal(signal.SIGSTOP)
-    tasks = list(Path(f"/proc/{process.pid}/task").iterdir())
+def stop(pid: int) -> None:
+    """Stop a process by SIGSTOP; return when all its threads stand still.
+
+    On a busy machine the thread that takes the signal may wait for a core while another thread of the process runs on.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    tasks = list(Path(f"/proc/{pid}/task").iterdir())
     eventually(lambda: all(task.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks))
 
 

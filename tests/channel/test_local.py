@@ -494,7 +494,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_message(runtime):
         code = f"channel.connect([{there.addresses[0]!r}]).send([bytes(1 << 28)], 'call')\nprint('sent', flush=True)\n"
         with process(code + "time.sleep(100)") as child:
             assert child.stdout.readline() == "sent\n"
-            workers.stop(child)  # with the most of the message unsent, however fast the machine is
+            workers.stop(child.pid)  # with the most of the message unsent, however fast the machine is
             assert there.receive(0.05) is None
             assert there._incoming
             child.send_signal(signal.SIGKILL)

@@ -7,9 +7,9 @@ import signal
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import workers
 from frontend import Notebook
 
 import nbdist
@@ -27,15 +27,6 @@ def two(cluster):
     """Two living workers, whatever the test before did."""
     cluster.restart()
     return cluster
-
-
-def stop(worker) -> None:
-    """Stop a worker's process, and wait until it stands still."""
-    os.kill(worker.pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def of(found, *topics):
@@ -98,7 +89,7 @@ def test_a_dead_worker_is_named_and_takes_no_time(two):
 
 
 def test_a_stopped_worker_is_named_and_holds_nobody_up(two):
-    stop(two.workers[0])
+    workers.stop(two.workers[0].pid)
     try:
         began = time.monotonic()
         found = two.examine()
@@ -118,7 +109,7 @@ def test_a_worker_that_is_stopped_meanwhile_fails_its_ways_and_no_others(two):
     real = examination.measure_from_here
 
     def measure(to, part):
-        stop(two.workers[0])
+        workers.stop(two.workers[0].pid)
         seen.set()
         return real(to, part)
 

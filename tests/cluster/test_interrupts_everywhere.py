@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+import workers
 
 import nbdist
 from nbdist.cluster import interrupting
@@ -108,10 +109,10 @@ def test_half_a_tensor_whose_sender_stands_still_ends(cluster, tmp_path, way):
 
     def press():
         reach((tmp_path / "0").exists)
-        os.kill(receiver, signal.SIGSTOP)
+        workers.stop(receiver)
         sending.append(cluster.execute("open(mark, 'w').close(); dist.send(large, dst=0)", "worker1", block=False))
         reach((tmp_path / "1").exists)
-        os.kill(sender, signal.SIGSTOP)
+        workers.stop(sender)
         os.kill(receiver, signal.SIGCONT)
         time.sleep(0.3)  # until it has read what the connection held
         WAYS[way](cluster)

@@ -9,6 +9,7 @@ import signal
 import time
 
 import pytest
+import workers
 
 import nbdist
 
@@ -162,7 +163,7 @@ def test_a_receiver_of_half_a_tensor_leaves_with_worker_lost(three, tmp_path, wa
     receivers = [three.find(name).pid for name in ("worker0", "worker1")]
     try:
         for pid in receivers:
-            os.kill(pid, signal.SIGSTOP)
+            workers.stop(pid)
         three.execute(f"{at(tmp_path)}\n{LARGE[way]}", 2, block=False)
         reach(tmp_path, "worker2")
         kill(three)

@@ -136,7 +136,7 @@ def test_a_member_lost_while_its_message_is_handled_holds_nothing_after(event):
 def test_a_stopped_local_process_is_not_lost():
     with workers.world(2) as others:
         process = others.processes["worker1"]
-        workers.stop(process)
+        workers.stop(process.pid)
         try:
             future = rpc.rpc_async("worker1", workers.name, timeout=30)
             with pytest.raises(nbdist.RpcTimeout):
@@ -356,7 +356,7 @@ def test_leaving_a_dynamic_world_does_not_wait_for_one_that_hangs(tmp_path):
         workers.eventually(lambda: len(current_agent().membership.members()) == 2)
         rref = rpc.remote("late", workers.Counter)
         assert rref.rpc_sync().add(1) == 1
-        workers.stop(others.processes["late"])
+        workers.stop(others.processes["late"].pid)
         ended = threading.Event()
 
         def leave() -> None:

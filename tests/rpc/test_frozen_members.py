@@ -49,7 +49,7 @@ def test_a_stopped_member_of_this_host_stays_a_member(impatient, replaced):
         workers.eventually(lambda: names() == ["first", "frozen", "witness"])
         assert rpc.rpc_sync("frozen", workers.call_there, args=("first", workers.name)) == "first"
         rpc.shutdown(graceful=False)
-        workers.stop(frozen)
+        workers.stop(frozen.pid)
         if replaced:
             others.kill("first")
         name, rank = ("first", 0) if replaced else ("late", 3)

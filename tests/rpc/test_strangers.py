@@ -185,7 +185,7 @@ def test_silence_of_a_remote_one(over_tcp, caplog):
     import signal
 
     assert rpc.rpc_sync("worker1", workers.name) == "worker1"
-    workers.stop(over_tcp.processes["worker1"])
+    workers.stop(over_tcp.processes["worker1"].pid)
     call = rpc.rpc_async("worker1", workers.name)
     workers.eventually(lambda: api.current_agent().statistics()["suspects"] == 1)
     # Calls to a suspect wait.
@@ -200,7 +200,7 @@ def test_a_suspect_that_comes_back(over_tcp):
 
     process = over_tcp.processes["worker1"]
     assert rpc.rpc_sync("worker1", workers.count, args=("back",)) == 1
-    workers.stop(process)
+    workers.stop(process.pid)
     call = rpc.rpc_async("worker1", workers.count, args=("back",))
     workers.eventually(lambda: api.current_agent().statistics()["suspects"] == 1)
     process.send_signal(signal.SIGCONT)
