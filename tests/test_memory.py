@@ -7,6 +7,8 @@ import json
 import os
 import re
 import statistics
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ SERVER = 100
 """What JupyterLab's server takes of it, in MB: 90 when it starts, 99 after 1,600 requests."""
 
 TOUR = Path(__file__).parent.parent / "notebooks" / "00_tour.ipynb"
+BINDER_START = Path(__file__).parent.parent / "binder" / "start"
 
 # The first DistributedDataParallel, or optimizer, of a process imports torch's compiler: 90 MB in each worker.
 TRAINING = (
@@ -37,6 +40,13 @@ for step in range(20):
 def cells_of_the_tour() -> tuple[str, ...]:
     cells = json.loads(TOUR.read_text())["cells"]
     return tuple("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+
+
+def environment_of_binder() -> dict[str, str]:
+    """What a session on Binder has in its environment besides that of this process."""
+    shown = "import json, os; print(json.dumps(dict(os.environ)))"
+    found = subprocess.run([BINDER_START, sys.executable, "-c", shown], stdout=subprocess.PIPE, check=True).stdout
+    return {name: value for name, value in json.loads(found).items() if os.environ.get(name) != value}
 
 
 @dataclass
@@ -106,7 +116,7 @@ class Watch:
 def test_a_notebook_with_three_workers_fits_into_binder(what, capsys):
     cells = cells_of_the_tour() if what == "the tour" else TRAINING
     uses = []
-    with Notebook(load=False) as notebook, Watch(notebook.pid) as watch:
+    with Notebook(load=False, env=environment_of_binder()) as notebook, Watch(notebook.pid) as watch:
         for cell in cells:
             notebook.run(cell, check=what != "the tour")  # some of its cells fail, as they should
             uses.append(measure(notebook.pid))
