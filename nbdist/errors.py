@@ -192,7 +192,7 @@ class WorkerLost(NbdistError):
         ...     world.kill(1)
         ...     rpc.rpc_sync("worker1", max, args=(1, 2))
         Traceback (most recent call last):
-        nbdist.errors.WorkerLost: worker1 died
+        nbdist.errors.WorkerLost: worker1 died. Call another worker, ...
     """
 
 

@@ -214,7 +214,7 @@ class World:
             ...     world.kill(1, "was switched off")
             ...     rpc.rpc_sync("worker1", max, args=(1, 2))
             Traceback (most recent call last):
-            nbdist.errors.WorkerLost: worker1 was switched off
+            nbdist.errors.WorkerLost: worker1 was switched off. Call another worker, ...
         """
         victim = self.agents[index]
         for agent in self.agents:
