@@ -1,5 +1,6 @@
 """Calls and references of agents that ship: every order of small scenarios, and a state machine for long ones."""
 
+import gc
 import inspect
 from functools import partial
 
@@ -18,6 +19,16 @@ from simulation import NO_LIMIT, SimulatedWorld
 
 from nbdist.errors import RRefError
 from nbdist.rpc.references.forks import ForkStanding
+
+
+@pytest.fixture(autouse=True, scope="module")
+def earlier_objects_left_out():
+    """Each history ends with a garbage collection, which takes long where other tests have left a gigabyte behind."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
 
 # --- every order of small scenarios ---------------------------------------------------------------
 
