@@ -212,11 +212,16 @@ def test_lines_and_modules_are_noted_on_all_workers_where_asked_for(world):
     assert "Net.body.1\ntest_trace.py:" in trace._repr_mimebundle_()["image/svg+xml"]
 
 
+def hooks_on_all_modules():
+    found = torch.nn.modules.module
+    return {*found._global_forward_hooks, *found._global_forward_pre_hooks}
+
+
 def test_nothing_is_noted_where_nobody_asked(world):
+    before = hooks_on_all_modules()  # of a context that a test elsewhere has left open
     with dist_autograd.context(lines=True) as context_id:
-        assert torch.nn.modules.module._global_forward_hooks
-    assert not torch.nn.modules.module._global_forward_hooks
-    assert not torch.nn.modules.module._global_forward_pre_hooks
+        assert hooks_on_all_modules()
+    assert hooks_on_all_modules() == before
     assert torch._C._len_torch_function_stack() == 0
     with dist_autograd.context() as context_id:
         rpc.rpc_sync("worker1", run_net, args=(torch.ones(3, 2, requires_grad=True),))
@@ -246,13 +251,14 @@ def test_lines_are_noted_until_the_context_is_closed_whatever_was_entered_since(
 
 
 def test_a_context_that_another_thread_closes_notes_no_more(world):
+    before = hooks_on_all_modules()
     context_id = dist_autograd.open(lines=True)
     thread = threading.Thread(target=lambda: world[0].activate().__enter__() and context_id.close())
     thread.start()
     thread.join()
     x = torch.ones(2, requires_grad=True)
     assert origin_of(x.cos().grad_fn) == NodeOrigin()
-    assert not torch.nn.modules.module._global_forward_hooks
+    assert hooks_on_all_modules() == before
     with dist_autograd.context(lines=True):  # takes the other's remains away
         assert len(torch.overrides._get_current_function_mode_stack()) == 1
     assert torch._C._len_torch_function_stack() == 0
