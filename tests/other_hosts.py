@@ -99,6 +99,18 @@ class Host:
         """Connect the host again."""
         ip("link", "set", self.link, "up")
 
+    def part_from(self, other: Host) -> None:
+        """Let this host and another one no longer reach each other; both still reach the machine."""
+        self._change_routes("add", other)
+
+    def join_again(self, other: Host) -> None:
+        """Undo `part_from`."""
+        self._change_routes("del", other)
+
+    def _change_routes(self, how: str, other: Host) -> None:
+        for here, there in ((self, other), (other, self)):
+            ip("-n", here.name, "route", how, "blackhole", f"{there.address}/32")
+
     def slow_down(self, rate: str) -> None:
         """Limit what it sends and gets to a rate, such as ``40mbit``, as a slow line would."""
         limit = ("tbf", "rate", rate, "burst", "64kb", "latency", "50ms")

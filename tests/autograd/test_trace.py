@@ -218,7 +218,7 @@ def hooks_on_all_modules():
 
 
 def test_nothing_is_noted_where_nobody_asked(world):
-    before = hooks_on_all_modules()  # of a context that a test elsewhere has left open
+    before = hooks_on_all_modules()  # perhaps some: a test elsewhere may have left a context open
     with dist_autograd.context(lines=True) as context_id:
         assert hooks_on_all_modules()
     assert hooks_on_all_modules() == before

@@ -87,6 +87,26 @@ def test_a_cut_of_three_seconds_loses_and_repeats_nothing(tmp_path):
             assert "".join(output["text"] for output in outputs).split() == [str(i) for i in range(50)]
 
 
+@pytest.mark.soak
+@on_hosts
+def test_workers_that_cannot_reach_each_other_are_named_and_a_restart_of_one_joins_them(tmp_path):
+    work = "import torch, time\nwhile True: dist.all_reduce(torch.ones(3)); time.sleep(0.01)"
+    with hosts(2) as (address, others), cluster_on(others, address, tmp_path) as cluster:
+        cell = cluster.execute(work, block=False)
+        until(lambda: all(part.began for part in cell.parts.values()))
+        others[0].part_from(others[1])
+        with pytest.raises(WorkerLost, match=r"(?s)worker1 has been silent for 12.*`%dist_restart worker1` starts it"):
+            cell.wait(40)
+        with pytest.raises(WorkerLost, match=r"worker1 has been silent for 12.*`%dist_restart worker1`"):
+            cluster.evaluate("rpc.rpc_sync('worker1', max, args=(1, 2))", "worker0")
+        assert not any(worker.lost for worker in cluster.workers)
+        others[0].join_again(others[1])
+        assert cluster.restart("worker1") == ["worker1"]
+        cluster.execute("import torch; total = torch.tensor(rank + 1.0); dist.all_reduce(total)")
+        assert [float(total) for total in cluster.pull("total")] == [3.0, 3.0]
+        assert cluster.evaluate("rpc.rpc_sync('worker1', max, args=(1, 2))", "worker0") == 2
+
+
 @on_hosts
 @pytest.mark.parametrize("megabytes", [16, pytest.param(80, marks=pytest.mark.soak)])
 def test_small_calls_and_heartbeats_pass_a_large_tensor_on_a_slow_line(tmp_path, megabytes):

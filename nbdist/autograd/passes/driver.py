@@ -391,7 +391,7 @@ class Passes:
         with context.lock:
             known = message.id in context.given_up
             context.given_up.add(message.id)
-            run = context.runs.pop(message.id, None)
+            run = context.runs.get(message.id)
         if run is not None and not known:
             self._end(run, tell=set())
 
@@ -400,6 +400,10 @@ class Passes:
 
         The text of the error begins with ``name`` and ``why``. Passes fail on another thread. A pass that does not need
         the worker continues. If a later report names the worker as one that takes part, `_enter_report` fails the pass.
+
+        If a root has died, every worker notices it, so no Cancel is sent for its passes. If only the connection to the
+        root is cut, the root loses this worker and fails the pass. A Cancel could reach it before that, by way of a
+        third worker; then it would drop the pass without an error.
         """
         self._lost[worker] = name, why  # before the search: a run that begins now looks there
         self.turns.on_lost(worker)
@@ -730,10 +734,6 @@ class Passes:
 
         With ``accumulate``, gradients that are in ``.grad`` already stay there. This does not settle the outcome.
         """
-        context = run.context
-        with context.lock:
-            context.given_up.add(run.head.id)
-            context.runs.pop(run.head.id, None)
         workers = run.ledger.workers if run.ledger is not None else set[int]()
         error = run.error
         self._end(run, tell=workers)
@@ -754,12 +754,7 @@ class Passes:
             run.observer.stop()
 
     def _leave(self, run: Run) -> None:
-        """Drop a pass here because its root is lost, and drop its later messages.
-
-        Sends no Cancel. If the root has died, every worker notices it. If only the connection to the root is cut, the
-        root loses this worker and fails the pass. A Cancel could reach it before that, by way of a third worker; then
-        the root would drop the pass without an error.
-        """
+        """Drop a pass here, and its later messages; tell nobody. Its gradients that were computed here are not used."""
         context = run.context
         with context.lock:
             context.given_up.add(run.head.id)
@@ -769,9 +764,9 @@ class Passes:
     def _end(self, run: Run, tell: set[int]) -> None:
         """Drop a pass here, and send a Cancel to the workers that this one has sent messages of it, and to ``tell``.
 
-        The gradients that it has computed here are not used. A worker that is gone is skipped.
+        A worker that is gone is skipped.
         """
-        self._drop(run)
+        self._leave(run)
         for worker in (run.told | tell) - {self._transport.me}:
             self._transport.tell(worker, messages.Cancel(run.head.id, run.context.id))
 

@@ -55,7 +55,7 @@ class WorkerInfo:
 
 
 def lost_error(name: str, why: str) -> WorkerLost:
-    """Return the error for a call to a lost worker, with what to do. ``why`` completes "worker1 ..."."""
+    """Return the error of a call or message to a lost worker, with what to do. ``why`` completes "worker1 ..."."""
     return WorkerLost(
         f"{name} {why}. Call another worker, or in a cluster start this one again: `%dist_restart {name}`"
     )
