@@ -37,6 +37,11 @@ def names() -> list[str]:
     return sorted(record.name for record in current_agent().members())
 
 
+def met_by(name: str) -> int:
+    """How many members another member knows, with itself."""
+    return rpc.rpc_sync(name, workers.statistics)["members"]
+
+
 @pytest.mark.parametrize("replaced", [False, True], ids=["new", "restarted"])
 def test_a_stopped_member_of_this_host_stays_a_member(impatient, replaced):
     """It may have to notice first that the process which had the newcomer's name has ended."""
@@ -47,6 +52,7 @@ def test_a_stopped_member_of_this_host_stays_a_member(impatient, replaced):
         others.start("first", workers.member("first", 0, None, store, then=SERVE))
         join("witness", 2, store)
         workers.eventually(lambda: names() == ["first", "frozen", "witness"])
+        workers.eventually(lambda: met_by("frozen") == 3)  # the two may have started at the same time
         assert rpc.rpc_sync("frozen", workers.call_there, args=("first", workers.name)) == "first"
         rpc.shutdown(graceful=False)
         workers.stop(frozen.pid)
@@ -61,6 +67,7 @@ def test_a_stopped_member_of_this_host_stays_a_member(impatient, replaced):
         assert rpc.rpc_sync("frozen", workers.call_there, args=(name, workers.name)) == name
         others.start("last", workers.member("last", 4, None, store, then=SERVE))  # the list still has all
         workers.eventually(lambda: "last" in names())
+        workers.eventually(lambda: met_by("last") == len(names()))
         assert rpc.rpc_sync("last", workers.call_there, args=("frozen", workers.name)) == "frozen"
     finally:
         rpc.shutdown(graceful=False)

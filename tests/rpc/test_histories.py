@@ -23,11 +23,12 @@ from nbdist.rpc.references.forks import ForkStanding
 
 @pytest.fixture(autouse=True, scope="module")
 def earlier_objects_left_out():
-    """Each history ends with a garbage collection, which takes long where other tests have left a gigabyte behind."""
+    """Each history ends with a garbage collection, which takes long where other tests have left a gigabyte behind.
+
+    Nothing ends this: gc.unfreeze would also undo the freeze of conftest.py, for all tests that follow.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 # --- every order of small scenarios ---------------------------------------------------------------

@@ -11,7 +11,8 @@
 
 Both send `Hello`, and repeat it every 0.1 s until it is answered. A member takes a fixed world for complete once all
 others have welcomed it *and* are ready: then a function that another member calls here can itself call any member. In a
-dynamic world there is no `Ready`, and a `Hello` from an unknown agent makes that agent a member.
+dynamic world there is no `Ready`, and a `Hello` from an unknown agent makes that agent a member. So while `init_rpc` of
+a newcomer runs, some members may know it already, and others not yet: a call to it from those raises UnknownWorker.
 """
 
 from __future__ import annotations
