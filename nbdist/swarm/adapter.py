@@ -352,7 +352,12 @@ def convert_gguf(file: Path, folder: Path) -> None:
     """
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     write_checkpoint(model, folder)
-    transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    # AutoTokenizer of transformers 5.0 would take a class that splits texts otherwise, and loses the end of an answer.
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+    for token, number in (("eos_token", model.config.eos_token_id), ("pad_token", model.config.pad_token_id)):
+        if isinstance(number, int):
+            setattr(tokenizer, token, tokenizer.convert_ids_to_tokens(number))
+    tokenizer.save_pretrained(folder)
 
 
 # -- caches -----------------------------------------------------------------------------------------

@@ -326,6 +326,7 @@ def test_the_list_of_names_is_closed(cluster, view, balanced):
     assert public(view) == of_views | listed("of a view that is not load balanced")
     assert public(ipp.Client(cluster)) == listed("of a client")
     handle = view.apply_async(abs, 1)
+    assert handle.get() == [1, 1]  # the facts change until then
     facts = {"engine_id", "submitted", "started", "completed", "received"}
     assert public(handle) - public(Future) | facts == listed("of a handle")
     assert facts == set(handle.metadata[0])

