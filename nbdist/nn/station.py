@@ -153,8 +153,10 @@ class Station:
                 raise Abandoned(f"{self._over[order.step]} (this worker had not begun the step)")
             inbox = self._inboxes.setdefault(order.step, Inbox())
             self._running.add(order.step)
+        # `on_lost` may have been called for a worker that is gone, or for this one, before the inbox existed.
+        if self.agent.closed:
+            self.on_lost(self.agent.me, "has ended")
         if gone := [each for each in self._needed if self.agent.member(each) is None]:
-            # `on_lost` may have been called for it before the inbox existed.
             names = ", ".join(map(self.agent.name_of, gone))
             inbox.fail(WorkerLost(f"{names} is gone; the step of a pipeline needed it. Make a new pipeline"))
         try:
@@ -210,8 +212,8 @@ class Station:
     def on_lost(self, record: Record, why: str) -> None:
         """Fail the running steps if the agent that is gone has stages of this pipeline, or owns the pipeline.
 
-        Steps that wait then raise WorkerLost. The agent of this worker calls this for each loss; ``why`` is for the
-        text.
+        Steps that wait then raise WorkerLost. The agent of this worker calls this for each loss, and for itself when it
+        ends; ``why`` is for the text.
         """
         if record.incarnation in self._needed:
             with self._lock:
@@ -556,8 +558,8 @@ _all: weakref.WeakKeyDictionary[Agent, weakref.WeakValueDictionary[str, Station]
 def _stations(agent: Agent) -> weakref.WeakValueDictionary[str, Station]:
     """Return the stations of one agent by their pipelines' ids.
 
-    The first call for an agent also makes the agent report lost workers to its stations. Deliveries find their station
-    here. The references are weak, so this dict keeps no station alive.
+    The first call for an agent also makes the agent report lost workers, and its own end, to its stations. Deliveries
+    find their station here. The references are weak, so this dict keeps no station alive.
     """
     found = _all.get(agent)
     if found is None:
@@ -569,6 +571,7 @@ def _stations(agent: Agent) -> weakref.WeakValueDictionary[str, Station]:
 
         found = _all.setdefault(agent, stations)
         agent.on_lost(on_lost)
+        agent.at_close(partial(on_lost, agent.me, "has ended"))
     return found
 
 

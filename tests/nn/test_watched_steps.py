@@ -1,7 +1,9 @@
 """A step of a pipeline that is watched: what it consists of, seen and held as a backward pass is, and its numbers."""
 
+import sys
 import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.errors import WorkerLost
 from nbdist.nn import Pipeline
-from nbdist.nn.inbox import Abandoned
+from nbdist.nn.inbox import Abandoned, Inbox
 from nbdist.nn.schedules import SCHEDULES, simulate
 from nbdist.nn.watched import plan_of_step
 from nbdist.testing import World
@@ -155,6 +157,28 @@ def test_a_worker_that_is_lost_ends_a_step_that_is_held():
         with pytest.raises(WorkerLost):
             watcher.wait(20)
         assert "WorkerLost" in watcher.told()
+
+
+def takers():
+    """The threads that wait for the input of a stage."""
+    return [
+        thread
+        for thread, frame in sys._current_frames().items()
+        if any(each.f_code is Inbox.take.__code__ for each, _ in traceback.walk_stack(frame))
+    ]
+
+
+def test_a_worker_that_ends_while_its_stage_waits_leaves_no_thread():
+    before = takers()
+    with World(3) as world, world[2].activate():
+        pipe = pipeline()
+        watcher = Watcher(paused=True)
+        watcher.begin(on_driver(world, lambda: step(pipe)))
+        wait_until(lambda: len(takers()) > len(before))
+        world[1].close("was asked to end")
+        with pytest.raises(WorkerLost):
+            watcher.wait(20)
+        wait_until(lambda: len(takers()) == len(before))
 
 
 def test_a_step_that_is_held_can_be_given_up(world):
