@@ -31,9 +31,10 @@ Large messages travel over a link of their own, so that neither small messages n
 message often arrives before a large one that was sent earlier. So each kind has its own `Peer`, with its own numbers,
 acknowledgements and pings. Only the `Peer` of the small messages declares an agent lost after silence.
 
-A watched peer gets a heartbeat after each second of silence. `nbdist.rpc.world.watching` says which peers are watched:
-in a large world only those that matter to this agent, and a few more. A peer that gets no heartbeats need not speak, so
-its silence proves nothing. So silence counts only from the call of `Peer.watch` on.
+A watched peer gets a heartbeat after each second of silence, or earlier if `suspect_after` is short.
+`nbdist.rpc.world.watching` says which peers are watched: in a large world only those that matter to this agent, and a
+few more. A peer that gets no heartbeats need not speak, so its silence proves nothing. So silence counts only from the
+call of `Peer.watch` on.
 
 A peer on this host may be silent only because it is in a long call into C. So its silence does not count;
 `nbdist.channel.liveness` watches its process instead.
@@ -89,6 +90,8 @@ _HEARTBEAT_OF_THE_OTHER = 1.25
 
 By then the other agent's heartbeat has arrived, which proves the same. With equal waits, both would often send one.
 """
+_HEARTBEATS_BEFORE_SUSPECT = 3
+"""At least how many heartbeats an agent sends before it suspects a silent peer: short limits make them more frequent."""
 _RETRY_FIRST = 0.05
 """Seconds after which a message that the channel refused is tried again; doubled with each try, to `_RETRY_MOST`."""
 _RETRY_MOST = 2.0
@@ -105,7 +108,8 @@ class PeerLimits:
     lost_after: float = 12.0
     """Seconds of silence after which it is lost."""
     heartbeat: float = 1.0
-    """Seconds of silence after which one of two agents pings the other, if it is watched. See `Peer._heartbeat`."""
+    """At most how many seconds of silence pass before one of two agents pings the other, if it is watched. See
+    `Peer._heartbeat`."""
     retries: int = 20
 
 
@@ -253,7 +257,8 @@ class Peer:
         """The moment from which the peer's silence counts. Before it, the peer had no reason to speak."""
         self._doubted = -math.inf
         """The moment at which another agent last reported that it does not hear the peer."""
-        self._heartbeat = limits.heartbeat * (_HEARTBEAT_OF_THE_OTHER if me > other else 1.0)
+        every = min(limits.heartbeat, limits.suspect_after / _HEARTBEATS_BEFORE_SUSPECT)
+        self._heartbeat = every * (_HEARTBEAT_OF_THE_OTHER if me > other else 1.0)
         """Seconds of silence after which the peer gets a heartbeat, if it is watched."""
         self._heard = now
         """The moment at which anything last arrived from the peer."""

@@ -506,14 +506,15 @@ def test_a_suspect_that_speaks_is_live_and_may_become_suspect_again():
     assert [action for _, action in ends.events] == [Suspect(5.0), Suspect(5.0)]
 
 
-def test_a_peer_that_answers_pings_is_never_suspect():
-    ends = Ends(watch=True)
+@pytest.mark.parametrize("limits", [{}, {"suspect_after": 0.5, "lost_after": 0.9}], ids=["usual", "impatient"])
+def test_a_peer_that_answers_pings_is_never_suspect(limits):
+    ends = Ends(watch=True, **limits)
     for _ in range(600):
         ends.clock.advance(max(ends.next_tick - ends.clock.now(), 0.0))
         ends.tick()
         while ends.flying:
             ends.deliver()
-    assert ends.clock.now() > 1100
+    assert ends.clock.now() > (180 if limits else 1100)
     assert not ends.events
 
 
