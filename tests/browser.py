@@ -162,9 +162,10 @@ def notebook(cells, front, folder, *, outputs=None, theme=None, subshells=True, 
             browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
             try:
                 page = browser.new_page(viewport={"width": 1400, "height": 1000})
+                page.set_default_timeout(PATIENCE * 1000)
                 opened = Page(page, folder)
                 page.goto(f"http://localhost:{found[1]}/{path}/book.ipynb?token=secret")
-                page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=PATIENCE * 1000)
+                page.wait_for_selector(".jp-Notebook .jp-Cell")
                 if outputs is None:
                     _await_kernel(opened)
                     opened.complaints.clear()  # Notebook 7.6 has one of its own when it starts

@@ -14,12 +14,18 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 _runtime = tempfile.mkdtemp(prefix="nbdist-tests-", dir="/tmp")
 os.environ["NBDIST_RUNTIME_DIR"] = _runtime
 
 # Whoever runs the tests in the background has them ignore Ctrl-C, and all that they start inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# An example may take long on a busy machine: that is no failure. All else is as hypothesis chose, for CI or here.
+settings.register_profile("patient", parent=settings(), deadline=None)
+settings.load_profile("patient")
 
 
 def pytest_collection_finish() -> None:

@@ -69,8 +69,6 @@ class Notebook:
 
     def __init__(self, *, load=True, env=None, watched=True):
         self.watched = watched
-        self.manager = KernelManager(kernel_name="python3")
-        self.manager.kernel_spec.argv[0] = sys.executable
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -81,12 +79,7 @@ class Notebook:
             environment["PYTHONPATH"] = os.pathsep.join([older, os.environ.get("PYTHONPATH", "")])
         if BLIND:
             environment["PYTHONPATH"] = os.pathsep.join([BLIND, environment.get("PYTHONPATH", "")])
-        self.manager.start_kernel(
-            env={**environment, **(env or {})}, extra_arguments=["--HistoryManager.enabled=False"]
-        )
-        self.client = self.manager.client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self._start({**environment, **(env or {})})
         self.cells = {}
         self.comms = []
         """Whatever widgets have sent, for whichever cell."""
@@ -96,6 +89,23 @@ class Notebook:
         self._prepare()
         if load:
             self.run("%load_ext nbdist")
+
+    def _start(self, environment):
+        """Start the kernel; try again if it ends at once, as it does when a program takes a port chosen for it."""
+        for left in (2, 1, 0):
+            self.manager = KernelManager(kernel_name="python3")
+            self.manager.kernel_spec.argv[0] = sys.executable
+            self.manager.start_kernel(env=environment, extra_arguments=["--HistoryManager.enabled=False"])
+            self.client = self.manager.client()
+            self.client.start_channels()
+            try:
+                self.client.wait_for_ready(timeout=60)
+                return
+            except RuntimeError as error:
+                if not left or "Kernel died" not in str(error):
+                    raise
+                self.client.stop_channels()
+                self.manager.shutdown_kernel(now=True)
 
     def _prepare(self):
         """Be able to say where it is; and fold lines that are alike however slow the machine is."""

@@ -165,11 +165,11 @@ def test_a_name_can_be_taken_again_in_a_dynamic_world(channel):
 
 
 def test_silence_is_judged_between_agents_that_are_apart():
-    options = RpcBackendOptions(suspect_after=0.1, lost_after=0.4)
+    options = RpcBackendOptions(suspect_after=1.0, lost_after=4.0)
     with World(2, apart=True, faults=Faults(), options=options) as world, world[0].activate():
-        assert rpc.rpc_sync("worker1", my_name) == "worker1"
         lost = threading.Event()
         world[0].on_lost(lambda record, why: lost.set())
+        assert rpc.rpc_sync("worker1", my_name) == "worker1"
         world.faults.drop = {"*": 1.0}
         assert lost.wait(SOON)
         with pytest.raises(WorkerLost, match="silent"):

@@ -470,13 +470,14 @@ def train_paused():
 
 def test_no_timeout_runs_while_a_pass_is_paused(world):
     _pausing.clear()
-    future = rpc.rpc_async("worker1", train_paused, timeout=0.5)
+    future = rpc.rpc_async("worker1", train_paused, timeout=2)
     wait_until(lambda: _pausing and _pausing[0].halted)
-    time.sleep(0.8)
+    wait_until(lambda: all(agent.pending._frozen for agent in world))
+    time.sleep(2.3)
     assert not future.done()
     _pausing[0].run()
     assert future.wait() == 1
-    assert not any(agent.pending._frozen for agent in world)
+    wait_until(lambda: not any(agent.pending._frozen for agent in world))
 
 
 def test_the_thread_that_reads_messages_looks_at_no_large_tensor(world, monkeypatch):
@@ -503,6 +504,7 @@ def test_timeouts_run_again_after_a_pause(world):
     _pausing.clear()
     future = rpc.rpc_async("worker1", train_paused, timeout=5)
     wait_until(lambda: _pausing and _pausing[0].halted)
+    wait_until(lambda: all(agent.pending._frozen for agent in world))
     slow = rpc.rpc_async("worker2", wait_for_release, timeout=0.3)
     time.sleep(0.5)
     assert not slow.done()
@@ -519,9 +521,9 @@ def test_worker_kernels_are_paused_and_their_callers_time_stands_still():
         x = torch.ones(4, requires_grad=True)
         rpc.rpc_sync("worker1", torch.sum, args=(x,))  # so that it is in the context, and hears of the watch
         watch = context_id.watch(paused=True)
-        future = rpc.rpc_async("worker1", begin_pass, args=(context_id, x), timeout=0.5)
+        future = rpc.rpc_async("worker1", begin_pass, args=(context_id, x), timeout=2)
         wait_until(lambda: watch.halted)
-        time.sleep(0.8)  # more than the call has
+        time.sleep(2.3)  # more than the call has
         assert not future.done()
         (event,) = watch.step()
         assert (event.worker, event.name) == ("worker1", "SumBackward0")

@@ -283,6 +283,7 @@ def test_gathering_ends_when_a_member_is_lost(lines):
         WORLD
         + """
 import threading
+from nbdist.compat import gathering
 from torch.distributed.rpc.api import _all_gather
 with World(2) as world:
     def gather():
@@ -293,7 +294,8 @@ with World(2) as world:
                 print(type(error).__name__, "worker1" in str(error))
     waiting = threading.Thread(target=gather)
     waiting.start()
-    time.sleep(0.2)
+    while not gathering._rounds:
+        time.sleep(0.01)
     world[1].close("has had enough")
     waiting.join(10)
 """

@@ -43,7 +43,20 @@ def run(*arguments, scratch):
 
 def judge(*arguments, scratch):
     """Run notebooks as `make demo` does."""
-    return run(FOLDER / "run.py", *arguments, scratch=scratch)
+    return run_again_without_port(FOLDER / "run.py", *arguments, scratch=scratch)
+
+
+def run_again_without_port(*arguments, scratch):
+    """Run a program that starts a kernel; return its exit status and what it said.
+
+    jupyter_client chooses free ports for a kernel before it starts the kernel. On a busy machine another program may
+    take one meanwhile; then the kernel ends at once, and this tries again.
+    """
+    for _ in range(3):
+        status, said = run(*arguments, scratch=scratch)
+        if "Kernel died before replying to kernel_info" not in said:
+            break
+    return status, said
 
 
 def make_notebook(path, *cells):
@@ -90,20 +103,12 @@ RUNNING = "test_every_cell_does_what_it_is_there_for", "test_nbval_finds_the_com
 
 
 def validated(path, folder):
-    """Run nbval on a notebook; return its exit status and what it said.
-
-    jupyter_client chooses free ports for a kernel before it starts the kernel. On a busy machine another program may
-    take one meanwhile; then the kernel ends at once, and this tries again.
-    """
-    for _ in range(3):
-        status, said = run(
-            *("-m", "pytest", "--nbval-lax", "--nbval-current-env", "--nbval-sanitize-with", "notebooks/sanitize.cfg"),
-            *("--nbval-cell-timeout=300", "-p", "no:cacheprovider", "--color=no", path),
-            scratch=folder,
-        )
-        if "Kernel died before replying to kernel_info" not in said:
-            break
-    return status, said
+    """Run nbval on a notebook; return its exit status and what it said."""
+    return run_again_without_port(
+        *("-m", "pytest", "--nbval-lax", "--nbval-current-env", "--nbval-sanitize-with", "notebooks/sanitize.cfg"),
+        *("--nbval-cell-timeout=300", "-p", "no:cacheprovider", "--color=no", path),
+        scratch=folder,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,6 @@ def await_done(page, index, count):
         """([index, count]) => document.querySelectorAll('.jp-Notebook .jp-Cell')[index]
             .querySelectorAll('.node.done').length === count""",
         arg=[index, count],
-        timeout=10_000,
     )
 
 
@@ -104,7 +103,7 @@ def test_pause_step_and_run(front, tmp_path, request):
         page.cell(5).locator(".node.halted").first.wait_for()
         press(page, 5, "To NaN")
         bad = page.cell(5).locator(".node.bad")
-        bad.wait_for(timeout=10_000)
+        bad.wait_for()
         page.expect(bad).to_contain_text("Sqrt")
         assert "*" in page.cell(5).locator(".jp-InputPrompt").text_content()
         bad.click()

@@ -95,7 +95,7 @@ def test_lists_and_dicts_are_one_table(watched):
 SLOWLY = """
 def slowly(x):
     import time
-    time.sleep(0.5)
+    time.sleep(2.0)
     if x < 0:
         raise ValueError(f"{x} is negative\\nin a second line")
     return torch.ones(x)
@@ -189,6 +189,7 @@ def test_when_an_owner_is_lost_or_the_cluster_is_shut_down_cards_and_tables_say_
 
 
 def test_where_nobody_watches_it_is_the_same_each_time(unwatched):
+    unwatched.run("import nbdist.views.displays as displays; displays._VALUE_SECONDS = 30")
     unwatched.run("def slowly(x):\n    import time; time.sleep(0.2)\n    return x")
     code = "x = rpc.remote('worker1', slowly, args=(torch.ones(2),))\nx"
     first, second = (unwatched.run(code).value for _ in range(2))

@@ -20,7 +20,7 @@ class Heavy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(0.15 * (rank == 3))
+        time.sleep(1.0 * (rank == 3))
         return gradient
 
 def layer(x):
@@ -57,6 +57,7 @@ with dist_autograd.context() as context_id:
 def notebook():
     with Notebook() as notebook:
         notebook.run("%dist_init -n 4 --backend none\nimport torch, time")
+        notebook.run("import nbdist.views.passes.watching as watching; watching._LAST_REPORTS_SECONDS = 30")
         notebook.run(PROGRAM)
         yield notebook
 
@@ -103,7 +104,9 @@ def test_a_straggler(notebook):
     (line,) = [line for line in text.splitlines() if "most time" in line]
     assert "on worker3" in line
     assert "def backward(ctx, gradient)" in line
-    busy = {worker: float(time) for worker, time in re.findall(r"(\w+): .*busy ([\d.]+) ms", text)}
+    units = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
+    told = re.findall(r"(\w+): .*busy ([\d.]+) (µs|ms|s)\b", text)
+    busy = {worker: float(time) * units[unit] for worker, time, unit in told}
     assert max(busy, key=busy.get) == "worker3"
     (path,) = [line for line in text.splitlines() if "critical path" in line]
     assert "Heavy@worker3" in path

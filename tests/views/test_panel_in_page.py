@@ -37,8 +37,8 @@ def test_interrupt_and_restart(front, tmp_path, request):
         panel = page.cell(1).locator(".nbdist-panel")
         panel.get_by_text("idle").first.wait_for()
         page.run(2)
-        panel.get_by_text("busy").wait_for(timeout=10_000)
-        panel.get_by_text("time.sleep(0.1)").first.wait_for(timeout=10_000)
+        panel.get_by_text("busy").wait_for()
+        panel.get_by_text("time.sleep(0.1)").first.wait_for()
         if picture := request.config.getoption("--pictures"):
             page.page.wait_for_timeout(4000)
             panel.screenshot(path=f"{picture}/panel-{front}.png")
@@ -49,18 +49,18 @@ def test_interrupt_and_restart(front, tmp_path, request):
         page.expect(panel.locator(".nbdist-log")).to_have_text(told)
 
         page.run(2)
-        panel.get_by_text("busy").wait_for(timeout=10_000)
+        panel.get_by_text("busy").wait_for()
         panel.get_by_role("button", name="Restart").nth(1).click()
         page.ended(2)
         page.tells(2, "worker1 was restarted")
         assert "%dist_restart" not in page.told(2)
-        panel.get_by_text("idle").nth(1).wait_for(timeout=30_000)
+        panel.get_by_text("idle").nth(1).wait_for()
         page.finish(3)
         page.tells(3, "[0, 1]")
 
         page.finish(4)
-        panel.get_by_text("def train_one_epoch_of_the_residual_network(seconds):").wait_for(timeout=10_000)
-        panel.get_by_text("time.sleep(0.1 + 0.0 * second").wait_for(timeout=10_000)
+        panel.get_by_text("def train_one_epoch_of_the_residual_network(seconds):").wait_for()
+        panel.get_by_text("time.sleep(0.1 + 0.0 * second").wait_for()
         for width in (1400, 1050, 700):
             page.page.set_viewport_size({"width": width, "height": 1000})
             page.page.wait_for_timeout(500)
@@ -94,14 +94,14 @@ def test_a_hang_is_traced_to_its_worker_and_line(tmp_path, request):
         for index in range(4):
             page.finish(index)
         panel = page.cell(3).locator(".nbdist-panel")
-        panel.get_by_text("notebook → worker0 → worker1 → worker2 → worker3, which is at").wait_for(timeout=10_000)
+        panel.get_by_text("notebook → worker0 → worker1 → worker2 → worker3, which is at").wait_for()
         page.expect(panel.locator(".nbdist-talk")).to_contain_text("gate.wait()")
         if picture := request.config.getoption("--pictures"):
             page.page.wait_for_timeout(5000)
             panel.screenshot(path=f"{picture}/panel.png")
         page.finish(4)
         page.tells(4, "[1.0, 1.0]")
-        panel.get_by_text("which is at").wait_for(state="hidden", timeout=10_000)
+        panel.get_by_text("which is at").wait_for(state="hidden")
         assert not page.complaints
 
 
@@ -120,11 +120,11 @@ def test_an_open_panel_shows_a_worker_that_joins(tmp_path):
             page.finish(index)
         panel = page.cell(1).locator(".nbdist-panel")
         panel.get_by_text("worker0").wait_for()
-        panel.get_by_text("worker1").wait_for(timeout=40_000)
+        panel.get_by_text("worker1").wait_for()
         page.expect(panel.get_by_role("button", name="Interrupt")).to_have_count(2)
         page.tells(2, "worker1 joined from")
         panel.get_by_role("button", name="Restart").nth(1).click()
-        panel.get_by_text("idle").nth(1).wait_for(timeout=30_000)
+        panel.get_by_text("idle").nth(1).wait_for()
         page.finish(4)
         page.tells(4, "0 processes left.")
         assert not page.complaints

@@ -72,6 +72,9 @@ def test_saved_live_and_opened_with_a_new_kernel(front, sent, tmp_path):
             page.expect(live(page, index).locator("visible=true")).to_have_count(1)
             page.expect(page.cell(index).locator("div[class$='-picture']:visible")).to_have_count(0)
         page.page.wait_for_timeout(6000)  # until the pictures have caught up
+        for index, name in enumerate(VIEWS, FIRST):
+            picture = page.cell(index).locator("div[class$='-picture']")
+            picture.filter(has_text=SAID[name]).or_(picture.locator("img")).first.wait_for(state="attached")
         saved = page.save()
         for index, name in enumerate(VIEWS, FIRST):
             kinds = kinds_of(saved.cells[index])

@@ -48,7 +48,7 @@ def test_an_error_and_a_death_are_told_while_the_cell_runs(front, tmp_path):
         page.finish(0)
         page.run(1)
         said = "[worker1] ZeroDivisionError: division by zero (worker0,2 still run; Stop ends them)"
-        page.cell(1).get_by_text(said).wait_for(timeout=20_000)
+        page.cell(1).get_by_text(said).wait_for()
         page.cell(1).get_by_text(re.compile(r"worker0,2 wait in dist\.all_reduce.*worker1 has failed")).wait_for()
         assert running(page, 1)
         saved = page.save().cells[1]
