@@ -137,12 +137,12 @@ def is_running() -> bool:
     return api.is_initialized()
 
 
-def eventually(condition: Callable[[], bool], timeout: float = 20) -> None:
+def eventually(condition: Callable[[], bool], timeout: float = 60) -> None:
     """Wait for something that comes about by itself, such as a release."""
     eventually_is(True, lambda: bool(condition()), timeout)
 
 
-def eventually_is(expected: Any, look: Callable[[], Any], timeout: float = 20) -> None:
+def eventually_is(expected: Any, look: Callable[[], Any], timeout: float = 60) -> None:
     """Wait until ``look`` returns what is expected; fail with what it returned last."""
     deadline = time.monotonic() + timeout
     while (seen := look()) != expected:
@@ -162,7 +162,7 @@ def stop(pid: int) -> None:
 
 # -- what workers run ---------------------------------------------------------------------------
 
-_calls: dict[str, int] = {}
+_calls: dict[str, list[None]] = {}
 _kept: list[Any] = []
 _release = threading.Event()
 
@@ -178,8 +178,9 @@ def define(source: str) -> None:
 
 def count(key: str) -> int:
     """How often this was called with ``key`` on this worker."""
-    _calls[key] = _calls.get(key, 0) + 1
-    return _calls[key]
+    calls = _calls.setdefault(key, [])
+    calls.append(None)  # by several threads at a time, of which none may wait for a lock: finalisers call this
+    return len(calls)
 
 
 def name() -> str:

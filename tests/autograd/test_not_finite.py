@@ -115,6 +115,11 @@ def overflows(x):
 weight = torch.nn.Parameter(torch.tensor([1e4, 1.0], dtype=torch.float64))
 
 
+@pytest.fixture(autouse=True)
+def no_report_is_late(monkeypatch):
+    monkeypatch.setattr("nbdist.views.passes.watching._LAST_REPORTS_SECONDS", 10.0)
+
+
 def reported(make, **options):
     """What the report of a watched cell says of the first NaN, and what is held of it."""
     with Watcher() as watcher, dist_autograd.context(**options) as context_id:

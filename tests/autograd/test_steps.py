@@ -17,7 +17,7 @@ from nbdist import rpc
 from nbdist.autograd.passes import ddp, driver, leaves, worker_part
 from nbdist.testing import Faults, World
 
-PATIENCE = 5
+PATIENCE = 20
 
 
 @pytest.fixture(params=["smart", "fast"])

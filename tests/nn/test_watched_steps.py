@@ -30,6 +30,12 @@ def world():
         yield world
 
 
+@pytest.fixture(autouse=True)
+def no_report_is_late(monkeypatch):
+    monkeypatch.setattr("nbdist.views.passes.watching._LAST_REPORTS_SECONDS", 10.0)
+    monkeypatch.setattr("nbdist.views.passes.scouts._ANSWER_SECONDS", 10.0)
+
+
 def stages(count):
     torch.manual_seed(1)
     return [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2)) for _ in range(count)]
@@ -178,7 +184,7 @@ def test_a_worker_that_ends_while_its_stage_waits_leaves_no_thread():
         world[1].close("was asked to end")
         with pytest.raises(WorkerLost):
             watcher.wait(20)
-        wait_until(lambda: len(takers()) == len(before))
+        wait_until(lambda: len(takers()) <= len(before))
 
 
 def test_a_step_that_is_held_can_be_given_up(world):

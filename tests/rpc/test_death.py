@@ -181,7 +181,7 @@ def test_shutdown_with_a_limit_names_who_is_missing():
     with workers.world(3, graceful=False, then="workers._release.wait(60)"):
         rpc.rpc_sync("worker1", workers.release)
         with pytest.raises(nbdist.RendezvousError, match="worker2 to call shutdown"):
-            rpc.shutdown(timeout=1.0)
+            rpc.shutdown(timeout=5.0)
         assert not workers.is_running()
 
 

@@ -78,7 +78,13 @@ def test_jobs_run(way):
         assert inbox.most_readers == 1
 
 
-def test_no_more_jobs_run_at_a_time_than_the_size_says():
+@pytest.fixture
+def nothing_is_stuck(monkeypatch):
+    """The pool does not grow for a job that takes long."""
+    monkeypatch.setattr("nbdist.rpc.dispatch.STUCK_AFTER_SECONDS", 1000.0)
+
+
+def test_no_more_jobs_run_at_a_time_than_the_size_says(nothing_is_stuck):
     lock, running, most = threading.Lock(), 0, 0
     together = threading.Barrier(3)
 
@@ -140,7 +146,7 @@ def test_jobs_that_block_unknown_to_the_pool_make_it_grow_after_a_while():
         assert all(future.wait(SOON) for future in stuck)
 
 
-def test_reading_goes_on_while_all_threads_are_busy():
+def test_reading_goes_on_while_all_threads_are_busy(nothing_is_stuck):
     """A reply, say, is acted on by the reader itself, whatever the pool's threads do."""
     inbox = Inbox()
     acted, read = threading.Event(), inbox.read

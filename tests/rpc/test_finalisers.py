@@ -104,7 +104,7 @@ def test_a_finaliser_may_call_wherever_python_runs_it(monkeypatch, cls, name, wa
         if way == "method":
             workers.eventually_is(1, lambda: counter.to_here().value)
         elif way != "to_here":
-            workers.eventually_is(1, lambda: workers._calls.get("finaliser", 0))
+            workers.eventually_is(1, lambda: len(workers._calls.get("finaliser", ())))
         assert [str(error) for error in Finaliser.errors if "finaliser" not in str(error)] == []
         assert all(isinstance(error, UsageError) for error in Finaliser.errors)
         assert len(Finaliser.errors) + len(Finaliser.outcomes) == 1
@@ -129,7 +129,7 @@ def test_finalisers_may_call_at_any_moment(channel, way):
             gc.set_threshold(*before)
         gc.collect()
         workers.eventually_is(300, lambda: Finaliser.made)
-        workers.eventually_is(300, lambda: workers._calls["finaliser"])
+        workers.eventually_is(300, lambda: len(workers._calls["finaliser"]))
         assert all(isinstance(error, UsageError) for error in Finaliser.errors)
         assert way == "rpc_sync" or not Finaliser.errors
         assert len(Finaliser.outcomes) + len(Finaliser.errors) == 300
@@ -174,7 +174,7 @@ def test_a_signals_handler_may_call_at_any_moment(channel, alarm):
             assert rpc.rpc_sync("worker1", workers.identity, args=(1,), timeout=20) == 1
         signal.setitimer(signal.ITIMER_REAL, 0)
         made = len(Finaliser.outcomes) + len(Finaliser.errors)
-        workers.eventually_is(made, lambda: workers._calls["finaliser"])
+        workers.eventually_is(made, lambda: len(workers._calls["finaliser"]))
 
 
 def test_a_finaliser_may_open_a_context_while_one_is_made():

@@ -111,7 +111,7 @@ def test_a_handler_of_the_users_is_neither_replaced_nor_called():
     before = signal.signal(signal.SIGURG, lambda number, frame: called.append(number))
     opened = watch()
     try:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             time.sleep(5)
         opened.close()

@@ -104,7 +104,7 @@ def test_the_store_listens_at_the_address_and_nowhere_else(alone, host):
 
 def test_a_world_that_could_not_form_leaves_no_listener():
     port = free_port()
-    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=0.1)
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=2)
     with pytest.raises(nbdist.RendezvousError, match="no sign of rank 1"):
         rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
     assert f"127.0.0.1:{port}" not in listening([os.getpid()])

@@ -135,7 +135,7 @@ def test_ctrl_c_ends_the_wait_for_members_that_do_not_come(tmp_path):
     try:
         process.stdout.readline()
         deadline = time.monotonic() + 60
-        while not (tmp_path / "members.rpc").exists():
+        while not ((file := tmp_path / "members.rpc").exists() and file.stat().st_size):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)

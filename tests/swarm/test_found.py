@@ -511,6 +511,7 @@ def test_a_way_that_an_interrupt_left_unlinked_is_linked(world, monkeypatch):
         part.linked = None
     for held in server_of(swarm, "worker1")._sessions.values():
         held.next = None
+    monkeypatch.setattr("nbdist.swarm.client.session._PUSH_SECONDS", 60)
     monkeypatch.setattr(session, "_push_input", lambda *_: pytest.fail("it was not pushed"))
     remote(ids[:, :1], past_key_values=cache)
     swarm.close()

@@ -311,7 +311,7 @@ def test_who_is_cancelled_while_waiting_for_room_waits_no_longer(client):
 
 
 def test_a_session_that_nobody_uses_expires(client):
-    one = client(session_timeout=0.3)
+    one = client(session_timeout=2.0)
     one.open("s")
     one.step("s", 0).wait()
     wait_until(lambda: one.server.rpc_sync().info().sessions == 0)
@@ -430,7 +430,7 @@ def test_a_server_goes_with_its_swarm(world):
     swarm = serve(swarm_models.make("llama"), workers=[1, 2])
     before = len(world[1]._on_lost)
     swarm.close()
-    wait_until(lambda: len(world[1]._on_lost) == before - 1)
+    wait_until(lambda: len(world[1]._on_lost) < before)
     with pytest.raises(UsageError, match="closed"):
         swarm.causal_lm()
 
