@@ -91,7 +91,7 @@ _HEARTBEAT_OF_THE_OTHER = 1.25
 By then the other agent's heartbeat has arrived, which proves the same. With equal waits, both would often send one.
 """
 _HEARTBEATS_BEFORE_SUSPECT = 3
-"""At least how many heartbeats come before a silent peer is suspected: short limits make them more frequent."""
+"""About how many heartbeats, or more, a peer leaves unanswered before it is suspected."""
 _RETRY_FIRST = 0.05
 """Seconds after which a message that the channel refused is tried again; doubled with each try, to `_RETRY_MOST`."""
 _RETRY_MOST = 2.0
