@@ -157,7 +157,14 @@ def stop(pid: int) -> None:
     """
     os.kill(pid, signal.SIGSTOP)
     tasks = list(Path(f"/proc/{pid}/task").iterdir())
-    eventually(lambda: all(task.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks))
+
+    def stands(task: Path) -> bool:
+        try:
+            return task.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except (FileNotFoundError, ProcessLookupError):
+            return True  # the thread has ended meanwhile
+
+    eventually(lambda: all(map(stands, tasks)))
 
 
 # -- what workers run ---------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def test_a_death_quotes_only_what_the_running_cell_wrote(notebook):
     notebook.run("%%remote 1\nimport os, sys, time\nprint('long ago', file=sys.stderr)")
     cell = notebook.run(
         "%%remote 1\nfor percent in range(0, 101, 10): print(f'\\r{percent} %', end='', file=sys.stderr, flush=True)\n"
-        "time.sleep(0.5); os._exit(5)",
+        "time.sleep(3); os._exit(5)",
         check=False,
     )
     said = cell.error["evalue"]

@@ -128,7 +128,7 @@ def test_what_does_not_give_way_is_named_with_where_it_is(two):
 
 
 def test_a_queued_cell_is_interrupted_when_its_turn_comes(two):
-    two.run("%%remote 0 -a\nimport time; time.sleep(4); first = True")
+    two.run("%%remote 0 -a\nimport time; time.sleep(8); first = True")
     cell = interrupt_when(two, two.send("%%remote 0\nsecond = True"))
     assert "worker0 has not begun this cell" in cell.traceback
     assert two.run("%remote 0 (first, 'second' in globals())").result == "(True, False)"

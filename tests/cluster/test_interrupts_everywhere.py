@@ -189,7 +189,7 @@ def test_a_cell_behind_a_request_that_is_no_cell_does_not_run(cluster, way):
 
 
 def test_ctrl_c_calls_off_the_cell_that_is_waited_for_and_no_other(cluster):
-    first = cluster.execute("time.sleep(3); first = True", 0, block=False)
+    first = cluster.execute("time.sleep(8); first = True", 0, block=False)
     pressing = press_when("Ctrl-C", cluster, lambda: first.parts["worker0"].began is not None)
     with pytest.raises(KeyboardInterrupt, match="worker0 has not begun this cell"):
         cluster.execute("second = True", 0)

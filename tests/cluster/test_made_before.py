@@ -117,6 +117,7 @@ def test_a_timeline_records_workers_that_start_again(keepers):
         with cluster.timeline() as timeline:
             rpc.rpc_sync("worker1", time.sleep, args=(0.01,))
             cluster.restart("worker1")
+            until(lambda: cluster.find("worker1").incarnation in {record.incarnation for record in timeline._records})
             rpc.rpc_sync("worker1", max, args=(1, 2))
         assert timeline.workers == ["worker0", "worker1", "notebook"]
         assert [entry.name for entry in timeline.noted if entry.agent == "worker1"] == ["max"]

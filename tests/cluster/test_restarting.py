@@ -73,8 +73,9 @@ def test_nobody_to_restart_is_no_error(three):
     three.execute(SUM, timeout=LIMIT)
 
 
-def test_while_one_is_busy_it_waits_and_collectives_say_so(three):
-    busy = three.execute("import time; time.sleep(4)", 0, block=False)
+def test_while_one_is_busy_it_waits_and_collectives_say_so(three, tmp_path):
+    go = tmp_path / "go"
+    busy = three.execute(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)", 0, block=False)
     kill(three, 2)
     three.restart()
     assert three.awaited == ["worker0"]
@@ -84,6 +85,7 @@ def test_while_one_is_busy_it_waits_and_collectives_say_so(three):
     error, shown = fail(three, "dist.all_reduce(torch.ones(1))", 1)
     assert type(error).__name__ == "WorkerLost"
     assert "forms the process group anew once all workers are idle" in shown
+    go.touch()
     busy.wait(LIMIT)
     three.execute(SUM, timeout=LIMIT)
 
