@@ -58,6 +58,7 @@ def notebook():
     with Notebook() as notebook:
         notebook.run("%dist_init -n 4 --backend none\nimport torch, time")
         notebook.run("import nbdist.views.passes.watching as watching; watching._LAST_REPORTS_SECONDS = 30")
+        notebook.run("import nbdist.cluster.inspection.status as status; status._REPORT_WITHIN = 30")
         notebook.run(PROGRAM)
         yield notebook
 

@@ -79,8 +79,8 @@ def test_a_worker_is_killed_while_a_text_is_written(front, press, tmp_path, requ
             page.page.wait_for_timeout(1000)
             view.screenshot(path=f"{picture}/{'map' if front == 'lab' else f'map-{front}'}.png")
         assert page.cell(2).locator(".jp-InputPrompt").text_content() == "[*]:"  # it is still busy
-        (tmp_path / "end").touch()
         assert sum(held(rows.nth(n), "route") for n in range(2)) == 180
+        (tmp_path / "end").touch()
         page.ended(2)
         page.tells(2, "the same: True")
         page.expect(rows.nth(3)).to_be_hidden()  # all blocks are with somebody

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 import nbdist
-from nbdist.cluster.inspection.status import collect
 from nbdist.cluster.worker import status_report
 from nbdist.views.workers.panel import Panel, blamed
-from nbdist.views.workers.status import StatusTable
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +87,7 @@ def test_a_worker_that_holds_the_gil_is_still_located(cluster):
     cell = cluster.execute(code, "1", block=False)
     rows = until(panel, lambda rows: "(a+)+b" in rows["worker1"]["where"])
     assert rows["worker1"]["where"].startswith("cell:4: return re.match(")
-    assert "cell:4" in repr(StatusTable(collect(cluster)))
+    assert "cell:4" in repr(panel)
     cluster.restart("1")
     with pytest.raises(nbdist.WorkerLost, match=r"^worker1 was restarted\nrun the cell again$"):
         cell.wait(20)

@@ -48,6 +48,7 @@ def test_interrupt_and_restart(front, tmp_path, request):
         told = re.compile(r"^\d\d:\d\d:\d\d \[worker1\] training of[^\n]*$")
         page.expect(panel.locator(".nbdist-log")).to_have_text(told)
 
+        panel.get_by_text("busy").wait_for(state="hidden")
         page.run(2)
         panel.get_by_text("busy").wait_for()
         panel.get_by_role("button", name="Restart").nth(1).click()
