@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import BuiltinFunctionType, SimpleNamespace
 from typing import Any
@@ -49,6 +50,7 @@ __all__ = [
     "restart_group_numbers",
     "set_engine",
     "set_grad_enabled",
+    "set_group_timeout",
     "take_from_thread",
     "take_over_collect_all",
     "thread_has",
@@ -92,6 +94,9 @@ FUNCTIONS: dict[str, str] = {
     "torch.autograd.Variable._execution_engine": "nbdist.autograd cannot be imported",
     "torch.distributed.distributed_c10d._world": (
         "a worker's death ends the collectives of all process groups, and a group may not form after a failed forming"
+    ),
+    "torch.distributed.distributed_c10d._set_pg_timeout": (
+        "init_process_group(timeout=...) in a cell leaves the timeout of a process group that is there as it is"
     ),
     "torch.serialization._get_layout": "a sparse tensor that two threads rebuild first at once may fail",
 }
@@ -364,6 +369,11 @@ def restart_group_numbers() -> None:
     Destroy all groups first. The ranks of a group find one another by its name, and some may be new processes.
     """
     _find("torch.distributed.distributed_c10d._world", _no_world).group_count = 0
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Set the time limit of the collectives of the default process group."""
+    _find("torch.distributed.distributed_c10d._set_pg_timeout", lambda _: None)(timeout)
 
 
 # -- sparse tensors -----------------------------------------------------------------------------------------

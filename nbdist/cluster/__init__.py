@@ -7,7 +7,8 @@ spec         the description of a cluster, which checks itself; `targets` parses
 workers      one worker as the notebook sees it, through all its restarts
 interrupting every interrupt, whatever caused it
 growing      adds workers to a running cluster
-mending      requests of workers that have aborted collectives of NCCL
+mending      requests of workers that concern their process group
+spawning     says what to write in place of ``torch.multiprocessing.spawn``
 executor     calls functions on the first free worker, as an executor of `concurrent.futures` does
 standing     the line below a cell that says what its workers wait for
 errors       the errors with which cells fail

@@ -512,14 +512,10 @@ class Cluster:
             if self._growth is not None:
                 self._growth.look_soon()
 
-    def form_group_later(self, generation: int) -> None:
-        """Form the process group of all workers again once all are idle: see `Lifecycle.form_group_later`.
-
-        Returns at once. Does nothing unless the cluster is running, and if the present group has another number than
-        ``generation``.
-        """
-        if self.running:
-            self._lives.form_group_later(generation)
+    @property
+    def lifecycle(self) -> Lifecycle | None:
+        """The starts, restarts and process groups of the workers, for their requests; None unless the cluster runs."""
+        return self._lives if self.running else None
 
     def replace(self, name: str, incarnation: int, because: str) -> None:
         """Restart the worker called ``name`` for the reason ``because``, which the errors of its cells then say.

@@ -1,9 +1,12 @@
-"""Lets a worker ask for help after it has aborted collectives of NCCL. The notebook runs these functions, by RPC.
+"""Lets a worker ask for help with its process group. The notebook runs these functions, by RPC.
 
 ==================  ===============================================  ==================================================
 worker              reason                                           notebook
 ==================  ===============================================  ==================================================
-`form_group_anew`   an interrupt has aborted the process group       forms it again once all workers are idle
+`form_group_anew`   an interrupt has aborted the process group, or   forms it again once all workers are idle
+                    a cell has destroyed it
+`enter_group`       a cell forms the group again                     numbers the group, and makes its store
+`end_group`         this has failed on the worker                    ends the waits of the other workers
 `restart_worker`    an abort has not returned within 5 s, or a       kills the worker and starts it again; its cells
                     thread stays in its collective although a        fail with WorkerLost, which says why
                     member has died: it can only end with the
@@ -17,16 +20,19 @@ worker, and forms the group again.
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from typing import Any, Protocol
 
-__all__ = ["MendableCluster", "follow", "form_group_anew", "restart_worker"]
+from nbdist.errors import RendezvousError
+
+__all__ = ["MendableCluster", "end_group", "enter_group", "follow", "form_group_anew", "restart_worker"]
 
 
 class MendableCluster(Protocol):
     """The parts of a `nbdist.cluster.cluster.Cluster` that these requests need."""
 
-    def form_group_later(self, generation: int) -> None:
-        """Form the process group of all workers again once all are idle; return at once."""
+    @property
+    def lifecycle(self) -> Any:
+        """The `Lifecycle`, which forms process groups; None unless the cluster is running."""
         ...
 
     def replace(self, name: str, incarnation: int, because: str) -> None:
@@ -47,11 +53,31 @@ def follow(cluster: MendableCluster | None) -> None:
 def form_group_anew(generation: int) -> None:
     """Form the process group of this process's cluster again once all its workers are idle. Returns at once.
 
-    ``generation`` is the number of the group that was aborted. Does nothing if another group has formed since, if a
+    ``generation`` is the number of the group that is gone. Does nothing if another group has formed since, if a
     worker is dead, or if there is no cluster any more.
     """
-    if (cluster := _cluster) is not None:
-        cluster.form_group_later(generation)
+    if (lifecycle := _lifecycle()) is not None:
+        lifecycle.form_group_later(generation)
+
+
+def enter_group(name: str) -> int:
+    """Return the number of the process group that worker ``name`` forms in a cell: see `Lifecycle.enter_group`.
+
+    Raises RendezvousError if there is no cluster any more.
+    """
+    if (lifecycle := _lifecycle()) is None:
+        raise RendezvousError("the process group cannot form: the cluster has ended")
+    return int(lifecycle.enter_group(name))
+
+
+def end_group(generation: int, why: str) -> None:
+    """End the forming of a process group on all workers, with RendezvousError and the text ``why``."""
+    if (lifecycle := _lifecycle()) is not None:
+        lifecycle.generations.end(generation, why)
+
+
+def _lifecycle() -> Any:
+    return _cluster.lifecycle if _cluster is not None else None
 
 
 def restart_worker(name: str, incarnation: int, because: str) -> None:

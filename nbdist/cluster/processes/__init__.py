@@ -8,6 +8,7 @@
 `setup`             the data that a worker gets when it starts
 `run_directory`     the folder of sockets and logs
 `group_store`       the store at which the process group forms
+`generations`       the number of each process group, and its store
 `probe`             asks the host about a worker that does not answer
 `last_words`        saves the text that a worker writes as it crashes
 ==================  ====================================================

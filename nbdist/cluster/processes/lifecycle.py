@@ -28,6 +28,7 @@ from typing import Any
 
 from nbdist.channel.resources import full_disk_in_words
 from nbdist.cluster.kernels.connection import KernelThread, Message
+from nbdist.cluster.processes.generations import Generations
 from nbdist.cluster.processes.launchers import launcher_of
 from nbdist.cluster.processes.launchers.contract import GIVEN_UP, Launcher, StartedWorker
 from nbdist.cluster.processes.setup import WorkerSetup
@@ -38,7 +39,7 @@ from nbdist.errors import NbdistError
 __all__ = ["Lifecycle"]
 
 _log = logging.getLogger("nbdist.cluster")
-_NOT_FORMED = "the process group did not form anew after a restart: %s; `%%dist_restart -p` tries again"
+_NOT_FORMED = "the process group did not form anew: %s; `%%dist_restart -p` tries again"
 
 _LAST_OUTPUT_WITHIN = 0.03
 """Seconds after the end of a process during which its last output may arrive; its cells fail only afterwards."""
@@ -84,10 +85,9 @@ class Lifecycle:
         self._listener = listener
         self._reached_step = reached
         self._ended = ended
-        self._generation = 0
-        """The number of the process group that has formed last, or forms now; 0 for none."""
         self._group_is_due = False
         """True if the process group must form anew once all workers are idle. Only the kernel thread uses this."""
+        self._is_ending = False
         self._coming: list[Worker] = []
         """The workers that are starting to join the cluster: see `bring_in`."""
         self._told_size = len(workers)
@@ -101,6 +101,7 @@ class Lifecycle:
         self.launcher: Launcher = launcher_of(spec)(spec, self._on_end)
         try:
             self.folder = self.launcher.folder
+            self.generations = Generations(self.launcher.group_stores)
             self._preloading = self.launcher.preload(spec.preload) if spec.preload else None
             """The imports that the first workers wait for; None once they are done, or if there are none."""
             self._master_port = _free_port()
@@ -371,7 +372,7 @@ class Lifecycle:
         def note() -> None:
             if (
                 self._backend != "none"
-                and generation == self._generation
+                and generation == self.generations.present
                 and all(worker.alive for worker in self._workers)
             ):
                 self._group_is_due = True
@@ -382,9 +383,9 @@ class Lifecycle:
     def after_cell(self) -> None:
         """Begin to form the process group if it is due and all workers are idle. In the kernel thread, after each cell.
 
-        It is due after a restart of some workers while others were busy, and after an abort of NCCL's collectives.
-        Returns at once, but the workers are told first: the cells that they are sent next run in the new group. A
-        failure is only logged.
+        It is due after a restart of some workers while others were busy, after an abort of NCCL's collectives, and
+        after a user's ``destroy_process_group``. Returns at once, but the workers are told first: the cells that they
+        are sent next run in the new group. A failure is only logged.
         """
         # A cell that is about to be sent counts as a running cell: its workers were chosen for the present group.
         if self.unsent or not (self._group_is_due and all(worker.state == "idle" for worker in self._workers)):
@@ -395,7 +396,8 @@ class Lifecycle:
                 async with asyncio.timeout(self._spec.timeout):
                     await forming
             except Exception as error:
-                _log.error(_NOT_FORMED, error)
+                if not self._is_ending:
+                    _log.error(_NOT_FORMED, error)
 
         try:
             self._thread.loop.create_task(see_through(self._begin_group()))
@@ -419,19 +421,15 @@ class Lifecycle:
         """
         if self._backend == "none":
             return self._tell_size()
-        for worker in self._workers:
-            if not worker.alive:
-                raise lost_error(worker)
-        stores, before, generation = self.launcher.group_stores, self._generation, self._generation + 1
-        stores.make(generation)
-        self._generation = generation
+        self._raise_if_any_is_dead()
+        generation = self.generations.begin()
         self._told_size = size = len(self._workers)
         self._group_is_due = False  # last: what fails before is tried again after the next cell
 
         def release(error: BaseException) -> None:
             # The other workers wait in the store for the one that failed; only the store can end that wait.
-            stores.end(generation, f"the process group did not form: {error or type(error).__name__}")
-            stores.remove(before)
+            self.generations.end(generation, f"the process group did not form: {error or type(error).__name__}")
+            self.generations.remove_before(generation)
 
         async def formed(worker: Worker, call: Coroutine[Any, Any, None]) -> None:
             await call
@@ -454,9 +452,22 @@ class Lifecycle:
             except BaseException as error:
                 release(error)
                 raise
-            stores.remove(before)
+            self.generations.remove_before(generation)
 
         return all_formed()
+
+    def enter_group(self, name: str) -> int:
+        """Return the number of the process group that worker ``name`` forms in a cell: see `Generations.enter`.
+
+        Raises WorkerLost if a worker is dead: the others would wait for it.
+        """
+        self._raise_if_any_is_dead()
+        return self.generations.enter(name, [worker.name for worker in self._workers])
+
+    def _raise_if_any_is_dead(self) -> None:
+        for worker in self._workers:
+            if not worker.alive:
+                raise lost_error(worker)
 
     def _tell_size(self) -> Coroutine[Any, Any, None]:
         """Tell all living workers how many there are; return a coroutine that sends it. A worker that dies is skipped.
@@ -540,6 +551,7 @@ class Lifecycle:
             for worker in workers:
                 self.launcher.signal(worker.name, signal.SIGKILL)  # also a lost worker's: its process may live
                 worker.lose(why, "run the cell again")
+                self.generations.lose(worker.name, f"{worker.name} {why}")
             while not all(map(is_gone, workers)):
                 await asyncio.sleep(_POLL)
 
@@ -550,6 +562,8 @@ class Lifecycle:
 
         Errors are ignored: `close` kills the workers that remain.
         """
+
+        self._is_ending = True
 
         # The control channel is served while a kernel is idle and while it works: busy workers are not asked at all.
         async def ask() -> None:
@@ -570,6 +584,7 @@ class Lifecycle:
         Returns how many workers may still live, once the others have ended. The cells fail a moment later, in the
         kernel thread.
         """
+        self._is_ending = True
         left = self.launcher.close()
         for worker in self._workers:
             worker.step = "ended"
@@ -603,6 +618,7 @@ class Lifecycle:
         """
         if worker.lives == life:  # else the worker has been restarted meanwhile
             why = worker.end(how, self.launcher.last_words(worker.name))
+            self.generations.lose(worker.name, f"{worker.name} {why}")
             if how != GIVEN_UP:  # the error of the start says it
                 self._ended(worker, why)
 

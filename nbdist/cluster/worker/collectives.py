@@ -5,12 +5,14 @@ module shuts down the connections of its process group (see `nbdist.cluster.work
 it aborts the group's communicators (see `nbdist.cluster.worker.nccl`)::
 
     initialise ──> formed ──┬── a member dies: `_on_lost` ──> leaves all groups with the dead member
-        ^                   └── an interrupt: `break_off` ──> leaves the group in whose collective a thread waits
-        │                                                     │
-        │                          torch raises RuntimeError in the threads that wait; `translate` turns it, outside
-        │                          of the user's own ``try``, into WorkerLost (a member died) or GroupError
+        ^                   ├── an interrupt: `break_off` ──> leaves the group in whose collective a thread waits
+        │                   │                                 │
+        │                   │      torch raises RuntimeError in the threads that wait; `translate` turns it, outside
+        │                   │      of the user's own ``try``, into WorkerLost (a member died) or GroupError
+        │                   └── a cell: ``destroy_process_group``
+        ├─── a cell: ``init_process_group`` (`form_in_cell`) ─┤
         └─── `%dist_restart`: the process group forms again ──┘
-             after an abort of NCCL: by itself, once all workers are idle
+             after an abort of NCCL, and after a cell that has destroyed it: by itself, once all workers are idle
 
 To *leave* a group means to shut its connections in this process, and to abort its communicators. If an abort does not
 return within 5 s, only the end of the process can end it, so the notebook restarts this worker
@@ -35,6 +37,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
+from torch.distributed.distributed_c10d import destroy_process_group as _destroy_process_group
+from torch.distributed.distributed_c10d import init_process_group as _init_process_group
 
 from nbdist.cluster import mending
 from nbdist.cluster.hosts.group_board import BoardStore
@@ -51,7 +55,7 @@ if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
     from nbdist.wire.messages import Record
 
-__all__ = ["backend", "break_off", "follow", "initialise", "translate"]
+__all__ = ["ask_for_group", "backend", "break_off", "destroy", "follow", "form_in_cell", "initialise", "translate"]
 
 _LOOK_EVERY = 0.05
 """Seconds between two checks, while a group forms, whether another worker has failed to form it."""
@@ -67,6 +71,9 @@ _LOOKS_FOR_CUT, _LOOK_FOR_CUT_EVERY = 40, 0.25
 
 Not a time limit, because the process may be stopped for a while at that moment.
 """
+
+_KEPT_FOR = 1.0
+"""Seconds for which destroyed process groups stay in memory: longer than gloo's threads need after a collective."""
 
 _NOTEBOOK_ANSWERS_WITHIN = 2.0
 """Seconds for the notebook to answer that it will form the process group anew."""
@@ -89,6 +96,11 @@ _BROKEN_OFF = (
 _NOT_YET = (
     "this worker has no process group: it is formed anew once all workers are idle; `%dist_restart -p` forms it at once"
 )
+_DESTROYED = (
+    "destroy_process_group has ended this worker's process group: it is formed anew once all workers are idle, or by "
+    "dist.init_process_group() on all of them"
+)
+_FORMING_STOPPED = "an interrupt has ended the forming of the process group"
 _ABORTED = "its process group was aborted, and forms anew once all workers are idle"
 """The note on an interrupt that has aborted NCCL's collectives."""
 _NOT_ABORTED = "an abort of NCCL's collectives did not return within 5 s"
@@ -123,6 +135,8 @@ _broken = False
 """True once an interrupt has broken off a collective of the present group, on this worker."""
 _generation = 0
 """The number of the present group, by `initialise`."""
+_stop_forming = threading.Event()
+"""Set when an interrupt ends the forming of the present group, on this worker."""
 _breaking = threading.Lock()
 """Held while connections are shut and while the group changes, so that no connection of the next group is shut."""
 
@@ -140,11 +154,37 @@ def follow(agent: Agent, told: WorkerSetup) -> None:
     agent.stopping.break_off = break_off
 
 
-def initialise(told: WorkerSetup, generation: int) -> None:
+def form_in_cell(told: WorkerSetup, backend: str | None, **options: Any) -> None:
+    """Form the process group anew with all other workers, whose code must call this, too: ``init_process_group``.
+
+    The arguments are as for `initialise`, which says what is raised. If this fails, it fails on the other workers.
+    """
+    assert _agent is not None
+    generation = _agent.call(_driver, mending.enter_group, told.name).wait()
+    try:
+        initialise(told, generation, backend, **options)
+    except BaseException as error:
+        why = f"the process group did not form: {told.name}: {error or type(error).__name__}"
+        _ask_notebook(mending.end_group, generation, why, wait=_NOTEBOOK_ANSWERS_WITHIN)
+        raise
+
+
+def ask_for_group() -> None:
+    """Let the notebook form the process group anew if a cell has destroyed it. Called at the end of each cell.
+
+    Waits for the answer: the notebook ends the cell after this, and must not send the next one to a worker without a
+    group.
+    """
+    if _forms_group and _store is not None and not dist.is_initialized():
+        _ask_notebook(mending.form_group_anew, _generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
+
+
+def initialise(told: WorkerSetup, generation: int, backend: str | None = None, **options: Any) -> None:
     """Form the process group number ``generation`` with all other workers; destroy the previous group first.
 
-    ``told`` is this worker's setup. Waits for the others. Raises RendezvousError if another worker fails or the abort
-    of the previous group does not return, WorkerLost if a member has died.
+    ``told`` is this worker's setup. ``backend`` is None for the cluster's; ``options`` are those of torch's
+    ``init_process_group``. Waits for the others. Raises RendezvousError if another worker fails or the abort of the
+    previous group does not return, WorkerLost if a member has died.
     """
     global _backend, _broken, _formed, _generation, _loops_before, _spans_hosts, _store
     _spans_hosts = told.secret is not None
@@ -156,11 +196,14 @@ def initialise(told: WorkerSetup, generation: int) -> None:
             # `destroy_process_group` alone would wait for NCCL's unfinished collectives, and some may never end.
             if not _abort(groups_by_name().values()):  # a call for another worker may still wait in one
                 raise RendezvousError(f"{_NOT_ABORTED}: the notebook restarts this worker, and the group forms anew")
-            dist.destroy_process_group()
+            destroy()
         _loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
         _broken = _formed = False
+        _stop_forming.clear()
         _lost.clear()
         _store, _generation = _open_store(told, generation), generation
+        if timeout := options.get("timeout"):
+            _store.set_timeout(timeout)
     with contextlib.ExitStack() as stack:
         if told.device.startswith("cuda"):
             stack.enter_context(torch.cuda.device(told.device))
@@ -172,12 +215,25 @@ def initialise(told: WorkerSetup, generation: int) -> None:
             _store.enter(_agent.me.incarnation, told.rank)
         if _spans_hosts:
             _follow_master(_store, told)
-        _backend = _agree_on_backend(_store, told) if told.backend == AUTO else told.backend
-        dist.init_process_group(_backend, store=_store, rank=told.rank, world_size=told.world_size)
+        _backend = backend or (_agree_on_backend(_store, told) if told.backend == AUTO else told.backend)
+        _init_process_group(_backend, store=_store, rank=told.rank, world_size=told.world_size, **options)
     with _breaking:
         _formed = True
         for rank in list(_lost):  # members that died while the group formed
             _leave_groups_of(rank)
+
+
+def destroy(group: Any = None) -> None:
+    """Destroy process groups as torch's ``destroy_process_group`` does, and keep the objects for a second.
+
+    Right after a collective, one of gloo's threads may still need the GIL, to release a tensor. If a DDP wrapper held
+    the group last, it would end the group meanwhile: it waits for that thread, and holds the GIL for ever.
+    """
+    kept = list(groups_by_name().values())
+    _destroy_process_group(group)
+    timer = threading.Timer(_KEPT_FOR, kept.clear)
+    timer.daemon = True
+    timer.start()
 
 
 def _follow_master(store: GroupStore, told: WorkerSetup) -> None:
@@ -235,7 +291,7 @@ def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
 
     def watch() -> None:
         while not formed.wait(_LOOK_EVERY):
-            if store.ended:
+            if store.lost or _stop_forming.is_set() or store.ended:
                 for loop in _all_loops():
                     gloo.connect_for_peers(loop, world_size)
 
@@ -243,8 +299,14 @@ def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
     thread.start()
     try:
         yield
-        if store.ended:
-            raise RendezvousError(store.ended)  # the group may consist of connections that `connect_for_peers` made
+        if why := _FORMING_STOPPED if _stop_forming.is_set() else store.ended:
+            raise RendezvousError(why)  # the group may consist of connections that `connect_for_peers` made
+        if store.lost:
+            raise WorkerLost(store.lost)
+    except BaseException:
+        if dist.is_initialized():
+            destroy()
+        raise
     finally:
         formed.set()
         thread.join()
@@ -276,7 +338,9 @@ def _lose(record: Record, why: str) -> None:
             return  # it is not a member of the present group
         _lost[rank] = record.name, _PROCESS.sub("", why)
         if not _formed:
-            return  # the notebook learns of the death, too, and ends the forming
+            assert _store is not None
+            _store.lost = _say_lost()
+            return
         _leave_groups_of(rank)
     _keep_new_groups_from_waiting()
 
@@ -435,7 +499,7 @@ def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
         return None
     text = str(error)
     if isinstance(error, ValueError) and _NO_GROUP in text and not dist.is_initialized():
-        return GroupError(_NOT_YET) if _forms_group else None
+        return GroupError(_DESTROYED if _formed else _NOT_YET) if _forms_group else None
     of_nccl = isinstance(error, nccl.CollectiveAborted) or bool(nccl.LEFT.search(text))
     if _store is None or not (of_nccl or _GROUP_DESTROYED in text or _GLOO_LEFT.search(text)):
         return None
@@ -523,6 +587,9 @@ def break_off(thread: int | None = None) -> str:
     global _broken
     ident = threading.main_thread().ident if thread is None else thread
     with _breaking:
+        if _is_forming(ident or 0):
+            _stop_forming.set()
+            return _FORMING_STOPPED
         if not (dist.is_available() and dist.is_initialized()):
             return ""
         waits, group = _collective_of(ident or 0)
@@ -544,6 +611,13 @@ def break_off(thread: int | None = None) -> str:
         # Wait for the answer: the notebook ends the cell after this, and must not send the next one to the old group.
         _ask_notebook(mending.form_group_anew, generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
     return _ABORTED if done else ""
+
+
+def _is_forming(ident: int) -> bool:
+    frame = sys._current_frames().get(ident)
+    while frame is not None and frame.f_code is not initialise.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _collective_of(ident: int) -> tuple[bool, str | None]:

@@ -147,9 +147,10 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     import torch
 
     from nbdist import autograd, rpc
+    from nbdist.cluster import spawning
     from nbdist.cluster.kernels import labels
     from nbdist.cluster.kernels.versions import answer_through_stream
-    from nbdist.cluster.worker import collective_errors, gpu, output
+    from nbdist.cluster.worker import collective_errors, default_group, gpu, output
 
     answer_through_stream(getattr(shell, "kernel", None))
     told = setup()
@@ -161,6 +162,8 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     labels.install(shell, told.name)
     labels.trim_tracebacks(shell)
     collective_errors.install(shell)
+    default_group.install(shell, setup)
+    spawning.install(on_worker=True)
     given = {
         "rank": told.rank,
         "world_size": told.world_size,
