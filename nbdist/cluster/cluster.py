@@ -223,26 +223,8 @@ class Cluster:
     @classmethod
     def of(cls, spec: Spec) -> Cluster:
         """Return a new cluster, which has not started, as ``spec`` describes it."""
-        return cls(
-            spec.count,
-            gpu_ids=spec.gpu_ids,
-            backend=spec.backend,
-            driver=spec.driver,
-            seed=spec.seed,
-            timeout=spec.timeout,
-            launcher=spec.launcher,
-            isolate_gpus=spec.isolate_gpus,
-            preload=spec.preload,
-            gpu_memory=spec.gpu_memory,
-            rpc=RpcBackendOptions(**spec.rpc),
-            host=spec.host,
-            ports=spec.ports,
-            invitation=spec.invitation,
-            address=spec.address,
-            gpus_per_worker=spec.gpus_per_worker,
-            placement=spec.placement,
-            sync_code=spec.sync_code,
-        )
+        options = {**vars(spec), "rpc": RpcBackendOptions(**spec.rpc)}
+        return cls(options.pop("count"), **options)
 
     def __repr__(self) -> str:
         states = ", ".join(f"{worker.name} {worker.state}" for worker in self.workers)

@@ -20,31 +20,17 @@ worker, and forms the group again.
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 from nbdist.errors import RendezvousError
 
-__all__ = ["MendableCluster", "end_group", "enter_group", "follow", "form_group_anew", "restart_worker"]
+__all__ = ["end_group", "enter_group", "follow", "form_group_anew", "restart_worker"]
 
-
-class MendableCluster(Protocol):
-    """The parts of a `nbdist.cluster.cluster.Cluster` that these requests need."""
-
-    @property
-    def lifecycle(self) -> Any:
-        """The `Lifecycle`, which forms process groups; None unless the cluster is running."""
-        ...
-
-    def replace(self, name: str, incarnation: int, because: str) -> None:
-        """Restart the worker ``name`` for the reason ``because``, and wait for it; see `restart_worker`."""
-        ...
-
-
-_cluster: MendableCluster | None = None
+_cluster: Any = None
 """The cluster of this process, in the notebook; None before it starts and after it has ended."""
 
 
-def follow(cluster: MendableCluster | None) -> None:
+def follow(cluster: Any) -> None:
     """Let requests of workers reach ``cluster``, the one of this process; None when the cluster has ended."""
     global _cluster
     _cluster = cluster

@@ -8,7 +8,7 @@ import keyword
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, NoReturn
 
 from nbdist.cluster.spec import Spec, default_count, rpc_arguments
@@ -293,26 +293,9 @@ def parse_init(line: str) -> Spec:
     count = found.num_processes
     if count is None:
         count = default_count(gpus, found.backend)
-    spec = Spec(
-        count,
-        gpus,
-        found.backend,
-        found.driver,
-        found.seed,
-        found.timeout,
-        found.launcher,
-        found.isolate_gpus,
-        tuple(name.strip() for name in found.preload.split(",") if name.strip()),
-        found.gpu_memory,
-        rpc_arguments(_with_maps(found.device_map)),
-        found.host,
-        found.ports,
-        found.invitation,
-        found.address,
-        found.gpus_per_worker,
-        found.placement,
-        found.sync_code,
-    )
+    given = {field.name: getattr(found, field.name) for field in fields(Spec) if hasattr(found, field.name)}
+    given["preload"] = tuple(name.strip() for name in found.preload.split(",") if name.strip())
+    spec = Spec(**{**given, "count": count, "gpu_ids": gpus, "rpc": rpc_arguments(_with_maps(found.device_map))})
     spec.check()
     return spec
 
