@@ -65,8 +65,9 @@ The modules:
 from __future__ import annotations
 
 from nbdist.autograd.api import ContextId, backward, backward_async, context, get_gradients, open, watch
-from nbdist.autograd.graph.inspection import plan, trace
+from nbdist.autograd.graph.inspection import plan, plan_from, trace
 from nbdist.autograd.graph.traces import Plan, Trace
+from nbdist.autograd.passes import driver
 from nbdist.autograd.passes.driver import UnusedOutputs
 from nbdist.autograd.watching.inherited import Carried, Inherited
 from nbdist.autograd.watching.records import Event, Pass
@@ -91,3 +92,5 @@ __all__ = [
     "trace",
     "watch",
 ]
+
+driver.plan_from = plan_from

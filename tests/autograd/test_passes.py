@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -132,6 +133,32 @@ def test_fast_says_at_once_what_is_not_used(world, program):
         if program in (local_loss, result_none, result_index, result_detached, unused_call):
             dist_autograd.backward(context_id, [program(x)])  # the next pass works
             assert torch.equal(dist_autograd.get_gradients(context_id)[x], tensor(2.0, 2.0))
+
+
+NOT_USED = {
+    unused_call: ["worker1 sent to worker0 (twice)"],
+    unused_on_a_third: ["worker1 sent to worker0 (by_way_of)"],
+    local_loss: ["worker1 sent to worker0 (twice)"],
+    never_fetched: ["worker0 sent to worker1 (twice)"],
+    result_none: ["worker0 sent to worker1 (nothing)"],
+    result_index: ["worker0 sent to worker1 (index)"],
+}
+"""What is not used itself, of some of these programs; `to_here_twice` fetches in an order that is not fixed."""
+
+
+@pytest.mark.parametrize("program", NOT_USED)
+def test_fast_names_what_is_not_used_and_nothing_that_follows_from_it(world, program):
+    with dist_autograd.context() as context_id:
+        loss = program(tensor(1.0, 2.0))
+        planned = dist_autograd.plan(context_id, loss, mode="fast").unused
+        with pytest.raises(UnusedOutputs) as raised:
+            dist_autograd.backward(context_id, [loss], mode="fast")
+        named = [line.removeprefix("  what ") for line in str(raised.value).splitlines() if line.startswith("  ")]
+        assert named == NOT_USED[program]
+        assert named == [f"{edge.sender} sent to {edge.receiver} ({edge.function})" for edge in planned]
+        handle = dist_autograd.backward_async(context_id, [program(tensor(1.0, 2.0))], mode="fast")
+        with pytest.raises(UnusedOutputs, match=re.escape(NOT_USED[program][0])):
+            handle.wait()
 
 
 @pytest.mark.parametrize("mode", ["smart", "fast"])

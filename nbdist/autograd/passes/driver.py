@@ -64,8 +64,8 @@ import torch
 from nbdist import trace
 from nbdist.autograd import messages
 from nbdist.autograd.contexts import Contexts
-from nbdist.autograd.graph.edges import Received
-from nbdist.autograd.messages import Head, Missing, PassId, Report, Token
+from nbdist.autograd.graph.edges import Node, Received
+from nbdist.autograd.messages import Head, Missing, Mode, PassId, Report, Token
 from nbdist.autograd.passes import ddp
 from nbdist.autograd.passes.ddp_turns import TurnTaking
 from nbdist.autograd.passes.ledger import Ledger
@@ -82,6 +82,7 @@ from nbdist.rpc.futures import Future, Latch
 if TYPE_CHECKING:
     from typing import Protocol
 
+    from nbdist.autograd.graph.traces import Plan
     from nbdist.autograd.watching.connection import ObservingTransport
 
     class _Transport(ObservingTransport, Protocol):
@@ -104,11 +105,15 @@ __all__ = ["Passes", "UnusedOutputs"]
 
 _log = logging.getLogger("nbdist.autograd")
 
+# Set by `nbdist.autograd`, to a function of a module that imports this one.
+plan_from: Callable[[Context, Sequence[tuple[Node, int]], Mode], Plan] | None = None
+
 
 class UnusedOutputs(UsageError):
     """Raised by a FAST pass if a tensor that was sent in its context does not contribute to the roots.
 
-    The message names the worker and the function of each such tensor. With ``mode="smart"`` the pass succeeds.
+    The message names the workers and the function of each tensor that nothing uses. With ``mode="smart"`` the pass
+    succeeds.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)
@@ -120,7 +125,6 @@ class UnusedOutputs(UsageError):
         ...     except UnusedOutputs as error:
         ...         print(error)
         this backward pass ran in FAST mode, ... These got no gradient:
-          what worker0 sent to worker1 (add)
           what worker1 sent to worker0 (add)
         Use mode="smart".
     """
@@ -651,8 +655,10 @@ class Passes:
             if ledger.waiting and ledger.marked:
                 waiting, ledger.waiting = ledger.waiting, set()
         if over:
-            owed = ledger.owed()
-            self._settle(run, self._unused_error(owed) if owed else None)
+            if owed := ledger.owed():
+                self._transport.submit(partial(self._fail_unused, run, owed))
+            else:
+                self._settle(run, None)
         elif lost:  # when `on_lost` was called, no report had named the worker
             self._fail(run, self._lost_error(min(lost), run.context))
         elif waiting:
@@ -672,13 +678,25 @@ class Passes:
                 except NbdistError as error:
                     self._fail(run, error)
 
-    def _unused_error(self, owed: Sequence[tuple[int, Missing]]) -> UnusedOutputs:
-        """Return the error of a FAST pass; it names the messages without gradients, given with their senders."""
+    def _fail_unused(self, run: Run, owed: Sequence[tuple[int, Missing]]) -> None:
+        """End a FAST pass with `UnusedOutputs`, which names the messages that nothing uses, as `plan` does."""
         name = self._transport.name_of
-        lines = [f"  what {name(worker)} sent to {name(missing.peer)} ({missing.function})" for worker, missing in owed]
-        return UnusedOutputs(
-            "this backward pass ran in FAST mode, which needs every tensor that was sent in the context to "
-            "contribute to the roots. These got no gradient:\n" + "\n".join(lines) + '\nUse mode="smart".'
+        named = [(name(worker), name(missing.peer), missing.function) for worker, missing in owed]
+        try:
+            assert plan_from is not None
+            # What is owed has too much and too little: all that only an unused message depends on, and nothing of a
+            # worker that the pass has not reached. The plan asks all workers of the context.
+            unused = plan_from(run.context, run.part.root_edges, "fast").unused
+            named = [(edge.sender, edge.receiver, edge.function) for edge in unused] or named
+        except Exception:  # a worker does not answer; whatever it is, the pass must end
+            _log.debug("cannot plan the pass %s", run.head.id, exc_info=True)
+        lines = [f"  what {sender} sent to {receiver} ({function})\n" for sender, receiver, function in named]
+        self._settle(
+            run,
+            UnusedOutputs(
+                "this backward pass ran in FAST mode, which needs every tensor that was sent in the context to "
+                f'contribute to the roots. These got no gradient:\n{"".join(lines)}Use mode="smart".'
+            ),
         )
 
     def _settle(self, run: Run, error: BaseException | None) -> None:
