@@ -25,9 +25,11 @@ import torch
 
 from nbdist.autograd.api import recorder
 from nbdist.autograd.graph.origins import NodeOrigin
+from nbdist.autograd.graph.saved import saved_by
 from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace
+from nbdist.autograd.graph.walk import walk
 from nbdist.autograd.messages import Head
-from nbdist.autograd.watching.measuring import are_finite
+from nbdist.autograd.watching.measuring import are_finite, is_finite
 from nbdist.autograd.watching.observer import Observer, Stopped
 from nbdist.gpus import spans
 from nbdist.nn.inbox import Inbox
@@ -125,8 +127,8 @@ class WatchedShare:
         self._places = places
         self._me = me
         self._inbox = inbox
-        self._spoilt = set[tuple[int, int]]()
-        """The stages and micro-batches whose forward here returned a NaN or Inf, made here or received."""
+        self._spoilt: dict[tuple[int, int], bool] = {}
+        """For a stage and micro-batch whose forward here returned a NaN: whether its backward has made one itself."""
         inbox.on_fail = observer.stop
 
     @classmethod
@@ -201,11 +203,24 @@ class WatchedShare:
         if not self._observer.looks:
             return
         new = _numbers_in(made)
-        if op.kind == "B" and (op.stage, op.micro_batch) in self._spoilt:
+        if op.kind == "B" and not self._spoilt.get((op.stage, op.micro_batch), True):
             return  # the NaN in the gradients comes from the forward of this micro-batch, which has been reported
         if op.kind == "F" and not are_finite(new):
-            self._spoilt.add((op.stage, op.micro_batch))
+            self._spoilt[op.stage, op.micro_batch] = False
+            self._hook_finite_nodes(op, new)
         self._observer.made(number, _name(op), new, _numbers_in(given))
+
+    def _hook_finite_nodes(self, op: Op, made: Sequence[torch.Tensor]) -> None:
+        """Note in `_spoilt` if a node of a forward's graph later makes a NaN that it has not got from the forward."""
+
+        def after(new: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
+            if not are_finite(new) and are_finite(given):
+                self._spoilt[op.stage, op.micro_batch] = True
+
+        region = walk([(each.grad_fn, each.output_nr) for each in made])
+        for node in region.nodes - set(region.leaves):  # a leaf's node outlives the step, and the hook would, too
+            if all(is_finite(saved.tensor) and not saved.packed for saved in saved_by(node)):
+                type(node).register_hook(node, after)
 
     def _sends_output(self, op: Op) -> bool:
         """Return whether an operation's output goes to another worker."""

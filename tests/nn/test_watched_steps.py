@@ -152,6 +152,41 @@ def test_a_step_that_fails_is_over(world):
     assert watcher.last.over
 
 
+class Spoils(torch.nn.Module):
+    """Makes a NaN in the forward, and, if ``again``, another in the backward, which has finite inputs."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.again = again
+
+    def forward(self, x):
+        apart = (x * 0.0).square().sqrt() if self.again else x
+        return torch.stack([x.new_full((4,), torch.nan) * x[0], apart.sum(0)])
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_nan_that_a_backward_makes_is_told_though_its_forward_had_one(world, again):
+    """In other elements, to which the loss gives a gradient; those with the NaN of the forward get none."""
+    pipe = Pipeline([torch.nn.Linear(4, 4), Spoils(again), torch.nn.Identity()], [0, 1, 2], micro_batches=2)
+    watcher = Watcher(paused=True)
+
+    def cell():
+        with dist_autograd.context():
+            pipe.train_step(torch.ones(8, 4), torch.ones(8, 4), lambda y, _: y[1].sum(), finite=False)
+
+    watcher.begin(on_driver(world, cell))
+    seen = []
+    while (event := watcher.run(until="nan")) is not None:
+        seen.append((event.worker, event.name))
+    watcher.wait(30)
+    made = [(event.worker, event.name) for event in watcher.last.events if event.what == "nan"]
+    assert [each for each in made if each[0] == "worker1"] == [
+        ("worker1", "F0"),
+        ("worker1", "F1"),
+        *([("worker1", "B0"), ("worker1", "B1")] if again else []),
+    ], (made, seen)
+
+
 def test_a_worker_that_is_lost_ends_a_step_that_is_held():
     world = World(3)
     with world, world[2].activate():
