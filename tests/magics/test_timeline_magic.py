@@ -20,7 +20,16 @@ def test_timeline_shows_what_workers_did_while_the_cell_ran(tmp_path):
         assert "call of a function" in shown["text/html"]  # the legend
         events = json.loads(path.read_text())["traceEvents"]
         assert [event["name"] for event in events if event["ph"] == "X"] == ["add"]
-        assert notebook.run("%%timeline\ny = x.sum();").result is None
+        for nothing in (
+            "%%timeline\ny = x.sum();",
+            "%%timeline\n%%remote\ntorch.ones(2, requires_grad=True).sum().backward()",
+        ):
+            cell = notebook.run(nothing)
+            assert cell.result is None
+            (shown,) = cell.displays
+            assert "nothing to show. A timeline shows calls (RPCs), backward passes" in shown["text/plain"]
+            assert "nothing to show. A timeline shows calls (RPCs), backward passes" in shown["text/html"]
+            assert "<img" not in shown["text/html"]
         assert notebook.run("y.item()").result == "4.0"
         failed = notebook.run("%%timeline\n1 / 0", check=False)
         assert failed.error["ename"] == "ZeroDivisionError"

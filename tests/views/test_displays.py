@@ -259,6 +259,21 @@ def test_a_watched_cell_that_fails(watched):
     assert watched.run("%%watch\n1 + 1").result == "2"
 
 
+LOCAL = "torch.ones(2, requires_grad=True).sum().backward()"
+SHOWS = "This view shows backward passes over several workers, by dist_autograd.backward, and steps of pipelines."
+
+
+@pytest.mark.parametrize("cell", [LOCAL, f"%%remote\n{LOCAL}"])
+def test_a_watched_cell_with_a_local_pass_alone_says_what_the_view_shows(watched, unwatched, cell):
+    told = watched.run(f"%%watch\n{cell}").value
+    watched.until(lambda: states(watched, told[WIDGET]["model_id"], "snapshot")[-1]["ended"])
+    assert SHOWS in states(watched, told[WIDGET]["model_id"], "snapshot")[-1]["told"]
+    (*_, picture) = unwatched.run(f"%%watch\n{cell}").of("update_display_data")
+    for kind in ("text/plain", "text/html"):
+        assert f"ended without a pass to show. {SHOWS}" in picture["data"][kind]
+        assert "also not on workers" in picture["data"][kind]
+
+
 def test_a_watched_cell_that_is_interrupted_while_it_is_paused(watched):
     known = len(watched.comms)
     cell = watched.send(

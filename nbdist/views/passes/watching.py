@@ -51,6 +51,10 @@ T = TypeVar("T")
 
 _LAST_REPORTS_SECONDS = 0.5
 """Seconds to wait at the end of a cell for the last reports of other workers about a pass."""
+_NOTHING = (
+    " without a pass to show. This view shows backward passes over several workers, by dist_autograd.backward, and "
+    "steps of pipelines. It does not show a local `loss.backward()`, also not on workers"
+)
 
 _cells: WeakValueDictionary[int, Watcher] = WeakValueDictionary()
 """The watcher whose cell a thread runs, by the thread's ident."""
@@ -445,7 +449,7 @@ class Watcher:
         seen = self.last
         failed = f": {type(self.error).__name__}: {self.error}" if self.error is not None else ""
         if seen is None:
-            return f"{self.state}{failed}"
+            return f"{self.state}{failed or (_NOTHING if self.state == 'ended' else '')}"
         ran = sum(share.done for share in found.shares()) if found is not None else 0
         total = len(found.plan.waits_for) if found is not None else 0
         error = f": {seen.error.splitlines()[0]}" if seen.error else failed

@@ -43,6 +43,10 @@ __all__ = ["Timeline"]
 _log = logging.getLogger("nbdist.views")
 _BARS_DRAWN = 1500
 """The most bars of a picture; the shortest bars are left out."""
+_NOTHING = (
+    ": nothing to show. A timeline shows calls (RPCs), backward passes over several workers, pipelines and distributed "
+    "optimizers. It does not show what a cell computes itself, a local `loss.backward()` or collectives"
+)
 
 
 class Timeline:
@@ -160,7 +164,7 @@ class Timeline:
     def __repr__(self) -> str:
         if self._running:
             return f"<a timeline, recording since {duration(self.seconds)}: .stop() ends that>"
-        lines = [duration(self.seconds)]
+        lines = [f"{duration(self.seconds)}{'' if self.noted else _NOTHING}"]
         for worker in self.workers:
             own = [one for one in self.noted if one.agent == worker]
             if own:
@@ -174,8 +178,8 @@ class Timeline:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        if self._running:
-            return themed(escape(repr(self)[1:-1]))
+        if self._running or not self.noted:
+            return themed(escape(repr(self).strip("<>")))
         shown = sorted(self.noted, key=lambda one: one.start - one.end)[:_BARS_DRAWN]
         rows: list[tuple[str, list[Bar]]] = []
         for worker in self.workers:
