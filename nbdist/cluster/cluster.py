@@ -34,6 +34,7 @@ from nbdist import durations, registry
 from nbdist.amounts import counted
 from nbdist.channel.resources import refusals_in_words
 from nbdist.cluster import mending
+from nbdist.cluster.errors import named_in_errors
 from nbdist.cluster.executor import Lanes, WorkerExecutor
 from nbdist.cluster.growing import Growth
 from nbdist.cluster.hosts.losses import Losses
@@ -984,9 +985,10 @@ class Cluster:
         """
         cell = self.execute(expression, targets, timeout=timeout, keep=True, quiet=True)
         try:
-            with torch.no_grad():  # the value is a copy: no context records its way here, and a leaf stays a leaf
+            # The value is a copy: no context records its way here, and a leaf stays a leaf.
+            with torch.no_grad(), named_in_errors(expression):
                 asked = ask_each(self.agent, take_last_value, {part.worker: (part.id,) for part in cell.parts.values()})
-            found = list(asked.or_raise().values())
+                found = list(asked.or_raise().values())
         except BaseException:
             self._forget_values(cell)
             raise
@@ -1075,7 +1077,8 @@ class Cluster:
             if not isinstance(error, EncodeError):
                 raise
             found = next(filter(None, (culprit.of_value(value, name) for name, value in variables.items())), "")
-            raise EncodeError(f"{found}, which cannot be sent: {error.__cause__}" if found else str(error)) from error
+            why = f"{found}, which cannot be sent: {culprit.reason(error.__cause__)}" if found else str(error)
+            raise EncodeError(why) from error
 
     def pull(self, names: str | Sequence[str], targets: Targets = None) -> Any:
         """Return copies of the values that variables have on workers.
@@ -1090,16 +1093,15 @@ class Cluster:
                 AttributeError or WorkerLost, as in `execute`.
             EncodeError: A value cannot be sent.
         """
-        several = not isinstance(names, str)
-        wanted = list(names) if several else [str(names)]
+        wanted = [names] if isinstance(names, str) else list(names)
         for name in wanted:
             if not all(part.isidentifier() for part in name.split(".")):
                 raise UsageError(
                     f"{name!r} is not a variable's name; `%remote TARGET expression` returns the value of any"
                 )
-        values = self.evaluate(f"({', '.join(wanted)},)", targets)
+        values = self.evaluate(", ".join(wanted), targets)
         shaped = [
-            dict(zip(wanted, value, strict=True)) if several else value[0]
+            value if isinstance(names, str) else dict(zip(wanted, value if len(wanted) > 1 else (value,), strict=True))
             for value in (values if isinstance(values, list) else [values])
         ]
         return shaped if isinstance(values, list) else shaped[0]

@@ -10,14 +10,15 @@ from __future__ import annotations
 import builtins
 import functools
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import nbdist.errors
 from nbdist.cluster.output.arranger import say_names
-from nbdist.errors import NbdistError
+from nbdist.errors import DecodeError, EncodeError, NbdistError
 
-__all__ = ["CellError", "CellInterrupted", "CellTimeout", "WorkerError", "grouped", "make_error"]
+__all__ = ["CellError", "CellInterrupted", "CellTimeout", "WorkerError", "grouped", "make_error", "named_in_errors"]
 
 _TRACEBACKS_SHOWN = 4
 """The most tracebacks, or texts, of different errors that one error shows."""
@@ -188,3 +189,15 @@ def _class_for(name: str) -> type[CellError]:
         else:
             return made
     return type(name, (CellError,), {})
+
+
+@contextmanager
+def named_in_errors(expression: str) -> Iterator[None]:
+    """Name the expression whose value cannot be sent, once for all workers, in place of nbdist's own function."""
+    try:
+        yield
+    except (EncodeError, DecodeError) as error:
+        _, cannot, why = str(error).partition("cannot be sent: ")
+        if not cannot:
+            raise
+        raise type(error)(f"`{expression}` {cannot}{why}") from None

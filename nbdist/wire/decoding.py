@@ -15,6 +15,7 @@ from nbdist.errors import DecodeError, NbdistError
 from nbdist.wire import quick, usual
 from nbdist.wire.history import Attach, with_history
 from nbdist.wire.messages import Payload, TensorMeta
+from nbdist.wire.pickling import culprit
 from nbdist.wire.pickling.unpickler import Unpickler
 from nbdist.wire.tensors import unpack_tensors
 
@@ -124,6 +125,8 @@ def decode(
     except NbdistError:
         raise
     except Exception as error:
+        if "Default process group has not been initialized" in str(error):  # a module wrapped by DDP asks for it
+            raise DecodeError(f"a value cannot be sent: {culprit.HOLDS_GROUP}") from error
         raise DecodeError(
             f"a value that another worker sent cannot be rebuilt in this process: {type(error).__name__}: {error}\n"
             "Both processes need the value's class and modules, in the same version."

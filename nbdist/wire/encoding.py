@@ -25,7 +25,7 @@ from nbdist.wire import quick
 from nbdist.wire.devices import CPU_ONLY, Devices
 from nbdist.wire.encoded import NO_TENSORS, Encoded
 from nbdist.wire.messages import Payload
-from nbdist.wire.pickling import few_tensors
+from nbdist.wire.pickling import culprit, few_tensors
 from nbdist.wire.pickling.few_tensors import TensorPickler
 from nbdist.wire.pickling.pickler import Pickler, ValueWanted
 from nbdist.wire.pickling.registered import Forker, reference_types
@@ -91,7 +91,7 @@ def encode(
     except NbdistError:
         raise
     except Exception as error:
-        raise EncodeError(f"cannot be sent: {error}") from error
+        raise EncodeError(f"cannot be sent: {culprit.reason(error)}") from error
     payload = Payload(where, tensors, pickler.forks, pickler.plain, pickler.definitions, places, packer.places)
     # `decode` relies on this order of the frames. On arrival, the storages in shared memory are added at the end.
     all_frames = [body.getvalue(), *frames, *odd, *out_of_band]

@@ -39,9 +39,11 @@ class Print:
     path: str
     """The way to the part from the value, such as ``.layers[0].bias`` in nested containers; "" for the value itself."""
     kind: str
-    """The type, and a tensor's dtype and shape. Parts of different kinds are not compared further."""
+    """The type, a tensor's dtype and shape, a DTensor's placements and mesh. Parts of other kinds are not compared."""
     digest: str
     """A SHA-256 of the part's value."""
+    shard: str = ""
+    """Which shard of a DTensor this worker holds. Only workers with the same shard should have equal numbers."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,14 @@ def _fingerprint(path: str, part: Any) -> Print:
     """
     if isinstance(part, torch.Tensor):
         with torch.no_grad():
-            return Print(path, f"Tensor {_dtype(part)}{tuple(part.shape)}", _tensor_digest(part))
+            kind, digest, mesh = f"{_dtype(part)}{tuple(part.shape)}", _tensor_digest(part), _mesh_of(part)
+        if mesh is None:
+            return Print(path, f"Tensor {kind}", digest)
+        ways: Any = getattr(part, "placements")  # noqa: B009 - mypy knows no DTensor here
+        shard = [at for at, way in zip(mesh.get_coordinate() or (), ways, strict=False) if not way.is_replicate()]
+        # Without the mesh's ranks: if each replica has a mesh of its own, they differ in healthy programs.
+        kind = f"DTensor {kind} {list(ways)} on a {mesh.device_type} mesh {tuple(mesh.shape)}"
+        return Print(path, kind, digest, str(shard or ""))
     kind = type(part).__qualname__
     if isinstance(part, set | frozenset):  # the order of its items differs between processes
         return Print(path, kind, hashlib.sha256(repr(sorted(map(repr, part))).encode()).hexdigest())
@@ -121,9 +130,20 @@ def _tensor_digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
+def _mesh_of(tensor: torch.Tensor) -> Any:
+    """Return a DTensor's mesh; None for other tensors. Does not import DTensor's module, which takes a second."""
+    return getattr(tensor, "device_mesh", None)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Return the part of a DTensor that this worker holds, or another tensor as it is, without gradient."""
+    local: torch.Tensor = tensor.detach() if _mesh_of(tensor) is None else tensor.detach().to_local()
+    return local
+
+
 def _flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as one dense dimension on the CPU, without gradient."""
-    tensor = tensor.detach()
+    """Return a tensor, or a DTensor's local part, as one dense dimension on the CPU, without gradient."""
+    tensor = _local(tensor)
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     if tensor.layout is not torch.strided:
@@ -138,7 +158,7 @@ def part_of(rref: RRef[Any], path: str) -> Any:
     """
     for known, part in flatten(rref.local_value()):
         if known == path:
-            return part.detach().cpu() if isinstance(part, torch.Tensor) else _short_repr(part)
+            return _local(part).cpu() if isinstance(part, torch.Tensor) else _short_repr(part)
     return None
 
 
@@ -182,45 +202,51 @@ def _widest_gap(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((gaps ^ least).max()) - least
 
 
-def differences(rrefs: Mapping[str, RRef[Any]], most: int = 20) -> tuple[list[Difference], int, int]:
+def differences(rrefs: Mapping[str, RRef[Any]], most: int = 20) -> tuple[list[Difference], int, int, int]:
     """Compare the values behind ``rrefs``, given by worker, with the first worker's value.
 
-    Returns at most ``most`` differences, the number of parts that differ, and the number of all parts. Raises the error
-    of a worker that cannot answer. The calls are not recorded in any context.
+    The numbers of a DTensor's shard are compared with those of the first worker that holds the same shard. Returns at
+    most ``most`` differences, the number of parts that differ, the number of all parts, and the number of parts that
+    are sharded. Raises the error of a worker that cannot answer. The calls are not recorded in any context.
     """
     with recorder().contexts.outside():
         asked = ask_each(api.current_agent(), prints, {name: (rref,) for name, rref in rrefs.items()})
         found = {name: {each.path: each for each in answer} for name, answer in asked.or_raise().items()}
         first, *others = found
-        base = found[first]
         paths = list(dict.fromkeys(path for name in found for path in found[name]))
         told: list[Difference] = []
-        count = 0
+        count = sharded = 0
         for path in paths:
-            differing = [name for name in others if found[name].get(path) != base.get(path)]
+            held = {name: each.get(path) for name, each in found.items()}
+            partners = {name: _partner(held, name) for name in others}
+            differing = {name: partner for name, partner in partners.items() if held[name] != held[partner]}
             count += bool(differing)
-            for name in differing:
+            sharded += any(each is not None and each.shard for each in held.values())
+            for name, partner in differing.items():
                 if len(told) < most:
-                    told.append(
-                        Difference(path, name, _difference_in_words(rrefs, path, base, first, found[name], name))
-                    )
-        return told, count, len(paths)
+                    words = _difference_in_words(rrefs, path, held, partner, name)
+                    told.append(Difference(path, name, words if partner == first else f"{words}, from {partner}'s"))
+        return told, count, len(paths), sharded
+
+
+def _partner(held: Mapping[str, Print | None], name: str) -> str:
+    """Return the worker to compare a worker's part with: the first one, or the first that holds the same shard."""
+    own, first = held[name], next(iter(held))
+    base = held[first]
+    if own is None or base is None or own.kind != base.kind:
+        return first
+    return next(worker for worker, each in held.items() if each and (each.kind, each.shard) == (own.kind, own.shard))
 
 
 def _difference_in_words(
-    rrefs: Mapping[str, RRef[Any]],
-    path: str,
-    base: Mapping[str, Print],
-    first: str,
-    own: Mapping[str, Print],
-    name: str,
+    rrefs: Mapping[str, RRef[Any]], path: str, held: Mapping[str, Print | None], first: str, name: str
 ) -> str:
     """Return in words how the part at ``path`` on worker ``name`` differs from the same part on the worker ``first``.
 
-    ``base`` and ``own`` have the fingerprints on ``first`` and on ``name``, by path. Only a part of one kind on both
-    workers is fetched, by a call to each; errors of these calls are raised.
+    ``held`` has the fingerprints by worker. Only a part of one kind on both workers is fetched, by a call to each;
+    errors of these calls are raised.
     """
-    one, other = base.get(path), own.get(path)
+    one, other = held[first], held[name]
     if one is None or other is None:
         return f"only {first if other is None else name} has it"
     if one.kind != other.kind:

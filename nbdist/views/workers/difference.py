@@ -16,12 +16,12 @@ class DiffTable:
     """The result of a comparison, as text and as a table. Its truth value: whether the value is equal everywhere."""
 
     def __init__(
-        self, name: str, workers: Sequence[str], found: Sequence[Difference], differing: int, parts: int
+        self, name: str, workers: Sequence[str], found: Sequence[Difference], differing: int, parts: int, sharded: int
     ) -> None:
         """Make the table of differences ``found`` in the variable ``name``, from its value on the first of ``workers``.
 
         ``parts`` is the number of parts that were compared, such as the tensors of a state dict; ``differing`` is the
-        number of parts that are not equal everywhere.
+        number of parts that are not equal everywhere. Of ``sharded`` parts, workers hold different shards.
         """
         self.name = name
         self.workers = list(workers)
@@ -30,6 +30,7 @@ class DiffTable:
         """The number of parts that are not the same everywhere; `differences` may name fewer."""
         self.parts = parts
         """The number of parts that were compared, such as the tensors of a state dict."""
+        self._sharded = sharded
 
     @property
     def equal(self) -> bool:
@@ -42,9 +43,14 @@ class DiffTable:
     def _head(self) -> str:
         where = f"{len(self.workers)} workers" if len(self.workers) != 1 else self.workers[0]
         parts = f" ({self.parts} parts)" if self.parts > 1 else ""
-        if self.equal:
-            return f"{self.name} is equal on {where}{parts}"
-        return f"{self.name} differs: {self.differing} of {self.parts} parts, from {self.workers[0]}'s"
+        told = f"{self.name} is equal on {where}{parts}"
+        if not self.equal:
+            told = f"{self.name} differs: {self.differing} of {self.parts} parts, from {self.workers[0]}'s"
+        if not self._sharded:
+            return told
+        return (
+            f"{told}; numbers of {self._sharded} sharded DTensors are compared only where workers hold the same shard"
+        )
 
     def __repr__(self) -> str:
         lines = [self._head()]

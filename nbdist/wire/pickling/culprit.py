@@ -13,12 +13,18 @@ from typing import Any
 import cloudpickle
 import torch
 
-__all__ = ["name_file", "of_call", "of_value"]
+__all__ = ["HOLDS_GROUP", "name_file", "of_call", "of_value", "reason"]
 
 _DEEPEST = 20
 """The most steps down into a value."""
 _MOST_PARTS = 10_000
 """The most items of a list, tuple or dict that are tried."""
+
+HOLDS_GROUP = (
+    "it holds a process group, which only its own process can use. Send the module's state_dict(); of a DTensor in it, "
+    "to_local(), or full_tensor(), which all workers of its mesh must call"
+)
+"""The reason for a value that holds a process group, such as a module wrapped by DistributedDataParallel or FSDP2."""
 
 name_file: list[Callable[[str], str]] = []
 """Functions that return a name, such as ``cell 22``, for the file of a typed function; an empty text for others."""
@@ -50,10 +56,16 @@ def of_call(body: tuple[Any, Any, Any]) -> str:
     error for the user. This pickles each part, which takes time.
     """
     function, args, kwargs = body
-    if not isinstance(function, str) and not _can_travel(function):
+    if not isinstance(function, str) and _failure(function) is not None:
         return _follow(function, _name_of(function))
     parts = [(f"args[{number}]", value) for number, value in enumerate(args)] + list(kwargs.items())
-    return next((_follow(value, path) for path, value in parts if not _can_travel(value)), "")
+    return next((_follow(value, path) for path, value in parts if _failure(value) is not None), "")
+
+
+def reason(error: BaseException | None) -> str:
+    """Return why a value cannot be pickled, from pickle's error; for a process group, also what to send instead."""
+    text = str(error)
+    return HOLDS_GROUP if "_distributed_c10d." in text and "ProcessGroup" in text else text
 
 
 def of_value(value: Any, name: str) -> str:
@@ -61,16 +73,16 @@ def of_value(value: Any, name: str) -> str:
 
     The text goes into the error for the user.
     """
-    return "" if _can_travel(value) else _follow(value, name)
+    return "" if _failure(value) is None else _follow(value, name)
 
 
-def _can_travel(value: Any) -> bool:
-    """Return whether a value can be pickled, apart from its tensors. Tries it, and ignores every error."""
+def _failure(value: Any) -> Exception | None:
+    """Return the error with which pickling a value fails, apart from its tensors; None if it can be pickled."""
     try:
         _Trial(_Nowhere(), 5).dump(value)
-    except Exception:
-        return False
-    return True
+    except Exception as error:
+        return error
+    return None
 
 
 def _follow(value: Any, path: str) -> str:
@@ -83,7 +95,9 @@ def _follow(value: Any, path: str) -> str:
     for _ in range(_DEEPEST):
         if isinstance(value, types.MethodType):
             value, path = value.__self__, f"{path}.__self__"
-        worse = next((part for part in _parts(value) if not _can_travel(part[1])), None)
+        if not isinstance(value, types.FunctionType | dict | list | tuple) and reason(_failure(value)) == HOLDS_GROUP:
+            break  # the user knows the module; the way to its group goes through torch's own attributes
+        worse = next((part for part in _parts(value) if _failure(part[1]) is not None), None)
         if worse is None:
             break
         if isinstance(value, types.FunctionType):
