@@ -118,31 +118,19 @@ class FaultyChannel:
         self.inner.wake()
 
     def expect(self) -> None:
-        """Keep messages from waking readers, because the calling thread will read the reply to its own call.
-
-        Passes the call on to the wrapped channel. `expect_no_more` must follow. A second call before it does no harm.
-        """
+        """Pass the call on to the wrapped channel: see `Channel.expect`."""
         self.inner.expect()
 
     def expect_no_more(self) -> None:
-        """Let messages wake readers again, after the calling thread's `expect`.
-
-        Passes the call on to the wrapped channel; without an `expect` before, it does nothing.
-        """
+        """Pass the call on to the wrapped channel: see `Channel.expect_no_more`."""
         self.inner.expect_no_more()
 
     def call(self) -> None:
-        """Make the guest's `receive` return None, again and again until `called`.
-
-        The guest is the thread in ``receive(guest=True)``. Passes the call on to the wrapped channel.
-        """
+        """Pass the call on to the wrapped channel: see `Channel.call`."""
         self.inner.call()
 
     def called(self) -> None:
-        """End the effect of `call`, because the guest has returned from `receive`.
-
-        Passes the call on to the wrapped channel. Without a `call` before, it does nothing.
-        """
+        """Pass the call on to the wrapped channel: see `Channel.called`."""
         self.inner.called()
 
     def close(self) -> None:

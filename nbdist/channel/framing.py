@@ -114,10 +114,7 @@ class Cutter:
                     "option max_message, or send less at once"
                 )
             if not 0 < _SIZE * count <= length:
-                raise ProtocolError(
-                    f"a message of {length} bytes claims {count} frames: its sender is another program, or has another "
-                    "version of nbdist. Install the same version everywhere"
-                )
+                raise _garbage(f"a message of {length} bytes claims {count} frames")
             if end - start < _HEAD.size + length:
                 self._begin_large(data, start, _HEAD.size + length)
                 return messages
@@ -139,6 +136,12 @@ class Cutter:
         self.large = large
 
 
+def _garbage(what: str) -> ProtocolError:
+    return ProtocolError(
+        f"{what}: its sender is another program, or has another version of nbdist. Install the same version everywhere"
+    )
+
+
 def _copy_frames(data: bytes | memoryview, start: int, length: int, count: int) -> list[bytes]:
     """Return copies of the ``count`` frames of the message whose head begins at ``start``.
 
@@ -149,10 +152,7 @@ def _copy_frames(data: bytes | memoryview, start: int, length: int, count: int) 
     else:
         sizes = list(struct.unpack_from(f"<{count}Q", data, start + _HEAD.size))
     if sum(sizes) + _SIZE * count != length:
-        raise ProtocolError(
-            f"a message of {length} bytes claims frames of {sum(sizes)}: its sender is another program, or has another "
-            "version of nbdist. Install the same version everywhere"
-        )
+        raise _garbage(f"a message of {length} bytes claims frames of {sum(sizes)}")
     at = start + _HEAD.size + _SIZE * count
     frames = []
     for size in sizes:

@@ -38,7 +38,7 @@ from nbdist.channel import machine
 from nbdist.channel.contract import ChannelError, Link, TooManyFiles
 from nbdist.channel.framing import Cutter, Large
 from nbdist.channel.gate import Gate
-from nbdist.channel.outbox import LocalLink, Outbox, is_own_user
+from nbdist.channel.outbox import LocalLink, Outbox, peer_of
 from nbdist.channel.spinning import POLL_SECONDS, Spinning
 from nbdist.channel.zeromq import ZmqChannel
 from nbdist.errors import ProtocolError
@@ -363,7 +363,7 @@ class LocalChannel:
             sock = None
             try:
                 sock, _ = self._listener.accept()
-                if not is_own_user(sock):
+                if peer_of(sock)[1] != os.getuid():
                     _log.warning("a connection from a process of another user was turned away")
                     sock.close()
                     continue
@@ -406,7 +406,7 @@ class LocalChannel:
         sender is alive, it connects again and repeats what has not been acknowledged. The caller holds `_turn`.
         """
         if not isinstance(error, EOFError):
-            _log.warning("a connection from another agent is closed, because of an error: %s", error)
+            _log.warning("dropped what process %d sent, and its connection: %s", peer_of(incoming.socket)[0], error)
         # Closing the socket is not enough: while a forked process has it, the epolls keep reporting it.
         self._guests.unregister(number)
         self._gate.news.unregister(number)

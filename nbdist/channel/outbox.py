@@ -29,7 +29,7 @@ from nbdist.channel.contract import Buffer, ChannelError, TooManyFiles
 from nbdist.channel.framing import head
 from nbdist.finalisers import this_thread
 
-__all__ = ["LocalLink", "Outbox", "is_own_user"]
+__all__ = ["LocalLink", "Outbox", "peer_of"]
 
 _JOINED_BELOW = 64 * 1024
 """A message of fewer bytes is copied into one piece before it is written: sending one piece costs less than several."""
@@ -39,10 +39,10 @@ _SEND_BUFFER = 4 << 20
 """The requested size of the socket's send buffer, in bytes."""
 
 
-def is_own_user(sock: socket.socket) -> bool:
-    """Return whether the process at the other end of a connected unix socket runs as this process's user."""
-    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(user == os.getuid())
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Return the id of the process at the other end of a connected unix socket, and the id of its user."""
+    pid, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user
 
 
 class Outbox:
@@ -132,7 +132,7 @@ class LocalLink:
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # the kernel may give less
             sock.connect(self._path)
-            if not is_own_user(sock):
+            if peer_of(sock)[1] != os.getuid():
                 raise ChannelError(f"a process of another user listens at {self._path}; nbdist sends it nothing")
         except BaseException as error:
             sock.close()

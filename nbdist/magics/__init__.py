@@ -27,7 +27,7 @@ __all__ = ["load", "unload"]
 def load(shell: InteractiveShell) -> None:
     """Add the magics, completion, inspection and displays to a shell. ``%load_ext nbdist`` calls this.
 
-    ``notebooks/00_tour.ipynb`` shows it. Undo it with `unload`.
+    ``notebooks/00_tour.ipynb`` shows it. `unload` undoes it, but leaves the magics.
     """
     from nbdist.cluster.processes.launchers.local import prepare
 

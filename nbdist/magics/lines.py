@@ -412,9 +412,9 @@ def _can_name(out: str | None) -> bool:
 
 
 def _whole_number(text: str) -> int:
-    """Return the whole number in the text of an option. Raises argparse's error if it is not a number from 1 on."""
+    """Return the whole number in the text of an option. Raises argparse's error if it is none from 1 to 999999999."""
     if not re.fullmatch(r"\s*\d{1,9}\s*", text) or not int(text):
-        raise argparse.ArgumentTypeError(f"{text.strip()!r} is not a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text.strip()!r} is not a whole number from 1 to 999999999")
     return int(text)
 
 

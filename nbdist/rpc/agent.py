@@ -549,7 +549,7 @@ class Agent:
             envelope = decode(frames[0])
         except NOT_A_MESSAGE as error:
             self.refused += 1
-            _log.warning("%s dropped a message: not a message of nbdist: %s", self.me.name, error)
+            _log.warning("%s dropped a damaged message, or one of another version (use one): %s", self.me.name, error)
             return None
         message = envelope.message
         # The sender must be connected, or introduce itself; the receiver must be this incarnation.
@@ -584,7 +584,9 @@ class Agent:
         try:
             return handler(message, envelope.sender, frames[1:])
         except NbdistError as error:
-            _log.warning("%s could not act on %s: %s", self.me.name, message.kind, error)
+            _log.warning(
+                "%s dropped a message (%s) of %s: %s", self.me.name, message.kind, connection.record.name, error
+            )
             return None
 
     def _refuse(self, envelope: Envelope) -> None:

@@ -104,7 +104,7 @@ class RpcBackendOptions:
         if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
             raise UsageError(f"num_worker_threads must be a whole number of at least 1, not {num_worker_threads!r}")
         if not isinstance(max_message, int) or not _SMALLEST_LIMIT <= max_message <= _LARGEST_LIMIT:
-            raise UsageError(f"max_message must be a number of bytes from {_SMALLEST_LIMIT} on, not {max_message!r}")
+            raise UsageError(f"max_message must be {_SMALLEST_LIMIT} to {_LARGEST_LIMIT} bytes, not {max_message!r}")
         if not isinstance(retries, int) or retries < 0:
             raise UsageError(f"retries must be a whole number of at least 0, not {retries!r}")
         rpc_timeout = time_limit(rpc_timeout)

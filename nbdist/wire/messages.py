@@ -561,4 +561,4 @@ def decode_envelope(frame: bytes) -> Envelope:
     try:
         return decode(frame)
     except NOT_A_MESSAGE as error:
-        raise ProtocolError(f"not a message of nbdist, or of another version: {error}") from None
+        raise ProtocolError(f"dropped a damaged message, or one of another version (use one): {error}") from None

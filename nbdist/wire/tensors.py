@@ -514,10 +514,7 @@ def unpack_tensors(
     tensors = []
     for meta in metas:
         if not 0 <= meta.buffer < len(where):
-            raise ProtocolError(
-                "a tensor refers to a buffer that the message does not have: the message is damaged, or its sender has "
-                "another version of nbdist. Install the same version everywhere"
-            )
+            raise _damaged("a tensor refers to a buffer that the message does not have")
         dtype = _DTYPES[meta.dtype] if 0 <= meta.dtype < len(_DTYPES) else None
         if dtype is None:
             raise DecodeError(
@@ -536,10 +533,7 @@ def unpack_tensors(
                 continue
             if users[meta.buffer] == 1 and meta.strides is None:
                 if math.prod(meta.shape) * dtype.itemsize != length:
-                    raise ProtocolError(
-                        "a tensor's bytes do not match its shape: the message is damaged, or its sender has "
-                        "another version of nbdist. Install the same version everywhere"
-                    )
+                    raise _damaged("a tensor's bytes do not match its shape")
                 tensor = torch.frombuffer(memory, dtype=dtype, count=length // dtype.itemsize).resize_(meta.shape)
             else:
                 storage = shared.get(meta.buffer)
@@ -551,16 +545,10 @@ def unpack_tensors(
             continue
         # In a frame: the bytes are copied into torch's memory, or stay where they are.
         if not 0 <= frame < len(frames) or offset < 0 or length < 0 or offset + length > len(frames[frame]):
-            raise ProtocolError(
-                "a tensor's bytes lie outside of the message: the message is damaged, or its sender has "
-                "another version of nbdist. Install the same version everywhere"
-            )
+            raise _damaged("a tensor's bytes lie outside of the message")
         if users[meta.buffer] == 1 and meta.strides is None:
             if math.prod(meta.shape) * dtype.itemsize != length:
-                raise ProtocolError(
-                    "a tensor's bytes do not match its shape: the message is damaged, or its sender has "
-                    "another version of nbdist. Install the same version everywhere"
-                )
+                raise _damaged("a tensor's bytes do not match its shape")
             if _can_stay(frames[frame], length):
                 tensor = torch.frombuffer(frames[frame], dtype=dtype).resize_(meta.shape)
             else:
@@ -604,6 +592,13 @@ def unpack_alone(
     return _finished(tensor, meta) if meta.flags else tensor
 
 
+def _damaged(why: str) -> ProtocolError:
+    return ProtocolError(
+        f"{why}, so the message was dropped. It is damaged, or its sender has another version of nbdist: install the "
+        "same version everywhere"
+    )
+
+
 def _leased(leased: Sequence[Buffer | Lent], index: int, length: int) -> Buffer | Lent:
     """Return piece ``index``, from 0 on, of a message's shared memory, checked to have at least ``length`` bytes.
 
@@ -611,10 +606,7 @@ def _leased(leased: Sequence[Buffer | Lent], index: int, length: int) -> Buffer 
     piece, DecodeError if this process cannot map it.
     """
     if not 0 <= index < len(leased):
-        raise ProtocolError(
-            "a tensor refers to shared memory that the message does not have: the message is damaged, or its sender "
-            "has another version of nbdist. Install the same version everywhere"
-        )
+        raise _damaged("a tensor refers to shared memory that the message does not have")
     memory = leased[index]
     if isinstance(memory, Unreadable):
         raise DecodeError(
@@ -622,10 +614,7 @@ def _leased(leased: Sequence[Buffer | Lent], index: int, length: int) -> Buffer 
             "does not help, give the sender arena_bytes=0 in RpcBackendOptions: then it shares no memory"
         )
     if not 0 < length <= len(memory):
-        raise ProtocolError(
-            "a tensor's bytes lie outside of the message: the message is damaged, or its sender has "
-            "another version of nbdist. Install the same version everywhere"
-        )
+        raise _damaged("a tensor's bytes lie outside of the message")
     return memory
 
 
@@ -685,10 +674,7 @@ def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -
         or min((meta.offset, *meta.shape, *strides)) < 0
         or (0 not in meta.shape and (meta.offset + last + 1) * dtype.itemsize > storage.nbytes())
     ):
-        raise ProtocolError(
-            "a tensor's bytes do not match its shape: the message is damaged, or its sender has "
-            "another version of nbdist. Install the same version everywhere"
-        )
+        raise _damaged("a tensor's bytes do not match its shape")
     return tensor.set_(storage, meta.offset, meta.shape, strides)
 
 

@@ -123,7 +123,7 @@ def test_messages_are_cut_out_of_pieces_of_any_size(messages, data):
     ],
     ids=["too long", "no frames", "more frames than bytes", "a frame that is not there", "a huge frame", "noise"],
 )
-def test_garbage_ends_its_connection_and_no_other(garbage):
+def test_garbage_ends_its_connection_and_no_other(garbage, caplog):
     with pytest.raises(ProtocolError):
         Cutter(1 << 30).feed(garbage)
     with channels("door", max_message=1 << 30) as [door]:
@@ -134,6 +134,7 @@ def test_garbage_ends_its_connection_and_no_other(garbage):
         assert door.receive(0.01) is None
         bad.settimeout(SOON)
         assert bad.recv(1) == b""  # it has been hung up
+        assert f"dropped what process {os.getpid()} sent, and its connection: " in caplog.text
         good.sendall(whole(b"still"))
         assert receive(door) == [b"still"]
         good.close()
@@ -350,12 +351,12 @@ def test_the_socket_is_in_a_directory_of_this_user_and_goes_with_it(runtime):
 
 def test_another_users_process_is_turned_away(monkeypatch, caplog):
     with channels("here", "there") as [here, there]:
-        monkeypatch.setattr(local, "is_own_user", lambda sock: False)  # as the door sees who knocks
+        monkeypatch.setattr(local, "peer_of", lambda sock: (0, -1))  # as the door sees who knocks
         link = here.connect(there.addresses)
         link.send([b"let me in"], "call")
         assert there.receive(0.05) is None
         assert "another user" in caplog.text
-        monkeypatch.setattr(outbox, "is_own_user", lambda sock: False)  # as who knocks sees the door
+        monkeypatch.setattr(outbox, "peer_of", lambda sock: (0, -1))  # as who knocks sees the door
         with pytest.raises(ChannelError):
             here.connect(there.addresses[:1])
 

@@ -33,6 +33,7 @@ from nbdist.rpc.world import rendezvous, tcp_store
 from nbdist.rpc.world.handshake import Handshake
 from nbdist.rpc.world.meeting_file import MeetingFile
 from nbdist.testing import World
+from nbdist.wire.messages import Cast, Payload
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,20 @@ def held_call(world, monkeypatch):
     workers.eventually(lambda: not world[1].exchange.active)
 
 
+def test_a_message_that_cannot_be_read_is_dropped_and_its_sender_named(caplog):
+    with World(2) as world:
+        me, there = world[0], world[1].me.incarnation
+        me.post(there, Cast("autograd.mark", b"\xc1", Payload()))
+        workers.eventually(
+            lambda: "worker1 dropped a message (autograd.mark) of worker0: not a message of" in caplog.text
+        )
+        me.links.connections[there].link.send([b"\xc1"], "call")
+        told = "worker1 dropped a damaged message, or one of another version (use one): MessagePack data is malformed"
+        workers.eventually(lambda: told in caplog.text)
+        with me.activate():
+            assert rpc.rpc_sync("worker1", len, args=("abc",)) == 3
+
+
 def options(**given):
     return lambda: rpc.RpcBackendOptions(**given)
 
@@ -72,7 +87,12 @@ def options(**given):
         (options(num_worker_threads=0), UsageError, "num_worker_threads must be a whole number of at least 1, not 0"),
         (options(retries=-1), UsageError, "retries must be a whole number of at least 0, not -1"),
         (options(rpc_timeout=-5), UsageError, "rpc_timeout must be 0 (no limit) or more seconds, not -5"),
-        (options(max_message=10), UsageError, "max_message must be a number of bytes from 65536 on, not 10"),
+        (options(max_message=10), UsageError, "max_message must be 65536 to 9223372036854775807 bytes, not 10"),
+        (
+            options(max_message=2**63),
+            UsageError,
+            "max_message must be 65536 to 9223372036854775807 bytes, not 9223372036854775808",
+        ),
         (
             options(suspect_after=20, lost_after=12),
             UsageError,

@@ -54,7 +54,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -682,14 +682,12 @@ class Passes:
         """End a FAST pass with `UnusedOutputs`, which names the messages that nothing uses, as `plan` does."""
         name = self._transport.name_of
         named = [(name(worker), name(missing.peer), missing.function) for worker, missing in owed]
-        try:
+        with suppress(Exception):  # a worker does not answer; whatever it is, the pass must end
             assert plan_from is not None
             # What is owed has too much and too little: all that only an unused message depends on, and nothing of a
             # worker that the pass has not reached. The plan asks all workers of the context.
             unused = plan_from(run.context, run.part.root_edges, "fast").unused
             named = [(edge.sender, edge.receiver, edge.function) for edge in unused] or named
-        except Exception:  # a worker does not answer; whatever it is, the pass must end
-            _log.debug("cannot plan the pass %s", run.head.id, exc_info=True)
         lines = [f"  what {sender} sent to {receiver} ({function})\n" for sender, receiver, function in named]
         self._settle(
             run,

@@ -208,7 +208,7 @@ class _Holder:
     def _claim(self, wanted: Mapping[int, torch.Tensor], aside: bool) -> None:
         """Claim leaves that are free or claimed by the same group (see `take`); called with the lock held.
 
-        With ``aside``, also keeps the leaf's ``.grad``, for `Claim.release` to put back, and sets it to None. The
+        With ``aside``, keeps the ``.grad`` of each free leaf, for `Claim.release` to put back, and sets it to None. The
         caller has made sure that no other group has the leaves.
         """
         for key, leaf in wanted.items():

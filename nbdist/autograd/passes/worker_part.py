@@ -647,10 +647,9 @@ class Part:
         Free nodes can run now. Gradients that they compute for held-back nodes are kept in `_kept`. A barrier is a root
         of lowest priority; its gate raises `HeldBack`, which is caught here.
 
-        ``crossings`` are the graph edges from each free node into held-back ones, as (index, node, output). For the
-        barriers to run last, no free node may have their sequence number; every thread of torch counts from 0, so
-        several nodes may have it. If the nodes are on several devices, the barriers are behind a `Countdown`;
-        if it ends before all of them have run, this raises RuntimeError.
+        ``crossings`` are the graph edges from each free node into held-back ones, as (index, node, output). Free nodes
+        with the barriers' sequence number get another, so that the barriers run last. If the nodes are on several
+        devices, the barriers are behind a `Countdown`; RuntimeError if a barrier runs before all free nodes have run.
         """
         self._barriers = set(missing)
         handles = [type(node).register_hook(node, self._keeping_hook(crossing)) for node, crossing in crossings.items()]

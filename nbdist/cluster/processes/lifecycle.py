@@ -497,8 +497,8 @@ class Lifecycle:
     ) -> None:
         """Run a coroutine in the kernel thread; raise StartError if it is not done by ``deadline``.
 
-        The error names the modules to preload if these are not imported yet; else it names the workers that are not
-        ready; if all are ready, its text is ``otherwise``.
+        The error names the modules to preload if these are not imported yet, else the workers that are not ready, else
+        ``otherwise``.
         """
 
         async def limited() -> None:

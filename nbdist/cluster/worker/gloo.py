@@ -98,8 +98,8 @@ def connect_for_peers(loop: Loop, world_size: int) -> None:
 def system_call(task: int) -> list[str]:
     """Return the number and the arguments of the system call that a thread of this process is in, as Linux writes them.
 
-    ``task`` is the thread's native id. The first entry is ``running`` if the thread is not in a system call,
-    ``unknown`` if Linux does not tell.
+    ``task`` is the thread's native id. The first entry is ``running`` if the thread is not blocked, ``-1`` if it is
+    blocked outside of a system call, and ``unknown`` if Linux does not tell.
     """
     with contextlib.suppress(OSError):
         return Path(f"/proc/self/task/{task}/syscall").read_text().split()

@@ -272,7 +272,7 @@ class Watcher:
         For a step of a pipeline, these are its operations. If the context has ended, the graph is the plan's.
 
         Raises:
-            UsageError: there has been no pass yet.
+            UsageError: there has been no pass yet, or its context ended before its plan was made.
         """
         with self._changed:
             watch, found = self._watch, self._pass
