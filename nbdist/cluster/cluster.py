@@ -204,7 +204,6 @@ class Cluster:
         self._devices = self.spec.devices()
         self.workers = [self._make_worker(rank) for rank in range(self.spec.count)]
         self.driver = driver or "notebook"
-        self._lanes = Lanes(self)
         self._called_on_each: set[Callable[[], object]] = set()
         """The functions of `call_on_each`."""
         self._changing = threading.Lock()
@@ -380,6 +379,8 @@ class Cluster:
         self._losses = Losses(self.agent) if self.spec.is_remote else None
         self.agent.know_cells(self._router.origins.current)
         failures.on_text(labels.rename_frames)
+        self._lanes = Lanes(self.workers, self._thread, self.agent)
+        self.farewells.append(self._lanes.close)
         self._lives.bring_up(self.workers, deadline)
         process_memory.mark_start()
         if self.spec.may_grow:
@@ -585,13 +586,12 @@ class Cluster:
 
     def _inviting_launcher(self) -> InvitingLauncher:
         """Return this cluster's launcher. Raises UsageError if no worker can join the cluster."""
-        launcher = self._lives.launcher
         if not self.spec.may_grow:
             raise UsageError(
                 "no worker can join this cluster: start one with `%dist_init -n N --host ADDRESS`, the address at "
                 "which other hosts reach this one, or with `--launcher join`"
             )
-        return cast("InvitingLauncher", launcher)
+        return cast("InvitingLauncher", self._lives.launcher)
 
     def rebuild_process_group(self) -> None:
         """Form a new process group of all workers, as is needed after an interrupt has ended a collective.
@@ -763,9 +763,8 @@ class Cluster:
                 "allow_stdin": allow_stdin,
                 "stop_on_error": False,
             }
-            told = {
-                METADATA: {"number": number, "keep": keep, "above": above, "origin": self._router.origins.current()}
-            }
+            origin = self._router.origins.current()
+            told = {METADATA: {"number": number, "keep": keep, "above": above, "origin": origin}}
             packed = pack(request), pack(told)  # once, for all workers
 
             def send() -> None:
@@ -819,6 +818,7 @@ class Cluster:
         worker = self.find(name)
         if cell in worker.cells:
             worker.cells.remove(cell)
+            worker.on_change()
             self._lives.after_cell()
 
     def _cancel_late(self, cell: Cell) -> None:
@@ -837,9 +837,9 @@ class Cluster:
     def executor(self, targets: Targets = None) -> WorkerExecutor:
         """Return an executor of `concurrent.futures` that calls functions on the workers in ``targets``.
 
-        Each call goes to the first worker that is free. A worker runs one call at a time, after the cells that it was
-        sent before. A call fails with `WorkerLost` if its worker dies while it runs. Without targets, or with
-        ``"all"``, workers that join later (`invite`) run calls, too.
+        Each call goes to the first worker that is free: it runs no call and no cell. A worker runs one call at a time,
+        after the cells that it was sent before. A call fails with `WorkerLost` if its worker dies while it runs.
+        Without targets, or with ``"all"``, workers that join later (`invite`) run calls, too.
 
         Example:
             ::

@@ -2,29 +2,28 @@
 
 There is one rule: a free worker takes the oldest task that it may run. ::
 
-    submit ── Task ──> Lanes ──> one thread for each worker that has tasks ── call ──> `worker.tasks.run`
-    caller <── Task.settle ─────────────────────────┘ <── value, started, completed ──┘
+    submit ── Task ──> Lanes ──> one thread for each worker ── call ──> `worker.tasks.run`
+    caller <── Task.settle ────────────────┘ <── value, started, completed ──┘
 
-Each worker runs one task at a time, in a thread beside its cells.
+Each worker runs one task at a time, in a thread beside its cells. It is free when it runs no task and no cell.
 """
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import datetime
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from nbdist.cluster.kernels.connection import KernelThread
 from nbdist.cluster.worker.tasks import now, run
 from nbdist.cluster.workers import Worker
-from nbdist.errors import UsageError
-from nbdist.rpc import api
+from nbdist.errors import UsageError, WorkerLost
+from nbdist.rpc.agent import Agent
 
 __all__ = ["Lanes", "Task", "WorkerExecutor"]
 
@@ -37,7 +36,7 @@ class Task(Future[Any]):
     """
 
     rank: int | None = None
-    """The rank of the worker that runs the task; None until that worker has ended its earlier cells."""
+    """The rank of the worker that runs the task; None until a worker has taken it."""
     started: datetime.datetime | None = None
     """When the call started, by the worker's clock; None until its value has arrived."""
     completed: datetime.datetime | None = None
@@ -56,6 +55,10 @@ class Task(Future[Any]):
         self.submitted = now()
         """When the task was made."""
 
+    def allows(self, worker: Worker) -> bool:
+        """Return whether the task may run on a worker."""
+        return self.workers is None or worker.name in self.workers
+
     @property
     def seconds(self) -> float:
         """Seconds that the call took, by the worker's clock; 0 until its value has arrived, and for a failed task."""
@@ -73,121 +76,133 @@ class Task(Future[Any]):
             self.set_exception(error)
 
 
-class TaskCluster(Protocol):
-    """The parts of a `nbdist.cluster.cluster.Cluster` that `Lanes` needs."""
-
-    @property
-    def running(self) -> bool:
-        """True while the workers are ready."""
-        ...
-
-    @property
-    def kernel_thread(self) -> KernelThread:
-        """The thread that talks to the workers' kernels."""
-        ...
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the workers, of which there may be more later."""
-        ...
-
-    def find(self, name: str) -> Worker:
-        """Return the worker called ``name``, dead or alive. Raises UnknownWorker if there is none."""
-        ...
-
-
 class Lanes:
-    """Hands the tasks of one cluster to its workers, one task at a time to each, by a thread for each worker."""
+    """Hands the tasks of one cluster to its workers, one task at a time to each, by a thread for each worker.
 
-    def __init__(self, cluster: TaskCluster) -> None:
-        self._cluster = cluster
-        self._lock = threading.Lock()
-        self._waiting: list[Task] = []
+    The threads wait on a condition: that their worker is free and that there is a task for it. They start with the
+    first task, and end with the cluster.
+    """
+
+    def __init__(self, workers: Sequence[Worker], thread: KernelThread, agent: Agent) -> None:
+        """Make the lanes of the cluster that has this list of workers, which may grow, and this process's agent."""
+        self._workers, self._thread, self._agent = workers, thread, agent
+        self._changed = threading.Condition()
+        self._waiting: dict[Task, bool] = {}
+        """The tasks that no worker has taken, the oldest first: True once the cells that were sent before are known."""
         self._served: set[str] = set()
         """The names of the workers that have a thread."""
+        self._closed = False
 
     def add(self, task: Task) -> None:
-        """Queue a task, and start threads for its workers that have none. Called in any thread.
+        """Queue a task. Returns at once; the first of its workers that is free runs it. Called in any thread.
 
-        Returns at once; the first of these workers that is free runs the task. Once the cluster has been shut down,
-        the task fails with UsageError.
+        Once the cluster has been shut down, the task fails with UsageError.
         """
-        with self._lock:
-            self._waiting.append(task)
-            self._serve_all(self._workers_of(task))
+        with self._changed:
+            self._waiting[task] = False
+            self.look_again()
+            self._thread.soon(self._offer, task)  # that thread sends the cells, in their order
+        if self._closed:
+            self.close()  # fails the task
 
     def look_again(self) -> None:
-        """Start threads for workers that have joined, if there are tasks that they may run. Called in any thread."""
-        with self._lock:
-            for task in self._waiting:
-                self._serve_all(self._workers_of(task))
+        """Wake the threads: a worker has become free, has joined, or is lost. Called in any thread."""
+        with self._changed:
+            if not self._waiting or self._closed:
+                return
+            for worker in self._workers:
+                if worker.name not in self._served:
+                    name = f"nbdist-tasks-{worker.name}"
+                    threading.Thread(target=self._serve, args=(worker,), name=name, daemon=True).start()
+                    self._served.add(worker.name)
+                    worker.on_change = self.look_again
+            self._changed.notify_all()
 
-    def _workers_of(self, task: Task) -> Sequence[str]:
-        """Return the names of the workers that may run a task."""
-        return self._cluster.names if task.workers is None else task.workers
+    def close(self) -> None:
+        """Fail the tasks that no worker has taken, and end the threads, as the cluster is being shut down."""
+        with self._changed:
+            self._closed = True
+            waiting, self._waiting = self._waiting, {}
+            self._changed.notify_all()
+        for task in waiting:
+            if task.running() or task.set_running_or_notify_cancel():
+                task.settle(error=UsageError("this cluster has been shut down; make another"))
 
-    def _serve_all(self, names: Sequence[str]) -> None:
-        """Start a thread for each of some workers that has none. The caller holds the lock."""
-        for name in set(names) - self._served:
-            self._served.add(name)
-            threading.Thread(target=self._serve, args=(name,), name=f"nbdist-tasks-{name}", daemon=True).start()
+    def _offer(self, task: Task) -> None:
+        """Let the workers take a task that was added. In the kernel thread, which has sent the cells before it."""
+        with self._changed:
+            if task in self._waiting:
+                self._waiting[task] = True
+                self._changed.notify_all()
 
-    def _serve(self, name: str) -> None:
-        """Run tasks on a worker, one after another, until there is none for it. In that worker's thread.
+    def _serve(self, worker: Worker) -> None:
+        """Run tasks on a worker, one after another, until the cluster is shut down. In that worker's thread.
 
         An error of the call, or a worker that dies, fails the task and not the thread. A cancelled task is skipped.
         """
-        while (task := self._take(name)) is not None:
-            if not task.set_running_or_notify_cancel():
-                continue
-            try:
-                self._wait_for_cells(name)
-                task.rank = self._cluster.find(name).rank
-                with torch.no_grad():  # tensors travel as plain values: no autograd context records them
-                    value, started, completed = api.rpc_sync(name, run, task.call, timeout=0)
-            except BaseException as error:
-                task.settle(error=error)
-            else:
-                task.started, task.completed = started, completed
-                task.settle(value)
-                del value
+        while (task := self._take(worker)) is not None:
+            if task.running() or task.set_running_or_notify_cancel():  # it runs already if it was put back
+                self._run(task, worker)
             del task
 
-    def _take(self, name: str) -> Task | None:
-        """Take the oldest task that a worker may run out of the queue and return it; None if there is none.
-
-        Does not wait. After None the worker's thread must end: it no longer counts as serving the worker. Takes the
-        lock. A dead worker leaves tasks to living ones. If none of a task's workers lives, a dead one takes it, and it
-        fails.
-        """
-        with self._lock:
-            for task in self._waiting:
-                workers = self._workers_of(task)
-                if name not in workers:
-                    continue
-                living = [each for each in workers if self._cluster.find(each).alive]
-                if name in living or not living:
-                    self._waiting.remove(task)
+    def _take(self, worker: Worker) -> Task | None:
+        """Wait until a worker may run a task, and take it out of the queue; None once the lanes are closed."""
+        with self._changed:
+            while not self._closed:
+                if (task := self._next(worker)) is not None:
+                    del self._waiting[task]
                     return task
-                self._serve_all(living)  # a worker may have been restarted since the task was added
-            self._served.remove(name)
-            return None
+                self._changed.wait()
+        return None
 
-    def _wait_for_cells(self, name: str) -> None:
-        """Wait until the cells that a worker was sent before have ended. UsageError if the cluster has been shut down.
+    def _next(self, worker: Worker) -> Task | None:
+        """Return the oldest task that a free worker may run, or that a dead worker must fail, as none for it lives.
 
-        The kernel thread knows the cells, and is asked after it has sent all earlier ones.
+        None if there is none, or the worker is busy or starts. The caller holds the lock.
         """
-        if not self._cluster.running:
-            raise UsageError("this cluster has been shut down; make another")
+        alive = worker.alive
+        if alive and (worker.cells or not self._is_member(worker.incarnation)):  # the agent may know first of a loss
+            return None
+        for task, is_offered in self._waiting.items():
+            if is_offered and task.allows(worker) and (alive or not self._is_possible(task)):
+                return task
+        return None
 
-        async def end_of_cells() -> None:
-            for cell in list(self._cluster.find(name).cells):
-                ended = asyncio.Event()
-                cell.when_done(ended.set)
-                await ended.wait()
+    def _is_possible(self, task: Task) -> bool:
+        return any(each.alive and task.allows(each) for each in self._workers)
 
-        self._cluster.kernel_thread.run(end_of_cells()).result()
+    def _is_member(self, incarnation: int | None) -> bool:
+        return incarnation is not None and self._agent.member(incarnation) is not None
+
+    def _run(self, task: Task, worker: Worker) -> None:
+        """Run a task on a worker and settle it, or put it back if the worker was lost before the call was sent."""
+        task.rank, incarnation = worker.rank, worker.incarnation
+        try:
+            try:
+                with torch.no_grad():  # tensors travel as plain values: no autograd context records them
+                    answer = self._agent.begin(worker.name, run, *task.call, timeout=0)
+            except WorkerLost:  # the call has not gone out, whereas one may have begun whose worker is lost later
+                if self._put_back(task, incarnation):
+                    return
+                raise
+            value, started, completed = answer.wait(self._agent.read_as_guest)
+        except BaseException as error:
+            task.settle(error=error)
+        else:
+            task.started, task.completed = started, completed
+            task.settle(value)
+        finally:
+            del task  # else its error would keep it alive, through its traceback and this frame
+
+    def _put_back(self, task: Task, incarnation: int | None) -> bool:
+        """Queue a task again, as the oldest, if the agent that should have got it is lost and a worker for it lives."""
+        with self._changed:
+            if self._closed or self._is_member(incarnation) or not self._is_possible(task):
+                return False
+            task.rank = None
+            self._waiting = {task: True, **self._waiting}
+            self._changed.notify_all()
+            return True
 
 
 class WorkerExecutor(Executor):

@@ -83,6 +83,8 @@ class Worker:
         """Set when the process has ended; `ended` is set when its last words are known and its cells have failed."""
         self.cells: list[Cell] = []
         """The cells that the worker has been sent and has not ended, in that order: the first one runs."""
+        self.on_change: Callable[[], object] = lambda: None
+        """Called when a cell has ended here, when the worker has joined the RPC world, and when it is lost."""
         self.names: list[str] = []
         """The names of the user's variables there, after the last cell, for completion."""
         self.stderr = Tail(_LAST_LINES, _LONGEST_LINE)
@@ -234,6 +236,7 @@ class Worker:
                 cell.on_lost(self.name, f"{why}\n{advice or f'`%dist_restart {self.name}` starts it again'}")
             except Exception:  # must not keep the other cells from ending
                 _log.exception("a cell on %s could not be ended", self.name)
+        self.on_change()
 
     def note_started(self, started: StartedWorker) -> None:
         """Note where the worker's process runs, which the launcher reports. In the kernel thread."""

@@ -499,7 +499,11 @@ class _Step:
         ):
             values = _each_once(values, _on_cpu)
         args = self._station.uid, self._order.step, *op, wanted, *values  # flat: such calls are encoded fast
-        latch = self._agent.begin(place, deliver, *args)
+        try:
+            latch = self._agent.begin(place, deliver, *args)
+        except WorkerLost as error:
+            self._inbox.fail(error.with_traceback(None))  # its frames would keep the values alive
+            return
         self._sent.append(latch)
         latch.on_settle = partial(_fail_if_failed, latch, self._inbox)
         if latch.is_settled:

@@ -707,8 +707,8 @@ class Agent:
     def begin(self, to: To, function: Any, *args: Any, timeout: float = -1.0) -> Latch:
         """Call a function in another agent's process; return a latch on which one thread waits for the result.
 
-        A latch costs less than the Future of `call`, on which any thread may wait. If the other agent is gone, the
-        latch has failed with `WorkerLost`. ``timeout`` is as in `call`.
+        A latch costs less than the Future of `call`, on which any thread may wait. ``timeout`` is as in `call`. Raises
+        the errors of `call`, and WorkerLost if the other agent is gone: then the function does not run there.
         """
         return self.caller.begin(to, function, args, timeout)
 

@@ -8,7 +8,8 @@ import signal
 import threading
 import time
 import weakref
-from concurrent.futures import CancelledError, Executor, as_completed
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, as_completed, wait
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +54,10 @@ def pids(cluster):
 def kill(worker):
     os.kill(worker.pid, signal.SIGKILL)
     until(lambda: not worker.alive)
+
+
+def lanes():
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("nbdist-tasks")}
 
 
 def test_it_is_an_executor_of_pythons(cluster):
@@ -154,7 +159,6 @@ def test_tasks_of_a_worker_that_dies_go_to_one_that_was_restarted_meanwhile(clus
     running = pool.submit(lambda path: wait_for(path), str(path))  # noqa: F821
     left = [pool.submit(os.getpid) for _ in range(3)]
     until(lambda: os.path.exists(f"{path}.begun"))
-    until(lambda: "nbdist-tasks-worker0" not in {thread.name for thread in threading.enumerate()})
     cluster.restart()
     kill(cluster.workers[1])
     with pytest.raises(nbdist.WorkerLost):
@@ -165,15 +169,110 @@ def test_tasks_of_a_worker_that_dies_go_to_one_that_was_restarted_meanwhile(clus
     cluster.restart()
 
 
+def test_a_worker_that_runs_a_cell_takes_no_task_from_others(cluster, tmp_path):
+    path = tmp_path / "release"
+    cluster.execute(FUNCTIONS)
+    cell = cluster.execute(f"wait_for({str(path)!r})", 0, block=False)
+    until(lambda: os.path.exists(f"{path}.begun"))
+    tasks = [cluster.executor().submit(os.getpid) for _ in range(20)]
+    assert [task.result(60) for task in tasks] == [cluster.workers[1].pid] * 20
+    dropped, own = (cluster.executor(0).submit(os.getpid) for _ in range(2))
+    assert dropped.cancel(), "nobody has taken it"
+    path.touch()
+    cell.wait(60)
+    assert own.result(60) == cluster.workers[0].pid
+
+
+@pytest.fixture
+def silent_launcher(cluster):
+    """Stops the process that reports the ends of workers, so that only their sockets tell that they have died."""
+    parent = int(Path(f"/proc/{cluster.workers[0].pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent, signal.SIGSTOP)
+    yield
+    os.kill(parent, signal.SIGCONT)
+    until(lambda: not cluster.workers[0].alive)
+    cluster.restart()
+
+
+def lose(worker, agent):
+    """Kill a worker, and wait until the agent knows of its death."""
+    os.kill(worker.pid, signal.SIGKILL)
+    until(lambda: agent.member(worker.incarnation) is None)
+
+
+def test_a_worker_whose_death_only_its_sockets_have_told_takes_no_task(cluster, silent_launcher, tmp_path):
+    path, pool = tmp_path / "release", cluster.executor()
+    cell = cluster.execute(f"wait_for({str(path)!r})", 1, block=False)
+    until(lambda: os.path.exists(f"{path}.begun"))
+    lose(cluster.workers[0], cluster.agent)
+    assert cluster.workers[0].alive, "the test is about the time before this is known"
+    tasks = [pool.submit(os.getpid) for _ in range(8)]
+    assert wait(tasks, 1, FIRST_COMPLETED).done == set()
+    path.touch()
+    cell.wait(60)
+    assert [task.result(60) for task in tasks] == [cluster.workers[1].pid] * 8
+
+
+class LosesItsWorker:
+    """An argument whose encoding, at first, kills the worker that is to get it."""
+
+    lost = ()
+    """The thread that has encoded it first."""
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+
+    def __reduce__(self):
+        if not LosesItsWorker.lost:
+            LosesItsWorker.lost = (threading.current_thread().name,)
+            lose(self.cluster.workers[0], self.cluster.agent)
+        return int, (7,)
+
+
+def test_a_task_whose_worker_is_lost_before_the_call_is_sent_goes_to_another(cluster, silent_launcher, tmp_path):
+    path, pool = tmp_path / "release", cluster.executor()
+    cell = cluster.execute(f"wait_for({str(path)!r})", 1, block=False)
+    until(lambda: os.path.exists(f"{path}.begun"))
+    task = pool.submit(abs, LosesItsWorker(cluster))
+    until(lambda: LosesItsWorker.lost == ("nbdist-tasks-worker0",))
+    path.touch()
+    cell.wait(60)
+    assert (task.result(60), task.rank) == (7, 1)
+
+
+def test_a_task_that_has_begun_is_not_run_again(cluster, tmp_path):
+    def fail(path):
+        with open(path, "a") as file:
+            file.write("once ")
+        raise nbdist.WorkerLost("a worker that the function has called is gone")
+
+    with pytest.raises(nbdist.WorkerLost, match="has called is gone"):
+        cluster.executor().submit(fail, tmp_path / "log").result(60)
+    assert (tmp_path / "log").read_text() == "once "
+
+
+def test_a_task_waits_for_a_worker_that_starts_again(cluster):
+    kill(cluster.workers[0])
+    restart = threading.Thread(target=cluster.restart, args=(0,))
+    restart.start()
+    until(lambda: cluster.workers[0].alive)
+    assert cluster.workers[0].state != "idle"
+    task = cluster.executor(0).submit(os.getpid)
+    restart.join(60)
+    assert task.result(60) == cluster.workers[0].pid
+
+
 def test_a_cluster_that_has_ended_fails_what_is_left(cluster, tmp_path):
     path = tmp_path / "never"
     cluster.execute(FUNCTIONS)
     pool = cluster.executor(0)
     tasks = [pool.submit(lambda path: wait_for(path), str(path)) for _ in range(3)]  # noqa: F821
     until(lambda: os.path.exists(f"{path}.begun"))
+    assert {"nbdist-tasks-worker0", "nbdist-tasks-worker1"} <= lanes()
     cluster.shutdown()  # this test is the last
     for task in tasks:
         assert isinstance(task.exception(60), nbdist.NbdistError)
     assert isinstance(pool.submit(abs, 1).exception(60), nbdist.UsageError)
+    until(lambda: not lanes())
     with pytest.raises(nbdist.UsageError, match="has been shut down"):
         cluster.executor()

@@ -491,6 +491,7 @@ class Lifecycle:
         worker.step = step
         with contextlib.suppress(Exception):  # an error of a view must not keep the cluster from starting
             self._reached_step(worker, step)
+        worker.on_change()
 
     def _in_time(
         self, work: Coroutine[Any, Any, None], deadline: float, otherwise: str = "the process group did not form"

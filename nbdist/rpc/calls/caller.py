@@ -69,17 +69,14 @@ class Caller:
         return outcome.wait(self.read_as_guest)
 
     def begin(self, to: To, function: Any, args: Sequence[Any], timeout: float = -1.0) -> Latch:
-        """Call a function; return a latch for the result. If the worker is gone, the latch has failed with WorkerLost.
+        """Call a function; return a latch for the result.
 
         Only the calling thread may wait on the latch. ``timeout`` is in seconds: negative for the agent's default, 0
-        for no limit. Raises UnknownWorker if the world never had the worker, and EncodeError if an argument cannot be
-        sent.
+        for no limit. Raises WorkerLost if the worker is gone: then the function certainly does not run there. Raises
+        UnknownWorker if the world never had the worker, and EncodeError if an argument cannot be sent.
         """
         outcome = Latch()
-        try:
-            self._call(to, function, args, None, timeout, outcome)
-        except WorkerLost as error:
-            outcome.try_settle(None, error.with_traceback(None))  # its frames would keep the outcome alive
+        self._call(to, function, args, None, timeout, outcome)
         return outcome
 
     def asynchronous(
