@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["NBDIST", "TORCH", "is_nbdists", "is_of_cell", "is_pythons", "is_torchs", "is_users", "shown_name"]
+__all__ = ["CELLS", "NBDIST", "TORCH", "is_nbdists", "is_of_cell", "is_pythons", "is_torchs", "is_users", "shown_name"]
 
 NBDIST = f"{Path(__file__).parent}/"
 """The folder of nbdist's code, with a slash at its end."""
@@ -37,6 +37,10 @@ _PACKAGES = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("purelib", "pla
 """The folders into which this Python installs packages."""
 _CELL = re.compile(r"/ipykernel_\d+/\d+\.py$")
 """The name under which ipykernel compiles a cell: a digest of the code, in a directory of the process."""
+CELLS: dict[str, int] = {}
+"""The numbers of cells, by the names of their files: of cells that this process has compiled, and of functions that it
+was sent. If the same text has run twice, the last number counts. `nbdist.cluster.kernels.labels` fills the table.
+"""
 
 
 def is_nbdists(file: str, *packages: str) -> bool:
@@ -76,8 +80,12 @@ def is_of_cell(file: str) -> bool:
 
 
 def shown_name(file: str) -> str:
-    """Return the name by which a reader knows a file: ``cell`` for a cell, else the name without its folder."""
-    return "cell" if is_of_cell(file) else Path(file).name
+    """Return the name by which a reader knows a file: ``In[3]`` for a cell, else the name without its folder.
+
+    A cell whose number this process does not know is called ``cell``.
+    """
+    number = CELLS.get(file)
+    return f"In[{number}]" if number else "cell" if is_of_cell(file) else Path(file).name
 
 
 def _is_in(folder: str, packages: tuple[str, ...], file: str) -> bool:

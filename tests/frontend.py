@@ -29,6 +29,11 @@ class Executed:
         return [message["content"] for message in self.messages if message["msg_type"] == kind]
 
     @property
+    def name(self):
+        """What the notebook calls the cell, such as In[3]."""
+        return f"In[{self.of('execute_input')[0]['execution_count']}]"
+
+    @property
     def stdout(self):
         return "".join(c["text"] for c in self.of("stream") if c["name"] == "stdout")
 

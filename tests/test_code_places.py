@@ -11,6 +11,7 @@ import torch
 import nbdist
 from nbdist import code_places
 from nbdist.code_places import (
+    CELLS,
     NBDIST,
     TORCH,
     _installed_into,
@@ -94,8 +95,10 @@ def test_python_is_not_what_is_installed_inside_of_it():
     assert not is_pythons(CELL)
 
 
-def test_files_of_cells_and_their_names():
+def test_files_of_cells_and_their_names(monkeypatch):
     assert is_of_cell(CELL)
     assert not is_of_cell("/home/me/ipykernel_tests/model.py")
     assert shown_name(CELL) == "cell"
+    monkeypatch.setitem(CELLS, CELL, 12)
+    assert shown_name(CELL) == "In[12]"
     assert shown_name("/home/me/ipykernel/model.py") == "model.py"

@@ -2,7 +2,7 @@
 
 ::
 
-    worker0 waits in dist.recv(src=1), cell:2, 14 s; worker1 has failed
+    worker0 waits in dist.recv(src=1), In[3]:2, 14 s; worker1 has failed
 
     notebook: `Lookout` ── every 2 s of silence ──> worker: `place` ──> `Stands.saw` ──> `Stands.say` ──> the line
 
@@ -64,7 +64,7 @@ class Position(NamedTuple):
     call: str
     """The call that the user's code waits in, such as ``dist.recv(src=0)``, or the text of the line."""
     line: str
-    """The file and line number of the user's code, such as ``cell:2``."""
+    """The file and line number of the user's code, such as ``In[3]:2``."""
 
 
 # -- on the worker ----------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def say_where(tb: TracebackType | None) -> str:
 
 
 def _find(frames: Sequence[tuple[FrameType, int]]) -> tuple[str, str] | None:
-    """Return the call that the user's code is in and its place, such as ``dist.recv(src=0)`` and ``cell:2``.
+    """Return the call that the user's code is in and its place, such as ``dist.recv(src=0)`` and ``In[3]:2``.
 
     Returns None if there is no frame of the user's. ``frames`` has frames and line numbers, the innermost first.
     Between the wait and the user's line are frames of torch, nbdist or Python. The outermost of these that is no
@@ -197,9 +197,12 @@ class Stands:
             )
         if computing := [worker for worker in running if worker not in self._since]:
             said.append(f"{say_names(computing)} {plural(len(computing), 'computes', 'compute')}")
-        for failed, verb in ((True, "failed"), (False, "ended")):
+        for failed, verbs, state in (
+            (True, ("has", "have"), "failed"),
+            (False, ("is", "are"), "through with this cell"),
+        ):
             if workers := [worker for worker, how in ended.items() if how == failed]:
-                said.append(f"{say_names(workers)} {plural(len(workers), 'has', 'have')} {verb}")
+                said.append(f"{say_names(workers)} {plural(len(workers), *verbs)} {state}")
         return "; ".join(said)
 
 

@@ -91,7 +91,7 @@ def test_where_a_worker_stands_is_said_in_lines_of_the_page(notebook):
     notebook.until(lambda: "started" in cell.stdout)
     notebook.interrupt()
     notebook.finish(cell)
-    assert cell.error["evalue"] == "worker0 stopped in time.sleep(600), cell:4"
+    assert cell.error["evalue"] == f"worker0 stopped in time.sleep(600), {cell.name}:4"
 
 
 def test_code_of_a_program_is_counted_by_itself(notebook):

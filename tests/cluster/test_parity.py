@@ -311,7 +311,7 @@ def test_a_syntax_error_is_found_before_anything_is_sent_and_is_no_worker_s(pair
 def test_an_interrupt_says_where_it_came(pair):
     local, remote = pair.run("raise KeyboardInterrupt")
     assert (reply(local)["ename"], reply(local)["evalue"]) == ("KeyboardInterrupt", "")
-    assert reply(remote)["evalue"] == "stopped in raise KeyboardInterrupt, cell:2"
+    assert reply(remote)["evalue"] == f"stopped in raise KeyboardInterrupt, {remote.name}:2"
 
 
 def test_an_exception_group_has_an_error_message_which_it_does_not_have_locally(pair):

@@ -122,7 +122,8 @@ def test_a_long_text_is_cut_and_a_longer_one_begins_with_its_first_line():
 def test_one_line_says_where_each_worker_waits(notebook):
     cell = notebook.send("%%remote --progress-after 3\nif rank:\n    dist.recv(torch.ones(1), src=0)")
     notebook.until(lambda: line_of(cell))
-    told = r"worker1,2 wait in dist\.recv\(src=0\), cell:3, \d+ s; worker0 has ended"
+    place = rf"dist\.recv\(src=0\), {re.escape(cell.name)}:3"
+    told = rf"worker1,2 wait in {place}, \d+ s; worker0 is through with this cell"
     notebook.until(lambda: re.fullmatch(told, line_of(cell)))
     first = line_of(cell)
     notebook.until(lambda: line_of(cell) != first)  # in its place: `line_of` sees to that
@@ -140,7 +141,7 @@ def test_a_cell_that_computes_has_no_line(notebook):
 def test_all_that_run_wait(notebook):
     cell = notebook.send("%%remote --progress-after 2\nimport time\ntime.sleep(600)")
     notebook.until(lambda: line_of(cell))
-    assert re.fullmatch(r"worker0-2 wait in time\.sleep\(600\), cell:3, \d+ s", line_of(cell))
+    assert re.fullmatch(rf"worker0-2 wait in time\.sleep\(600\), {re.escape(cell.name)}:3, \d+ s", line_of(cell))
     stop(notebook, cell)
 
 
@@ -157,7 +158,7 @@ def test_nothing_of_it_is_in_a_log():
         assert line_of(cell) is None
 
 
-def place(instruction, processor, call="f()", line="cell:1"):
+def place(instruction, processor, call="f()", line="In[3]:1"):
     return Position((instruction, 0), processor, call, line)
 
 
@@ -168,8 +169,8 @@ def test_who_moves_on_or_computes_does_not_wait():
         stands.saw("moves", place(now, 0.0), now)
         stands.saw("busy", place(3, now), now)
     assert stands.say(["still", "moves", "busy"], {}, 4.0) == ""
-    assert stands.say(["still"], {}, 4.0) == "still waits in f(), cell:1, 4 s"
+    assert stands.say(["still"], {}, 4.0) == "still waits in f(), In[3]:1, 4 s"
     said = stands.say(["still", "moves", "busy"], {"gone": True, "over": False}, 4.0)
-    assert said == "still waits in f(), cell:1, 4 s; moves,busy compute; gone has failed; over has ended"
+    assert said == "still waits in f(), In[3]:1, 4 s; moves,busy compute; gone has failed; over is through with this cell"
     stands.saw("still", None, 6.0)  # holds the GIL
     assert stands.say(["still"], {}, 6.0) == ""

@@ -181,9 +181,9 @@ test("details tell the time on a GPU beside that of the processor", () => {
 });
 
 test("details name the module, the parameter, the line and for whom a node waits", () => {
-  const one = node(1, 7, { module: "Net.fc", label: "Net.fc.weight", line: "cell:3: y = fc(x)", for: ["worker2"], norm: 2 });
+  const one = node(1, 7, { module: "Net.fc", label: "Net.fc.weight", line: "In[3]:3: y = fc(x)", for: ["worker2"], norm: 2 });
   const text = told(details({ workers: ["worker0", "worker1"], nodes: [one], messages: [] }, 0));
-  for (const part of ["worker1:7 Mul", "Net.fc", "parameter Net.fc.weight", "cell:3: y = fc(x)", "waiting for worker2", "2.0000"]) {
+  for (const part of ["worker1:7 Mul", "Net.fc", "parameter Net.fc.weight", "In[3]:3: y = fc(x)", "waiting for worker2", "2.0000"]) {
     assert.ok(text.includes(part), part);
   }
 });

@@ -34,7 +34,7 @@ def test_what_runs_where_and_what_it_costs(cluster):
     rows = until(panel, lambda rows: rows["worker1"]["cpu"][-1] > 0.1 and rows["worker1"]["where"])
     assert rows["worker1"]["state"] == "busy"
     assert rows["worker1"]["runs"].startswith("def spin():")
-    assert rows["worker1"]["where"].startswith("cell:")
+    assert rows["worker1"]["where"].startswith(f"In[{cell.number}]:")
     assert rows["worker0"]["state"] == "idle"
     assert rows["worker0"]["where"] == ""
     assert rows["worker0"]["memory"][-1] > 1 << 20
@@ -86,8 +86,8 @@ def test_a_worker_that_holds_the_gil_is_still_located(cluster):
     code = "import re\n\ndef stuck():\n    return re.match('(a+)+b', 'a' * 60)\n\nstuck()"
     cell = cluster.execute(code, "1", block=False)
     rows = until(panel, lambda rows: "(a+)+b" in rows["worker1"]["where"])
-    assert rows["worker1"]["where"].startswith("cell:4: return re.match(")
-    assert "cell:4" in repr(panel)
+    assert rows["worker1"]["where"].startswith(f"In[{cell.number}]:4: return re.match(")
+    assert f"In[{cell.number}]:4" in repr(panel)
     cluster.restart("1")
     with pytest.raises(nbdist.WorkerLost, match=r"^worker1 was restarted\nrun the cell again$"):
         cell.wait(20)
@@ -157,12 +157,12 @@ def test_a_worker_that_is_gone(cluster, patient):
 
 def test_who_holds_others_up():
     waits = {"notebook": ["a", "c"], "a": ["b"], "b": ["d"], "c": ["d"], "d": [], "e": []}
-    assert blamed(waits, {"d": "cell:3: x", "e": "cell:9: y"}) == [
-        "notebook → a → b → d, which is at cell:3: x",
-        "notebook → c → d, which is at cell:3: x",
+    assert blamed(waits, {"d": "In[3]:3: x", "e": "In[3]:9: y"}) == [
+        "notebook → a → b → d, which is at In[3]:3: x",
+        "notebook → c → d, which is at In[3]:3: x",
     ]
     assert blamed({"a": ["b"], "b": ["a"]}, {}) == ["a → b → a: they wait for each other"]
     assert blamed({"n": ["a"], "a": ["b"], "b": ["a"]}, {}) == ["n → a → b → a: they wait for each other"]
-    assert blamed({"a": [], "b": []}, {"a": "cell:1"}) == []
+    assert blamed({"a": [], "b": []}, {"a": "In[3]:1"}) == []
     everybody = [f"w{n}" for n in range(40)]
     assert blamed({name: [other for other in everybody if other != name] for name in everybody}, {})

@@ -35,7 +35,7 @@ def test_the_way_to_it(value, says):
 
 
 def test_a_function_names_what_it_uses(monkeypatch):
-    monkeypatch.setattr(culprit, "name_file", [])
+    monkeypatch.setattr(culprit, "CELLS", {})
     mine = threading.Lock()
 
     def uses():
@@ -43,7 +43,7 @@ def test_a_function_names_what_it_uses(monkeypatch):
 
     uses.__module__ = "__main__"  # so that it travels by value
     assert culprit.of_call((uses, (), {})) == "`mine`, used by `uses`, is a lock"
-    monkeypatch.setattr(culprit, "name_file", [lambda file: "cell 22"])
+    monkeypatch.setattr(culprit, "CELLS", {__file__: 22})
     assert culprit.of_call((uses, (), {})) == "`mine`, used by `uses` of cell 22, is a lock"
 
 

@@ -41,6 +41,7 @@ class NodeOrigin(NamedTuple):
     module: str | None = None
     """The module whose forward made it, by its path from the class of the outermost module, `Net.fc1`."""
     file: str = ""
+    """The path of the file; in a graph that travels, `shown_name` of it, as only this worker knows a cell's number."""
     number: int = 0
     text: str = ""
     """The text of the line, if its source is known on the worker that made the node."""
@@ -68,7 +69,9 @@ def origin_of(node: Node) -> NodeOrigin:
             file, number = code.co_filename, code.co_firstlineno
             while (text := linecache.getline(file, number).strip()).startswith("@"):  # a decorator
                 number += 1
-            return NodeOrigin(None, file, number, text)
+            return NodeOrigin(None, shown_name(file) if text else file, number, text)
+    if found is not None and found.text:  # else the notebook may know the line
+        return found._replace(file=shown_name(found.file))
     return found or NodeOrigin()
 
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sys
+import threading
+import traceback
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ipykernel.compiler import get_file_name
 
 from nbdist.cluster.kernels.versions import name_files, show_notes
-from nbdist.code_places import is_nbdists
+from nbdist.code_places import CELLS, is_nbdists, shown_name
 from nbdist.errors import NbdistError, UsageError
-from nbdist.wire.pickling import culprit
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -31,8 +34,6 @@ _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)
 _shell: Any = None
 _number: int | None = None
 """The number of the cell that runs or ran last."""
-_numbers: dict[str, int] = {}
-"""The numbers of the cells that were compiled in this process, by the names of their files."""
 
 
 def install(shell: InteractiveShell, worker: str | None) -> None:
@@ -43,10 +44,21 @@ def install(shell: InteractiveShell, worker: str | None) -> None:
     global _shell
     _shell = shell
     _follow_numbers(shell)
-    culprit.name_file[:] = [_name_file]
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = partial(_show_thread_error, f" on {worker}" if worker else "")
     if worker is None:
         return
-    name_files(shell, lambda file: f"Cell In[{_numbers[file]}] on {worker}" if file in _numbers else None)
+    name_files(shell, lambda file: f"Cell In[{CELLS[file]}] on {worker}" if file in CELLS else None)
+
+
+def _show_thread_error(where: str, args: Any) -> None:
+    """Print an error that ends a thread, as Python does, but with the numbers of cells in place of their files."""
+    if args.exc_type is not SystemExit:
+        text = "".join(traceback.format_exception(args.exc_value))
+        text = re.sub(
+            r'File "([^"]+)"', lambda file: f"Cell {shown_name(file[1])}{where}" if file[1] in CELLS else file[0], text
+        )
+        sys.stderr.write(f"Exception in thread {getattr(args.thread, 'name', '?')}:\n{text}")
 
 
 def cell_number() -> int | None:
@@ -60,26 +72,20 @@ def missing_here(text: str) -> str:
     return found[1] if found and _shell is not None and found[1] in _shell.user_ns else ""
 
 
-def _name_file(file: str) -> str:
-    """Return the name by which a reader knows a cell's file, such as ``cell 3``; "" for other files."""
-    number = _numbers.get(file)
-    return "" if number is None else f"cell {number}"
-
-
 def _follow_numbers(shell: InteractiveShell) -> None:
     """Note the number of every cell that the shell compiles, for `cell_number` and for the names of files.
 
     The shell's own count belongs to this cell or to the next one, depending on IPython's version.
     """
     cache: Any = shell.compile.cache
-    _numbers.clear()
-    _numbers.update(getattr(shell.compile, "_filename_map", {}))  # of cells before this one; IPython 8.0
+    CELLS.clear()
+    CELLS.update(getattr(shell.compile, "_filename_map", {}))  # of cells before this one; IPython 8.0
 
     def noting(transformed: str, number: int = 0, *args: Any, **kwargs: Any) -> Any:
         global _number
         _number = number or _number
         name: str = cache(transformed, number, *args, **kwargs)
-        _numbers[name] = number
+        CELLS[name] = number or _number or 0  # %%time and others compile their text without a number
         return name
 
     shell.compile.cache = noting  # type: ignore[method-assign, assignment]
@@ -93,14 +99,15 @@ def rename_frames(text: str, worker: str) -> str:
     """
     if _shell is None:
         return text
+    compiled = getattr(_shell.compile, "_filename_map", CELLS)  # the notebook adds the line to those that it has sent
 
     def rename(match: re.Match[str]) -> str:
         indent, file, line, function, source = match.groups()
-        if file not in _numbers:
+        if file not in compiled:
             return match[0]
         code = source.strip() or linecache.getline(file, int(line)).strip()
         shown = f"{indent}  {code}\n" if code else ""
-        return f"{indent}Cell In[{_numbers[file]}] on {worker}, line {line}{function or ''}\n{shown}"
+        return f"{indent}Cell {shown_name(file)} on {worker}, line {line}{function or ''}\n{shown}"
 
     return _FRAME.sub(rename, text)
 

@@ -105,7 +105,7 @@ def _users_line() -> str:
 
 
 def say_line(name: str, number: int, line: str) -> str:
-    """Return a place in words: a file's name, a line's number and the line, such as ``cell:2: y = f(x)``.
+    """Return a place in words: a file's name, a line's number and the line, such as ``In[3]:2: y = f(x)``.
 
     The line is cut after `LINE_SHOWN` characters, and left out if it is empty.
     """

@@ -95,7 +95,7 @@ class Panel:
         return [(*pair, waits.get(pair, 0), self._rates.get(pair, 0.0)) for pair in pairs]
 
     def blamed(self) -> list[str]:
-        """Return a line for each chain of waiting workers, such as ``worker0 → worker1, which is at cell:3``."""
+        """Return a line for each chain of waiting workers, such as ``worker0 → worker1, which is at In[3]:3``."""
         return blamed(self._waits(), {row.name: row.where for row in self.rows})
 
     def _waits(self) -> dict[str, list[str]]:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import io
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
 import torch
 
-__all__ = ["HOLDS_GROUP", "name_file", "of_call", "of_value", "reason"]
+from nbdist.code_places import CELLS
+
+__all__ = ["HOLDS_GROUP", "of_call", "of_value", "reason"]
 
 _DEEPEST = 20
 """The most steps down into a value."""
@@ -25,9 +27,6 @@ HOLDS_GROUP = (
     "to_local(), or full_tensor(), which all workers of its mesh must call"
 )
 """The reason for a value that holds a process group, such as a module wrapped by DistributedDataParallel or FSDP2."""
-
-name_file: list[Callable[[str], str]] = []
-"""Functions that return a name, such as ``cell 22``, for the file of a typed function; an empty text for others."""
 
 _KINDS = {"lock": "a lock", "RLock": "a lock", "generator": "a generator", "frame": "a frame", "socket": "a socket"}
 """Words for the types of objects that often cannot be pickled."""
@@ -145,8 +144,8 @@ def _name_of(function: Any) -> str:
 
 def _cell_of(function: types.FunctionType) -> str:
     """Return the cell in which a function was typed, as " of cell 22"; an empty text for functions from files."""
-    named = next((name for make in name_file if (name := make(function.__code__.co_filename))), "")
-    return f" of {named}" if named else ""
+    number = CELLS.get(function.__code__.co_filename)
+    return f" of cell {number}" if number else ""
 
 
 def _kind(value: Any) -> str:

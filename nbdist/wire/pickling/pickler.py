@@ -19,6 +19,7 @@ from typing import Any
 import cloudpickle.cloudpickle as cloudpickle
 import torch
 
+from nbdist.code_places import CELLS
 from nbdist.errors import EncodeError
 from nbdist.wire.messages import Fork
 from nbdist.wire.pickling import classes, definitions, names, stand_ins
@@ -298,4 +299,6 @@ def _reduce_cached_property(found: functools.cached_property[Any]) -> Any:
 def _reduce_code(code: types.CodeType) -> Any:
     """Return how to pickle a function's code with its file name, with which errors and `inspect` find its lines."""
     make, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
-    return make, tuple(code.co_filename if argument == _NO_FILE else argument for argument in arguments)
+    arguments = tuple(code.co_filename if argument == _NO_FILE else argument for argument in arguments)
+    number = CELLS.get(code.co_filename)
+    return (stand_ins.cell_code, (number, code.co_filename, make, arguments)) if number else (make, arguments)

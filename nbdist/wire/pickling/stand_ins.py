@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from nbdist.code_places import CELLS
 from nbdist.errors import DecodeError
 
 __all__ = [
     "cached",
     "cached_property",
+    "cell_code",
     "exception",
     "recorded",
     "reference",
@@ -74,6 +76,12 @@ def cached_property(function: Any, name: str | None) -> functools.cached_propert
     if name is not None:
         made.__set_name__(object, name)
     return made
+
+
+def cell_code(number: int, file: str, make: Any, arguments: tuple[Any, ...]) -> Any:
+    """Make the code of a function that was typed in cell ``number`` of another process, and note that number."""
+    CELLS[file] = number
+    return make(*arguments)
 
 
 def script(data: bytes) -> Any:
