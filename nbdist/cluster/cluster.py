@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -476,6 +476,7 @@ class Cluster:
                     self._losses.wait()
                 try:
                     self._lives.launch(chosen)
+                    self._on_joined(self._lives.launcher.advice())  # a worker whose host is lost needs a person
                     self._lives.bring_up(chosen, deadline)
                 except BaseException:
                     self._lives.abandon(chosen)
@@ -580,8 +581,8 @@ class Cluster:
             )
 
     def _on_joined(self, line: str) -> None:
-        """Pass a line about workers that have joined, or could not join, on to the user. In another thread."""
-        if self.on_joined is not None:
+        """Pass a line about workers that have joined, could not or must, on to the user. In any thread; "" for none."""
+        if self.on_joined is not None and line:
             self.on_joined(line)
 
     def _inviting_launcher(self) -> InvitingLauncher:
@@ -713,7 +714,7 @@ class Cluster:
             keep: Whether workers keep the value of the last expression, for `references`. They drop it if the cell
                 fails while this waits, or some time after the handle was dropped: at most 2,000 cells later.
             sink: Where to show output; None for the place of the code that calls this.
-            quiet: Whether to leave out the values of last expressions, and all notices.
+            quiet: Whether to leave out the values of last expressions, and notices of failed workers.
             fail_fast: Whether to interrupt the other workers as soon as one has failed.
             progress_after: After how many seconds without output a line shows what the workers wait for; 0 for never.
             above: How many lines stand above ``code`` in the page's cell; tracebacks count from the top of that cell.
@@ -754,15 +755,8 @@ class Cluster:
                 # A weak reference to the cluster: else the cluster, whose router keeps the last cells, would never end.
                 cell.kept = weakref.finalize(cell, _drop_values_soon, weakref.ref(self), ids)
                 cell.kept.atexit = False
-            allow_stdin = block and sink.interactive
-            request = {
-                "code": code,
-                "silent": False,
-                "store_history": True,
-                "user_expressions": {},
-                "allow_stdin": allow_stdin,
-                "stop_on_error": False,
-            }
+            options = {"silent": False, "store_history": True, "user_expressions": {}, "stop_on_error": False}
+            request = {"code": code, "allow_stdin": block and sink.interactive, **options}
             origin = self._router.origins.current()
             told = {METADATA: {"number": number, "keep": keep, "above": above, "origin": origin}}
             packed = pack(request), pack(told)  # once, for all workers
@@ -770,8 +764,8 @@ class Cluster:
             def send() -> None:
                 if not self._thread.soon(self._send, token, cell, workers, *packed):
                     raise UsageError("this cluster has been shut down; make another")
-                if progress_after > 0 and sink.interactive and not quiet:
-                    self._thread.soon(Lookout(self._thread, self.agent, cell, progress_after).start)
+                if progress_after > 0 and sink.interactive:
+                    self._thread.soon(Lookout(self._thread, self.agent, cell, workers, progress_after).start)
 
             if block:
                 try:
@@ -1063,13 +1057,13 @@ class Cluster:
         self.start()
         workers = self.select(targets)
         self._require_alive(workers)
-        names = [worker.name for worker in workers]
-        token = os.urandom(8).hex()
+        names, ranks, token = [each.name for each in workers], [each.rank for each in workers], os.urandom(8).hex()
         code = f"__import__('nbdist.cluster.worker.values', fromlist=['_']).place({token!r})"
+        self.execute("pass", ranks, quiet=True)  # waits with a line that says for whom, as the calls below do not
         try:
             with torch.no_grad():  # as in `evaluate`; also avoids the warning that no gradient will come back
                 ask_each(self.agent, receive, dict.fromkeys(names, (token, dict(variables)))).or_raise()
-            self.execute(code, [worker.rank for worker in workers], quiet=True)
+            self.execute(code, ranks, quiet=True)
         except BaseException as error:
             for name in names:
                 with contextlib.suppress(NbdistError):  # the worker is gone, and the values with it

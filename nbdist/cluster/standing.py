@@ -3,13 +3,14 @@
 ::
 
     worker0 waits in dist.recv(src=1), In[3]:2, 14 s; worker1 has failed
+    worker0 is still busy with loss.backward(), In[2]:5, 34 s; worker1 is stopped by a signal, 12 s
 
     notebook: `Lookout` ── every 2 s of silence ──> worker: `place` ──> `Stands.saw` ──> `Stands.say` ──> the line
 
 A worker counts as waiting if its main thread is at the same instruction as at the last look, and has used hardly any
 processor time since then. The line appears after ``progress_after`` seconds of silence, if all running workers wait, or
-if one waits and another has ended the cell. Each look updates the line, or removes it. A cell whose workers all compute
-has no line.
+if one waits and another has ended the cell, and if a worker cannot begin: it still runs an earlier cell, or a signal
+such as SIGSTOP has stopped it. Each look updates the line, or removes it. If all workers compute, there is no line.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +34,7 @@ from nbdist.errors import NbdistError
 if TYPE_CHECKING:  # workers import this module, but not the notebook's side of cells
     from nbdist.cluster.kernels.cells import Cell, CellPart
     from nbdist.cluster.kernels.connection import KernelThread
+    from nbdist.cluster.workers import Worker
     from nbdist.rpc.agent import Agent
 
 __all__ = ["Lookout", "Position", "Stands", "say_where"]
@@ -175,35 +178,44 @@ class Stands:
                 return
         self._since.pop(worker, None)
 
-    def say(self, running: Sequence[str], ended: Mapping[str, bool], now: float) -> str:
+    def say(self, running: Sequence[str], ended: Mapping[str, bool], held: Mapping[str, str], now: float) -> str:
         """Return the line to show at the time ``now``; empty if none should be shown.
 
         There is a line if all ``running`` workers wait, or if some wait and others have ended, as in a deadlock after
-        an error. Workers that wait at the same place are named together. ``ended`` has the workers that have ended the
-        cell: True for a worker that failed.
+        an error; and if there are workers in ``held``, which says in words what keeps each of them from the cell.
+        Workers that wait at the same place are named together. ``ended`` has the workers that have ended the cell: True
+        for a worker that failed.
         """
-        waiting = [worker for worker in running if worker in self._since]
-        if not waiting or not (ended or len(waiting) == len(running)):
+        waiting = [worker for worker in running if worker in self._since and worker not in held]
+        if not held and not (waiting and (ended or len(waiting) == len(running))):
             return ""
         groups: dict[tuple[str, str], list[str]] = {}
         for worker in waiting:
             found = self._last[worker][1]
             groups.setdefault((found.call, found.line), []).append(worker)
-        said = []
+        said = [f"{worker} {why}" for worker, why in held.items()]
         for (call, line), workers in groups.items():
             since = min(self._since[worker] for worker in workers)
             said.append(
                 f"{say_names(workers)} {plural(len(workers), 'waits', 'wait')} in {call}, {line}, {now - since:.0f} s"
             )
-        if computing := [worker for worker in running if worker not in self._since]:
+        if computing := [worker for worker in running if worker not in (*waiting, *held)]:
             said.append(f"{say_names(computing)} {plural(len(computing), 'computes', 'compute')}")
-        for failed, verbs, state in (
-            (True, ("has", "have"), "failed"),
-            (False, ("is", "are"), "through with this cell"),
-        ):
+        verbs = {
+            True: ("has failed", "have failed"),
+            False: ("is through with this cell", "are through with this cell"),
+        }
+        for failed, words in verbs.items():
             if workers := [worker for worker, how in ended.items() if how == failed]:
-                said.append(f"{say_names(workers)} {plural(len(workers), *verbs)} {state}")
+                said.append(f"{say_names(workers)} {plural(len(workers), *words)}")
         return "; ".join(said)
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """Return whether a signal such as SIGSTOP has stopped a process of this host."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 # -- the driver -------------------------------------------------------------------------------------------------
@@ -212,11 +224,11 @@ class Stands:
 class Lookout:
     """Looks at the workers of a silent cell, and shows the line after ``after`` seconds. In the kernel thread."""
 
-    def __init__(self, thread: KernelThread, agent: Agent, cell: Cell, after: float) -> None:
-        self._thread = thread
-        self._agent = agent
-        self._cell = cell
-        self._after = after
+    def __init__(self, thread: KernelThread, agent: Agent, cell: Cell, workers: Sequence[Worker], after: float) -> None:
+        self._thread, self._agent, self._cell, self._after = thread, agent, cell, after
+        self._workers = {worker.name: worker for worker in workers}
+        self._stopped: dict[str, float] = {}
+        """The workers that a signal has stopped, each with the time at which this was seen first."""
         self._stands = Stands()
         self._line = InPlace(cell.sink.page)
 
@@ -254,16 +266,30 @@ class Lookout:
         if self._cell.done:
             return
         now = time.monotonic()
+        held: dict[str, str] = {}
         for part in self._running():
             found, answer = None, asked.get(part.worker)
             if answer is not None and answer.done():
                 with contextlib.suppress(Exception):  # the worker died, or the answer is late
                     found = answer.value()
             self._stands.saw(part.worker, found, now)
+            if why := self._say_held(self._workers[part.worker], found, now):
+                held[part.worker] = why
         ended = {part.worker: part.error is not None for part in self._cell.parts.values() if part.done}
         silent = now - self._cell.last_output >= self._after
-        self._line.show(self._stands.say([part.worker for part in self._running()], ended, now) if silent else "")
+        running = [part.worker for part in self._running()]
+        self._line.show(self._stands.say(running, ended, held, now) if silent else "")
         self._call_later(self._look, max(0.1, min(_LOOK_EVERY, self._after) - _ANSWER_WITHIN))
+
+    def _say_held(self, worker: Worker, found: Position | None, now: float) -> str:
+        """Return what keeps a worker from running the cell, in words that follow its name; "" if nothing does."""
+        if not worker.host and _is_stopped(worker.pid):  # on another host, the worker is lost some seconds later
+            return f"is stopped by a signal, {now - self._stopped.setdefault(worker.name, now):.0f} s"
+        self._stopped.pop(worker.name, None)
+        first = next(iter(worker.cells), self._cell)
+        place = f"{found.call}, {found.line}" if found else f"In[{first.number}]"
+        since = now - (first.parts[worker.name].began or now)
+        return f"is still busy with {place}, {since:.0f} s" if first is not self._cell else ""
 
     def _running(self) -> list[CellPart]:
         """Return the parts of the cell (one for each worker) that have not ended."""

@@ -244,6 +244,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         found = options.read(line)
         targets = " ".join(found.targets).strip() or None
         cluster = self._session.cluster()
+        cluster.on_joined = lines_below()
         names = cluster.restart(targets, process_group=found.process_group)
         if names:
             print(f"Restarted {', '.join(names)}.")

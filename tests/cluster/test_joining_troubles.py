@@ -58,7 +58,25 @@ def test_a_restart_that_nobody_could_serve_in_time_is_forgotten(keepers):
             assert cluster.evaluate("rank") == [0, 1]
 
 
-@pytest.mark.soak  # the test above has a restart that nobody can serve, too
+def test_a_restart_says_at_once_that_somebody_must_start_the_worker(keepers):
+    with keepers.cluster(addresses=["127.0.0.1", "127.0.0.1"]) as cluster:
+        os.kill(keeper_of(cluster, "worker1").record.pid, signal.SIGKILL)
+        until(lambda: cluster.find("worker1").lost)
+        said = []
+
+        def read(line):  # who reads the line starts the worker for which the restart waits
+            said.append(line)
+            keepers.another(cluster)
+
+        cluster.on_joined = read
+        assert cluster.restart() == ["worker1"]
+        assert cluster.restart("worker0") == ["worker0"], "its host is there, so nothing is said"
+        (line,) = said
+        assert line.startswith("1 worker must be started: on each host, ")
+        assert line.endswith("write another one with %dist_invite")
+
+
+@pytest.mark.soak  # a test above has a restart that nobody can serve, too
 def test_a_worker_without_a_place_does_not_keep_others_from_theirs(keepers):
     with keepers.cluster(addresses=["127.0.0.1", "127.0.0.1"]) as cluster:
         os.kill(keeper_of(cluster, "worker0").record.pid, signal.SIGKILL)

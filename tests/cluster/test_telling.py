@@ -150,6 +150,39 @@ def test_zero_turns_it_off(notebook):
     assert line_of(cell) is None
 
 
+def test_a_worker_that_a_signal_has_stopped_is_named(notebook):
+    pid = int(notebook.run("__import__('nbdist').Cluster.current.find('worker1').pid").result)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        cell = notebook.send("%%remote --progress-after 2\n1")
+        told = r"worker1 is stopped by a signal, \d+ s; worker0,2 are through with this cell"
+        notebook.until(lambda: re.fullmatch(told, line_of(cell) or ""))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    notebook.finish(cell)
+    assert cell.error is None
+
+
+@pytest.fixture
+def behind(notebook):
+    """The name of a cell that worker0 runs. Lines come after 2 s, also those of magics that have no option for it."""
+    notebook.run("import nbdist; nbdist.Cluster.execute.__kwdefaults__['progress_after'] = 2")
+    earlier = notebook.run("%%remote 0 -a\nimport time\ntime.sleep(600)")
+    yield earlier.name
+    notebook.run("nbdist.Cluster.current.interrupt()")
+    notebook.run("nbdist.Cluster.execute.__kwdefaults__['progress_after'] = 10")
+
+
+@pytest.mark.parametrize(
+    "line", ["%remote 0 rank", "%dist_pull rank", "%dist_diff rank", "%dist_push os", "%%remote\n1"]
+)
+def test_who_waits_for_a_busy_worker_is_told_so(notebook, behind, line):
+    cell = notebook.send(line)
+    told = rf"worker0 is still busy with time\.sleep\(600\), {re.escape(behind)}:3, \d+ s"
+    notebook.until(lambda: re.match(told, line_of(cell) or ""))
+    stop(notebook, cell)
+
+
 def test_nothing_of_it_is_in_a_log():
     with Notebook(watched=False) as notebook:  # as nbval runs it
         notebook.run("%dist_init -n 2 --backend none -t 60")
@@ -168,9 +201,12 @@ def test_who_moves_on_or_computes_does_not_wait():
         stands.saw("still", place(1, 0.0), now)
         stands.saw("moves", place(now, 0.0), now)
         stands.saw("busy", place(3, now), now)
-    assert stands.say(["still", "moves", "busy"], {}, 4.0) == ""
-    assert stands.say(["still"], {}, 4.0) == "still waits in f(), In[3]:1, 4 s"
-    said = stands.say(["still", "moves", "busy"], {"gone": True, "over": False}, 4.0)
-    assert said == "still waits in f(), In[3]:1, 4 s; moves,busy compute; gone has failed; over is through with this cell"
+    assert stands.say(["still", "moves", "busy"], {}, {}, 4.0) == ""
+    assert stands.say(["still"], {}, {}, 4.0) == "still waits in f(), In[3]:1, 4 s"
+    said = stands.say(["still", "moves", "busy"], {"gone": True, "over": False}, {}, 4.0)
+    assert (
+        said == "still waits in f(), In[3]:1, 4 s; moves,busy compute; gone has failed; over is through with this cell"
+    )
     stands.saw("still", None, 6.0)  # holds the GIL
-    assert stands.say(["still"], {}, 6.0) == ""
+    assert stands.say(["still"], {}, {}, 6.0) == ""
+    assert stands.say(["still", "behind"], {}, {"behind": "is held"}, 6.0) == "behind is held; still computes"

@@ -22,7 +22,7 @@ from nbdist.cluster.inspection import where
 from nbdist.cluster.kernels.labels import is_cell
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
 from nbdist.cluster.worker.status_report import LINE_SHOWN, StatusReport, make_report, say_line
-from nbdist.code_places import is_of_cell, is_users, shown_name
+from nbdist.code_places import is_users, shown_name
 from nbdist.errors import NbdistError
 from nbdist.rpc.asking import ask_each
 
@@ -106,7 +106,7 @@ def _ask_hosts(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, StatusR
 def _place(worker: Worker, frames: Sequence[where.Frame]) -> str:
     """Return the innermost line of the user's code among these frames; "" without one."""
     for frame in frames:
-        if is_of_cell(frame.file):
+        if frame.in_cell:
             cells = [cell for cell in worker.cells if is_cell(frame.file, cell.source)]
             lines = cells[0].source.splitlines() if cells else []  # without a match, the line is in an earlier cell
             line = lines[frame.line - 1].strip() if frame.line <= len(lines) else ""

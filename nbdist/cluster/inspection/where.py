@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from nbdist.code_places import is_of_cell
+
 __all__ = ["Frame", "read_frames"]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
@@ -16,6 +18,11 @@ class Frame(NamedTuple):
     file: str
     line: int
     function: str
+
+    @property
+    def in_cell(self) -> bool:
+        """Return whether the code of this frame is a cell's."""
+        return is_of_cell(self.file)
 
 
 def read_frames(text: str) -> list[Frame]:

@@ -55,9 +55,7 @@ def _show_thread_error(where: str, args: Any) -> None:
     """Print an error that ends a thread, as Python does, but with the numbers of cells in place of their files."""
     if args.exc_type is not SystemExit:
         text = "".join(traceback.format_exception(args.exc_value))
-        text = re.sub(
-            r'File "([^"]+)"', lambda file: f"Cell {shown_name(file[1])}{where}" if file[1] in CELLS else file[0], text
-        )
+        text = re.sub(r'File "([^"]+)"', lambda m: f"Cell {shown_name(m[1])}{where}" if m[1] in CELLS else m[0], text)
         sys.stderr.write(f"Exception in thread {getattr(args.thread, 'name', '?')}:\n{text}")
 
 
