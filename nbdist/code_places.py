@@ -80,10 +80,7 @@ def is_of_cell(file: str) -> bool:
 
 
 def shown_name(file: str) -> str:
-    """Return the name by which a reader knows a file: ``In[3]`` for a cell, else the name without its folder.
-
-    A cell whose number this process does not know is called ``cell``.
-    """
+    """Return the name by which a reader knows a file: ``In[3]`` or ``cell`` for a cell, else without its folder."""
     number = CELLS.get(file)
     return f"In[{number}]" if number else "cell" if is_of_cell(file) else Path(file).name
 

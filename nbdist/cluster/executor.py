@@ -94,10 +94,7 @@ class Lanes:
         self._closed = False
 
     def add(self, task: Task) -> None:
-        """Queue a task. Returns at once; the first of its workers that is free runs it. Called in any thread.
-
-        Once the cluster has been shut down, the task fails with UsageError.
-        """
+        """Queue a task for the first free one of its workers. It fails once the cluster is shut down. In any thread."""
         with self._changed:
             self._waiting[task] = False
             self.look_again()
@@ -136,10 +133,7 @@ class Lanes:
                 self._changed.notify_all()
 
     def _serve(self, worker: Worker) -> None:
-        """Run tasks on a worker, one after another, until the cluster is shut down. In that worker's thread.
-
-        An error of the call, or a worker that dies, fails the task and not the thread. A cancelled task is skipped.
-        """
+        """Run tasks on a worker until the cluster is shut down. A failed call or a lost worker fails only the task."""
         while (task := self._take(worker)) is not None:
             if task.running() or task.set_running_or_notify_cancel():  # it runs already if it was put back
                 self._run(task, worker)
@@ -156,10 +150,7 @@ class Lanes:
         return None
 
     def _next(self, worker: Worker) -> Task | None:
-        """Return the oldest task that a free worker may run, or that a dead worker must fail, as none for it lives.
-
-        None if there is none, or the worker is busy or starts. The caller holds the lock.
-        """
+        """Return the oldest task that a free worker may run, or a dead one must fail, else None. Under the lock."""
         alive = worker.alive
         if alive and (worker.cells or not self._is_member(worker.incarnation)):  # the agent may know first of a loss
             return None
