@@ -3,8 +3,8 @@
 ==================== ======================================================================================
 function             True for a file of
 ==================== ======================================================================================
-`is_nbdists`         nbdist, or one of its packages
-`is_torchs`          torch, or one of its packages; not of torchvision, which is another package
+`is_nbdists`         nbdist, or one of its packages; not of its engine
+`is_torchs`          torch, or one of its packages, or nbdist's engine; not of torchvision, which is another package
 `is_pythons`         Python itself, without the packages that are installed inside of its library
 `is_users`           the user: of none of the above, and of no installed package
 `is_of_cell`         a cell of a notebook
@@ -33,6 +33,9 @@ TORCH = f"{Path(torch.__file__).parent}/"
 """The folder of torch's code, with a slash at its end."""
 _PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
 """The folder of Python's library. Packages may be installed inside of it, too."""
+# torch.autograd calls nbdist's engine in place of its own. So each backward pass has a frame of this file, below which
+# torch waits in C++ for other workers: it counts as a frame of the file of torch that has called it.
+_STANDS_FOR = {f"{NBDIST}autograd/passes/engine.py": f"{TORCH}autograd/graph.py"}
 _PACKAGES = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("purelib", "platlib"))
 """The folders into which this Python installs packages."""
 _CELL = re.compile(r"/ipykernel_\d+/\d+\.py$")
@@ -45,12 +48,12 @@ was sent. If the same text has run twice, the last number counts. `nbdist.cluste
 
 def is_nbdists(file: str, *packages: str) -> bool:
     """Return whether a file is nbdist's own; with ``packages`` such as "rpc", whether it is in one of these."""
-    return _is_in(NBDIST, packages, file)
+    return file not in _STANDS_FOR and _is_in(NBDIST, packages, file)
 
 
 def is_torchs(file: str, *packages: str) -> bool:
     """Return whether a file is torch's; with ``packages`` such as "futures", whether it is in one of these."""
-    return _is_in(TORCH, packages, file)
+    return _is_in(TORCH, packages, _STANDS_FOR.get(file, file))
 
 
 def is_pythons(file: str) -> bool:

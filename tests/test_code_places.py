@@ -77,6 +77,14 @@ def test_a_folder_whose_name_only_begins_alike_is_another_one(monkeypatch):
     assert not is_torchs(f"{TORCH[:-1]}vision/models/resnet.py")
 
 
+def test_nbdists_engine_counts_as_the_file_of_torch_that_calls_it():
+    file = nbdist.autograd.passes.engine.__file__
+    assert is_torchs(file, "autograd")
+    assert not is_torchs(file, "distributed")
+    assert not is_nbdists(file)
+    assert not is_users(file)
+
+
 def test_packages_of_nbdist_and_torch():
     assert is_nbdists(nbdist.rpc.api.__file__)
     assert is_nbdists(nbdist.rpc.api.__file__, "nn", "rpc")

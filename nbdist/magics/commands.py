@@ -255,7 +255,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         elif cluster.spec.backend == "none":
             if found.process_group:
                 print("The cluster has no process group: it was started with --backend none.")
-        elif found.process_group or len(names) == len(cluster.names):
+        elif found.process_group or names:
             print("The process group is formed anew.")
 
     @line_magic

@@ -128,6 +128,18 @@ def test_what_does_not_give_way_is_named_with_where_it_is(two):
     assert two.run("%%remote 1\nprint('back')").stdout == "back\n"
 
 
+def test_a_backward_pass_that_does_not_give_way_is_named_at_torchs_line(two):
+    code = "y = torch.ones(1, requires_grad=True)\ny.register_hook(__import__('functools').partial(sum, range(10**10)))"
+    cell = two.send(f"%%remote 1\n{STARTED}{code}\n(y * 2).backward()")
+    two.until(lambda: "started" in cell.stdout)
+    time.sleep(1)  # in the C function, below the frame of nbdist's engine
+    two.interrupt()
+    two.finish(cell)
+    assert "worker1 did not stop within 2 s" in cell.traceback
+    assert re.search(r"\(it is in _engine_run_backward, line \d+ of \S+/graph.py, called by line 5 of", cell.traceback)
+    two.run("%dist_restart worker1")
+
+
 def test_a_queued_cell_is_interrupted_when_its_turn_comes(two):
     two.run("%%remote 0 -a\nimport time; time.sleep(8); first = True")
     cell = interrupt_when(two, two.send("%%remote 0\nsecond = True"))

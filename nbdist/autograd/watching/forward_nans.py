@@ -29,7 +29,7 @@ import torch
 
 from nbdist.autograd.graph.edges import RECEIVE
 from nbdist.autograd.graph.origins import NodeOrigin
-from nbdist.code_places import TORCH, is_nbdists, is_torchs
+from nbdist.code_places import NBDIST, TORCH, is_nbdists
 from nbdist.errors import ForwardNaN
 from nbdist.torch_private import (
     graph_task,
@@ -327,13 +327,13 @@ def _is_of_gradients(given: bool, in_module: bool) -> bool:
     operations must not be blamed.
     """
     frame = sys._getframe(1)
-    while (is_of_torch := is_torchs(frame.f_code.co_filename)) or _is_of_check(frame.f_code):
+    while (is_of_torch := frame.f_code.co_filename.startswith(TORCH)) or _is_of_check(frame.f_code):
         if is_of_torch and not in_module and frame.f_code.co_filename.startswith(_UPDATE_FILES):
             return True
         if frame.f_back is None:
             return False
         frame = frame.f_back
     file = frame.f_code.co_filename
-    if in_module or not is_nbdists(file) or is_nbdists(file, "rpc"):
+    if in_module or not file.startswith(NBDIST) or is_nbdists(file, "rpc"):
         return False
     return given or not is_nbdists(file, "nn")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from nbdist.code_places import is_of_cell
+from nbdist.code_places import NBDIST, is_of_cell
 
 __all__ = ["Frame", "read_frames"]
 
@@ -26,5 +26,6 @@ class Frame(NamedTuple):
 
 
 def read_frames(text: str) -> list[Frame]:
-    """Return the frames, innermost first, in a text that Python's faulthandler has written; [] for an empty text."""
-    return [Frame(name, int(line), function) for name, line, function in _FRAME.findall(text)]
+    """Return the frames but nbdist's, innermost first, in a text of Python's faulthandler; [] for an empty text."""
+    found = _FRAME.findall(text)
+    return [Frame(name, int(line), function) for name, line, function in found if not name.startswith(NBDIST)]

@@ -47,7 +47,17 @@ def install(shell: Any) -> None:
 
     async def run_code(code: Any, result: Any = None, **options: Any) -> Any:
         nonlocal translated
-        failed = await plain_run(code, result, **options)
+        try:
+            failed = await plain_run(code, result, **options)
+        except KeyboardInterrupt as error:
+            # Where C++ code ends with an error, Python may raise the interrupt only here, in IPython's code.
+            if error.__context__ is None:
+                raise
+            if result is not None:
+                result.error_in_exec = error
+            error.__traceback__ = error.__context__.__traceback__
+            shell.showtraceback((type(error), error, error.__traceback__), running_compiled_code=True)
+            failed = True
         if result is not None and translated[0] is not None and result.error_in_exec is translated[0]:
             result.error_in_exec = translated[1]
         translated = None, None

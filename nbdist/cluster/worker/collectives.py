@@ -472,7 +472,6 @@ def _end_cut_transfers() -> None:
 
 
 def _say_lost() -> str:
-    """Return the text of the WorkerLost for all lost members: they have died, or cannot be reached from this worker."""
     who = "; ".join(f"{name} {why}" for name, why in _lost.values())
     names = ",".join(name for name, _ in _lost.values())
     return (
@@ -511,10 +510,19 @@ def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
     if not (_lost or _broken) and _spans_hosts:
         _wait_for_loss_elsewhere(_agent)
     if not _lost:
-        return None if of_nccl and not _broken else GroupError(_BROKEN_OFF)
+        if of_nccl and not _broken:
+            return None
+        return GroupError(_BROKEN_OFF if _broken or not _is_whole() else _OLD)
     lost = WorkerLost(_say_lost())
     lost.__cause__ = error
     return lost
+
+
+def _is_whole() -> bool:
+    # While all present groups have all their connections, an error of gloo comes from an older group.
+    groups = process_groups()
+    names = [(loop, _store.group_at(loop.address) if _store is not None else None) for loop in _all_loops()]
+    return all(len(loop.connections) >= len(groups[name]) - 1 for loop, name in names if name in groups)
 
 
 def _wait_for_loss_elsewhere(agent: Agent) -> None:
@@ -585,18 +593,22 @@ def break_off(thread: int | None = None) -> str:
     all groups. Groups that were left stay unusable. ``thread`` is the thread's ident; None for the main thread.
     """
     global _broken
-    ident = threading.main_thread().ident if thread is None else thread
+    ident = threading.main_thread().ident or 0 if thread is None else thread
+    if _is_forming(ident):
+        _stop_forming.set()
+        return _FORMING_STOPPED
+    # A backward pass may compute for seconds before it averages gradients, and sees no signal before it ends: let it
+    # come to its wait. Not with NCCL: a thread that waits for a GPU looks as one that computes.
+    if not any(map(nccl.abortable, groups_by_name().values())) and not _comes_to_wait(ident):
+        return ""
     with _breaking:
-        if _is_forming(ident or 0):
-            _stop_forming.set()
-            return _FORMING_STOPPED
         if not (dist.is_available() and dist.is_initialized()):
             return ""
-        waits, group = _collective_of(ident or 0)
+        waits, group = _collective_of(ident)
         groups = [each for name, each in groups_by_name().items() if group in (name, None)]
         groups = [each for each in groups if any(map(nccl.is_used, nccl.abortable(each)))]
         if groups and not waits:
-            waits, group = bool(nccl.waits([ident or 0])), None
+            waits, group = bool(nccl.waits([ident])), None
         if not waits:
             return ""
         name_of = _store.group_at if _store is not None else lambda _: None
@@ -620,12 +632,26 @@ def _is_forming(ident: int) -> bool:
     return frame is not None
 
 
+def _comes_to_wait(ident: int) -> bool:
+    def place() -> tuple[int, int] | None:
+        frame = sys._current_frames().get(ident)
+        return None if frame is None else (id(frame), frame.f_lasti)
+
+    began = place()
+    while place() == began:
+        call = gloo.call_of(ident)
+        time.sleep(_LOOK_EVERY)
+        # Look twice: a thread that computes waits now and then for memory, or for the other threads of a product.
+        if call[0] not in ("running", "-1") and gloo.call_of(ident) == call:
+            return True
+    return False
+
+
 def _collective_of(ident: int) -> tuple[bool, str | None]:
     """Return whether a thread waits in a collective, and the name of the group; None where the group is unknown."""
     # A thread that waits in C++ is in a system call, and its innermost Python frame is the one that called into C++.
     frame = sys._current_frames().get(ident)
-    thread = next((thread for thread in threading.enumerate() if thread.ident == ident), None)
-    if frame is None or thread is None or gloo.system_call(thread.native_id or 0)[:1] == ["running"]:
+    if frame is None or gloo.call_of(ident)[0] == "running":
         return False, None
     if not is_torchs(frame.f_code.co_filename):
         return gloo.method_called(frame) == "wait", None  # ``wait`` of the handle of an asynchronous collective

@@ -20,6 +20,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from types import FrameType
 
 from nbdist.torch_private import torch_version
 
-__all__ = ["Loop", "connect_for_peers", "loops", "method_called", "shut", "system_call"]
+__all__ = ["Loop", "call_of", "connect_for_peers", "loops", "method_called", "shut", "system_call"]
 
 _NAME = "gloo_tcp_loop" if torch_version() >= (2, 13) else None
 """The name of a loop's thread; None if the installed torch gives it no name."""
@@ -104,6 +105,13 @@ def system_call(task: int) -> list[str]:
     with contextlib.suppress(OSError):
         return Path(f"/proc/self/task/{task}/syscall").read_text().split()
     return ["unknown"]
+
+
+def call_of(ident: int) -> list[str]:
+    """Return the system call of the Python thread with this ident, as `system_call` does."""
+    if ident == threading.main_thread().ident:
+        return system_call(os.getpid())  # Python 3.11 keeps the parent's `native_id` in a process that was forked
+    return system_call(next((each.native_id or 0 for each in threading.enumerate() if each.ident == ident), 0))
 
 
 def method_called(frame: FrameType) -> str:

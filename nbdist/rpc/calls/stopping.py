@@ -226,7 +226,7 @@ class Stopping:
         frame = sys._current_frames().get(thread) if thread is not None else None
         if frame is None:
             return ""
-        stack = [entry for entry in traceback.extract_stack(frame) if not is_nbdists(entry.filename)]
+        stack = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(NBDIST)]
         if not stack or stack[-1].filename == threading.__file__:
             return "C code"  # no Python frame of the user's lies between nbdist and the C function
         return f"{stack[-1].name}, line {stack[-1].lineno} of {stack[-1].filename}"
