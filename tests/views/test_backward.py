@@ -170,6 +170,30 @@ def test_a_cell_that_fails_says_so(world):
     assert "ValueError: no" in watcher.told()
 
 
+class Refuse(torch.autograd.Function):
+    @staticmethod
+    def forward(context, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise ValueError("no")
+
+
+def refuse(x):
+    return Refuse.apply(x * weight)
+
+
+def test_in_a_pass_that_has_failed_nobody_waits(world):
+    with pytest.raises(ValueError, match="no"), Watcher() as watcher, dist_autograd.context() as context:
+        dist_autograd.backward(context, [rpc.rpc_sync("worker1", refuse, args=(leaf(),)).sum()])
+    assert watcher.state == "failed"
+    found = watcher.backward
+    assert "waiting" in states(watcher)
+    assert not any(found.waits(key) for key in found.nodes)
+    assert "waits for" not in repr(watcher)
+
+
 def test_of_many_passes_some_are_looked_at_and_all_of_them_run(world):
     x = leaf()
     with Watcher() as watcher:

@@ -71,6 +71,7 @@ class Backward:
                 if message is not None and key in plan.waits_for:
                     self._targets.setdefault(message, []).append(target)
         self._clear()
+        self._over = False
 
     def _clear(self) -> None:
         self.state: dict[Key, str] = {}
@@ -139,13 +140,14 @@ class Backward:
 
     # -- events -------------------------------------------------------------------------------
 
-    def after(self, events: Sequence[Event], halted: Sequence[Event] = ()) -> Backward:
+    def after(self, events: Sequence[Event], halted: Sequence[Event] = (), *, over: bool = False) -> Backward:
         """Return a copy of this pass, with these events instead of its own, and halted at the events ``halted``.
 
-        The events may come in any order: their times decide.
+        The events may come in any order: their times decide. In a pass that is over, nobody waits.
         """
         found = copy.copy(self)  # the copy shares everything that follows from the plan alone
         found._clear()
+        found._over = over
         for event in sorted(events, key=lambda event: event.time):
             found._enter(event)
         for event in halted:
@@ -210,7 +212,7 @@ class Backward:
 
     def waits(self, key: Key) -> list[str]:
         """Return the names of the other workers whose gradients a node waits for; empty if it does not wait."""
-        if self.state_of(key) != "waiting":
+        if self._over or self.state_of(key) != "waiting":
             return []
         return sorted({worker for worker, _ in self._awaited_nodes(key) if worker != key[0]})
 

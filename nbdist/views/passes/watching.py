@@ -394,7 +394,8 @@ class Watcher:
         if watch is None or id is None:
             return None
         _, events, halted = watch.seen(id)
-        return found.after(events, halted) if found is not None else None
+        over = self.state in ("failed", "over", "ended")
+        return found.after(events, halted, over=over) if found is not None else None
 
     @property
     def state(self) -> str:
