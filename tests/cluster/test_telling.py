@@ -100,6 +100,16 @@ def test_fail_fast_interrupts_the_others(notebook):
     notebook.run("%%remote\n1 + 1")
 
 
+def test_fail_fast_tells_of_the_error_if_others_do_not_stop(notebook):
+    cell = notebook.send("%%remote --fail-fast\nif rank == 1: 1 / 0\nsum(range(10**10))")
+    told = "[worker1] ZeroDivisionError: division by zero (worker0,2 still run; Stop ends them)\n"
+    notebook.until(lambda: told in cell.stderr)
+    stop(notebook, cell)
+    assert "worker0 did not stop within 2 s" in cell.traceback
+    assert "ZeroDivisionError" in cell.traceback
+    notebook.run("%dist_restart 0,2")
+
+
 def test_it_is_told_in_a_script(capfd):
     with nbdist.Cluster(2, backend="none") as cluster:
         cell = cluster.execute("import time\nif rank: 1 / 0\ntime.sleep(6)", block=False)

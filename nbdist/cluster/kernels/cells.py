@@ -57,6 +57,9 @@ The reply that ends a failed cell arrives sooner; after this time the error is s
 _NOTICE_AFTER = 0.3
 """Seconds after a worker's failure until a notice says that others still run; no notice if they end sooner."""
 
+_FAST_NOTICE_AFTER = 1.0
+"""Seconds until that notice with ``fail_fast``, which ends the others, some only by breaking their collective off."""
+
 _END_OF_INPUT = "\x04"
 """The answer for which ipykernel raises EOFError in the function that asked for input."""
 
@@ -582,7 +585,8 @@ class Cell:
             if not self.running:
                 self._outlet.finish()
             elif part.error is not None and not self.interrupted:
-                self._thread.loop.call_later(_NOTICE_AFTER, self._tell_failed)
+                after = _FAST_NOTICE_AFTER if self._fail_fast else _NOTICE_AFTER
+                self._thread.loop.call_later(after, self._tell_failed)
                 if self._fail_fast:
                     self._stop()
         finally:  # even if showing the output fails, the waiting threads must wake
@@ -592,12 +596,13 @@ class Cell:
     def _tell_failed(self) -> None:
         """Show a notice below the cell that names the workers that have failed, while others still run.
 
-        Each failure is told once. There is no notice after an interrupt or the cell's end, for a quiet cell, or where
-        no user watches (`Sink.interactive` is False).
+        Each failure is told once. There is no notice after an interrupt by the user or the cell's end, for a quiet
+        cell, or where no user watches (`Sink.interactive` is False).
         """
-        if self._finished or self.interrupted or self._quiet or not self.sink.interactive:
+        interrupted = self.interrupted and not self._fail_fast
+        if self._finished or interrupted or self._quiet or not self.sink.interactive:
             return
-        errors = [error for error in self.errors if error.worker not in self._told]
+        errors = [error for error in self._own_errors() if error.worker not in self._told]
         self._told.update(error.worker for error in errors)
         if errors:
             ends = self.sink.stop_says if self._foreground else "its cancel() ends"
