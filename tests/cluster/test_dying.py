@@ -50,6 +50,14 @@ def test_one_comes_back_under_its_name_and_rank_and_others_are_untouched(two):
     assert two.run("%%remote\nt = torch.ones(1); dist.all_reduce(t); t.item()").stdout == "[worker0,1] 2.0\n"
 
 
+def test_the_progress_bar_of_a_cell_that_has_ended_does_not_explain_a_death(two):
+    two.run("%%remote 1\nimport sys; print('99% of a bar', end='\\r', file=sys.stderr, flush=True)")
+    two.run("os.kill(Cluster.current.find('worker1').pid, signal.SIGKILL)")
+    cell = two.run("%%remote 1\n1 + 1", check=False)
+    assert "worker1 was killed by SIGKILL" in cell.error["evalue"]
+    assert "of a bar" not in cell.error["evalue"]
+
+
 def test_a_living_one_can_be_restarted_while_it_is_stuck(two):
     two.run("%%remote 1 -a\nimport ctypes; ctypes.PyDLL(None).sleep(600)")
     two.run("%dist_restart worker1")

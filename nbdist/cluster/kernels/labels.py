@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ipykernel.compiler import get_file_name
 
 from nbdist.cluster.kernels.versions import name_files, show_notes
-from nbdist.code_places import CELLS, is_nbdists, shown_name
+from nbdist.code_places import CELLS, NBDIST, is_pythons, shown_name
 from nbdist.errors import NbdistError, UsageError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def trim_tracebacks(shell: Any) -> None:
     def structured_traceback(kind: Any, error: Any, tb: Any = None, *args: Any, **kwargs: Any) -> Any:
         ours = isinstance(error, NbdistError | KeyboardInterrupt)
         if ours or any(note.startswith("raised on ") for note in getattr(error, "__notes__", ())):
-            _cut_off_our_frames(tb)
+            _leave_out_our_frames(tb)
         if not isinstance(error, UsageError):
             return shown(kind, error, tb, *args, **kwargs)
         # The text of a UsageError says all: its cause, inside of this package, is not shown.
@@ -151,15 +151,16 @@ def trim_tracebacks(shell: Any) -> None:
     shell.InteractiveTB.structured_traceback = structured_traceback
 
 
-def _cut_off_our_frames(tb: TracebackType | None) -> None:
-    """End a traceback at the last frame outside of this package.
-
-    A traceback that lies wholly inside of this package stays as it is.
-    """
-    last = None
+def _leave_out_our_frames(tb: TracebackType | None) -> None:
+    """Leave this package's frames out of a traceback, but its first ones, with those of Python's that they call."""
+    last, ours = None, False
     while tb is not None:
-        if not is_nbdists(tb.tb_frame.f_code.co_filename):
+        file, following = tb.tb_frame.f_code.co_filename, tb.tb_next
+        ours = file.startswith(NBDIST) or (ours and is_pythons(file))
+        if not ours:
+            if last is not None:
+                last.tb_next = tb
             last = tb
-        tb = tb.tb_next
+        tb = following
     if last is not None:
         last.tb_next = None

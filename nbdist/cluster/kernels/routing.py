@@ -84,11 +84,12 @@ class Router:
         if kind == NAMES:
             worker.names = content["names"]
             return
-        if kind == "execute_input":  # an earlier cell's errors do not explain how this one ends
+        id = message["parent_header"].get("msg_id", "")
+        ends = content.get("execution_state") == "idle" and id in self._cells
+        if kind == "execute_input" or ends:  # a cell's errors explain no death after the cell, nor in the next one
             worker.stderr.clear()
         if kind.startswith("comm_"):
             self.comms.from_worker(worker, message)
-        id = message["parent_header"].get("msg_id", "")
         found = self._cells.get(id) or self.origins.find(id) or self.comms.find(message)
         if kind == "stream":
             worker.remember(content["name"], content["text"], found.number if found is not None else 0)

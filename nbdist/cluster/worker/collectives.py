@@ -514,6 +514,7 @@ def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
             return None
         return GroupError(_BROKEN_OFF if _broken or not _is_whole() else _OLD)
     lost = WorkerLost(_say_lost())
+    error.args = (text.partition(" This is typically caused by a remote worker")[0],)  # where gloo begins to guess
     lost.__cause__ = error
     return lost
 
