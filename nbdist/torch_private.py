@@ -14,11 +14,13 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import BuiltinFunctionType, SimpleNamespace
 from typing import Any
@@ -33,6 +35,7 @@ __all__ = [
     "NEWEST_TESTED",
     "SYMBOLS",
     "engine",
+    "compilation",
     "direct_apply",
     "function_modes",
     "graph_task",
@@ -88,9 +91,12 @@ FUNCTIONS: dict[str, str] = {
     "torch._C._collect_all": "torch.futures.wait_all waits for the rest after the first error of a call",
     "torch._C.Future": "torch.futures.Future, its subclass, is looked for",
     "torch._C._distributed_rpc": "torch was built without RPC, so no agent of torch's can run",
+    "torch._guards.TracingContext.try_get": "torch.compile fails for a module that contains a RemoteModule",
     "torch._utils._get_sparse_tensors_to_validate": "since 2.15; before, torch._utils._sparse_tensors_to_validate",
     "torch._utils._sparse_tensors_to_validate": "until 2.14; where both are missing, torch keeps no such list",
     "torch._utils._validate_loaded_sparse_tensors": "sparse tensors that arrive are not validated",
+    "torch._dynamo.trace_rules.SKIP_DIRS": "torch.compile traces nbdist's own code, and a call in compiled code fails",
+    "torch._dynamo.trace_rules.add": "torch.compile traces nbdist's own code, and a call in compiled code fails",
     "torch.autograd.Variable._execution_engine": "nbdist.autograd cannot be imported",
     "torch.distributed.distributed_c10d._world": (
         "a worker's death ends the collectives of all process groups, and a group may not form after a failed forming"
@@ -402,6 +408,48 @@ def validate_sparse() -> None:
     if _loaded_here():
         _validate()
 
+
+# -- torch.compile ------------------------------------------------------------------------------------------
+
+# The module that decides which code torch.compile traces. A process that compiles nothing does not import it.
+_RULES = "torch._dynamo.trace_rules"
+# The one file of nbdist that torch.compile must trace: its hooks run inside users' modules, and do nothing there.
+_TRACED = Path(__file__).parent / "autograd" / "graph" / "noting.py"
+
+
+def _skip_own_code(rules: Any) -> None:
+    """Make ``torch.compile`` run nbdist's code as it is, outside of its graphs. ``rules`` is torch's module."""
+    if hasattr(rules, "SKIP_DIRS") and hasattr(rules, "add"):
+        parents = _TRACED.parents[:3]
+        files = {file for folder in parents for file in folder.iterdir()} - {_TRACED, *parents}
+        rules.SKIP_DIRS.extend(map(str, files))
+        rules.add("nbdist.errors")  # any module will do: this makes torch read the list again
+
+
+def _find_rules(name: str, path: Sequence[str] | None = None, _: Any = None) -> ModuleSpec | None:
+    """Return the spec of torch's `_RULES`, with a loader that calls `_skip_own_code` at the end; None for others."""
+    spec = PathFinder.find_spec(name, path) if name == _RULES else None
+    if spec is not None:
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            _skip_own_code(module)
+
+        loader.exec_module = exec_module
+    return spec
+
+
+if _RULES in sys.modules:
+    _skip_own_code(sys.modules[_RULES])
+else:
+    # Importing torch's module here would take a second and 70 MB in every process. The finder stays for good: another
+    # thread may iterate over sys.meta_path, and would pass over a finder if this one were removed.
+    sys.meta_path.insert(0, SimpleNamespace(find_spec=_find_rules))
+
+compilation: Callable[[], object] = _find("torch._guards.TracingContext.try_get", lambda: None)
+"""Return an object if ``torch.compile`` traces code in the calling thread now, else None."""
 
 # -- untested versions of torch ------------------------------------------------------------------------------
 

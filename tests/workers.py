@@ -315,6 +315,19 @@ def explosive() -> Any:
     return Explosive()
 
 
+def count_graphs(x: torch.Tensor) -> int:
+    """Compile a function here, call it, and count the graphs."""
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda y: y.sin() + y.cos(), backend=backend, fullgraph=True)
+    assert torch.equal(compiled(x), x.sin() + x.cos())
+    return len(graphs)
+
+
 class Counter:
     def __init__(self, start: int = 0) -> None:
         self.value = start

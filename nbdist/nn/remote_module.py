@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from nbdist.rpc import api
 from nbdist.rpc.devices import results_stay_on_gpus
 from nbdist.rpc.futures import Future
 from nbdist.rpc.references.rref import RRef
+from nbdist.torch_private import compilation
 
 __all__ = ["RemoteModule"]
 
@@ -248,11 +249,13 @@ _REFUSED_METHODS = (
 )
 
 
-def _refusal(name: str) -> Callable[..., NoReturn]:
+def _refusal(name: str) -> Callable[..., Any]:
     """Return the method ``name`` that `RemoteModule` refuses: it raises UsageError, which says what to use instead."""
     instead = _ALTERNATIVES.get(name, "get_module_rref(), and a function that runs on the owner")
 
-    def refuse(self: RemoteModule, *_: Any, **__: Any) -> NoReturn:
+    def refuse(self: RemoteModule, *_: Any, **__: Any) -> Any:
+        if name == "named_modules" and compilation() is not None:
+            return ()  # torch.compile looks for the parameters of the module that contains this one
         raise UsageError(f"Method ``{name}`` not supported for RemoteModule: the module is not here. Use {instead}")
 
     refuse.__name__ = name
