@@ -268,6 +268,7 @@ class Agent:
             call=self.caller.sync,
             give_up=self.outcomes.interrupt,
             submit=self.submit,
+            is_blocked=self.pool.is_blocked,
         )
         """Stops calls after Ctrl-C, here and on other workers."""
         self.handshake = Handshake(

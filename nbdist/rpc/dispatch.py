@@ -108,7 +108,7 @@ class Pool:
         self._idle = 0
         self._threads: set[threading.Thread] = set()
         self._running = 0
-        self._blocked = 0
+        self._blocked: list[int] = []
         self._extra = 0
         """The number of threads beyond ``size`` that may run jobs, because the others are stuck."""
         self._finished_at = time.monotonic()
@@ -196,7 +196,7 @@ class Pool:
 
         Threads that wait for other calls are not counted, and `_unstick` raises the limit.
         """
-        return self._running - self._blocked < self._size + self._extra
+        return self._running - len(self._blocked) < self._size + self._extra
 
     def _provide(self) -> None:
         """Give queued jobs a thread: wake an idle one, or start one if none is idle and the limit allows it.
@@ -401,6 +401,10 @@ class Pool:
 
     # -- blocking -----------------------------------------------------------------------------
 
+    def is_blocked(self, thread: int) -> bool:
+        """Return whether the thread with this ident waits for another call (`blocking_wait`). Needs no lock."""
+        return thread in self._blocked
+
     @contextmanager
     def _blocking(self) -> Iterator[None]:
         """Leave this thread out of the count towards ``size`` during the block, in which it waits for another call.
@@ -410,7 +414,7 @@ class Pool:
         try:
             this_thread.is_closed = True  # the thread comes here from a job, where it is open
             with self._condition:
-                self._blocked += 1
+                self._blocked.append(threading.get_ident())
                 self._brisk = self._tiny = False
                 if self._watching:
                     self._needed.set()
@@ -426,4 +430,4 @@ class Pool:
             yield
         finally:
             with self._condition:
-                self._blocked -= 1
+                self._blocked.remove(threading.get_ident())

@@ -81,6 +81,55 @@ def test_a_nested_call_is_stopped_with_it(world):
     assert any(name == "worker1" for name, _ in ended)
 
 
+def fire_and_spin(worker):
+    future = rpc.rpc_async(worker, spin)
+    while not begun.is_set():
+        time.sleep(0.001)
+    computing.set()
+    try:
+        while True:
+            sum(range(1000))
+    except KeyboardInterrupt:
+        ended.append("computes no more")
+        raise
+    finally:
+        del future
+
+
+computing = threading.Event()
+
+
+def test_a_function_that_computes_is_stopped_though_a_call_of_its_own_is_unanswered(world):
+    computing.clear()
+    future = rpc.rpc_async("worker1", fire_and_spin, args=("worker2",))
+    assert computing.wait(10)
+    world[0].stopping.stop(pending(world))
+    with pytest.raises(RemoteError, match="KeyboardInterrupt"):
+        future.wait(10)
+    assert "computes no more" in ended
+    eventually(lambda: ("worker2", KeyboardInterrupt) in ended)
+
+
+def wait_in_turns(worker):
+    """Wait for one call after another, while one is never waited for."""
+    future = rpc.rpc_async(worker, spin)
+    begun.wait(10)
+    computing.set()
+    while not future.done():
+        rpc.rpc_sync(worker, len, args=([1],))
+    ended.append("waits no more")
+
+
+@pytest.mark.parametrize("attempt", range(10))
+def test_a_function_that_waits_and_computes_in_turns_is_stopped(world, attempt):
+    computing.clear()
+    future = rpc.rpc_async("worker1", wait_in_turns, args=("worker2",))
+    assert computing.wait(10)
+    world[0].stopping.stop(pending(world))
+    eventually(future.done)
+    eventually(lambda: ("worker2", KeyboardInterrupt) in ended)
+
+
 def test_who_waits_for_a_value_that_is_being_made_stops_its_making(world):
     rref = rpc.remote("worker1", spin)
     assert begun.wait(10)

@@ -9,6 +9,7 @@ In a cluster, Ctrl-C in the notebook ends the work, not only the wait for it::
                                       runs the function: KeyboardInterrupt is raised in it
                                       waits for a nested call ── Stop ─▶ on_stop, and so on;
                                         the wait for it fails
+                                      has made calls, does not wait ── Stop ─▶ on_stop, and so on
                                       is in a collective: break_off ends the collective
     2 s later: name what still runs
 
@@ -24,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from nbdist.code_places import NBDIST, is_nbdists, is_pythons, is_torchs
@@ -74,11 +76,12 @@ class Stopping:
         call: Callable[..., Any],
         give_up: Callable[[Sequence[Pending], BaseException], None],
         submit: Callable[[Job], None],
+        is_blocked: Callable[[int], bool],
     ) -> None:
         """Start with nothing to stop.
 
         ``call`` is `nbdist.rpc.calls.caller.Caller.sync`. ``give_up(calls, error)`` fails calls of this agent,
-        which ends the waits for them. ``submit(job)`` runs a job on a thread of the pool.
+        which ends the waits for them. ``submit`` and ``is_blocked`` are those of `nbdist.rpc.dispatch.Pool`.
         """
         self.patience = NAME_AFTER
         """Seconds that `on_interrupt` waits before it names the calls that still run."""
@@ -89,7 +92,7 @@ class Stopping:
         self._links = links
         self._call = call
         self._end_waits = give_up
-        self._submit = submit
+        self._submit, self._is_blocked = submit, is_blocked
         self._lock = exchange.lock
         self._threads: dict[_Key, int] = {}
         """The ident of the thread that runs a call, for the calls that can be stopped."""
@@ -121,26 +124,19 @@ class Stopping:
     def on_stop(self, message: Stop, sender: int, _: list[bytes]) -> None:
         """Stop a call whose caller has given up on it, or prevent its start. The reading thread calls this.
 
-        If the call waits for calls of its own, these are stopped and its waits end. Otherwise KeyboardInterrupt is
-        raised in its thread.
+        The calls that the stopped call has made and that are not answered are stopped, too.
         """
         key = sender, message.id
         with self._lock:
             self._stopped[key] = None  # even if the call has not begun
             if len(self._stopped) > _STOPS_REMEMBERED:
                 del self._stopped[next(iter(self._stopped))]
-            thread = self._threads.get(key)
-        if thread is None:
-            return
-        nested = [call for call in self._pending.all() if call.thread == thread]
-        self.stop(nested)
-        if nested:
-            self._submit(lambda: self._give_up(nested))
-            return
-        raised = self._try_to_raise(key)
-        if not raised or self.break_off is not None:
+            if key not in self._threads:
+                return
+        ended = self._try_to_end(key)
+        if not ended or self.break_off is not None:
             threading.Thread(
-                target=self._raise_until_taken, args=(key, raised), name="nbdist-stopping", daemon=True
+                target=self._end_or_break_off, args=(key, ended), name="nbdist-stopping", daemon=True
             ).start()
 
     def stop_served(self) -> None:
@@ -176,16 +172,15 @@ class Stopping:
             stopped = Interrupted("stopped: its caller was interrupted")
             self._end_waits([call], stopped if call.result is not None else KeyboardInterrupt())
 
-    def _raise_until_taken(self, key: _Key, raised: bool) -> None:
-        """Try for 2 s to raise KeyboardInterrupt in a call's thread. Runs in a thread of its own.
+    def _end_or_break_off(self, key: _Key, ended: bool) -> None:
+        """Try for 2 s to end a call, unless this was done already. Runs in a thread of its own.
 
-        ``raised`` is True if it was raised already. If the call still runs `BREAK_OFF_AFTER` seconds later, break off
-        the collective in which it may wait.
+        If the call still runs `BREAK_OFF_AFTER` seconds later, break off the collective in which it may wait.
         """
         deadline = time.monotonic() + NAME_AFTER
-        while not raised and time.monotonic() < deadline:
+        while not ended and time.monotonic() < deadline:
             time.sleep(_POLL)
-            raised = self._try_to_raise(key)
+            ended = self._try_to_end(key)
         deadline = time.monotonic() + BREAK_OFF_AFTER
         while (thread := self._threads.get(key)) is not None and self.break_off is not None:
             if time.monotonic() > deadline:
@@ -193,29 +188,27 @@ class Stopping:
                 return
             time.sleep(_POLL)
 
-    def _try_to_raise(self, key: _Key) -> bool:
-        """Raise KeyboardInterrupt in the thread of a call, unless it runs nbdist's code, which may hold a lock.
+    def _try_to_end(self, key: _Key) -> bool:
+        """End the wait of a call that waits for calls of its own; raise KeyboardInterrupt in the thread of any other.
 
-        Returns whether it was raised, or the call has ended.
+        Returns False, and does nothing, if the thread runs nbdist's code: it may hold a lock. True if the call has
+        ended before.
         """
         with self._lock:
             thread = self._threads.get(key)
             if thread is None:
-                return True  # the call has ended
-            frame = sys._current_frames().get(thread)
-            users = False
-            while frame is not None and frame.f_code is not _RUNS_USER_CODE:
-                file = frame.f_code.co_filename
-                if file in _FILES_THAT_RUN_TASKS:
-                    users = True
-                elif is_nbdists(file):
-                    if not users or not is_nbdists(file, _CALLS_MODULES):
-                        return False
-                elif not _is_called_by_both(file):
-                    users = True
-                frame = frame.f_back
-            _raise_in(thread, KeyboardInterrupt)
-            return True
+                return True
+            nested = [call for call in self._pending.all() if call.thread == thread]
+            # A function that computes may have calls without an answer, too: only the pool knows what it waits for.
+            waits = bool(nested) and self._is_blocked(thread)
+            if not waits:
+                if _runs_nbdist(sys._current_frames().get(thread)):
+                    return False
+                _raise_in(thread, KeyboardInterrupt)
+        self.stop(nested)
+        if waits:
+            self._submit(lambda: self._give_up(nested))
+        return True
 
     def where(self, caller: int, id: int) -> str:
         """Return where a running call is, such as "train, line 3 of a.py" or "C code"; "" if it does not run.
@@ -281,13 +274,20 @@ def _place_here(caller: int, id: int) -> str:
     return here.agent.stopping.where(caller, id) if here.agent is not None else ""
 
 
-def _is_called_by_both(file: str) -> bool:
-    """Return whether this is a file of torch or of Python itself, which nbdist and users both call.
-
-    Files of other packages, such as models, run on behalf of the user's function, so they do not count, although
-    `nbdist.code_places.is_users` does not count them as the user's files either.
-    """
-    return is_torchs(file) or is_pythons(file)
+def _runs_nbdist(frame: FrameType | None) -> bool:
+    """Return whether a call with this innermost frame runs nbdist's code rather than the user's function."""
+    users = False
+    while frame is not None and frame.f_code is not _RUNS_USER_CODE:
+        file = frame.f_code.co_filename
+        if file in _FILES_THAT_RUN_TASKS:
+            users = True
+        elif is_nbdists(file):
+            if not users or not is_nbdists(file, _CALLS_MODULES):
+                return True
+        elif not is_torchs(file) and not is_pythons(file):  # a package, such as models, runs for the user's function
+            users = True
+        frame = frame.f_back
+    return False
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
