@@ -173,6 +173,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """Return the names that a user needs, for Tab: without the modules of the package that happen to be imported."""
+    return [*__all__, *_NAMESPACES]
+
+
 def _make_recorder(agent: Any) -> Any:
     """Return a new recorder for an agent, which records the agent's calls for backward passes.
 

@@ -432,12 +432,7 @@ def _find_rules(name: str, path: Sequence[str] | None = None, _: Any = None) -> 
     if spec is not None:
         loader: Any = spec.loader
         execute = loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            _skip_own_code(module)
-
-        loader.exec_module = exec_module
+        loader.exec_module = lambda module: (execute(module), _skip_own_code(module))  # type: ignore[func-returns-value]
     return spec
 
 

@@ -182,12 +182,14 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             print(f"Waiting for {counted(spec.count, 'worker')}: {how_to_join(invitation)}.", flush=True)
             cluster.on_joined = lines_below()
         cluster.start()
-        given = {
+        given: dict[str, Any] = {
             "rpc": rpc,
             "dist_autograd": autograd,
             "torch": torch,
             "dist": torch.distributed,
         }  # the names that workers have, too
+        if "cluster" not in self._shell.user_ns:
+            given["cluster"] = self._session.named = cluster
         self._shell.push(given, interactive=False)
         for remark in remarks_on_start(cluster):
             print(remark)

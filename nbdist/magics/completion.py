@@ -24,8 +24,8 @@ __all__ = ["RemoteCompleter"]
 ANSWER_TIMEOUT = 0.2
 """Seconds for which completion and inspection wait for a worker's kernel."""
 
-_BACKENDS = ("gloo", "nccl", "none")
-_BACKEND = re.compile(r".*\s--backend[ =]\s*\w*")
+_VALUES = {"backend": ("gloo", "nccl", "none"), "launcher": ("join", "local", "ray"), "placement": ("pack", "spread")}
+_VALUE = re.compile(r".*\s--(backend|launcher|placement)[ =]\s*[\w.-]*")
 _MAGICS_WITH_NAMES = (
     "%remote",
     "%dist_restart",
@@ -93,7 +93,8 @@ class RemoteCompleter:
         if magic in _MAGICS_WITH_NAMES:
             words = [*self._variables(magic), *_workers(), "all", *options]
             return self._words(line, words, alone=line.rpartition(" ")[2].startswith("-"))
-        return self._words(line, _BACKENDS if _BACKEND.fullmatch(line) else options)
+        value = _VALUE.fullmatch(line)
+        return self._words(line, _VALUES[value[1]] if value is not None else options)
 
     def _variables(self, magic: str) -> list[str]:
         """Return the names of variables that a magic takes: of the notebook for ``%dist_push``, else of all workers.

@@ -237,6 +237,7 @@ INIT_OPTIONS = (
 LINE_OPTIONS: dict[str, tuple[str, ...]] = {
     "%dist_init": INIT_OPTIONS,
     "%%watch": ("--paused", "-a", "--noblock", "-o", "--out", "--no-norms"),
+    "%remote": ("-t", "--timeout"),
     "%dist_memory": ("-v", "--all"),
     "%dist_log": ("--cell", "--lines", "--save"),
     "%dist_invite": ("--uses", "--expires", "--revoke"),

@@ -10,6 +10,7 @@ These steps run around a cell::
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster.cluster import Cluster
@@ -43,9 +44,12 @@ class NotebookSession:
         """True if cells without a magic run on all workers (`%dist_mode -e`)."""
         self.memory_look: Look | None = None
         """The amounts that the last `%dist_memory` showed, for its column "since last look"."""
+        self.named: Cluster | None = None
+        """The cluster that `%dist_init` has called ``cluster``; None if the user has a variable of this name."""
         labels.install(shell, None)
         self._completer = RemoteCompleter(shell)
         shell.input_transformers_cleanup.insert(0, self._transform)
+        shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
         self._completer.install()
         labels.trim_tracebacks(shell)
@@ -99,6 +103,7 @@ class NotebookSession:
             Cluster.current.shutdown()
         discard()
         self._shell.input_transformers_cleanup.remove(self._transform)
+        self._shell.events.unregister("pre_run_cell", self._before_cell)
         self._shell.events.unregister("post_run_cell", self._after_cell)
         self._completer.remove()
         if self._inspector is not None:
@@ -128,6 +133,14 @@ class NotebookSession:
             return ["%%distributed\n", *lines]
         return lines
 
+    @staticmethod
+    def _before_cell(info: Any) -> None:
+        """Say, before ``%debug``, where the last error can be debugged if a called function raised it."""
+        for note in getattr(getattr(sys, "last_value", None), "__notes__", ()):
+            if info.raw_cell.strip() == "%debug" and note.startswith("raised on "):
+                where = note.removeprefix("raised on ").partition(":\n")[0]
+                print(f"Raised on {where}: call it in a cell of %%remote to debug it there. Here is who called it:")
+
     def _before_result(self) -> None:
         """Wait for the output of the cell's calls on workers, so that it is shown above the cell's result.
 
@@ -138,13 +151,15 @@ class NotebookSession:
             cluster.settle(patience=_RESULT_WAITS_FOR_OUTPUT)
         self._show_result()
 
-    @staticmethod
-    def _after_cell(_: Any) -> None:
+    def _after_cell(self, _: Any) -> None:
         """Wait for the output of the cell's calls on workers, so that it is shown below this cell.
 
-        IPython calls this after each cell. Does nothing without a running cluster.
+        IPython calls this after each cell. Drops the variable ``cluster`` of `%dist_init` if its cluster has ended.
         """
         cluster = Cluster.current
+        if self.named is not None and self.named is not cluster:
+            self._shell.drop_by_id({"cluster": self.named})
+            self.named = None
         if cluster is not None and cluster.running:
             cluster.settle()
 

@@ -21,6 +21,7 @@ from nbdist.cluster import cluster as cluster_module
 from nbdist.cluster import interrupting
 from nbdist.cluster.inspection import comparing, holdings, status
 from nbdist.cluster.processes.probe import Probe
+from nbdist.cluster.worker import status_report
 from nbdist.rpc.agent import active_agent
 from nbdist.testing import World
 from nbdist.views.passes import scouts
@@ -157,3 +158,15 @@ def test_each_worker_whose_value_cannot_be_sent_is_told(world, monkeypatch):
         nbdist.Cluster.evaluate(cluster, "x")
     assert notes_of(raised) == ["1 more worker failed:\n  worker2: ValueError: no, says worker2"]
     assert dropped == [cell]
+
+
+def test_a_workers_report_does_not_count_the_question(world):
+    hanging = rpc.rpc_async("worker1", hang)
+    report = rpc.rpc_sync("worker1", status_report.make_report)
+    while report.calls < 1:  # the call may not have begun
+        report = rpc.rpc_sync("worker1", status_report.make_report)
+    assert report.calls == 1
+    assert report.doing.endswith(" s") or report.doing.endswith("ms"), report.doing  # without "and 1 more"
+    release.set()
+    hanging.wait()
+    assert rpc.rpc_sync("worker1", status_report.make_report).doing == ""

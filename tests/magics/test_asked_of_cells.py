@@ -158,6 +158,63 @@ def test_a_worker_is_debugged_where_its_cell_failed(notebook):
     assert "('rank is', 1)" in cell.stdout
 
 
+ASKED = {"pdb.set_trace()": "import pdb", "breakpoint()": "pass"}
+
+
+@pytest.mark.parametrize("asks", ASKED)
+def test_the_debugger_in_a_called_function_is_an_error_that_says_where_it_can_ask(notebook, asks):
+    notebook.run(f"{ASKED[asks]}\ndef f(x):\n    {asks}\n    return x")
+    cell = notebook.run("rpc.rpc_sync('worker1', f, args=(1,))\nprint('not here')", check=False)
+    assert cell.error["ename"] == "UsageError"
+    assert "pdb has ended f on worker1: it cannot ask in a function that runs for a call" in cell.error["evalue"]
+    assert "Call the function in a cell of `%%remote worker1`, or in the notebook" in cell.error["evalue"]
+    assert "not here" not in cell.stdout
+
+
+@pytest.mark.parametrize("asks", ASKED)
+@pytest.mark.parametrize("call", ["f(5)", "t = threading.Thread(target=f, args=(5,)); t.start(); t.join()"])
+def test_the_debugger_asks_in_a_cell_of_a_worker(notebook, asks, call):
+    answers = iter(["p 'x is', x", "c"])
+    notebook.answers[:] = [lambda request: next(answers)] * 2
+    code = f"import threading\n{ASKED[asks]}\ndef f(x):\n    {asks}\n    print('x was', x)\n{call}"
+    cell = notebook.run(f"%%remote worker1\n{code}")
+    assert "('x is', 5)" in cell.stdout
+    assert "x was 5" in cell.stdout
+
+
+def test_debug_after_an_error_in_a_called_function_says_where_to_look(notebook):
+    notebook.run("def divide(x):\n    return 1 / x")
+    notebook.run("rpc.rpc_sync('worker1', divide, args=(0,))", check=False)
+    notebook.answers[:] = [lambda request: "q"]
+    told = "Raised on worker1, in divide: call it in a cell of %%remote to debug it there. Here is who called it:\n"
+    assert notebook.run("%debug").stdout.startswith(told)
+    notebook.run("1 / 0", check=False)
+    notebook.answers[:] = [lambda request: "q"]
+    assert "Raised on" not in notebook.run("%debug").stdout
+
+
+@pytest.mark.parametrize(
+    "call", ["rpc_sync('worker1', 3)", "rpc_async('worker1', max, args=3)", "remote('worker1', 3)"]
+)
+def test_wrong_arguments_are_shown_without_our_frames(notebook, call):
+    cell = notebook.run(f"rpc.{call}", check=False)
+    assert cell.error["ename"] == "TypeError"
+    assert "nbdist" not in cell.traceback
+
+
+def test_the_cluster_has_a_name_while_it_runs():
+    with Notebook() as notebook:
+        notebook.run("%dist_init -n 1 --backend none -t 60")
+        assert notebook.run("cluster").result.startswith("<Cluster running: worker0")
+        assert "NameError" in notebook.run("%%remote\ncluster", check=False).traceback
+        notebook.run("%dist_shutdown")
+        assert notebook.run("cluster", check=False).error["ename"] == "NameError"
+        notebook.run("cluster = 'the user has one'\n%dist_init -n 1 --backend none -t 60")
+        assert notebook.run("cluster").result == "'the user has one'"
+        notebook.run("%dist_shutdown")
+        assert notebook.run("cluster").result == "'the user has one'"
+
+
 def test_errors_that_cannot_be_debugged_do_not_offer_it(notebook):
     for code in ("exit()", "raise KeyboardInterrupt"):
         assert "%debug" not in notebook.run(f"%%remote\n{code}", check=False).traceback

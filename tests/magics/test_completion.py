@@ -118,9 +118,21 @@ def test_the_line_of_dist_init_has_its_options(notebook):
     assert completions(notebook, "%dist_init -") == sorted(f"%dist_init {word}" for word in INIT_OPTIONS)
     assert completions(notebook, "x = 1\n%dist_init -n 4 --se") == ["%dist_init -n 4 --seed"]
     assert completions(notebook, "%dist_init --backend g") == ["%dist_init --backend gloo"]
+    assert completions(notebook, "%dist_init --launcher=") == [
+        f"%dist_init --launcher={n}" for n in ("join", "local", "ray")
+    ]
+    assert completions(notebook, "%dist_init --placement p") == ["%dist_init --placement pack"]
+
+
+def test_the_package_s_own_names_are_those_for_users(notebook):
+    notebook.run("import nbdist")
+    found = completions(notebook, "nbdist.")
+    assert {"nbdist.Cluster", "nbdist.rpc", "nbdist.swarm", "nbdist.WorkerLost"} <= set(found)
+    assert not {"nbdist.LAYERS", "nbdist.amounts", "nbdist.holds"} & set(found)
 
 
 def test_options_of_other_magics(notebook):
+    assert completions(notebook, "%remote -") == ["%remote --timeout", "%remote -t"]
     assert completions(notebook, "%%watch --p") == ["%%watch --paused"]
     assert completions(notebook, "x = 1\n%dist_restart -") == ["%dist_restart --process-group", "%dist_restart -p"]
     assert completions(notebook, "%dist_mode --e") == ["%dist_mode --enable"]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ipykernel.compiler import get_file_name
 
 from nbdist.cluster.kernels.versions import name_files, show_notes
-from nbdist.code_places import CELLS, NBDIST, is_pythons, shown_name
+from nbdist.code_places import CELLS, NBDIST, is_nbdists, is_pythons, shown_name
 from nbdist.errors import NbdistError, UsageError
 
 if TYPE_CHECKING:
@@ -135,6 +135,8 @@ def trim_tracebacks(shell: Any) -> None:
 
     def structured_traceback(kind: Any, error: Any, tb: Any = None, *args: Any, **kwargs: Any) -> Any:
         ours = isinstance(error, NbdistError | KeyboardInterrupt)
+        for last in traceback.extract_tb(tb)[-1:]:  # the package refuses an argument: this is no error inside of it
+            ours |= isinstance(error, TypeError) and is_nbdists(last.filename) and str(last.line).startswith("raise ")
         if ours or any(note.startswith("raised on ") for note in getattr(error, "__notes__", ())):
             _leave_out_our_frames(tb)
         if not isinstance(error, UsageError):

@@ -22,6 +22,7 @@ __all__ = ["LINES_KEPT", "OutputCutter"]
 
 LINES_KEPT = 2000
 """The number of lines shown at the beginning, and again at the end."""
+_LINE_KEPT = 10_000  # characters of one line that are shown at its beginning, and again at its end
 
 
 class OutputCutter:
@@ -75,7 +76,8 @@ class OutputCutter:
         elif kind == "execute_result":  # usually the cell's end, which is shown below the printed lines
             return [*self.release(), message]
         elif kind == "stream" and content["name"] in self._streams:
-            return self._take_text(message, content["name"], content["text"])
+            text = "\n".join(map(_cut_line, content["text"].split("\n")))
+            return self._take_text(_text(content["name"], text), content["name"], text)
         return [message]
 
     def _take_text(self, message: Published, stream: str, text: str) -> list[Published]:
@@ -134,6 +136,13 @@ class OutputCutter:
         held = [message.content["text"] for message in list(self._held)[-lines:]]
         texts = [*held, *filter(None, self._begun.values())][-lines:]
         return [as_seen(text.removesuffix("\n")) for text in texts]
+
+
+def _cut_line(line: str) -> str:
+    """Return a line without the middle of what was printed at once; an overwritten line stays whole."""
+    if len(line) <= 2 * _LINE_KEPT or "\r" in line:
+        return line
+    return f"{line[:_LINE_KEPT]} ... {len(line) - 2 * _LINE_KEPT:,} characters left out ... {line[-_LINE_KEPT:]}"
 
 
 def _text(stream: str, text: str) -> Published:

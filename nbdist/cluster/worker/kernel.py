@@ -164,6 +164,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     collective_errors.install(shell)
     default_group.install(shell, setup)
     spawning.install(on_worker=True)
+    sys.breakpointhook = sys.__breakpointhook__  # debugpy's does nothing without a client of its own
     given = {
         "rank": told.rank,
         "world_size": told.world_size,

@@ -46,7 +46,7 @@ def make_report() -> StatusReport:
         return StatusReport(0, memory=own_bytes(), cpu_seconds=time.process_time())
     others = agent.exchange.active - 1
     waits = Counter(call.worker for call in agent.awaited())
-    doing = agent.executor.doing() if others > 0 else ""
+    doing = agent.executor.doing(but=1)  # the newest asks for this report
     return StatusReport(
         others,
         doing,

@@ -12,13 +12,14 @@ import os
 import sys
 import time
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from nbdist import trace
 from nbdist.amounts import duration
-from nbdist.errors import MissingDefinition, NbdistError, WorkerLost
+from nbdist.errors import MissingDefinition, NbdistError, UsageError, WorkerLost
 from nbdist.rpc.calls.answers import Answers, Asked
 from nbdist.rpc.dispatch import Job
 from nbdist.rpc.exchange import Exchange
@@ -82,9 +83,10 @@ class Executor:
         """Records calls in an autograd context."""
         self.answers = answers
 
-    def doing(self) -> str:
-        """Describe the oldest call that is not answered here, and count the others; an empty text if there is none."""
+    def doing(self, but: int = 0) -> str:
+        """Describe the oldest call that is not answered here, count all but the newest ``but``; "" if there is none."""
         running = self.exchange.doing()
+        del running[len(running) - but :]
         if not running:
             return ""
         first = running[0]
@@ -254,6 +256,11 @@ class Request(Asked):
                 return function(*args, **kwargs), is_async
             with executor.recorder.running(self.context, call.recording):
                 return function(*args, **kwargs), is_async
+        except BdbQuit as quit:  # it would end the caller's cell without a word
+            raise UsageError(
+                f"pdb has ended {call.function} on {executor.name}: it cannot ask in a function that runs for a call. "
+                f"Call the function in a cell of `%%remote {executor.name}`, or in the notebook"
+            ) from quit
         finally:
             executor.stopping.end(key)
             if trace.listeners:

@@ -135,9 +135,7 @@ class Stopping:
                 return
         ended = self._try_to_end(key)
         if not ended or self.break_off is not None:
-            threading.Thread(
-                target=self._end_or_break_off, args=(key, ended), name="nbdist-stopping", daemon=True
-            ).start()
+            threading.Thread(target=self._end_call, args=(key, ended), name="nbdist-stopping", daemon=True).start()
 
     def stop_served(self) -> None:
         """Stop every call that runs here, as a Stop of its caller would, except the call in the calling thread."""
@@ -172,15 +170,14 @@ class Stopping:
             stopped = Interrupted("stopped: its caller was interrupted")
             self._end_waits([call], stopped if call.result is not None else KeyboardInterrupt())
 
-    def _end_or_break_off(self, key: _Key, ended: bool) -> None:
-        """Try for 2 s to end a call, unless this was done already. Runs in a thread of its own.
-
-        If the call still runs `BREAK_OFF_AFTER` seconds later, break off the collective in which it may wait.
-        """
+    def _end_call(self, key: _Key, ended: bool) -> None:
+        """Try for 2 s to end a call. If it still runs 0.4 s later, break off the collective in which it may wait."""
         deadline = time.monotonic() + NAME_AFTER
         while not ended and time.monotonic() < deadline:
             time.sleep(_POLL)
             ended = self._try_to_end(key)
+        if not ended:
+            self._try_to_end(key, at_last=True)
         deadline = time.monotonic() + BREAK_OFF_AFTER
         while (thread := self._threads.get(key)) is not None and self.break_off is not None:
             if time.monotonic() > deadline:
@@ -188,11 +185,10 @@ class Stopping:
                 return
             time.sleep(_POLL)
 
-    def _try_to_end(self, key: _Key) -> bool:
+    def _try_to_end(self, key: _Key, *, at_last: bool = False) -> bool:
         """End the wait of a call that waits for calls of its own; raise KeyboardInterrupt in the thread of any other.
 
-        Returns False, and does nothing, if the thread runs nbdist's code: it may hold a lock. True if the call has
-        ended before.
+        Returns False, and does nothing, if the thread runs nbdist's code, which may hold a lock, unless ``at_last``.
         """
         with self._lock:
             thread = self._threads.get(key)
@@ -200,7 +196,7 @@ class Stopping:
                 return True
             nested = [call for call in self._pending.all() if call.thread == thread]
             # A function that computes may have calls without an answer, too: only the pool knows what it waits for.
-            waits = bool(nested) and self._is_blocked(thread)
+            waits = bool(nested) and (at_last or self._is_blocked(thread))
             if not waits:
                 if _runs_nbdist(sys._current_frames().get(thread)):
                     return False
