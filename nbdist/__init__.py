@@ -149,7 +149,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "ipywidgets": ("views.widgets", "cluster.kernels.versions"),
     "ray": ("cluster.processes.launchers",),
     "transformers": ("swarm.adapter",),
-    "safetensors": ("swarm.adapter",),
+    "safetensors": ("swarm.weight_file",),
 }
 """The third-party packages that only some modules may import."""
 

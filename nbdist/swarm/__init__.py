@@ -35,6 +35,7 @@ history      the inputs of a span, kept by the client to replay them on another 
 stacking     stacks several requests into one, and splits a request into micro-batches
 carriage     the extra time that a call with large tensors gets on a slow connection
 named_models models that can be served by name, such as "smollm2"
+weight_file  the file of weights, mapped and aligned
 adapter      everything that depends on transformers
 ============ ======================================================================================
 """

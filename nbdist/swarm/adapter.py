@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +25,12 @@ from nbdist.errors import UsageError
 
 try:
     import transformers
-    from safetensors import safe_open
-    from safetensors.torch import save_file
     from transformers import PreTrainedModel  # takes a second or two to import: do it now, not at the first use
     from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 except ImportError as error:  # transformers comes with the extra "swarm" of this package
     raise ImportError('nbdist.swarm needs transformers: pip install "nbdist[swarm]"') from error
+
+from nbdist.swarm.weight_file import WEIGHTS, WeightFile, write_weights  # needs safetensors, which transformers needs
 
 __all__ = [
     "CACHE",
@@ -41,7 +40,6 @@ __all__ = [
     "OPERATIONS",
     "Placeholder",
     "RecordedCache",
-    "WeightFile",
     "Weights",
     "build",
     "call",
@@ -53,7 +51,6 @@ __all__ = [
     "forgets",
     "is_same",
     "length",
-    "mark_of",
     "nbytes",
     "new_cache",
     "operate",
@@ -65,7 +62,6 @@ __all__ = [
     "write_checkpoint",
 ]
 
-_WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 """The name of the file with the configuration in a model's folder."""
 OPERATIONS = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "activate_past_recording")
@@ -194,35 +190,6 @@ class Weights(Protocol):
         ...
 
 
-class WeightFile:
-    """The weights in a folder's file. `read` maps them, so that all processes of a host share their memory.
-
-    Raises OSError if there is no such file.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self._path = Path(folder) / _WEIGHTS
-        # The header of the file says where each weight is, so the sizes are known without reading the weights.
-        with open(self._path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        spans = {name: told["data_offsets"] for name, told in header.items() if name != "__metadata__"}
-        self.sizes: dict[str, int] = {name: end - begin for name, (begin, end) in spans.items()}
-
-    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return the weights with these ``names``, mapped from the file."""
-        with safe_open(self._path, "pt") as file:
-            return {name: file.get_tensor(name) for name in names}
-
-
-def mark_of(folder: str | Path) -> tuple[int, ...]:
-    """Return numbers that identify the file of weights in a folder. Raises OSError if there is no such file.
-
-    Two hosts that see the same file, such as in a network folder, get the same numbers.
-    """
-    found = (Path(folder) / _WEIGHTS).stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 class Checkpoint:
     """A folder with a configuration, and weights with the same names as in the model's state dict.
 
@@ -244,7 +211,7 @@ class Checkpoint:
         If its weights have other names, or are in several files, the model is loaded once and written to the folder
         ``scratch``, which is opened instead.
         """
-        if (Path(folder) / _WEIGHTS).exists():
+        if (Path(folder) / WEIGHTS).exists():
             found = cls(folder)
             model = build(found.config)
             path = find_layers(model)
@@ -310,25 +277,16 @@ def write_checkpoint(model: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     whole = model.state_dict()
     sources = model.get_expanded_tied_weights_keys(all_submodels=True)
-    state: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in whole.items():
-        source = whole.get(sources.get(name, ""))
-        if source is not None and _is_tied(tensor, source):
-            continue
-        found = tensor.detach().contiguous()
-        storage = found.untyped_storage().data_ptr()
-        state[name] = found.clone() if storage in storages else found  # the file's format has no shared memory
-        storages.add(storage)
-    save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
+    tied = {name for name, tensor in whole.items() if _is_tied(tensor, whole.get(sources.get(name, "")))}
+    write_weights({name: tensor.detach() for name, tensor in whole.items() if name not in tied}, folder)
     model.config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
 
 
-def _is_tied(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two entries of a state dict are the same memory, seen in the same way."""
-    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
+def _is_tied(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Return whether two entries of a state dict are the same memory, seen in the same way; False if one is None."""
+    return other is not None and (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
         other.data_ptr(),
         other.dtype,
         other.shape,

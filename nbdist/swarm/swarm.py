@@ -24,6 +24,7 @@ from nbdist.swarm.client.session import Recover, Session, check_recover
 from nbdist.swarm.client.sessions import Sessions
 from nbdist.swarm.named_models import folder_of
 from nbdist.swarm.server.server import Info, Options
+from nbdist.swarm.weight_file import WeightFile
 
 __all__ = ["Swarm", "serve"]
 
@@ -48,8 +49,9 @@ def serve(
     Args:
         model: a transformers model, a folder with one, or ``"smollm2"``. This process writes the weights to a file in
             its runtime directory, unless a folder has them in the right form already. Workers that can read this file
-            map it, so workers of one host share its memory, unless they have a GPU or another ``dtype``. Other workers
-            get the weights of their blocks from this process.
+            map it, so workers of one host share its memory, unless they have a GPU or another ``dtype``. They copy
+            weights that do not begin at a multiple of 64 bytes in a file of yours; `Swarm.log` says how many bytes.
+            Other workers get the weights of their blocks from this process.
         workers: the names or ids of the workers. With more workers than spans, the last workers are not used.
         spans: (begin, end) of the blocks for each worker. By default the blocks are divided so that the largest part
             is as small as possible. Blocks in no span are loaded by some worker when they are first needed.
@@ -178,6 +180,11 @@ class Swarm:
         self.sizes = [checkpoint.nbytes(f"{path}.{n}.") for n in range(len(skeleton.get_submodule(path)))]
         """Bytes of each block."""
         self.journal = Journal()
+        if isinstance(checkpoint.weights, WeightFile) and checkpoint.weights.copied:
+            self.journal.tell(
+                f"{size(checkpoint.weights.copied)} of weights are copied when they are loaded, not mapped: in "
+                f"{checkpoint.folder} they do not begin at multiples of 64 bytes"
+            )
         self.crew = Crew(
             checkpoint,
             folder,

@@ -9,6 +9,7 @@ import transformers
 
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter, serve
+from nbdist.swarm.weight_file import WeightFile
 from nbdist.testing import World
 
 
@@ -79,7 +80,7 @@ def test_weights_that_parts_of_a_model_share(world, share):
 def test_a_head_that_the_configuration_ties_is_written_once_and_shared(world, tmp_path):
     model = swarm_models.make("gpt2")
     adapter.write_checkpoint(model, tmp_path)
-    names = set(adapter.WeightFile(tmp_path).sizes)
+    names = set(WeightFile(tmp_path).sizes)
     assert set(model.state_dict()) - names == {"lm_head.weight"}
     swarm = serve(model, workers=[1])
     remote = swarm.causal_lm()

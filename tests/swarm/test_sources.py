@@ -11,6 +11,7 @@ import nbdist
 from nbdist.swarm import adapter, serve
 from nbdist.swarm.server import sources
 from nbdist.swarm.server.sources import FarWeights, NotOffered, Source, offer
+from nbdist.swarm.weight_file import WeightFile
 from nbdist.testing import World
 
 
@@ -61,7 +62,7 @@ def test_another_file_under_the_same_path_is_not_taken_for_the_clients(world, as
     adapter.write_checkpoint(swarm_models.make("llama"), tmp_path)
     checkpoint = adapter.Checkpoint(tmp_path)
     source = offer(checkpoint)
-    assert isinstance(source.open().weights, adapter.WeightFile)
+    assert isinstance(source.open().weights, WeightFile)
     (tmp_path / "model.safetensors").touch()  # as if it had been written at another time, with the same size
     assert isinstance(source.open().weights, FarWeights)
     assert not asked

@@ -18,7 +18,7 @@ import torch
 
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent, rpc_sync
-from nbdist.swarm import adapter
+from nbdist.swarm import adapter, weight_file
 from nbdist.swarm.carriage import seconds_for
 
 __all__ = ["FarWeights", "Source", "offer", "withdraw"]
@@ -41,7 +41,7 @@ class Source(NamedTuple):
     folder: str
     """The checkpoint's folder on the client's host."""
     mark: tuple[int, ...]
-    """The mark of the file of weights (`adapter.mark_of`), which tells it from another file with the same path."""
+    """The mark of the file of weights (`weight_file.mark_of`), which tells it from another file with the same path."""
     client: str
     """The name of the client's agent."""
     key: str
@@ -53,7 +53,7 @@ class Source(NamedTuple):
         Raises WorkerLost or RpcTimeout if the client does not answer, and `NotOffered` if it has closed the swarm.
         """
         with contextlib.suppress(OSError):
-            if adapter.mark_of(self.folder) == self.mark:
+            if weight_file.mark_of(self.folder) == self.mark:
                 return adapter.Checkpoint(self.folder)
         config, sizes = rpc_sync(self.client, _describe, args=(self.key,), timeout=_ANSWER_SECONDS)
         with tempfile.TemporaryDirectory(dir=current_agent().directory) as folder:
@@ -103,7 +103,7 @@ def offer(checkpoint: adapter.Checkpoint) -> Source:
     me = current_agent().me
     key = f"{me.incarnation}.{next(_numbers)}"
     _offered[key] = checkpoint
-    return Source(str(checkpoint.folder), adapter.mark_of(checkpoint.folder), me.name, key)
+    return Source(str(checkpoint.folder), weight_file.mark_of(checkpoint.folder), me.name, key)
 
 
 def withdraw(source: Source) -> None:
