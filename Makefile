@@ -47,7 +47,7 @@ CACHE := $(CURDIR)/build/cache
 export PYTHONPATH :=
 
 # SAFEPATH keeps the working directory, the checkout, off sys.path; test processes hand it on to theirs.
-PYTEST := XDG_CACHE_HOME=$(CACHE) OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 $(PY) -m pytest
+PYTEST := XDG_CACHE_HOME="$(CACHE)" OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 $(PY) -m pytest
 
 # So many files of tests run at a time; a file's own tests run one after the other.
 JOBS ?= 2
@@ -68,7 +68,7 @@ lab: $(VENV)/.lab $(VENV)/.smollm2
 	$(PY) -m jupyterlab $(ARGS) notebooks/00_tour.ipynb
 
 notebooks: $(VENV)/.nbdist $(VENV)/.smollm2
-	XDG_CACHE_HOME=$(CACHE) $(PY) notebooks/run.py --write $(ARGS)
+	XDG_CACHE_HOME="$(CACHE)" $(PY) notebooks/run.py --write $(ARGS)
 
 test: $(VENV)/.nbdist $(VENV)/.smollm2
 	$(PYTEST) -n $(JOBS) --dist loadfile $(ARGS)
@@ -106,7 +106,7 @@ soak: $(VENV)/.nbdist
 	$(MAKE) test VENV=build/newest TORCH=torch ARGS=
 
 chaos: $(VENV)/.nbdist
-	PYTHONPATH=tests XDG_CACHE_HOME=$(CACHE) OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 \
+	PYTHONPATH=tests XDG_CACHE_HOME="$(CACHE)" OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 \
 	  $(PY) -m chaos --seed $(SEED) --minutes $(MINUTES) $(ARGS)
 
 clean:

@@ -1,7 +1,8 @@
 """Hosts for tests: network, mount and process namespaces of this machine, joined by a bridge to the machine itself.
 
 A process on such a host has an address of its own, sees none of the machine's folders below ``/tmp`` (nor the run
-directory of a notebook), and none of its processes: its process ids mean nothing outside. Only root can make them.
+directory of a notebook) but Python's and the tests' own, and none of its processes: its process ids mean nothing
+outside. Only root can make them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,24 @@ from pathlib import Path
 __all__ = ["Host", "can_make_hosts", "hosts", "ip", "wait_for_file"]
 
 _numbers = itertools.count()
+
+
+def _hide_tmp() -> str:
+    """Shell commands that hide all of ``/tmp`` but the folders of Python, its packages and the tests, if there."""
+    needed = {Path(path).resolve() for path in (sys.prefix, sys.base_prefix, Path(__file__).parents[1])}
+    seen = [shlex.quote(str(path)) for path in sorted(needed) if path.is_relative_to("/tmp")]
+    numbered = list(enumerate(seen, 3))
+    return "; ".join(
+        [
+            "set -e",
+            *(f"exec {number}<{path}" for number, path in numbered),  # to reach it once it is hidden
+            "mount -t tmpfs none /tmp",
+            *(f"mkdir -p {path}; mount -c --bind /proc/self/fd/{number} {path}" for number, path in numbered),
+            *(f"exec {number}<&-" for number, _ in numbered),
+            "set +e",
+        ]
+    )
+
 
 
 def can_make_hosts() -> bool:
@@ -58,10 +78,10 @@ class Host:
     ) -> subprocess.Popen[bytes]:
         """Start Python with these arguments on the host; return the process that stands for it here.
 
-        What it writes goes to the test's output, or to ``stdout``. Its working directory is ``/``, and ``/tmp`` is
-        empty at first.
+        What it writes goes to the test's output, or to ``stdout``. Its working directory is ``/``, and ``/tmp`` has
+        nothing at first but Python and the tests, if they are there.
         """
-        inside = 'mount -t tmpfs none /tmp && cd / && "$@"'
+        inside = f'{_hide_tmp()}; cd /; "$@"'
         process = subprocess.Popen(
             [
                 *("ip", "netns", "exec", self.name, "unshare", "--mount", "--pid", "--fork", "--kill-child"),
