@@ -107,6 +107,8 @@ class Pool:
         self._reading = 0
         self._idle = 0
         self._threads: set[threading.Thread] = set()
+        self._starting: set[threading.Thread] = set()
+        """The threads that were started and have not had the lock yet."""
         self._running = 0
         self._blocked: list[int] = []
         self._extra = 0
@@ -188,15 +190,20 @@ class Pool:
         """Start one more thread. The caller holds the lock."""
         self._count += 1
         thread = _PoolThread(target=self._run, name=f"{self._name}-{self._count}", daemon=True)
-        thread.start()
+        self._starting.add(thread)
+        try:
+            thread.start()
+        except BaseException:
+            self._starting.discard(thread)
+            raise
         self._threads.add(thread)
 
-    def _capacity(self) -> bool:
-        """Return whether one more job may run now, by the limit of ``size`` threads. The caller holds the lock.
+    def _capacity(self, more: int = 0) -> bool:
+        """Return whether ``more`` jobs and another may run now, by the limit of ``size``. The caller holds the lock.
 
         Threads that wait for other calls are not counted, and `_unstick` raises the limit.
         """
-        return self._running - len(self._blocked) < self._size + self._extra
+        return self._running - len(self._blocked) + more < self._size + self._extra
 
     def _provide(self) -> None:
         """Give queued jobs a thread: wake an idle one, or start one if none is idle and the limit allows it.
@@ -205,7 +212,7 @@ class Pool:
         """
         if self._idle:
             self._condition.notify()
-        elif self._queue and self._capacity():
+        elif self._queue and self._capacity(len(self._starting)):
             self._spawn()
 
     def _run(self) -> None:
@@ -215,12 +222,16 @@ class Pool:
         the call.
         """
         set_blocking_hook(self._blocking)
-        self._begin()
         thread = threading.current_thread()
-        with self._condition:
-            self._is_called = False
         try:
-            while (job := self._next()) is not None:
+            self._begin()
+        finally:
+            with self._condition:
+                self._starting.discard(thread)
+                self._is_called = False
+        try:
+            started = None
+            while (job := self._next(started)) is not None:
                 started = time.monotonic()
                 this_thread.is_closed = False
                 try:
@@ -229,26 +240,31 @@ class Pool:
                     _log.exception("a job of the pool failed")
                 del job
                 this_thread.is_closed = True
-                with self._condition:
-                    self._running -= 1
-                    if self._keeping is thread:
-                        self._keeping = None
-                        self._reading -= 1  # it may take its turn again at once, in `_next`
-                    self._finished_at = time.monotonic()
-                    took = self._finished_at - started
-                    self._brisk, self._tiny = took < QUICK_JOB_SECONDS, took < TINY_JOB_SECONDS
         finally:
             with self._condition:
                 self._threads.discard(thread)
 
-    def _next(self) -> Job | None:
+    def _note_end(self, started: float) -> None:
+        """Note that this thread's job, which began at ``started``, has ended. The caller holds the lock."""
+        if self._keeping is threading.current_thread():
+            self._keeping = None
+            self._reading -= 1  # it may take its turn again at once, in `_next`
+        self._finished_at = time.monotonic()
+        took = self._finished_at - started
+        self._brisk, self._tiny = took < QUICK_JOB_SECONDS, took < TINY_JOB_SECONDS
+        self._running -= 1
+
+    def _next(self, started: float | None) -> Job | None:
         """Return the next job for this thread, which may read it itself; None if the thread must end.
 
-        Queued jobs come first. If there are none, the thread reads. If enough others read, it sleeps, or it ends if
-        enough others sleep. The caller does not hold the lock.
+        ``started`` is when its last job began. Queued jobs come first. If there are none, the thread reads. If enough
+        others read, it sleeps, or it ends if enough others sleep. The caller does not hold the lock.
         """
         while True:
             with self._condition:
+                if started is not None:  # with the lock held until this thread is idle, reads or has a job again
+                    self._note_end(started)
+                    started = None
                 while True:
                     if self._closed:
                         return None
@@ -298,7 +314,7 @@ class Pool:
         """Wake an idle thread, or start one if there is none. The caller holds the lock."""
         if self._idle:
             self._condition.notify()
-        else:
+        elif not self._starting:  # a thread that starts takes a job or reads: on a busy machine it may come late
             self._spawn()
 
     def _guard(self) -> bool:
