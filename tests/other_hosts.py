@@ -40,7 +40,6 @@ def _hide_tmp() -> str:
     )
 
 
-
 def can_make_hosts() -> bool:
     """Return whether this process may make namespaces and bridges."""
     if os.geteuid() or not all(map(shutil.which, ("ip", "unshare"))):

@@ -41,7 +41,7 @@ TORCHS = {
 SHARED = {
     "nbdist.rpc": {
         *("BackendType", "RRef", "RpcBackendOptions", "TensorPipeRpcBackendOptions", "WorkerInfo", "functions"),
-        *("get_worker_info", "init_rpc", "remote", "rpc_async", "rpc_sync", "shutdown"),
+        *("get_worker_info", "init_rpc", "is_available", "remote", "rpc_async", "rpc_sync", "shutdown"),
     },
     "nbdist.rpc.functions": {"async_execution"},
     "nbdist.autograd": {"backward", "context", "get_gradients"},

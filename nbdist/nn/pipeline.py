@@ -26,7 +26,7 @@ import torch
 
 from nbdist.amounts import counted
 from nbdist.autograd.api import recorder
-from nbdist.errors import NbdistError, NotInitialized, UsageError
+from nbdist.errors import EncodeError, NbdistError, NotInitialized, UsageError
 from nbdist.nn.batches import Values, as_tuple, check_micro_batches, join, portions, rows_of, split
 from nbdist.nn.cutting import Maker, check_sharing, parts_of
 from nbdist.nn.losses import Reduction, total
@@ -208,6 +208,12 @@ class Pipeline:
         return (
             f"Pipeline({counted(self.stages, 'stage')} on {', '.join(self.workers)}; "
             f"{counted(self.micro_batches, 'micro-batch', 'micro-batches')}, {self.schedule})"
+        )
+
+    def __reduce__(self) -> Any:
+        raise EncodeError(
+            "a pipeline stays in the process that made it: it cannot be sent, copied or saved. Save its state, "
+            "`torch.save(pipe.state_dict(), file)`, and load that into a new pipeline with `load_state_dict`"
         )
 
     # -- computing ----------------------------------------------------------------------------

@@ -39,6 +39,7 @@ __all__ = [
     "current_agent",
     "get_worker_info",
     "init_rpc",
+    "is_available",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -84,6 +85,11 @@ def _home() -> Home:
 
 
 rref_module.set_home_finder(_home)
+
+
+def is_available() -> bool:
+    """Return True, as torch's function of this name does where torch has RPC."""
+    return True
 
 
 def is_initialized() -> bool:

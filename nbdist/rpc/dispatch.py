@@ -62,11 +62,7 @@ class _PoolThread(threading.Thread):
     """A thread in which finalisers may not wait for calls, from its first step on: the pool's lock is held then."""
 
     def _bootstrap(self) -> None:
-        """Mark the thread as closed to finalisers before any other Python code runs in it.
-
-        If a user's ``__del__`` makes a call in a closed thread, another thread sends the call, and ``__del__`` cannot
-        wait for it.
-        """
+        """Mark the thread as closed to finalisers before any other Python code runs in it."""
         this_thread.is_closed = True
         super()._bootstrap()  # type: ignore[misc]
 
@@ -199,28 +195,18 @@ class Pool:
         self._threads.add(thread)
 
     def _capacity(self, more: int = 0) -> bool:
-        """Return whether ``more`` jobs and another may run now, by the limit of ``size``. The caller holds the lock.
-
-        Threads that wait for other calls are not counted, and `_unstick` raises the limit.
-        """
+        """Return whether ``more`` jobs and another may run now, by the limit. The caller holds the lock."""
         return self._running - len(self._blocked) + more < self._size + self._extra
 
     def _provide(self) -> None:
-        """Give queued jobs a thread: wake an idle one, or start one if none is idle and the limit allows it.
-
-        If neither is possible, a thread takes the next job when it has finished its own. The caller holds the lock.
-        """
+        """Wake an idle thread for queued jobs, or start one if the limit allows it. The caller holds the lock."""
         if self._idle:
             self._condition.notify()
         elif self._queue and self._capacity(len(self._starting)):
             self._spawn()
 
     def _run(self) -> None:
-        """Run jobs, and read messages in between, until the pool is closed. The errors of jobs are logged.
-
-        Each thread of the pool runs this. If a finaliser makes a call in the thread between jobs, another thread sends
-        the call.
-        """
+        """Run jobs, and read messages in between, until the pool is closed: the body of each thread."""
         set_blocking_hook(self._blocking)
         thread = threading.current_thread()
         try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from nbdist import durations, trace
 from nbdist.amounts import counted, size
@@ -93,7 +94,15 @@ def serve(
           worker1: block 3
         >>> sw.close()
     """
-    servers = Options(**options)  # first, because a name in ``options`` may be wrong
+    known = [field.name for field in dataclasses.fields(Options)]
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(f"serve() has no argument {unknown[0]!r}; as options it takes {', '.join(known)}")
+    servers = Options(**options)
+    if not isinstance(workers, Sequence) or isinstance(workers, str):
+        raise UsageError(f"workers is a list of names or ids, such as [0, 1], not {workers!r}")
+    for name, count in {"chunk": chunk, "micro_batch": micro_batch, "largest": servers.largest}.items():
+        if count is not None and not (isinstance(count, SupportsIndex) and count >= 1):
+            raise UsageError(f"{name} must be a whole number of at least 1, or None, not {count!r}")
     recover = check_recover(recover)
     durations.positive(servers.session_timeout, "session_timeout")
     step_timeout = durations.positive(step_timeout, "step_timeout")
@@ -104,8 +113,8 @@ def serve(
     # In the agent's directory: when that directory is removed after a kill, the weights are removed, too.
     folder = tempfile.TemporaryDirectory(prefix="swarm-", dir=api.current_agent().directory)
     if isinstance(model, str | Path):
-        known = Path(model).absolute() if Path(model).is_dir() else folder_of(str(model))
-        checkpoint = adapter.Checkpoint.opened(known, Path(folder.name))
+        given = Path(model).absolute() if Path(model).is_dir() else folder_of(str(model))
+        checkpoint = adapter.Checkpoint.opened(given, Path(folder.name))
     else:
         adapter.write_checkpoint(model, Path(folder.name))
         checkpoint = adapter.Checkpoint(folder.name)
@@ -250,21 +259,24 @@ class Swarm:
         with self.crew.working():
             return [span for span, _ in self.crew.way(begin, end)]
 
-    def check(self, begin: int, end: int | None) -> int:
+    def check(self, begin: int, end: int | None, hint: str = "") -> int:
         """Return ``end``, or the number of blocks if it is None; raise UsageError if the range is not valid.
 
-        ``begin`` is the first block of the range. Methods with an optional argument ``end`` call this.
+        ``begin`` is the first block of the range, ``hint`` the end of the error's text.
         """
         end = len(self) if end is None else end
-        if not 0 <= begin < end <= len(self):
+        if not (isinstance(begin, SupportsIndex) and isinstance(end, SupportsIndex) and 0 <= begin < end <= len(self)):
             raise UsageError(
                 f"there are no blocks from {begin} to {end}: there are {len(self)}, numbered from 0, and the first "
-                "number must be less than the second"
+                f"number must be less than the second{hint}"
             )
         return end
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+    def __reduce__(self) -> Any:
+        return self.sessions.__reduce__()
 
     def __repr__(self) -> str:
         over = "; it is over" if self.ended else ""
@@ -307,11 +319,12 @@ class Swarm:
 
     # -- workers that come and go -------------------------------------------------------------
 
-    def join(self, worker: int | str, begin: int = 0, end: int | None = None) -> None:
-        """Let ``worker`` serve the blocks from ``begin`` to before ``end``, by default all, in addition to its own.
+    def join(self, worker: int | str, begin: int | None = None, end: int | None = None) -> None:
+        """Let ``worker`` serve the blocks from ``begin`` to before ``end``, in addition to its own.
 
-        Returns when the blocks are loaded. Other workers keep serving the same blocks. A worker that was restarted
-        has to join again. See notebooks/09_swarm.ipynb.
+        By default these are the blocks that it served before it died or left, or all if it is new or serves now.
+        Returns when the blocks are loaded. Other workers keep serving the same blocks. A worker that was restarted has
+        to join again. See notebooks/09_swarm.ipynb.
 
         Raises:
             UsageError: there are no such blocks, or the swarm is closed.
@@ -319,9 +332,10 @@ class Swarm:
             WorkerLost: the worker died while it loaded the blocks. Any other error of loading is raised unchanged.
         """
         self.crew.check_open()
-        end = self.check(begin, end)
+        spans = self.crew.runs_before(worker) if begin is None and end is None else []
         with self.crew.working():
-            self.crew.join(worker, begin, end, trace.steps())
+            for span in spans or [(begin or 0, self.check(begin or 0, end))]:
+                self.crew.join(worker, *span, trace.steps())
 
     def leave(self, worker: int | str) -> None:
         """Take ``worker`` out of the swarm without losing anything.
@@ -356,8 +370,8 @@ class Swarm:
                 moved.
         """
         self.crew.check_open()
+        end = self.check(begin, end, ". `move` takes the blocks first, and then the worker")
         member = self.crew.member(worker)
-        end = self.check(begin, end)
         with self.crew.working():
             relieved = self.crew.shift(begin, end, member)
             try:

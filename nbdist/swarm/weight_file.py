@@ -75,4 +75,4 @@ def write_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     with open(folder / WEIGHTS, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            file.write(weights[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            file.write(weights[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

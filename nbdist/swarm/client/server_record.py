@@ -43,6 +43,8 @@ class Member:
     """Why the server is gone or banned."""
     blocks: list[int] = field(default_factory=list)
     """The numbers of the blocks that the server serves. It may have others that it has not freed yet."""
+    had: list[int] = field(default_factory=list)
+    """The blocks that it served when it died or left."""
     cache: int = 0
     """Bytes reserved for caches, as of the server's last reply; ``sessions`` and ``steps`` are as of then, too."""
     sessions: int = 0
@@ -70,7 +72,7 @@ class Member:
         Call this when the server is dead or has been dismissed. ``note`` is the reason, for displays.
         """
         self.state, self.note = state, note
-        self.blocks = []
+        self.had, self.blocks = self.blocks or self.had, []
         self.cache = self.sessions = 0
 
     @contextlib.contextmanager

@@ -146,6 +146,13 @@ class Crew:
             raise UsageError(f"{name} serves no blocks: it never joined this swarm, has left it, or is gone")
         return found
 
+    def runs_before(self, worker: int | str) -> list[tuple[int, int]]:
+        """Return the runs (begin, end) of blocks that a worker served before it died or left; none if it serves now."""
+        with self._changed:
+            known = self._members.get(self._name_of(worker))
+        had = known.had if known is not None and not known.there else []
+        return [(run[0], run[-1] + 1) for run in routing.runs_of(had)]
+
     def _name_of(self, worker: int | str) -> str:
         """Return the name of a worker that is given by name or id; for an unknown id, the id as a text."""
         if isinstance(worker, str):
@@ -260,6 +267,7 @@ class Crew:
                     before = self._members.pop(member.name, None)  # so that the new member is the last of the list
                     if before is not None:
                         before.rest("gone")  # the worker died and was restarted, and this process did not notice
+                        member.had = before.had
                     self._members[member.name] = member
             self._journal.news()
             yield

@@ -15,6 +15,7 @@ import threading
 import weakref
 from typing import Any
 
+from nbdist.errors import EncodeError
 from nbdist.swarm import adapter
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.servers import Crew
@@ -44,6 +45,12 @@ class Sessions:
         """The ids of sessions whose caches are gone, for the thread `_close_sessions`; None ends it."""
         self._settler: threading.Thread | None = None
         weakref.finalize(self, self._over.put, None).atexit = False
+
+    def __reduce__(self) -> Any:
+        raise EncodeError(
+            "a swarm and its models stay in the process that called serve: they cannot be sent, copied or saved. Call "
+            "the model here, or save its `state_dict()`; another process can serve the same model itself"
+        )
 
     def begin(
         self, cache: Any, begin: int = 0, end: int | None = None, *, expected: int = 0, recover: Recover | None = None

@@ -222,17 +222,13 @@ class Server:
             self._room.reserve(id, session, per_token, tokens, time.monotonic() + patience)
 
     def _enter(self, id: str, begin: int, session: ServerSession) -> None:
-        """Register a session at a span; end a session that is registered there already.
-
-        ``begin`` is the first block of the span. The computing thread is started or kept, because it must drop the
-        session when it has expired.
-        """
+        """Register a session at the span that begins with block ``begin``; end the one that is registered there."""
         with self._entering:
             before = self._sessions.get((id, begin))
             self._sessions[id, begin] = session
         if before is not None:
             self._end(id, before, "it was opened anew")
-        self._runtime.keep()
+        self._runtime.keep()  # it must drop the session when it has expired
 
     def link(self, id: str, begin: int, to: Address, at: int) -> None:
         """Push the output of a session's span to another server from now on, to the span there that begins with ``at``.
@@ -262,10 +258,7 @@ class Server:
         self._end(key[0], session, why)
 
     def _end(self, id: str, session: ServerSession, why: str) -> None:
-        """End a session that was taken out of the table, and free its memory.
-
-        Waiting calls fail with `NoSession`, which tells ``why``.
-        """
+        """End a session that was taken out of the table, and free its memory; waiting calls fail, and say ``why``."""
         session.end(f"session {id} is over: {why}")
         self._room.release(session)
 
