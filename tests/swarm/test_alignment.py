@@ -224,3 +224,42 @@ def test_a_file_that_safetensors_wrote_is_aligned_in_memory(tmp_path):
     found = WeightFile(tmp_path).read(list(weights))
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     assert not any(weight.data_ptr() % 64 for weight in found.values())
+
+
+@torch.no_grad()
+def test_a_model_in_llama_cpps_format_is_aligned_once_converted(world, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    made = gguf.GGUFWriter(str(tmp_path / "tiny.gguf"), "llama")
+    made.add_context_length(64)
+    made.add_embedding_length(32)
+    made.add_block_count(6)
+    made.add_feed_forward_length(64)
+    made.add_head_count(4)
+    made.add_head_count_kv(2)
+    made.add_layer_norm_rms_eps(1e-6)
+    made.add_vocab_size(97)
+    made.add_rope_dimension_count(8)
+    made.add_tokenizer_model("gpt2")
+    made.add_tokenizer_pre("default")
+    made.add_token_list(["t", "1", "t1", *(f"other{number}" for number in range(94))])
+    made.add_token_types([1] * 97)
+    made.add_token_merges(["t 1"])
+    shapes = {"token_embd": (97, 32), "output_norm": (32,), "output": (97, 32)}
+    for number in range(6):
+        block = {"attn_norm": (32,), "ffn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32)}
+        block |= {"attn_output": (32, 32), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
+        shapes |= {f"blk.{number}.{name}": shape for name, shape in block.items()}
+    for name, shape in shapes.items():
+        made.add_tensor(f"{name}.weight", torch.rand(shape).numpy())
+    made.write_header_to_file()
+    made.write_kv_data_to_file()
+    made.write_tensors_to_file()
+    made.close()
+    adapter.convert_gguf(tmp_path / "tiny.gguf", tmp_path / "folder")
+    with whatever_is_misaligned() as misaligned:
+        swarm = serve(tmp_path / "folder", workers=[1, 2])
+        text_through(swarm, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder"))
+        swarm.close()
+    assert not misaligned
+    assert not WeightFile(tmp_path / "folder").copied
