@@ -88,7 +88,12 @@ rref_module.set_home_finder(_home)
 
 
 def is_available() -> bool:
-    """Return True, as torch's function of this name does where torch has RPC."""
+    """Return True, as torch's function of this name does where torch has RPC.
+
+    Example:
+        >>> rpc.is_available()
+        True
+    """
     return True
 
 

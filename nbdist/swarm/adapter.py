@@ -285,7 +285,6 @@ def write_checkpoint(model: Any, folder: Path) -> None:
 
 
 def _is_tied(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Return whether two entries of a state dict are the same memory, seen in the same way; False if one is None."""
     return other is not None and (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
         other.data_ptr(),
         other.dtype,

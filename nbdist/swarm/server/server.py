@@ -193,8 +193,7 @@ class Server:
         )
 
     def _count(self) -> int:
-        """Return the number of sessions. A session with several spans here counts once."""
-        return len({id for id, _ in list(self._sessions)})
+        return len({id for id, _ in list(self._sessions)})  # a session may have several spans here
 
     # -- sessions -----------------------------------------------------------------------------
 
@@ -668,9 +667,8 @@ def _brought(hidden: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _wait_for(found: torch.Tensor) -> None:
-    """Wait until a GPU has computed a tensor, so that this time is counted."""
     if found.is_cuda:
-        torch.cuda.current_stream(found.device).synchronize()
+        torch.cuda.current_stream(found.device).synchronize()  # so that this time is counted
 
 
 def _check_dtype(dtype: torch.dtype | None, device: str) -> None:
