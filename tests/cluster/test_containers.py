@@ -5,6 +5,7 @@ The limits are the kernel's own: a mount namespace and a control group, which on
 
 import contextlib
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -52,12 +53,12 @@ def contained(code, folder, *, group=""):
         mount -t tmpfs -o size=64m none /dev/shm
         mount --bind {work} {work}
         mkdir -p {work}/python
-        mount --bind {sys.base_prefix} {work}/python
+        mount --bind {shlex.quote(sys.base_prefix)} {work}/python
         mount -o remount,ro,bind /
         cd {work}
         exec setpriv --reuid {ODD_USER} --regid {ODD_USER} --clear-groups --no-new-privs --bounding-set=-all \
             env -i PATH=/usr/bin:/bin NBDIST_RUNTIME_DIR={work}/run TMPDIR={work} \
-            PYTHONPATH={os.pathsep.join(sys.path)} {python} {work}/script.py
+            PYTHONPATH={shlex.quote(os.pathsep.join(sys.path))} {python} {work}/script.py
     """
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", setup], capture_output=True, text=True, timeout=150, check=False

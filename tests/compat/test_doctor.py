@@ -31,7 +31,7 @@ def test_it_shows_what_there_is(tmp_path):
 
 def test_what_is_wrong_is_said_below_its_line_with_the_remedy(tmp_path):
     done = subprocess.run(
-        ["sh", "-c", f"ulimit -n 240; exec {sys.executable} -m nbdist doctor"],
+        ["sh", "-c", 'ulimit -n 240; exec "$0" -m nbdist doctor', sys.executable],
         env={**os.environ, "NBDIST_RUNTIME_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
