@@ -64,6 +64,7 @@ from nbdist.rpc.recording import CallRecorder
 from nbdist.rpc.references.rref import Home, refer
 from nbdist.rpc.references.table import References
 from nbdist.rpc.shared_tensors import Sharing
+from nbdist.rpc.thread_switching import switching
 from nbdist.rpc.world.handshake import Handshake
 from nbdist.rpc.world.members import Membership
 from nbdist.rpc.world.shutdown import Ending
@@ -130,6 +131,7 @@ def _after_fork() -> None:
     Python calls this in the child. A thread of the parent, which the child does not have, may have held the lock.
     `Agent.close` leaves the sockets and threads of a forked agent alone: they belong to the parent.
     """
+    switching.relax()  # nobody reads in the child, so nobody would do it later
     for agent in list(_agents):
         agent.forked = True
         # A thread of the parent may hold the lock. The child does not have that thread.
@@ -473,6 +475,8 @@ class Agent:
         if now >= links.due:
             with self._turn:
                 self._run_due(now)
+        if now >= switching.look_at:
+            switching.look(now, self.exchange.active + self.pool.active > 0)
         frames = self.channel.receive(links.nap(now, timeout), guest, soon)
         if not frames:
             return None
@@ -568,6 +572,10 @@ class Agent:
         # A message that was sent twice is handled once.
         if not self.links.accept(connection, envelope, sum(map(len, frames))):
             return None
+        if envelope.seq:  # no ping: somebody waits for what follows
+            switching.is_used = True
+            if switching.is_relaxed:
+                switching.hurry()
         if envelope.back:
             self.sharing.on_back(envelope.sender, envelope.back)
         for delete in envelope.deletes:

@@ -1,56 +1,94 @@
-"""Shortens the time for which a thread may run Python while another thread wants to, as long as there is an agent.
+"""Shortens the time for which a thread may run Python while another thread wants to, while somebody waits for an agent.
 
-A thread that answers a call needs the GIL several times: after each wait, and after each operation of torch. By
-default, Python lets another thread keep the GIL for 5 ms each time. So on a worker whose main thread is busy in Python,
-an empty call takes 10 ms, and a sum of two numbers 20 ms.
+A thread that answers a call needs the GIL several times. By default, Python lets another thread keep it for 5 ms each
+time: on a worker whose main thread is busy in Python, an empty call takes 10 ms, and a sum of two numbers 20 ms.
 """
+# With an interval of 0.1 ms, threads of the user's own that run Python side by side switch fifty times as often, which
+# cost them up to 12 % of their time. So it ends when nobody waits any more:
+#
+#                         `shorten`, `hurry`: a message came that must arrive
+#     `_WITHOUT_CALLS` ──────────────────────────────────────────────────────> the interval that the agent wants
+#                      <──────────────────────────────────────────────────────
+#                         `look`: none came since the last look, and no call runs
+#
+# The first call after a pause waits for the GIL for `_WITHOUT_CALLS` once: on a busy worker it takes that much longer.
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 
-__all__ = ["shorten"]
+__all__ = ["switching"]
 
-_lock = threading.Lock()
-_wanted: list[float] = []
-"""The intervals in force, one for each call of `shorten` whose limit has not ended."""
-_before = _ours = 0.0
-"""The interval before the first `shorten`, and the interval that this module set last."""
+_WITHOUT_CALLS = 1e-3  # seconds; a tenth of the switches of 0.1 ms. With 5 ms, the first call would wait so long
+# Seconds; calls that follow each other more closely all find the short interval. Not much longer: a notebook asks each
+# worker every 2 s where its cell is, which should not count as a series of calls.
+_LOOK_EVERY = 0.1
 
 
-def shorten(seconds: float) -> Callable[[], None]:
-    """Let a thread run Python for ``seconds`` at most while another wants to; return a function that ends the limit.
+class ThreadSwitching:
+    """The switch interval of this process, `sys.setswitchinterval`: a short one while somebody waits for an agent.
 
-    0 sets no limit. The limit, `sys.setswitchinterval`, holds for the whole process; of several, the shortest counts.
-    An interval that the user sets meanwhile stays. Call the returned function once.
+    It holds for all agents of the process. An interval that the user sets meanwhile stays.
     """
-    if not seconds:
-        return lambda: None
-    global _before, _ours
-    with _lock:
-        if not _wanted:
-            _before = _ours = sys.getswitchinterval()
-        _wanted.append(seconds)
-        _apply()
 
-    def end() -> None:
-        """Remove the limit; the shortest remaining one, or the interval from before, is in force."""
-        with _lock:
-            _wanted.remove(seconds)
-            _apply()
+    def __init__(self) -> None:
+        # `is_relaxed`: nobody waits, so a message that must arrive has to call `hurry`. `is_used`: set with each such
+        # message, cleared by `look` and `hurry`: the first of a series alone keeps the interval short for one look.
+        self.is_relaxed = self.is_used = False
+        self.look_at = float("inf")
+        """The moment at which a reader has to call `look`, as of `time.monotonic`."""
+        self._lock = threading.Lock()
+        self._wanted: list[float] = []  # one for each call of `shorten` that has not ended
+        self._before = 0.0
+        self._ours: set[float] = set()  # the interval from before, and those that were set here; others are the user's
 
-    return end
+    def shorten(self, seconds: float) -> Callable[[], None]:
+        """Let threads run Python for ``seconds`` while somebody waits for an agent; return a function that ends this.
+
+        0 changes nothing. Of several wishes, the shortest counts. Call the returned function once.
+        """
+        if not seconds:
+            return lambda: None
+        with self._lock:
+            if not self._wanted:
+                self._before = sys.getswitchinterval()
+                self._ours = {self._before}
+            self._wanted.append(seconds)
+            self.hurry()
+
+        def end() -> None:
+            with self._lock:
+                self._wanted.remove(seconds)
+                self.hurry()
+
+        return end
+
+    def hurry(self) -> None:
+        """Set the shortest interval that is wanted; without agents, the one from before. Any thread may call this."""
+        self.is_relaxed = self.is_used = False
+        self._set(min((self._before, *self._wanted)))
+        self.look_at = time.monotonic() + _LOOK_EVERY  # last: `look` must find all this done, as it holds no lock
+
+    def look(self, now: float, is_awaited: bool) -> None:
+        """Call `relax`, unless a message came since the last look, or ``is_awaited``: a call runs here."""
+        if self.is_used or is_awaited:
+            self.is_used, self.look_at = False, now + _LOOK_EVERY
+        else:
+            self.relax()
+
+    def relax(self) -> None:
+        """Set the interval for the time without calls, until the next `hurry`. Does nothing without agents."""
+        self.look_at = float("inf")
+        self._set(min(self._before, max(_WITHOUT_CALLS, min(self._wanted, default=self._before))))
+        self.is_relaxed = True  # last, as in `hurry`
+
+    def _set(self, seconds: float) -> None:
+        if sys.getswitchinterval() in self._ours:  # else the user has set another one
+            sys.setswitchinterval(seconds)
+            self._ours.add(sys.getswitchinterval())  # Python rounds it
 
 
-def _apply() -> None:
-    """Set the process's switch interval to the shortest wanted one, or to the one before the first `shorten`.
-
-    The shortest of all these counts. If the user has set an interval meanwhile, that interval stays. The caller holds
-    the lock.
-    """
-    global _ours
-    if sys.getswitchinterval() == _ours:  # else the user has set another one
-        sys.setswitchinterval(min((_before, *_wanted)))
-        _ours = sys.getswitchinterval()
+switching = ThreadSwitching()

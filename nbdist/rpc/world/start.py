@@ -33,9 +33,10 @@ from nbdist.channel.shared_memory.gpu_arena import open_gpus
 from nbdist.channel.zeromq import ZmqChannel, host_identity, sweep
 from nbdist.errors import NbdistError, RendezvousError, UsageError
 from nbdist.ids import new_incarnation
-from nbdist.rpc import devices, thread_switching
+from nbdist.rpc import devices
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.options import RpcBackendOptions, time_limit
+from nbdist.rpc.thread_switching import switching
 from nbdist.rpc.world import rendezvous, tcp_store
 from nbdist.rpc.world.members import WorkerInfo
 from nbdist.rpc.world.roster import Roster, Store
@@ -155,7 +156,7 @@ def start_agent(
                 roster.leave(*dead)
             devices.check(agent.members())
         agent.at_close(lambda: _leave(agent, roster, meeting))
-        agent.at_close(thread_switching.shorten(options.switch_interval))
+        agent.at_close(switching.shorten(options.switch_interval))
         agent.on_lost(lambda record, why: _clean_after(agent, record))
         if meeting is not None and meeting.keeps_list:  # else a new worker could not take the lost member's name
             agent.on_lost(lambda record, why: roster.leave(record))
