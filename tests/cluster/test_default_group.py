@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import nbdist
+from nbdist.cluster import mending
 from nbdist.cluster.processes.generations import Generations
 
 SCRIPT = Path(__file__).parents[1] / "programs" / "torchrun_ddp.py"
@@ -190,6 +191,11 @@ def test_scripts_run_again_and_again_where_the_store_is_in_the_notebook():
         for _ in range(3):
             cluster.execute(SCRIPT.read_text(), timeout=60)
         cluster.execute(f"dist.destroy_process_group(); dist.init_process_group(); {SUM}", timeout=60)
+
+
+def test_a_worker_that_outlives_its_cluster_forms_no_group():
+    with pytest.raises(nbdist.RendezvousError, match="the cluster has ended"):
+        mending.enter_group("worker0")
 
 
 # -- the numbers of groups ------------------------------------------------------------------------
