@@ -174,6 +174,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             if not running.is_as(spec):
                 raise UsageError(f"another cluster runs, of {len(running.names)} workers; end it with %dist_shutdown")
             print(f"The cluster runs: {', '.join(running.names)}.")
+            self._give_names()
             return
         cluster = Cluster.of(spec)
         cluster.progress = StartProgress(cluster.names, current_sink())
@@ -182,17 +183,23 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             print(f"Waiting for {counted(spec.count, 'worker')}: {how_to_join(invitation)}.", flush=True)
             cluster.on_joined = lines_below()
         cluster.start()
-        given: dict[str, Any] = {
-            "rpc": rpc,
-            "dist_autograd": autograd,
-            "torch": torch,
-            "dist": torch.distributed,
-        }  # the names that workers have, too
+        self._give_names()
         if "cluster" not in self._shell.user_ns:
-            given["cluster"] = self._session.named = cluster
-        self._shell.push(given, interactive=False)
+            self._session.named = cluster
+            self._shell.push({"cluster": cluster}, interactive=False)
         for remark in remarks_on_start(cluster):
             print(remark)
+
+    def _give_names(self) -> None:
+        # The notebook gets the names that workers have. A value of the user's own stays, and one line says so.
+        given = {"rpc": rpc, "dist_autograd": autograd, "torch": torch, "dist": torch.distributed}
+        # A module of torch's, as after `import torch.distributed.rpc as rpc`, is replaced: it knows no worker.
+        packages = {name: str(getattr(self._shell.user_ns.get(name, torch), "__package__", "")) for name in given}
+        own = [name for name, package in packages.items() if not package.startswith(("torch", "nbdist"))]
+        self._shell.push({name: module for name, module in given.items() if name not in own}, interactive=False)
+        if own:
+            names, modules = ", ".join(own), ", ".join(given[name].__name__ for name in own)
+            print(f"Kept your own {names}: `del {names}` and %dist_init again give {modules}.")
 
     @line_magic
     @_shortly

@@ -88,6 +88,18 @@ def test_a_second_cluster_is_refused_and_the_first_goes_on(notebook):
     assert notebook.run("%%remote\nprint(rank)").stdout == "[worker0] 0\n[worker1] 1\n"
 
 
+def test_a_name_of_the_users_own_stays_and_one_line_says_so():
+    start = "%dist_init -n 1 --backend none -t 60"
+    with Notebook() as notebook:
+        notebook.run("rpc, dist = 3, [4]\nimport torch.distributed.autograd as dist_autograd")
+        for out in (notebook.run(start).stdout, notebook.run(start).stdout):
+            line = "Kept your own rpc, dist: `del rpc, dist` and %dist_init again give nbdist.rpc, torch.distributed.\n"
+            assert out.endswith(line)
+        assert notebook.run("rpc, dist, dist_autograd.__name__").result == "(3, [4], 'nbdist.autograd')"
+        assert "Kept" not in notebook.run(f"del rpc, dist\n{start}").stdout
+        assert notebook.run("rpc.rpc_sync('worker0', int), dist.__name__").result == "(0, 'torch.distributed')"
+
+
 # -- help -----------------------------------------------------------------------------------------
 
 
