@@ -38,10 +38,10 @@ def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def inboxes() -> int:
     """How many steps are under way on this worker."""
-    from nbdist.nn import station
+    from nbdist.nn import pipeline_part
     from nbdist.rpc.api import current_agent
 
-    return sum(len(one._inboxes) for one in station._stations(current_agent()).values())
+    return sum(len(one._inboxes) for one in pipeline_part._parts(current_agent()).values())
 
 
 class RMSNorm(nn.Module):

@@ -8,8 +8,8 @@ module           contents
 `cutting`        `cut`: splits a Sequential into stages
 `placement`      parses places such as ``"worker1/cuda:0"``
 `schedules`      the order in which each worker runs its forwards and backwards: pure tables
-`station`        the part of a pipeline on one worker: the worker's stages, and its share of each step
-`inbox`          the values that other workers send to a station, and the wait for them
+`pipeline_part`  the part of a pipeline on one worker: the worker's stages, and its share of each step
+`inbox`          the values that other workers send to that part, and the wait for them
 `stage`          one stage's forward computation, with checkpoints and reproducible random numbers
 `entry`          starts a new graph at the input of a stage, and catches the gradient of the input
 `randomness`     the seed of each stage and micro-batch; saves and restores random generators

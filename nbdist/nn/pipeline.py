@@ -2,14 +2,14 @@
 
 ::
 
-    Pipeline ─── `run_share`, with an `Order`: the worker's row of the schedule ───┐
-       ▲                                                                           │  one call to each worker
-       └──────── `Done`: losses, outputs, times ─────────────────────────────┐     │  in each step
-                                                                             │     ▼
-    Station of worker0 ── `deliver` ──> Station of worker1 ── `deliver` ──> Station of worker2 ──> …
+    Pipeline ─── `run_step`, with an `Order`: the worker's row of the schedule ───┐
+       ▲                                                                          │  one call to each worker
+       └──────── `Done`: losses, outputs, times ───────────────────────────┐      │  in each step
+                                                                           │      ▼
+    part of worker0 ── `deliver` ──> part of worker1 ── `deliver` ──> part of worker2 ──> …
 
-`Pipeline` is the handle. It holds a reference to a `nbdist.nn.station.Station` on each worker, calls each station once
-a step, and joins the answers. If one station fails, the handle tells all workers to abandon the step.
+`Pipeline` is the handle. It holds a reference to a `nbdist.nn.pipeline_part.PipelinePart` on each worker, calls
+each part once a step, and joins the answers. If one part fails, the handle tells all workers to abandon the step.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from nbdist.errors import EncodeError, NbdistError, NotInitialized, UsageError
 from nbdist.nn.batches import Values, as_tuple, check_micro_batches, join, portions, rows_of, split
 from nbdist.nn.cutting import Maker, check_sharing, parts_of
 from nbdist.nn.losses import Reduction, total
+from nbdist.nn.pipeline_part import Done, Order, PipelinePart, abandon_step, build_stages, call_part, run_step
 from nbdist.nn.placement import place_of
 from nbdist.nn.randomness import random_state, restore_random_state
 from nbdist.nn.schedules import SCHEDULES, OpTimes, Table, forward_only
-from nbdist.nn.station import Done, Order, Station, abandon_step, build_stages, call_station, run_share
 from nbdist.nn.timeline import PipelineTimeline
 from nbdist.nn.watched import WatchedStep
 from nbdist.optim.local import ask_all
@@ -178,7 +178,7 @@ class Pipeline:
         self._steps = 0
         """The number of steps (`forward` and `train_step`) so far: it is saved, and seeds the next step's draws.
 
-        `load_state_dict` sets it back, unlike `_orders`, which numbers the steps that are sent to the stations.
+        `load_state_dict` sets it back, unlike `_orders`, which numbers the steps that are sent to the parts.
         """
         self._counting = threading.Lock()
         self._last: tuple[int, list[list[OpTimes]]] | None = None
@@ -202,7 +202,7 @@ class Pipeline:
                 for worker, (name, (_, device)) in enumerate(zip(names, places, strict=True))
             },
         )
-        self._stations: list[RRef[Station]] = list(made.values())
+        self._parts: list[RRef[PipelinePart]] = list(made.values())
 
     def __repr__(self) -> str:
         return (
@@ -331,7 +331,7 @@ class Pipeline:
         given, wanted = split(inputs, sizes), split(targets, sizes)
         watched = WatchedStep(table, self.workers, self.stages) if options["train"] else None
         try:
-            for worker, (name, rref) in enumerate(zip(self.workers, self._stations, strict=True)):
+            for worker, (name, rref) in enumerate(zip(self.workers, self._parts, strict=True)):
                 order = Order(
                     step,
                     number,
@@ -343,7 +343,7 @@ class Pipeline:
                     **options,
                 )
                 args = rref, order, given if worker == 0 else [], wanted if worker == last else []
-                outcome.add(worker, agent.call(name, run_share, *args, timeout=0))
+                outcome.add(worker, agent.call(name, run_step, *args, timeout=0))
             done: list[Done] = outcome.all.wait(agent.read_as_guest)
         except BaseException as error:
             abandoned = self._abandon(step, context_id, f"{type(error).__name__}: {error}")
@@ -397,7 +397,7 @@ class Pipeline:
 
         Asks all workers; raises `WorkerLost` if one is gone.
         """
-        self._call_all_stations("train", mode)
+        self._call_all_parts("train", mode)
         self.training = mode
         return self
 
@@ -530,35 +530,35 @@ class Pipeline:
         ]
         return PipelineTimeline(self.workers, self.stages, moved, step)
 
-    def _call_all_stations(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the `Station` of each worker at the same time; return the answers in the order of workers.
+    def _call_all_parts(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the `PipelinePart` of each worker at the same time; return the answers by worker, in order.
 
         If one worker fails, its error is raised; if several fail, `StepFailed`.
         """
-        calls = {rref.owner_name(): (rref, method, *args) for rref in self._stations}
-        return list(ask_all(call_station, calls).values())
+        calls = {rref.owner_name(): (rref, method, *args) for rref in self._parts}
+        return list(ask_all(call_part, calls).values())
 
     def _call_with_parts(self, method: str, by_stage: Mapping[int, Any], *args: Any) -> None:
-        """Call a method of the `Station` of each worker at the same time, and wait for all.
+        """Call a method of the `PipelinePart` of each worker at the same time, and wait for all.
 
         Each gets ``args`` and a dict: the values of ``by_stage`` for the stages that live on that worker, by stage
         number. If one worker fails, its error is raised; if several fail, `StepFailed`.
         """
         ask_all(
-            call_station,
+            call_part,
             {
                 rref.owner_name(): (rref, method, *args, _parts_by_stage(by_stage, worker, len(self.workers)))
-                for worker, rref in enumerate(self._stations)
+                for worker, rref in enumerate(self._parts)
             },
         )
 
     def _gather(self, method: str) -> dict[int, Any]:
-        """Call a method of the `Station` of each worker that returns a dict by stage; return the union of the dicts.
+        """Call a method of the `PipelinePart` of each worker that returns a dict by stage; return the dicts' union.
 
         If one worker fails, its error is raised; if several fail, `StepFailed`.
         """
         found: dict[int, Any] = {}
-        for part in self._call_all_stations(method):
+        for part in self._call_all_parts(method):
             found.update(part)
         return found
 

@@ -8,7 +8,7 @@ import torch
 from nbdist import autograd as dist_autograd
 from nbdist.autograd import messages
 from nbdist.errors import ProtocolError, UsageError
-from nbdist.nn import cutting, station
+from nbdist.nn import cutting, pipeline_part
 from nbdist.optim import saving
 
 
@@ -46,14 +46,14 @@ def test_a_list_of_stages_is_not_cut():
 
 def test_what_a_stage_must_not_return():
     with pytest.raises(UsageError, match=r"a stage before the last must return a tensor, or a flat tuple"):
-        station._check_output((torch.ones(2), [torch.ones(3)]))
+        pipeline_part._check_output((torch.ones(2), [torch.ones(3)]))
 
 
 def test_a_pipeline_that_was_deleted(world):
-    with pytest.raises(station.Abandoned, match=r"no stages of this pipeline: the pipeline's handle was deleted"):
-        station.deliver("none", 1, "forward", 0, 0, 0)
+    with pytest.raises(pipeline_part.Abandoned, match=r"no stages of this pipeline: the pipeline's handle was deleted"):
+        pipeline_part.deliver("none", 1, "forward", 0, 0, 0)
 
 
 def test_a_step_whose_context_has_ended(world):
     with pytest.raises(UsageError, match=r"the distributed autograd context ended during train_step"):
-        station.Station.commit(None, None, None, None)
+        pipeline_part.PipelinePart.commit(None, None, None, None)

@@ -150,9 +150,11 @@ def by_two_messages(x):
 def test_a_nan_that_came_with_messages(world):
     line, found = reported(by_two_messages, lines=True)
     assert line.startswith("Pow@worker0 (node ")
-    assert "was given NaN by the forward pass already: it came with message" in line
-    assert "from worker1 (call of logs_beyond), and to worker1 with message" in line
-    assert "from worker2 (call of logs); made by Log@worker2 (node " in line
+    assert (
+        "was given NaN by the forward pass already: it came from worker1, with a call of logs_beyond, and to worker1 "
+        in line
+    )
+    assert "from worker2, with a call of logs; made by Log@worker2 (node " in line
     assert line.endswith("return torch.log(x - 5.0)")
     assert "came up at" not in line
     key = found.blamed()
@@ -186,11 +188,11 @@ def test_a_nan_that_came_by_way_of_what_saves_nothing(world):
         return (rpc.rpc_sync("worker2", logs, args=(x,)) + 1.0).pow(2).sum()
 
     line, _ = reported(make)
-    assert "from worker2 (call of logs); made by Log@worker2" in line
+    assert "from worker2, with a call of logs; made by Log@worker2" in line
     event, _ = halted(make)
     assert (event.inherited.end, event.inherited.worker, event.inherited.name) == ("unknown", "worker0", "AddBackward0")
     assert "it came out of Add@worker0" in event.told
-    assert "it may have come with message" in event.told
+    assert "it may have come from worker" in event.told
     assert 'context(check="nan") names the operation' in event.told
 
 
@@ -303,7 +305,7 @@ def test_a_nan_that_a_checkpoint_was_given(world, reentrant):
     line, _ = reported(
         lambda x: checkpointed(squares, rpc.rpc_sync("worker2", logs, args=(x,)), reentrant).sum(), lines=True
     )
-    assert "from worker2 (call of logs); made by Log@worker2" in line
+    assert "from worker2, with a call of logs; made by Log@worker2" in line
 
 
 def test_saved_tensor_hooks_are_not_called(world):
@@ -358,7 +360,7 @@ def test_a_worker_that_cannot_say_where_it_is_from(world):
         watch.close()
         handle.cancel()
         assert (event.inherited.end, event.inherited.worker, event.inherited.node) == ("unknown", "worker2", -1)
-        assert event.told.endswith('(call of logs); context(check="nan") names the operation that made it')
+        assert event.told.endswith('with a call of logs; context(check="nan") names the operation that made it')
 
 
 def test_a_nan_of_a_stage_of_a_pipeline(world):
@@ -482,8 +484,7 @@ def test_from_data_parameters_and_messages(world):
     assert "argument 1 of linear holds NaN already: it is a leaf, such as a parameter (float32[1, 2])" in str(error)
     assert "it is a number in your code" in str(fails(lambda: leaf() * NAN))
     error = fails(lambda: rpc.rpc_sync("worker2", Unseen.apply, args=(leaf(),)) + 1.0)
-    assert "argument 0 of add holds NaN already: it came with message" in str(error)
-    assert "from worker2 (call of " in str(error)
+    assert "argument 0 of add holds NaN already: it came from worker2, with a call of " in str(error)
 
 
 def test_made_by_what_torch_does_not_show(world):

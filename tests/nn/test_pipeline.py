@@ -16,7 +16,7 @@ from nbdist import rpc
 from nbdist.errors import EncodeError, NotInitialized, UsageError, WorkerLost
 from nbdist.nn import Pipeline, Reference, cut
 from nbdist.nn.inbox import Abandoned
-from nbdist.nn.station import deliver
+from nbdist.nn.pipeline_part import deliver
 from nbdist.optim import DistributedOptimizer, clip_grad_norm_
 from nbdist.testing import World
 
@@ -58,7 +58,7 @@ def stages(count, width=WIDTH, dtype=torch.float32):
 def gradients_of(pipe, context_id):
     """By name of the state, wherever they are."""
     found = {}
-    for rref in pipe._stations:
+    for rref in pipe._parts:
         found.update(rpc.rpc_sync(rref.owner(), gradients_there, args=(rref, context_id)))
     return found
 
@@ -363,7 +363,7 @@ def test_a_stage_that_fails_is_named_and_the_next_step_works(world, schedule, wh
         told = "\n".join(caught.value.__notes__)
         assert what in told
         assert f"stage {where}" in told
-        assert f"worker{where}" in told
+        assert f"raised on worker{where}, in run_step:" in told
         assert not any(value is not None for value in gradients_of(pipe, context_id).values())
         loss = pipe.train_step(x, y, mean_loss)
         reference, model = reference_of(modules)
@@ -404,7 +404,7 @@ def test_losses_that_are_none(world):
 def test_nothing_stays_of_a_step_nor_of_a_pipeline(world):
     pipe = Pipeline(stages(3), ["worker0", "worker1", "worker2"])
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    stations = stations_of(pipe)
+    parts = parts_of(pipe)
 
     for _ in range(2):
         with dist_autograd.context():
@@ -416,15 +416,15 @@ def test_nothing_stays_of_a_step_nor_of_a_pipeline(world):
             pipe.train_step(x, y, mean_loss)
             dist_autograd.backward(context_id, [pipe(x).sum()])
     settle(lambda: live_tensors() <= tensors)
-    assert all(not station()._inboxes for station in stations)
+    assert all(not part()._inboxes for part in parts)
     del pipe
-    settle(lambda: not any(station() for station in stations))
+    settle(lambda: not any(part() for part in parts))
 
 
-def stations_of(pipe):
-    for rref in pipe._stations:
+def parts_of(pipe):
+    for rref in pipe._parts:
         rpc.rpc_sync(rref.owner(), remember, args=(rref,))
-    found = [weakref.ref(station) for station in _found]
+    found = [weakref.ref(part) for part in _found]
     _found.clear()
     return found
 
@@ -760,26 +760,26 @@ def test_workers_that_have_lost_each_other_fail_the_step_though_the_driver_sees_
 
 def test_a_step_that_is_not_begun_everywhere_leaves_nothing(world):
     pipe = Pipeline(stages(2), ["worker0", "worker1"])
-    stations = stations_of(pipe)
+    parts = parts_of(pipe)
     x = torch.randn(8, WIDTH)
     lock = threading.Lock()
     with dist_autograd.context():
         for _ in range(3):
             with pytest.raises(EncodeError):
                 pipe.train_step(x, x, lambda output, target: lock)
-    settle(lambda: not any(station()._inboxes for station in stations))
+    settle(lambda: not any(part()._inboxes for part in parts))
 
 
 def test_what_came_for_a_step_that_is_abandoned_before_it_begins_is_dropped(world):
     pipe = Pipeline(stages(2), ["worker0", "worker1"])
-    station = stations_of(pipe)[1]()
+    part = parts_of(pipe)[1]()
     with world[1].activate():
         deliver(pipe._uid, 0, "F", 1, 0, 0, torch.ones(1))
-        assert station._inboxes
-        station.abandon(0, None, "the test has had enough")
-        assert not station._inboxes
+        assert part._inboxes
+        part.abandon(0, None, "the test has had enough")
+        assert not part._inboxes
         deliver(pipe._uid, 0, "F", 1, 1, 0, torch.ones(1))
-        assert not station._inboxes
+        assert not part._inboxes
     with dist_autograd.context(), pytest.raises(Abandoned, match=r"had enough \(this worker had not begun the step\)"):
         pipe.train_step(torch.randn(8, WIDTH), torch.randn(8, WIDTH), mean_loss)
     with dist_autograd.context():

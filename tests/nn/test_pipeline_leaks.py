@@ -12,7 +12,7 @@ import workers
 
 from nbdist import autograd as dist_autograd
 from nbdist.nn import Pipeline
-from nbdist.nn.station import Station
+from nbdist.nn.pipeline_part import PipelinePart
 from nbdist.testing import World
 
 
@@ -61,7 +61,7 @@ def worker_dies(world: World, pipe: Pipeline) -> None:
 @pytest.mark.parametrize("fail", [stage_raises, forward_raises, loss_cannot_be_sent, worker_dies])
 def test_a_failed_step_keeps_neither_the_pipeline_nor_its_stages(fail: Callable[[World, Pipeline], None]) -> None:
     with World(4) as world, world[3].activate():
-        before = known(Pipeline), known(Station)
+        before = known(Pipeline), known(PipelinePart)
 
         def use() -> None:
             modules = [torch.nn.Linear(2, 2), Fails(), torch.nn.Linear(2, 2)]
@@ -71,4 +71,4 @@ def test_a_failed_step_keeps_neither_the_pipeline_nor_its_stages(fail: Callable[
         use()
         lost = fail is worker_dies  # what a dead worker had is gone with its process, which a World has not
         workers.eventually(lambda: known(Pipeline) <= before[0])
-        workers.eventually(lambda: known(Station) <= before[1] + lost)
+        workers.eventually(lambda: known(PipelinePart) <= before[1] + lost)

@@ -104,6 +104,7 @@ def test_a_pass_that_is_over(world):
     assert "takes no part</text>" in picture
     assert "critical path</text>" in picture
     assert "has not run" not in picture
+    assert "worker0 to worker1, with a call of " in picture
     assert json.loads(json.dumps(watcher.drawn()[1]))["over"]
 
 

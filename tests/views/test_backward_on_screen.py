@@ -192,7 +192,7 @@ def test_it_fits_reads_and_is_walked_by_keys(front, theme, tmp_path, request):
         assert {"done", "halted", "waiting", "lane", "nbdist-link"} <= set(names)
 
         view.locator(".node[aria-label^='receive on notebook, done']").first.click()
-        told = re.compile(r"its gradient goes to\s*node \d+ Relu on worker2 \(message \d+\)")
+        told = re.compile(r"its gradient goes to\s*node \d+ Relu on worker2")
         page.expect(view.locator(".nbdist-details")).to_contain_text(told)
         view.locator(".nbdist-details .nbdist-link").first.click()
         assert page.page.evaluate(FOCUSED).startswith("Relu on worker2")

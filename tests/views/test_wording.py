@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from nbdist.nn import remote_module, station
+from nbdist.nn import pipeline_part, remote_module
 from nbdist.optim import local
 from nbdist.rpc.world import clocks
 from nbdist.swarm.server import neighbours
@@ -46,9 +46,9 @@ def test_a_users_function_has_its_own_name(label, callee, told):
 
 def test_what_nbdist_calls_is_named_in_words():
     every = [
-        (station.run_share, (None,), "a worker's share of a pipeline step"),
-        (station.call_station, (None, "parameter_rrefs"), "pipeline: parameter rrefs"),
-        (station.deliver, (), "a micro-batch arrives"),
+        (pipeline_part.run_step, (None,), "a worker's share of a pipeline step"),
+        (pipeline_part.call_part, (None, "parameter_rrefs"), "pipeline: parameter rrefs"),
+        (pipeline_part.deliver, (), "a micro-batch arrives"),
         (local.new_local_optimizer, (torch.optim.SGD,), "make an optimizer (SGD)"),
         (neighbours._call_server, ("key", "step"), "step through blocks"),
         (neighbours._call_server, ("key", "something_new"), "serve blocks"),
@@ -59,9 +59,9 @@ def test_what_nbdist_calls_is_named_in_words():
 
 
 def test_what_has_no_words_or_other_arguments_than_they_were_made_for_is_nbdists_own_work():
-    for function in (station.shapes_of, local.by_owner):
+    for function in (pipeline_part.shapes_of, local.by_owner):
         assert name_call(display_name(function), function, ()) == ("own", "nbdist's own work")
-    assert name_call("call_station", station.call_station, ()) == ("own", "nbdist's own work")
+    assert name_call("call_part", pipeline_part.call_part, ()) == ("own", "nbdist's own work")
 
 
 def test_what_only_looks_is_not_shown():

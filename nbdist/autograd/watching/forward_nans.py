@@ -236,7 +236,7 @@ class Check:
         kind: Any = type(node)
         if kind is RECEIVE:
             sender = self._name_of(node.end.peer)
-            return f"it came with message {node.end.message} from {sender} (call of {node.end.function})"
+            return f"it came from {sender}, with a call of {node.end.function}"
         if hasattr(node, "_forward_cls"):
             return f"your Function {node._forward_cls.__name__} made it"
         if tensor.is_leaf and tensor.requires_grad:

@@ -109,5 +109,4 @@ def _phrase_of_doubtful(found: Inherited) -> str:
 
 
 def _phrase_of_message(message: Carried) -> str:
-    """Return a phrase such as ``with message 7 from worker1 (call of exp)``."""
-    return f"with message {message.message} from {message.sender} (call of {message.function})"
+    return f"from {message.sender}, with a call of {message.function}"

@@ -294,8 +294,7 @@ class _Drawing:
             lines = [f"{full}: {node.name}{shape}"]
         if node.message is not None:
             edge = self.edges.get(node.message)
-            sent = f" from {edge.sender} ({edge.function})" if edge is not None else ""
-            lines[0] += f", message {node.message}{sent}"
+            lines[0] += f", from {edge.sender}, with a call of {edge.function}" if edge is not None else ""
         lines += [more for more in (node.module, node.line) if more]
         told = f"; {self._words_on_part(box.key, marks)}" if marks is not None else ""
         lines.append(f"node {node.number} of {box.worker}{told}")
@@ -335,7 +334,7 @@ class _Drawing:
         strokes = self.layout.routes[number]
         path = "".join(_stroke(points, corners=number in self.layout.elbows) for points in strokes)
         title = "\n".join(
-            f"message {edge.autograd_message_id}: {_tensors(edge)} for {edge.function}" for edge in line.edges
+            f"{edge.sender} to {edge.receiver}, with a call of {edge.function}: {_tensors(edge)}" for edge in line.edges
         )
         told = f"<title>{escape(title)}</title>" if title else ""
         return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{thick:g}"{dashes}>{told}</path>'

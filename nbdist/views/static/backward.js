@@ -259,7 +259,7 @@ function render({ model, el }) {
       const message = snapshot.messages[link.message.index];
       const name = `link message ${message.state}`;
       if (path.getAttribute("class") !== name) path.setAttribute("class", name);
-      const title = `message ${message.id}: ${bytes(message.bytes)}, made by the call of ${message.call}; ${message.state}`;
+      const title = `${bytes(message.bytes)}, with a call of ${message.call}: ${message.state}`;
       if (path.firstChild.textContent !== title) path.firstChild.textContent = title;
     }
   }

@@ -233,5 +233,5 @@ export function details(snapshot, index) {
 function across(snapshot, index, message) {
   const { n, w, name } = snapshot.nodes[index];
   const state = message.state === "unused" ? ", which takes no part" : "";
-  return [{ text: `node ${n} ${name} on ${snapshot.workers[w]}`, node: index }, ` (message ${message.id}${state})`];
+  return [{ text: `node ${n} ${name} on ${snapshot.workers[w]}`, node: index }, state];
 }

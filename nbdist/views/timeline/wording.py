@@ -102,11 +102,11 @@ def _task(function: Any, args: Sequence[Any], *_: Any) -> tuple[str, str]:
 
 
 _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
-    "nn.station:build_stages": "build a pipeline's stages",
-    "nn.station:run_share": "a worker's share of a pipeline step",
-    "nn.station:deliver": "a micro-batch arrives",
-    "nn.station:abandon_step": "break off a pipeline step",
-    "nn.station:call_station": lambda _, method, *more: ("own", f"pipeline: {_with_spaces(method)}"),
+    "nn.pipeline_part:build_stages": "build a pipeline's stages",
+    "nn.pipeline_part:run_step": "a worker's share of a pipeline step",
+    "nn.pipeline_part:deliver": "a micro-batch arrives",
+    "nn.pipeline_part:abandon_step": "break off a pipeline step",
+    "nn.pipeline_part:call_part": lambda _, method, *more: ("own", f"pipeline: {_with_spaces(method)}"),
     "nn.remote_module:create": lambda cls, *_: ("call", f"RemoteModule({display_name(cls)})"),
     "nn.remote_module:run": lambda rref, *_: ("call", f"{_class_of(rref)}.forward"),
     "nn.remote_module:parameters": lambda rref, *_: ("call", f"{_class_of(rref)}.parameters"),

@@ -1,15 +1,15 @@
 """A pipeline's part on one worker: the stages that live there, and their share of each step.
 
-The owner of the pipeline calls `run_share` on every worker once a step. The call runs the worker's row of the schedule,
-one operation after the other. Activations and gradients go directly from worker to worker, by calls of `deliver`, and
-wait in the step's `Inbox` until the operation that needs them runs::
+The owner of the pipeline calls `run_step` on every worker once a step. The call runs the worker's row of the
+schedule, one operation after the other. Activations and gradients go directly from worker to worker, by calls of
+`deliver`, and wait in the step's `Inbox` until the operation that needs them runs::
 
-    the step's state here    begins with                          run_share   deliver      abandon_step
+    the step's state here    begins with                          run_step    deliver      abandon_step
     ───────────────────────  ───────────────────────────────────  ──────────  ───────────  ─────────────────
     unknown                                                       runs        is stored    step is over
     has an inbox             the first `deliver`                  runs        is stored    step is over
-    runs (`_running`)        `run_share`                                      is stored    inbox fails
-    over (`_over`)           the end of `run_share`, or abandon   raises      is dropped   stays over
+    runs (`_running`)        `run_step`                                       is stored    inbox fails
+    over (`_over`)           the end of `run_step`, or abandon    raises      is dropped   stays over
 
 In every state, `abandon_step` withdraws the gradients that this worker has added to the context for the step.
 
@@ -59,7 +59,7 @@ from nbdist.rpc.futures import Latch
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.messages import Record
 
-__all__ = ["Done", "Order", "Station", "abandon_step", "build_stages", "call_station", "deliver", "run_share"]
+__all__ = ["Done", "Order", "PipelinePart", "abandon_step", "build_stages", "call_part", "deliver", "run_step"]
 
 _STEPS_REMEMBERED = 1000
 """The most finished steps to remember, to drop their late deliveries. No delivery arrives as late as this."""
@@ -108,15 +108,15 @@ class Done:
     """The number of messages that this worker has sent to the step's watcher."""
 
 
-class Station:
+class PipelinePart:
     """The stages of one pipeline on one worker.
 
-    A reference of the pipeline's owner keeps a station alive. Calls of several threads use it: `run` blocks one thread
+    A reference of the pipeline's owner keeps a part alive. Calls of several threads use it: `run` blocks one thread
     for each step, and the deliveries come on others.
     """
 
     def __init__(self, uid: str, stages: Mapping[int, Stage], places: Sequence[str], driver: str) -> None:
-        """Register the station on this worker, and give its parameters their names in the model.
+        """Register the part on this worker, and give its parameters their names in the model.
 
         ``uid`` is the pipeline's id, ``stages`` are this worker's stages by number, ``places[s]`` is the name of stage
         ``s``'s worker, and ``driver`` is the name of the agent that owns the pipeline.
@@ -136,7 +136,7 @@ class Station:
         for stage in reversed(list(stages.values())):  # so a shared parameter ends up with its name in the first stage
             for name, parameter in reversed(list(stage.module.named_parameters())):
                 name_parameter(parameter, stage.prefix + name)
-        _stations(self.agent)[uid] = self
+        _parts(self.agent)[uid] = self
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Station:
     def commit(self, order: Order, inbox: Inbox, gradients: GradientStore) -> None:
         """Add the gradients of a finished share to the current context; if the step failed elsewhere, raise its error.
 
-        This takes the station's lock, so an `abandon` either comes first and is seen here, or comes later and withdraws
+        This takes the part's lock, so an `abandon` either comes first and is seen here, or comes later and withdraws
         the gradients. Raises UsageError if the context has ended.
         """
         context = recorder().contexts.current
@@ -222,7 +222,7 @@ class Station:
                 inbox.fail(WorkerLost(f"{record.name} {why}; the step of a pipeline needed it. Make a new pipeline"))
 
     def _end(self, step: int, why: str) -> None:
-        """Mark a step as over, so that late deliveries are dropped; the caller holds the station's lock.
+        """Mark a step as over, so that late deliveries are dropped; the caller holds the part's lock.
 
         ``why`` is for the error of a `run` that comes later; of several calls the first one's is kept.
         """
@@ -299,24 +299,24 @@ class _Step:
 
     def __init__(
         self,
-        station: Station,
+        part: PipelinePart,
         order: Order,
         inbox: Inbox,
         inputs: Sequence[Values],
         targets: Sequence[Values],
     ) -> None:
-        self._station = station
-        self._agent = station.agent
+        self._part = part
+        self._agent = part.agent
         self._me = self._agent.me.name
         self._order = order
         self._inbox = inbox
-        self._last = len(station.places) - 1
+        self._last = len(part.places) - 1
         self._inputs = inputs
         self._targets = targets
         self._kept: dict[tuple[int, int], tuple[list[torch.Tensor | None], Any]] = {}
         self._sums: dict[int, dict[torch.Tensor, torch.Tensor | None]] = {
             index: dict.fromkeys((p for p in stage.parameters if p.requires_grad), None)
-            for index, stage in station.stages.items()
+            for index, stage in part.stages.items()
         }
         self._sent: list[Latch] = []
         self._losses: list[torch.Tensor] = []
@@ -339,14 +339,14 @@ class _Step:
 
     def _run(self) -> Done:
         times = []
-        order, places = self._order, self._station.places
+        order, places = self._order, self._part.places
         with self._mode(), WatchedShare.of(order.head, order.row, places, self._me, self._inbox) as watched:
             for op in order.row:
                 if watched is not None and not self._inbox.has(op) and self._comes_by_inbox(op):
                     watched.waits(op)
                 wanted, given = self._wait_for_input(op)
                 start = time.monotonic()
-                device = self._station.stages[op.stage].device
+                device = self._part.stages[op.stage].device
                 span = spans.begin(device) if trace.listeners else None
                 with watched.doing(op, given, device) if watched is not None else _NOT_WATCHED as look:
                     if op.kind == "F":
@@ -367,7 +367,7 @@ class _Step:
                 for leaf, gradient in sums.items():
                     if gradient is not None:
                         gradients.add(leaf, gradient)
-            self._station.commit(self._order, self._inbox, gradients)
+            self._part.commit(self._order, self._inbox, gradients)
         return Done(times, self._losses, self._outputs, told)
 
     def _mode(self) -> AbstractContextManager[Any]:
@@ -400,7 +400,7 @@ class _Step:
         ``given`` are the stage's inputs, ``wanted`` is a bit mask of the inputs that need a gradient, and ``look``
         reports a NaN to a watcher. An error gets a note with the stage and the worker.
         """
-        stage, order = self._station.stages[op.stage], self._order
+        stage, order = self._part.stages[op.stage], self._order
         entry: list[torch.Tensor | None] = []
         if order.train:
             given, entry = enter(given, wanted)
@@ -418,15 +418,15 @@ class _Step:
         look(as_tuple(value))
         if order.train:
             self._kept[op.stage, op.micro_batch] = entry, value
-        elif order.recorded and (op.stage == self._last or self._station.places[op.stage + 1] != self._me):
-            group = self._station.uid, order.step, op.stage
+        elif order.recorded and (op.stage == self._last or self._part.places[op.stage + 1] != self._me):
+            group = self._part.uid, order.step, op.stage
             value = _map(
                 value, lambda tensor: ordered(tensor, group, op.micro_batch) if tensor.requires_grad else tensor
             )
         if op.stage < self._last:
             self._send(op._replace(stage=op.stage + 1), as_tuple(value))
         elif not order.train:
-            driver = self._agent.find(self._station.driver)
+            driver = self._agent.find(self._part.driver)
             if not results_stay_on_gpus(driver, self._agent.me):
                 value = _map(value, _on_cpu)
             self._outputs.append(value)
@@ -490,7 +490,7 @@ class _Step:
         if self._order.train and op.kind == "F":
             wanted = sum(1 << index for index, value in enumerate(values) if _has_history(value))
             values = _each_once(values, torch.Tensor.detach)
-        place = self._station.places[op.stage]
+        place = self._part.places[op.stage]
         if place == self._me:
             self._inbox.put(op, (wanted, values))
             return
@@ -498,7 +498,7 @@ class _Step:
             self._agent.me, self._agent.find(place)
         ):
             values = _each_once(values, _on_cpu)
-        args = self._station.uid, self._order.step, *op, wanted, *values  # flat: such calls are encoded fast
+        args = self._part.uid, self._order.step, *op, wanted, *values  # flat: such calls are encoded fast
         try:
             latch = self._agent.begin(place, deliver, *args)
         except WorkerLost as error:
@@ -556,24 +556,24 @@ def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 # --- functions that other agents call ---------------------------------------------------------------
 
-_all: weakref.WeakKeyDictionary[Agent, weakref.WeakValueDictionary[str, Station]] = weakref.WeakKeyDictionary()
+_all: weakref.WeakKeyDictionary[Agent, weakref.WeakValueDictionary[str, PipelinePart]] = weakref.WeakKeyDictionary()
 
 
-def _stations(agent: Agent) -> weakref.WeakValueDictionary[str, Station]:
-    """Return the stations of one agent by their pipelines' ids.
+def _parts(agent: Agent) -> weakref.WeakValueDictionary[str, PipelinePart]:
+    """Return the parts of one agent by their pipelines' ids.
 
-    The first call for an agent also makes the agent report lost workers, and its own end, to its stations. Deliveries
-    find their station here. The references are weak, so this dict keeps no station alive.
+    The first call for an agent also makes the agent report lost workers, and its own end, to its parts. Deliveries
+    find their part here. The references are weak, so this dict keeps no part alive.
     """
     found = _all.get(agent)
     if found is None:
-        stations: weakref.WeakValueDictionary[str, Station] = weakref.WeakValueDictionary()
+        parts: weakref.WeakValueDictionary[str, PipelinePart] = weakref.WeakValueDictionary()
 
         def on_lost(record: Record, why: str) -> None:
-            for station in list(stations.values()):
-                station.on_lost(record, why)
+            for part in list(parts.values()):
+                part.on_lost(record, why)
 
-        found = _all.setdefault(agent, stations)
+        found = _all.setdefault(agent, parts)
         agent.on_lost(on_lost)
         agent.at_close(partial(on_lost, agent.me, "has ended"))
     return found
@@ -587,12 +587,12 @@ def build_stages(
     device: str,
     prefixed: bool,
     options: Mapping[str, Any],
-) -> RRef[Station]:
-    """Make this worker's stages and a station for them, and return a reference to the station.
+) -> RRef[PipelinePart]:
+    """Make this worker's stages and a part for them, and return a reference to the part.
 
     ``makers`` has a module, or a function that makes one, for each of this worker's stages. With ``prefixed``, the
     names in a stage's state begin with the stage's number. ``device`` is the device of these stages, ``options`` are
-    further arguments of `Stage`, and ``uid``, ``places`` and ``driver`` are arguments of `Station`.
+    further arguments of `Stage`, and ``uid``, ``places`` and ``driver`` are arguments of `PipelinePart`.
     """
     stages = {}
     for index, maker in makers.items():
@@ -600,10 +600,10 @@ def build_stages(
         if not isinstance(module, torch.nn.Module):
             raise UsageError(f"stage {index} should be a module, or a function that makes one: {maker!r} is neither")
         stages[index] = Stage(module, index, device=device, prefix=f"{index}." if prefixed else "", **options)
-    return RRef(Station(uid, stages, places, driver))
+    return RRef(PipelinePart(uid, stages, places, driver))
 
 
-def run_share(rref: RRef[Station], order: Order, inputs: Sequence[Values], targets: Sequence[Values]) -> Done:
+def run_step(rref: RRef[PipelinePart], order: Order, inputs: Sequence[Values], targets: Sequence[Values]) -> Done:
     """Run a worker's share of one step, and return its result; the pipeline's owner calls this on each worker.
 
     An error of the step, or `Abandoned` if another worker failed, goes to the owner.
@@ -611,8 +611,8 @@ def run_share(rref: RRef[Station], order: Order, inputs: Sequence[Values], targe
     return rref.local_value().run(order, inputs, targets)
 
 
-def call_station(rref: RRef[Station], method: str, *args: Any) -> Any:
-    """Call a method of a `Station` and return its result; runs on the station's worker, for the pipeline's owner."""
+def call_part(rref: RRef[PipelinePart], method: str, *args: Any) -> Any:
+    """Call a method of a `PipelinePart` and return its result; runs on the part's worker, for the pipeline's owner."""
     return getattr(rref.local_value(), method)(*args)
 
 
@@ -623,10 +623,10 @@ def deliver(uid: str, step: int, kind: str, stage: int, micro_batch: int, wanted
     ``wanted`` says whether value ``i`` needs a gradient. A delivery for a step that is over is dropped; `Abandoned` is
     raised if this worker has no stages of the pipeline any more.
     """
-    station = _stations(current_agent()).get(uid)
-    if station is None:
+    part = _parts(current_agent()).get(uid)
+    if part is None:
         raise Abandoned("this worker has no stages of this pipeline: the pipeline's handle was deleted")
-    inbox = station.inbox(step)
+    inbox = part.inbox(step)
     if inbox is not None:
         inbox.put(Op(kind, stage, micro_batch), (wanted, values))
 
@@ -635,8 +635,8 @@ def abandon_step(uid: str, step: int, context_id: int | None, why: str) -> None:
     """Give up a step that failed elsewhere: wake the thread that runs it on this worker, and drop its gradients.
 
     The pipeline's owner calls this on each worker. Does nothing if this worker has no stages of the pipeline any more.
-    ``context_id`` and ``why`` are as in `Station.abandon`.
+    ``context_id`` and ``why`` are as in `PipelinePart.abandon`.
     """
-    station = _stations(current_agent()).get(uid)
-    if station is not None:
-        station.abandon(step, context_id, why)
+    part = _parts(current_agent()).get(uid)
+    if part is not None:
+        part.abandon(step, context_id, why)
