@@ -82,13 +82,13 @@ def told(found):
 def test_each_remark_names_its_nodes():
     found = made().after(UNPAUSED)
     assert told(found) == [
-        "critical path, 3 nodes: Sum@notebook → Sin@notebook → Tensor@notebook",
+        "critical path, 4 nodes: Sum@notebook → receive@notebook → Sin@notebook → Tensor@notebook",
         "most time, 2.00 s, went into Exp on worker1 (node 0)",
         "the first NaN or Inf came up at Exp@worker1 (node 0)",
         "the largest norm, 4, was given to Sin@notebook (node 2)",
     ]
     linked = [[part.node for part in remark if part.node is not None] for remark in remarks.remarks(found)]
-    assert linked == [[SUM, SIN, LEAF], [EXP], [EXP], [SIN]]
+    assert linked == [[SUM, RECEIVE, SIN, LEAF], [EXP], [EXP], [SIN]]
 
 
 def test_the_text_the_picture_and_the_page_say_the_same():
@@ -145,7 +145,7 @@ def test_the_critical_path_of_a_paused_pass_is_that_of_its_nodes_times():
     events = [*slow_first, halted(*LEAF, 2.6), *ran(*LEAF, 600.0, 0.1)]
     found = made().after(events)
     assert found.critical_path() == [SUM, RECEIVE, EXP, PARAMETER]
-    assert made().after([*slow_first, *ran(*LEAF, 600.0, 0.1)]).critical_path() == [SUM, SIN, LEAF]
+    assert made().after([*slow_first, *ran(*LEAF, 600.0, 0.1)]).critical_path() == [SUM, RECEIVE, SIN, LEAF]
 
 
 @pytest.mark.parametrize("stepped", [False, True])
@@ -160,7 +160,32 @@ def test_the_critical_path_includes_nodes_that_end_before_the_node_that_sends_to
     ]
     if stepped:
         late.append(halted(*SUM, 0.0))
-    assert made().after(late).critical_path() == [SUM, RECEIVE, EXP, PARAMETER]
+    kept_waiting = [] if stepped else [SIN]  # the notebook ran this node before it could run the receive node
+    assert made().after(late).critical_path() == [SUM, *kept_waiting, RECEIVE, EXP, PARAMETER]
+
+
+def test_a_busy_worker_is_part_of_the_critical_path():
+    """The gradient of Exp arrives at once, but worker1 runs the other branch, Cos, until 9.0."""
+    nodes = {
+        "notebook": [operation(0, "SumBackward0", 1, 2), receive(1, 7), receive(2, 8)],
+        "worker1": [operation(0, "ExpBackward0"), operation(1, "CosBackward0")],
+    }
+    edges = [Edge(7 + n, "worker1", "notebook", "f", (((2,), "float32", 8),), (n,)) for n in (0, 1)]
+    ran_before = [
+        *ran(*SUM, 1.0, 1.0),
+        *ran("notebook", 2, 1.5, 0.5),
+        Event(1.2, "worker1", "arrived", message=8),
+        *ran(*RECEIVE, 2.0, 0.5),
+        Event(1.8, "worker1", "arrived", message=7),
+        *ran("worker1", 1, 9.0, 7.5),
+    ]
+    found = Backward(planned(Trace(1, nodes, edges), [SUM]))
+    busy = found.after([*ran_before, *ran(*EXP, 10.0, 1.0)])
+    assert busy.critical_path() == [SUM, ("notebook", 2), ("worker1", 1), EXP]
+    free = found.after([event for event in [*ran_before, *ran(*EXP, 10.0, 1.0)] if event.key != ("worker1", 1)])
+    assert free.critical_path() == [SUM, ("notebook", 2), RECEIVE, EXP]
+    at_once = found.after([event for event in ran_before if event.key != ("worker1", 1)] + ran(*EXP, 2.0, 0.0))
+    assert at_once.critical_path()[-1] == EXP
 
 
 def test_times_on_a_gpu_are_shown_beside_those_of_the_processor():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
@@ -82,6 +83,8 @@ class Backward:
         self.norm: dict[Key, float] = {}
         self.histogram: dict[Key, Histogram] = {}
         self.ended: dict[Key, float] = {}
+        self._ran: dict[str, list[Key]] = {}  # the nodes that have ended on each worker, in this order
+        self._came: dict[Key, float] = {}  # when each node's last gradient arrived, on the clock of the node's worker
         self.halts: list[Interval] = []
         """The times of halts that are over, in which workers were halted."""
         self._halted: dict[Key, float] = {}
@@ -168,6 +171,7 @@ class Backward:
             if event.what == "arrived" and new:
                 for target in self._targets.get(event.message, ()):
                     self.got[target] += 1
+                    self._came[target] = event.time
         if key is None or key not in self.nodes:
             return
         self._measured(key, event)
@@ -181,9 +185,11 @@ class Backward:
             self.state[key] = "done"
             self.seconds[key] = event.seconds or 0.0
             self.ended[key] = event.time
+            self._ran.setdefault(key[0], []).append(key)
             for target, message in self._after[key]:
                 if message is None:
                     self.got[target] += 1
+                    self._came[target] = event.time
         elif event.what == "timed":
             self.on_gpu[key] = event.seconds or 0.0
         elif event.what == "nan" and self.bad is None:
@@ -259,18 +265,29 @@ class Backward:
     def critical_path(self) -> list[Key]:
         """Return a chain of nodes, from the first that ran to the last; each node waited for the one before it.
 
-        The path ends with a node whose gradients no other node has used yet. The time alone cannot tell the last node:
-        a node that sends gradients to another worker often ends after the nodes that these gradients start there,
-        because the send returns late and the clocks of two workers differ.
+        A node waits for its last gradient, and then for its worker if that runs another node. The path ends with a node
+        whose gradients no other node has used yet. The time alone cannot tell this node: a node that sends gradients to
+        another worker often ends after the nodes that these start there, as the send returns late and clocks differ.
         """
         if not self.ended:
             return []
         ends = self._end_times()
-        last = [key for key in ends if not any(target in ends for target, _ in self._after[key])]
-        path = [max(last, key=lambda key: ends[key])]
-        while before := [key for key in self._before[path[-1]] if key in ends]:
-            path.append(max(before, key=lambda key: ends[key]))
-        return path[::-1]
+        key: Key | None = max(
+            (key for key in ends if not any(target in ends for target, _ in self._after[key])), key=ends.__getitem__
+        )
+        path: dict[Key, None] = {}
+        while key is not None and key not in path:  # incomplete events could form a circle
+            path[key] = None
+            before = max((one for one in self._before[key] if one in ends), key=ends.__getitem__, default=None)
+            key = before if ends is not self.ended else self._ran_before(key, before)
+        return list(path)[::-1]
+
+    def _ran_before(self, key: Key, before: Key | None) -> Key | None:
+        """Return the node that a node's worker ran while the gradients of ``key`` were there; else ``before``."""
+        came = self._came.get(key, self.ended[before] if before is not None else -math.inf)
+        ran = self._ran[key[0]]
+        index = bisect_right(ran, self.ended[key] - self.seconds[key], key=self.ended.__getitem__) - 1
+        return ran[index] if index >= 0 and self.ended[ran[index]] > came else before
 
     def _end_times(self) -> dict[Key, float]:
         """Return when each node ended, or for a pass that was halted, when it would have ended.
