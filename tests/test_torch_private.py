@@ -43,6 +43,7 @@ OTHERS = {
     "os._exit",
     "threading._shutdown",
     "kernel.shell.display_pub._hooks",
+    "self._actions",
     "self._dynamic_function_reduce",
     "self._shell._nbdist",
     "shell._nbdist",

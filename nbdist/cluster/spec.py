@@ -23,7 +23,12 @@ from nbdist.errors import UsageError
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.world.members import WorkerInfo
 
-__all__ = ["Spec", "default_count", "rpc_arguments"]
+__all__ = ["DEFAULT_INVITATION", "VALID_FOR", "Spec", "default_count", "rpc_arguments"]
+
+DEFAULT_INVITATION = "nbdist-invitation.json"
+"""The file of the first invitation, in the working directory, if the spec names none."""
+VALID_FOR = 3600.0
+"""Seconds for which an invitation is valid, unless the user says otherwise."""
 
 _SET_BY_THE_CLUSTER = ("devices", "host", "init_method", "secret")
 """Options of RPC that the cluster sets itself."""

@@ -30,20 +30,19 @@ from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.page_lines import Page, lines_above, moved_down
 from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.output.sinks import current_sink
-from nbdist.cluster.processes.launchers.join import DEFAULT_INVITATION, VALID_FOR, how_to_join
+from nbdist.cluster.processes.launchers.join import how_to_join
+from nbdist.cluster.spec import DEFAULT_INVITATION
 from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.checking import check
 from nbdist.magics.lines import (
     CellLine,
     parse_cell,
     parse_diff,
-    parse_doctor,
     parse_init,
     parse_log,
-    parse_memory,
     parse_value,
     parse_watch,
-    reader,
+    read,
 )
 from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
@@ -65,10 +64,6 @@ _MANY_PAIRS = 20
 """The number of pairs of members from which `%dist_doctor` first says that it takes a while."""
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_REMOTE_USAGE = (
-    "%%remote [TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--fail-fast] [--progress-after SECONDS] [--local]"
-)
 
 
 def _shortly(magic: F) -> F:
@@ -114,7 +109,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist
         """
-        reader("%dist").read(line)
+        read("%dist", line)
         print(self._overview)
 
     # -- the cluster ----------------------------------------------------------------------------
@@ -211,7 +206,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_shutdown
         """
-        reader("%dist_shutdown").read(line)
+        read("%dist_shutdown", line)
         if Cluster.current is None:
             print("No cluster runs.")
             return
@@ -226,9 +221,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_reset
         """
-        options = reader("%dist_reset")
-        options.add_argument("-n", "--nuclear", action="store_true")  # nbdistributed has this option; it is ignored
-        options.read(line)
+        read("%dist_reset", line)
         self._session.everywhere = False
         left = Cluster.current.shutdown(ask=False) if Cluster.current is not None else 0
         print(f"{counted(left, 'process', 'processes')} left.")
@@ -247,14 +240,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_restart worker1
         """
-        options = reader("%dist_restart [TARGET] [-p]")
-        options.add_argument("targets", nargs="*")
-        options.add_argument("-p", "--process-group", action="store_true")
-        found = options.read(line)
-        targets = " ".join(found.targets).strip() or None
+        found = read("%dist_restart", line)
         cluster = self._session.cluster()
         cluster.on_joined = lines_below()
-        names = cluster.restart(targets, process_group=found.process_group)
+        names = cluster.restart(found.targets, process_group=found.process_group)
         if names:
             print(f"Restarted {', '.join(names)}.")
         elif not found.process_group:
@@ -286,12 +275,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_invite invitation.json --uses 2
         """
-        options = reader("%dist_invite [FILE] [--uses N] [--expires SECONDS] | --revoke")
-        options.add_argument("file", nargs="?", default=DEFAULT_INVITATION)
-        options.add_argument("--uses", type=int, default=1)
-        options.add_argument("--expires", type=float, default=VALID_FOR)
-        options.add_argument("--revoke", action="store_true")
-        found = options.read(line)
+        found = read("%dist_invite", line)
         cluster = self._session.cluster()
         if found.revoke:
             print(f"Revoked {counted(cluster.revoke_invitations(), 'invitation')}.")
@@ -315,7 +299,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def _status(line: str) -> StatusTable | None:
         """Return the table of `%dist_status`; None if no cluster runs, after a line that says so."""
-        reader("%dist_status").read(line)
+        read("%dist_status", line)
         if Cluster.current is None:
             print("No cluster runs; start one with %dist_init -n 4.")
             return None
@@ -331,7 +315,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_panel
         """
-        reader("%dist_panel").read(line)
+        read("%dist_panel", line)
         return Panel(self._session.cluster())
 
     @line_magic
@@ -353,11 +337,11 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_memory worker1 -v
         """
-        targets, unfolded = parse_memory(line)
-        workers = self._memory_of(targets) if targets is not None else None
+        asked = read("%dist_memory", line)
+        workers = self._memory_of(asked.targets) if asked.targets is not None else None
         self._session.cluster()
         last = self._session.memory_look
-        table = MemoryTable(collect_holdings(), last, workers, unfolded=unfolded or workers is not None)
+        table = MemoryTable(collect_holdings(), last, workers, unfolded=asked.all or workers is not None)
         self._session.memory_look = table.look
         return table
 
@@ -383,7 +367,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_free
         """
-        reader("%dist_free").read(line)
+        read("%dist_free", line)
         self._session.cluster()
         return FreedTable(free())
 
@@ -440,7 +424,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_doctor
         """
-        timeout = parse_doctor(line)
+        timeout = read("%dist_doctor", line).timeout
         cluster = self._session.cluster()
         pairs = len(cluster.workers) * (len(cluster.workers) + 1)
         if pairs >= _MANY_PAIRS:
@@ -455,7 +439,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %sync
         """
-        reader("%sync").read(line)
+        read("%sync", line)
         print(f"{counted(len(self._session.cluster().sync()), 'worker is', 'workers are')} in step.")
 
     @line_magic
@@ -466,11 +450,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_mode -e
         """
-        options = reader("%dist_mode [-e | -d]")
-        which = options.add_mutually_exclusive_group()
-        which.add_argument("-e", "--enable", action="store_true")
-        which.add_argument("-d", "--disable", action="store_true")
-        found = options.read(line)
+        found = read("%dist_mode", line)
         if found.enable:
             self._session.cluster()
             self._session.everywhere = True
@@ -492,7 +472,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_push model rate -r 0,2
         """
-        names, targets = self._names(line, "%dist_push NAME [NAME ...] [-r TARGET]")
+        names, targets = self._names("%dist_push", line)
         missing = [name for name in names if name not in self._shell.user_ns]
         if missing:
             raise UsageError(f"the notebook has no variable {', '.join(missing)}; define it here before %dist_push")
@@ -510,24 +490,20 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_pull losses -r worker1
         """
-        names, targets = self._names(line, "%dist_pull NAME [NAME ...] [-r TARGET]")
+        names, targets = self._names("%dist_pull", line)
         values = self._session.cluster().pull(names, targets)
         for name in names:
             value = [each[name] for each in values] if isinstance(values, list) else values[name]
             self._shell.user_ns[name.rpartition(".")[2]] = value
 
     @staticmethod
-    def _names(line: str, usage: str) -> tuple[list[str], str | None]:
+    def _names(magic: str, line: str) -> tuple[list[str], str | None]:
         """Return the names and the target (None for all workers) in the line of `%dist_push` or `%dist_pull`.
 
-        ``usage`` is the syntax that an error shows. Raises UsageError for a line without names.
+        Raises UsageError for a line without names.
         """
-        options = reader(usage)
-        options.add_argument("names", nargs="+")
-        options.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
-        found = options.read(line)
-        names = [name for word in found.names for name in word.split(",") if name]
-        return names, " ".join(found.targets) if found.targets else None
+        found = read(magic, line)
+        return [name for word in found.names for name in word.split(",") if name], found.targets
 
     @no_var_expand
     @line_magic
@@ -578,7 +554,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         if cell is None:
             asked = parse_value(line)
             return self._session.cluster().evaluate(asked.expression, asked.targets, timeout=asked.timeout)
-        return self._run(parse_cell(line, _REMOTE_USAGE), cell)
+        return self._run(parse_cell(line), cell)
 
     @no_var_expand
     @cell_magic
@@ -677,7 +653,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             %%distributed -o losses
             step(batch)
         """
-        options = parse_cell(line, _REMOTE_USAGE.replace("%%remote [TARGET]", "%%distributed"))
+        options = parse_cell(line, "%%distributed")
         if options.targets is not None:
             raise UsageError("%%distributed takes no target, because it runs on all workers: write %%remote TARGET")
         return self._run(options, cell)
@@ -692,7 +668,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             %%rank[0,1] -t 60
             step(batch)
         """
-        options = parse_cell(line, _REMOTE_USAGE.replace("%%remote [TARGET]", "%%rank[0,1]"))
+        options = parse_cell(line, "%%rank")
         if options.targets is None:
             raise UsageError("%%rank needs ranks: write %%rank[0,1], or %%distributed for all workers")
         return self._run(options, cell)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.kernels import asking
 from nbdist.cluster.kernels.versions import Completions, add_completer
-from nbdist.magics.lines import CELL_OPTIONS, LINE_OPTIONS
-from nbdist.magics.place import FIRST_LINE, RemoteCode, find_remote_code
+from nbdist.magics.lines import READERS
+from nbdist.magics.place import RemoteCode, find_remote_code
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -26,16 +26,6 @@ ANSWER_TIMEOUT = 0.2
 
 _VALUES = {"backend": ("gloo", "nccl", "none"), "launcher": ("join", "local", "ray"), "placement": ("pack", "spread")}
 _VALUE = re.compile(r".*\s--(backend|launcher|placement)[ =]\s*[\w.-]*")
-_MAGICS_WITH_NAMES = (
-    "%remote",
-    "%dist_restart",
-    "%dist_push",
-    "%dist_pull",
-    "%dist_diff",
-    "%dist_log",
-    "%dist_memory",
-)
-"""The line magics that take the names of workers or variables."""
 _MAGIC_LINE = re.compile(r"\s*(%%?\w+)\b")
 _CALLED = re.compile(
     r"\b(?:rpc_sync|rpc_async|remote|RemoteModule|get_worker_info)"
@@ -80,19 +70,14 @@ class RemoteCompleter:
         place = find_remote_code(text, cursor)
         if place is not None:
             return self._remote_code(place)
-        first = FIRST_LINE.match(text)
-        if first is not None and cursor <= first.end():
-            return self._words(
-                before, [*CELL_OPTIONS, *_workers(), "all"] if first[1] != "%%distributed" else CELL_OPTIONS
-            )
         line = before.rpartition("\n")[2]
-        if (asked := _MAGIC_LINE.match(line)) is None:
+        asked = _MAGIC_LINE.match(line)
+        if asked is None or (reader := READERS.get(asked[1])) is None:
             return Completions()
-        magic = asked[1]
-        options = LINE_OPTIONS.get(magic, ())
-        if magic in _MAGICS_WITH_NAMES:
+        magic, options = asked[1], reader.options
+        if reader.takes_targets:
             words = [*self._variables(magic), *_workers(), "all", *options]
-            return self._words(line, words, alone=line.rpartition(" ")[2].startswith("-"))
+            return self._words(line, words, alone=magic.startswith("%%") or line.rpartition(" ")[2].startswith("-"))
         value = _VALUE.fullmatch(line)
         return self._words(line, _VALUES[value[1]] if value is not None else options)
 

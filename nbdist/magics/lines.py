@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import keyword
 import re
 import shlex
@@ -11,33 +10,46 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, NoReturn
 
-from nbdist.cluster.spec import Spec, default_count, rpc_arguments
+from nbdist.cluster.spec import DEFAULT_INVITATION, VALID_FOR, Spec, default_count, rpc_arguments
 from nbdist.errors import UsageError
 from nbdist.rpc.options import Device, RpcBackendOptions
 
 __all__ = [
-    "CELL_OPTIONS",
-    "INIT_OPTIONS",
-    "LINE_OPTIONS",
+    "READERS",
     "CellLine",
+    "Reader",
     "ValueLine",
     "parse_cell",
     "parse_diff",
-    "parse_doctor",
     "parse_init",
     "parse_log",
-    "parse_memory",
     "parse_value",
     "parse_watch",
-    "reader",
+    "read",
 ]
 
 
-class _Reader(argparse.ArgumentParser):
+class Reader(argparse.ArgumentParser):
     """Parses the line of one magic, whose syntax is ``usage``. Options must be written in full."""
 
     def __init__(self, usage: str) -> None:
         super().__init__(prog=usage.split()[0], usage=usage, add_help=False, allow_abbrev=False)
+        self._negative_number_matcher = re.compile(r"-\d")  # a word such as -1,0 is a target, not an option
+
+    @property
+    def options(self) -> list[str]:
+        """All options for users, short and long."""
+        return [option for action in self._actions if action.help is None for option in action.option_strings]
+
+    @property
+    def takes_targets(self) -> bool:
+        """Return whether the line may name workers."""
+        return any(action.dest == "targets" and action.help is None for action in self._actions)
+
+    def add_flags(self, *flags: str) -> None:
+        """Add options without a value. Each of ``flags`` has the spellings of one, such as ``-a --noblock``."""
+        for flag in flags:
+            self.add_argument(*flag.split(), action="store_true")
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError with the message and the syntax; argparse itself would end the process.
@@ -46,17 +58,36 @@ class _Reader(argparse.ArgumentParser):
         """
         raise UsageError(f"{message}; write: {self.usage}")
 
-    def read(self, line: str) -> argparse.Namespace:
+    def read(self, line: str) -> Any:
         """Return the options of a line; its words are separated as a shell does. Raises UsageError if it is wrong."""
         try:
             words = shlex.split(line)
         except ValueError as error:
             raise UsageError(f"{line.strip()!r}: {error}; write: {self.usage}") from None
-        # A word such as -1 is a target. The space in front of it keeps argparse from taking it for an option.
-        return self.parse_args([f" {word}" if re.fullmatch(r"-\d.*", word) else word for word in words])
+        return self.parse_args(words)
 
 
-reader = _Reader
+READERS: dict[str, Reader] = {}
+"""The parser for the line of each magic, by the magic's name with its percent signs."""
+
+
+def _reader(usage: str, *flags: str) -> Reader:
+    """Make the parser of a magic, with options that have no value, and enter it into `READERS`."""
+    reader = READERS[re.split(r"[ \[]", usage)[0]] = Reader(usage)
+    reader.add_flags(*flags)
+    return reader
+
+
+def read(magic: str, line: str) -> Any:
+    """Return the options in the line of a magic, by name. ``targets``, if it has this, is one text, or None.
+
+    Raises UsageError for a wrong line; the target is not looked up here.
+    """
+    found = READERS[magic].read(line)
+    if hasattr(found, "targets"):
+        found.targets = " ".join(found.targets or ()).strip() or None  # with spaces, so that `1 2` does not become 12
+    return found
+
 
 _LONGEST_TIMEOUT = 1e8
 """The most seconds of a time limit: Python can wait for this long on every system."""
@@ -96,26 +127,7 @@ def _seconds_or_0(text: str) -> float:
     return 0.0 if text.strip() in ("0", "0.0") else _seconds(text)
 
 
-def _targets(words: Sequence[str]) -> str | None:
-    """Join the words of a target with spaces, so that ``1 2`` does not become 12. Returns None without words."""
-    return " ".join(word.strip() for word in words) or None
-
-
 # -- %%remote -----------------------------------------------------------------------------------
-
-CELL_OPTIONS = (
-    "-a",
-    "--noblock",
-    "-o",
-    "--out",
-    "-t",
-    "--timeout",
-    "--group-outputs",
-    "--fail-fast",
-    "--progress-after",
-    "--local",
-)
-"""The options of ``%%remote``, ``%%distributed`` and ``%%rank``, for completion."""
 
 
 @dataclass(frozen=True)
@@ -132,39 +144,15 @@ class CellLine:
     local: bool
 
 
-@functools.cache  # building the parser takes longer than parsing the line
-def _cell_reader(usage: str) -> _Reader:
-    """Return the parser for the first line of a cell for workers. ``usage`` is the syntax that an error shows."""
-    reader = _Reader(usage)
-    reader.add_argument("targets", nargs="*")
-    reader.add_argument("-a", "--noblock", action="store_true")
-    reader.add_argument("-o", "--out")
-    reader.add_argument("-t", "--timeout", type=_seconds)
-    reader.add_argument("--group-outputs", action="store_true")
-    reader.add_argument("--fail-fast", action="store_true")
-    reader.add_argument("--progress-after", type=_seconds_or_0, default=10.0)
-    reader.add_argument("--local", action="store_true")
-    return reader
-
-
-def parse_cell(line: str, usage: str) -> CellLine:
-    """Parse the line after the magic of a cell for workers. ``usage`` is the syntax that an error shows.
+def parse_cell(line: str, magic: str = "%%remote") -> CellLine:
+    """Parse the line after the magic of a cell for workers: ``%%remote``, ``%%distributed`` or ``%%rank``.
 
     Raises UsageError for a wrong line; the target is not looked up here.
     """
-    found = _cell_reader(usage).read(line)
+    found = read(magic, line)
     if not _can_name(found.out):
-        raise UsageError(f"-o needs the name of a variable, not {found.out.strip()!r}; write: {usage}")
-    return CellLine(
-        _targets(found.targets),
-        found.noblock,
-        found.out,
-        found.timeout,
-        found.group_outputs,
-        found.fail_fast,
-        found.progress_after,
-        found.local,
-    )
+        raise UsageError(f"-o needs the name of a variable, not {found.out!r}; write: {READERS[magic].usage}")
+    return CellLine(**vars(found))
 
 
 # The option may also stand after the target, because no expression begins with -t and a number.
@@ -208,97 +196,6 @@ def parse_value(line: str) -> ValueLine:
 
 
 # -- %dist_init ---------------------------------------------------------------------------------
-
-INIT_OPTIONS = (
-    "-n",
-    "--num-processes",
-    "-g",
-    "--gpu-ids",
-    "--backend",
-    "--driver",
-    "--seed",
-    "-t",
-    "--timeout",
-    "--launcher",
-    "--isolate-gpus",
-    "--preload",
-    "--gpu-memory",
-    "--device-map",
-    "--host",
-    "--ports",
-    "--invitation",
-    "--address",
-    "--gpus-per-worker",
-    "--placement",
-    "--sync-code",
-)
-"""The options of ``%dist_init``, for completion."""
-
-LINE_OPTIONS: dict[str, tuple[str, ...]] = {
-    "%dist_init": INIT_OPTIONS,
-    "%%watch": ("--paused", "-a", "--noblock", "-o", "--out", "--no-norms"),
-    "%remote": ("-t", "--timeout"),
-    "%dist_memory": ("-v", "--all"),
-    "%dist_log": ("--cell", "--lines", "--save"),
-    "%dist_invite": ("--uses", "--expires", "--revoke"),
-    "%dist_restart": ("-p", "--process-group"),
-    "%dist_reset": ("-n", "--nuclear"),
-    "%dist_doctor": ("-t", "--timeout"),
-    "%dist_mode": ("-e", "--enable", "-d", "--disable"),
-    "%dist_push": ("-r", "--rank", "--targets"),
-    "%dist_pull": ("-r", "--rank", "--targets"),
-    "%dist_diff": ("-r", "--rank", "--targets"),
-}
-"""The options of the other magics, for completion."""
-
-_INIT_USAGE = (
-    "%dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS] "
-    "[--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE] [--gpu-memory PART] [--device-map WORKER:0=1,1=0] "
-    "[--host ADDRESS] [--ports A-B] [--invitation FILE] [--address ADDRESS] [--gpus-per-worker G] "
-    "[--placement pack|spread] [--sync-code]"
-)
-
-
-def parse_init(line: str) -> Spec:
-    """Parse the line of ``%dist_init``, and check the values: see `Spec.check`.
-
-    Raises UsageError for a wrong line; nothing is started.
-    """
-    reader = _Reader(_INIT_USAGE)
-    reader.add_argument("bare", nargs="*")
-    reader.add_argument("-n", "--num-processes", type=int)
-    reader.add_argument("-g", "--gpu-ids", nargs="+")
-    reader.add_argument("-a", "--master-addr", type=_this_host)  # nbdistributed has this option
-    reader.add_argument("--backend", choices=("gloo", "nccl", "none"))
-    reader.add_argument("--driver")
-    reader.add_argument("--seed", type=int)
-    reader.add_argument("-t", "--timeout", type=_seconds, default=120.0)
-    reader.add_argument("--launcher", default="local")
-    reader.add_argument("--isolate-gpus", action="store_true")
-    reader.add_argument("--preload", default="")
-    reader.add_argument("--gpu-memory", type=float)
-    reader.add_argument("--device-map", action="append", type=_device_map, default=[])
-    reader.add_argument("--host")
-    reader.add_argument("--ports", type=_ports)
-    reader.add_argument("--invitation")
-    reader.add_argument("--address")
-    reader.add_argument("--gpus-per-worker", type=float)
-    reader.add_argument("--placement", default="pack")
-    reader.add_argument("--sync-code", action="store_true")
-    found: Any = reader.read(line)
-    if found.bare:
-        bare = " ".join(word.strip() for word in found.bare)
-        meant = f": `%dist_init -n {bare}` starts {bare} workers" if bare.isdecimal() and int(bare) else ""
-        raise UsageError(f"%dist_init takes options only, not {bare!r}{meant}; write: {_INIT_USAGE}")
-    gpus = _numbers(" ".join(found.gpu_ids)) if found.gpu_ids is not None else None
-    count = found.num_processes
-    if count is None:
-        count = default_count(gpus, found.backend)
-    given = {field.name: getattr(found, field.name) for field in fields(Spec) if hasattr(found, field.name)}
-    given["preload"] = tuple(name.strip() for name in found.preload.split(",") if name.strip())
-    spec = Spec(**{**given, "count": count, "gpu_ids": gpus, "rpc": rpc_arguments(_with_maps(found.device_map))})
-    spec.check()
-    return spec
 
 
 def _ports(text: str) -> tuple[int, int]:
@@ -344,6 +241,27 @@ def _with_maps(maps: Sequence[tuple[str, Mapping[Device, Device]]]) -> RpcBacken
     return options
 
 
+def parse_init(line: str) -> Spec:
+    """Parse the line of ``%dist_init``, and check the values: see `Spec.check`.
+
+    Raises UsageError for a wrong line; nothing is started.
+    """
+    found = read("%dist_init", line)
+    if found.bare:
+        bare = " ".join(found.bare)
+        meant = f": `%dist_init -n {bare}` starts {bare} workers" if bare.isdecimal() and int(bare) else ""
+        raise UsageError(f"%dist_init takes options only, not {bare!r}{meant}; write: {READERS['%dist_init'].usage}")
+    gpus = _numbers(" ".join(found.gpu_ids)) if found.gpu_ids is not None else None
+    count = found.num_processes
+    if count is None:
+        count = default_count(gpus, found.backend)
+    given = {field.name: getattr(found, field.name) for field in fields(Spec) if hasattr(found, field.name)}
+    given["preload"] = tuple(name.strip() for name in found.preload.split(",") if name.strip())
+    spec = Spec(**{**given, "count": count, "gpu_ids": gpus, "rpc": rpc_arguments(_with_maps(found.device_map))})
+    spec.check()
+    return spec
+
+
 class WatchLine(NamedTuple):
     """The options of a line of ``%%watch``. ``%%watch?`` explains them."""
 
@@ -358,15 +276,10 @@ def parse_watch(line: str) -> WatchLine:
 
     Raises UsageError for a wrong line.
     """
-    reader = _Reader("%%watch [--paused] [-a] [-o NAME] [--no-norms]")
-    reader.add_argument("--paused", action="store_true")
-    reader.add_argument("-a", "--noblock", action="store_true")
-    reader.add_argument("-o", "--out")
-    reader.add_argument("--no-norms", action="store_true")
-    found: Any = reader.read(line)
+    found = read("%%watch", line)
     if not _can_name(found.out):
         raise UsageError(f"%%watch -o needs the name of a variable, not {found.out!r}")
-    return WatchLine(found.paused, found.noblock, found.no_norms, found.out)
+    return WatchLine(**vars(found))
 
 
 class LogLine(NamedTuple):
@@ -386,25 +299,7 @@ def parse_log(line: str) -> LogLine:
 
     Raises UsageError for a wrong line; the target is not looked up here.
     """
-    reader = _Reader("%dist_log [TARGET] [--cell NUMBER] [--lines FIRST:LAST] [--save FILE]")
-    reader.add_argument("targets", nargs="*")
-    reader.add_argument("--cell", type=_whole_number)
-    reader.add_argument("--lines", type=_line_span)
-    reader.add_argument("--save")
-    found = reader.read(line)
-    return LogLine(_targets(found.targets), found.cell, found.lines, found.save)
-
-
-def parse_memory(line: str) -> tuple[str | None, bool]:
-    """Parse the line of ``%dist_memory``; return the target, and whether each value gets a row of its own (``-v``).
-
-    Raises UsageError for a wrong line; the target is not looked up here.
-    """
-    reader = _Reader("%dist_memory [TARGET] [-v | --all]")
-    reader.add_argument("targets", nargs="*")
-    reader.add_argument("-v", "--all", action="store_true")
-    found: Any = reader.read(line)
-    return _targets(found.targets), found.all
+    return LogLine(**vars(read("%dist_log", line)))
 
 
 def _can_name(out: str | None) -> bool:
@@ -443,17 +338,6 @@ def parse_diff(line: str) -> tuple[str, str | None]:
     return found[1].strip(), found[2]
 
 
-def parse_doctor(line: str) -> float:
-    """Parse the line of ``%dist_doctor``; return the seconds for all pairs of workers.
-
-    Raises UsageError for a wrong line.
-    """
-    reader = _Reader("%dist_doctor [-t SECONDS]")
-    reader.add_argument("-t", "--timeout", type=_seconds, default=60.0)
-    found: float = reader.read(line).timeout
-    return found
-
-
 def _numbers(text: str) -> tuple[int, ...]:
     """Return the numbers of a list such as ``0,1``; brackets and spaces are allowed.
 
@@ -463,4 +347,79 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in re.split(r"\s*,\s*|\s+", match[2].strip() if match else ""))
     except ValueError:
-        raise UsageError(f"-g: {text.strip()!r} is not a list of numbers such as 0,1; write: {_INIT_USAGE}") from None
+        usage = READERS["%dist_init"].usage
+        raise UsageError(f"-g: {text.strip()!r} is not a list of numbers such as 0,1; write: {usage}") from None
+
+
+# -- the parsers --------------------------------------------------------------------------------
+
+_CELL = "[-a] [-o NAME] [-t SECONDS] [--group-outputs] [--fail-fast] [--progress-after SECONDS] [--local]"
+
+for _magic in ("%%remote [TARGET]", "%%distributed", "%%rank[0,1]"):
+    _cell = _reader(f"{_magic} {_CELL}", "-a --noblock", "--group-outputs", "--fail-fast", "--local")
+    _cell.add_argument("targets", nargs="*", help=argparse.SUPPRESS if _magic == "%%distributed" else None)
+    _cell.add_argument("-o", "--out")
+    _cell.add_argument("-t", "--timeout", type=_seconds)
+    _cell.add_argument("--progress-after", type=_seconds_or_0, default=10.0)
+
+_init = _reader(
+    "%dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS] "
+    "[--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE] [--gpu-memory PART] [--device-map WORKER:0=1,1=0] "
+    "[--host ADDRESS] [--ports A-B] [--invitation FILE] [--address ADDRESS] [--gpus-per-worker G] "
+    "[--placement pack|spread] [--sync-code]",
+    "--isolate-gpus",
+    "--sync-code",
+)
+_init.add_argument("bare", nargs="*")
+_init.add_argument("-n", "--num-processes", type=int)
+_init.add_argument("-g", "--gpu-ids", nargs="+")
+_init.add_argument("-a", "--master-addr", type=_this_host, help=argparse.SUPPRESS)  # nbdistributed has this option
+_init.add_argument("--backend", choices=("gloo", "nccl", "none"))
+_init.add_argument("--driver")
+_init.add_argument("--seed", type=int)
+_init.add_argument("-t", "--timeout", type=_seconds, default=120.0)
+_init.add_argument("--launcher", default="local")
+_init.add_argument("--preload", default="")
+_init.add_argument("--gpu-memory", type=float)
+_init.add_argument("--device-map", action="append", type=_device_map, default=[])
+_init.add_argument("--host")
+_init.add_argument("--ports", type=_ports)
+_init.add_argument("--invitation")
+_init.add_argument("--address")
+_init.add_argument("--gpus-per-worker", type=float)
+_init.add_argument("--placement", default="pack")
+
+_watch = _reader("%%watch [--paused] [-a] [-o NAME] [--no-norms]", "--paused", "-a --noblock", "--no-norms")
+_watch.add_argument("-o", "--out")
+
+_log = _reader("%dist_log [TARGET] [--cell NUMBER] [--lines FIRST:LAST] [--save FILE]")
+_log.add_argument("targets", nargs="*")
+_log.add_argument("--cell", type=_whole_number)
+_log.add_argument("--lines", type=_line_span)
+_log.add_argument("--save")
+
+_reader("%dist_memory [TARGET] [-v | --all]", "-v --all").add_argument("targets", nargs="*")
+_reader("%dist_restart [TARGET] [-p]", "-p --process-group").add_argument("targets", nargs="*")
+_reader("%dist_doctor [-t SECONDS]").add_argument("-t", "--timeout", type=_seconds, default=60.0)
+_reader("%dist_reset", "-n --nuclear")  # nbdistributed has this option; it is ignored
+
+_invite = _reader("%dist_invite [FILE] [--uses N] [--expires SECONDS] | --revoke", "--revoke")
+_invite.add_argument("file", nargs="?", default=DEFAULT_INVITATION)
+_invite.add_argument("--uses", type=int, default=1)
+_invite.add_argument("--expires", type=float, default=VALID_FOR)
+
+_mode = _reader("%dist_mode [-e | -d]").add_mutually_exclusive_group()
+_mode.add_argument("-e", "--enable", action="store_true")
+_mode.add_argument("-d", "--disable", action="store_true")
+
+for _magic in ("%dist_push NAME [NAME ...]", "%dist_pull NAME [NAME ...]", "%dist_diff EXPRESSION"):
+    _values = _reader(f"{_magic} [-r TARGET]")
+    _values.add_argument("names", nargs="+")
+    _values.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
+
+_value = _reader("%remote TARGET expression")  # for completion: parse_value reads the line, as parse_diff does
+_value.add_argument("-t", "--timeout")
+_value.add_argument("targets")
+
+for _magic in ("%dist", "%dist_shutdown", "%dist_status", "%dist_panel", "%dist_free", "%sync"):
+    _reader(_magic)

@@ -10,9 +10,9 @@ from nbdist.cluster.workers import Worker
 from nbdist.errors import NbdistError
 from nbdist.magics.lines import parse_cell
 
-__all__ = ["FIRST_LINE", "RemoteCode", "find_remote_code"]
+__all__ = ["RemoteCode", "find_remote_code"]
 
-FIRST_LINE = re.compile(r"\s*(%%(?:remote|distributed|rank)\b)([^\n]*)")
+_FIRST_LINE = re.compile(r"\s*%%(?:remote|distributed|rank)\b([^\n]*)")
 _VALUE = re.compile(r"\s*%remote\s+(?:(?:-t|--timeout)[ =]\s*\S+\s+)?(\[[^\]]*\]|[^\s\[]+)\s+")
 
 
@@ -21,8 +21,6 @@ class RemoteCode(NamedTuple):
 
     line: str
     """The text after the magic's name: the target and options."""
-    usage: str
-    """The syntax of the magic, for `parse_cell`."""
     code: str
     """The code for workers."""
     cursor: int
@@ -34,7 +32,7 @@ class RemoteCode(NamedTuple):
         if cluster is None or not cluster.running:
             return None
         try:
-            return cluster.select(parse_cell(self.line, self.usage).targets)[0]
+            return cluster.select(parse_cell(self.line).targets)[0]
         except NbdistError:
             return None
 
@@ -44,14 +42,14 @@ def find_remote_code(text: str, cursor: int) -> RemoteCode | None:
 
     ``text`` is the whole cell, and ``cursor`` a place in it, in characters.
     """
-    first = FIRST_LINE.match(text)
+    first = _FIRST_LINE.match(text)
     if first is not None:
         begin = first.end() + 1
-        return RemoteCode(first[2], f"{first[1]} [TARGET]", text[begin:], cursor - begin) if cursor >= begin else None
+        return RemoteCode(first[1], text[begin:], cursor - begin) if cursor >= begin else None
     begin = text.rfind("\n", 0, cursor) + 1
     end = text.find("\n", cursor)
     line = text[begin : end if end >= 0 else len(text)]
     value = _VALUE.match(line)
     if value is None or cursor - begin < value.end():
         return None
-    return RemoteCode(value[1], "%remote TARGET expression", line[value.end() :], cursor - begin - value.end())
+    return RemoteCode(value[1], line[value.end() :], cursor - begin - value.end())

@@ -7,7 +7,11 @@ import os
 import pytest
 from frontend import COLOUR, Notebook
 
-from nbdist.magics.lines import CELL_OPTIONS, INIT_OPTIONS
+CELL_OPTIONS = ["-a", "--noblock", "-o", "--out", "-t", "--timeout", "--group-outputs", "--fail-fast"]
+CELL_OPTIONS += ["--progress-after", "--local"]
+INIT_OPTIONS = ["-n", "--num-processes", "-g", "--gpu-ids", "--backend", "--driver", "--seed", "-t", "--timeout"]
+INIT_OPTIONS += ["--launcher", "--isolate-gpus", "--preload", "--gpu-memory", "--device-map", "--host", "--ports"]
+INIT_OPTIONS += ["--invitation", "--address", "--gpus-per-worker", "--placement", "--sync-code"]
 
 
 @pytest.fixture(scope="module")

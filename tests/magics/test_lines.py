@@ -12,22 +12,21 @@ from nbdist.cluster.spec import Spec
 from nbdist.cluster.targets import parse_targets
 from nbdist.errors import UsageError
 from nbdist.magics.lines import (
-    CELL_OPTIONS,
-    INIT_OPTIONS,
+    READERS,
     CellLine,
     ValueLine,
     parse_cell,
     parse_init,
-    parse_memory,
     parse_value,
+    read,
 )
 
 FOUR = ["worker0", "worker1", "worker2", "worker3"]
-USAGE = "%%remote [TARGET] [-a]"
+USAGE = "%%remote [TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--fail-fast] [--progress-after SECONDS]"
 
 
 def cell(line):
-    return parse_cell(line, USAGE)
+    return parse_cell(line)
 
 
 def cell_line(targets=None, **options):
@@ -141,12 +140,12 @@ def test_errors_of_a_cells_line_say_how_to_write_it(line, says):
     with pytest.raises(UsageError) as raised:
         cell(line)
     assert says in str(raised.value)
-    assert str(raised.value).endswith(f"; write: {USAGE}")
+    assert str(raised.value).endswith(f"; write: {USAGE} [--local]")
 
 
 def test_all_options_of_a_cell_can_be_completed():
     values = {"-o": "x", "--out": "x", "-t": "1", "--timeout": "1", "--progress-after": "1"}
-    for option in CELL_OPTIONS:
+    for option in READERS["%%remote"].options:
         assert cell(f"{option} {values.get(option, '')}") != cell_line()
 
 
@@ -323,7 +322,7 @@ def test_all_options_of_dist_init_can_be_completed():
     values |= {"--device-map": "worker1:0=1", "--ports": "40000-40010", "--placement": "spread"}
     needs = {"--host": "join", "--ports": "join", "--invitation": "join", "--sync-code": "join"}
     needs |= dict.fromkeys(("--address", "--gpus-per-worker", "--placement"), "ray")
-    for option in INIT_OPTIONS:
+    for option in READERS["%dist_init"].options:
         launcher = f"--launcher {needs[option]}" if option in needs else ""
         assert parse_init(f"{option} {values.get(option, '1')} {launcher}") != parse_init(launcher)
     with pytest.raises(UsageError, match=r"--ports: '1-x' is no range of ports such as 40000-40100"):
@@ -334,9 +333,9 @@ def test_all_options_of_dist_init_can_be_completed():
 
 
 def test_the_line_of_dist_memory():
-    assert parse_memory("") == (None, False)
-    assert parse_memory("worker1 -v") == ("worker1", True)
-    assert parse_memory("--all") == (None, True)
-    assert parse_memory("0, notebook") == ("0, notebook", False)
+    assert vars(read("%dist_memory", "")) == {"targets": None, "all": False}
+    assert vars(read("%dist_memory", "worker1 -v")) == {"targets": "worker1", "all": True}
+    assert vars(read("%dist_memory", "--all")) == {"targets": None, "all": True}
+    assert vars(read("%dist_memory", "0, notebook")) == {"targets": "0, notebook", "all": False}
     with pytest.raises(UsageError, match=r"%dist_memory \[TARGET\] \[-v \| --all\]"):
-        parse_memory("--everything")
+        read("%dist_memory", "--everything")

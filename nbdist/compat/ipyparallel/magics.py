@@ -7,7 +7,7 @@ from typing import Any
 from IPython import get_ipython
 
 from nbdist.errors import UsageError
-from nbdist.magics import lines
+from nbdist.magics.lines import Reader
 from nbdist.magics.session import NotebookSession
 
 __all__ = ["activate"]
@@ -20,11 +20,10 @@ def _read(line: str) -> dict[str, Any]:
 
     Raises UsageError for a wrong line.
     """
-    reader = lines.reader(_USAGE)
+    reader = Reader(_USAGE)
     for option in ("-t --targets", "-o --out", "-g --group-outputs", "-p --progress-after"):
         reader.add_argument(*option.split())
-    for option in ("-a --noblock", "--local", "--stream", "--no-stream", "-v --verbose"):
-        reader.add_argument(*option.split(), action="store_true")
+    reader.add_flags("-a --noblock", "--local", "--stream", "--no-stream", "-v --verbose")
     reader.add_argument("--block", dest="noblock", action="store_false")
     return {name.replace("_", "-"): value for name, value in vars(reader.read(line)).items()}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -13,16 +12,9 @@ from nbdist.amounts import counted
 from nbdist.cluster.hosts.invitations import Invitation
 from nbdist.cluster.processes.launchers.contract import OnEnd
 from nbdist.cluster.processes.launchers.inviting import InvitingLauncher
+from nbdist.cluster.spec import DEFAULT_INVITATION, VALID_FOR, Spec
 
-if TYPE_CHECKING:
-    from nbdist.cluster.spec import Spec
-
-__all__ = ["DEFAULT_INVITATION", "VALID_FOR", "JoinLauncher"]
-
-DEFAULT_INVITATION = "nbdist-invitation.json"
-"""The file of the first invitation, in the working directory, if the spec names none."""
-VALID_FOR = 3600.0
-"""Seconds for which an invitation is valid, unless the user says otherwise."""
+__all__ = ["JoinLauncher"]
 
 
 class JoinLauncher(InvitingLauncher):
