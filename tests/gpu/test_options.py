@@ -70,9 +70,9 @@ def test_the_panel_says_how_busy_the_gpu_is():
         while busy < 50 and time.monotonic() < deadline:
             time.sleep(0.5)
             panel.sample()
-            busy = panel.rows[0].gpu_busy or 0
+            busy = panel.rows[0].report.gpu_busy or 0
         assert 50 <= busy <= 100
-        assert panel.rows[0].gpu_memory > 64 << 20
+        assert panel.rows[0].report.gpu_memory > 64 << 20
         cluster.interrupt()
         cell.error()
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from html.parser import HTMLParser
 
 from nbdist.cluster.inspection.status import WorkerStatus
+from nbdist.cluster.worker.status_report import StatusReport
 from nbdist.views.workers.status import StatusTable
 
 HEAD = ["worker", "rank", "pid", "device", "state", "runs", "memory", "calls"]
-IDLE = WorkerStatus("worker0", 0, 4711, "cpu", "idle", "", 47_000_000, 0)
-BUSY = WorkerStatus("worker10", 10, 4712, "cuda:1 (GPU 3)", "busy", "train(model) (2.5 s)", 3_072_000_000, 12)
-LOST = WorkerStatus("worker2", 2, None, "cpu", "was killed by SIGKILL\nits standard error:\n  x", "", None, None)
+IDLE = WorkerStatus("worker0", 0, 4711, "cpu", "idle", "", StatusReport(0, memory=47_000_000))
+LARGE = StatusReport(12, memory=3_072_000_000)
+BUSY = WorkerStatus("worker10", 10, 4712, "cuda:1 (GPU 3)", "busy", "train(model) (2.5 s)", LARGE)
+LOST = WorkerStatus(
+    "worker2", 2, None, "cpu", "was killed by SIGKILL\nits standard error:\n  x", "", StatusReport(None)
+)
 
 
 class Table(HTMLParser):
@@ -52,14 +56,14 @@ def test_html_says_the_same():
 
 
 def test_code_is_shown_and_not_taken_for_html():
-    row = WorkerStatus("worker0", 0, 1, "cpu", "busy", "x < y & '<script>'", 0, 1)
+    row = WorkerStatus("worker0", 0, 1, "cpu", "busy", "x < y & '<script>'", StatusReport(1, memory=0))
     table = Table(StatusTable([row])._repr_html_())
     assert table.rows[1][5] == "x < y & '<script>'"
     assert "script" not in table.tags
 
 
 def test_a_row_is_one_line_whatever_runs():
-    row = WorkerStatus("worker0", 0, 1, "cpu", "busy", "first\nsecond", 0, 1)
+    row = WorkerStatus("worker0", 0, 1, "cpu", "busy", "first\nsecond", StatusReport(1, memory=0))
     assert len(repr(StatusTable([row])).split("\n")) == 2
     assert "second" not in StatusTable([row])._repr_html_()
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import linecache
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nbdist.amounts import duration
@@ -50,24 +50,10 @@ class WorkerStatus:
     """One of ``idle``, ``busy``, a step of starting, or the reason for which the worker died."""
     runs: str
     """The first line of the cell that runs, with its seconds so far; without a cell, `StatusReport.doing`."""
-    memory: int | None
-    """Bytes in pages that no other process has; None where the system has no count."""
-    calls: int | None
-    """The number of RPCs that run on the worker; None if it did not answer."""
-    where: str = ""
-    """The line of the user's code that the worker runs."""
-    waits: Mapping[str, int] = field(default_factory=dict)
-    """The number of unanswered calls that the worker has made, by the name of the worker they went to."""
+    report: StatusReport
+    """The report of the worker or of its host, whose ``where`` is empty if nothing runs."""
     log: tuple[tuple[float, str], ...] = ()
     """The last lines that the worker has printed, in any cell, each with the time at which it arrived."""
-    sent: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that the worker has sent, by the receiver's name; empty if it did not answer."""
-    gpu_memory: int | None = None
-    """Bytes that torch has reserved on the worker's GPUs."""
-    gpu_busy: int | None = None
-    """Percent of the last moment in which the worker's GPU computed, for any process."""
-    cpu_seconds: float | None = None
-    """CPU time that the worker's process has used, in seconds; None if it is not known."""
 
 
 def collect(cluster: Cluster) -> list[WorkerStatus]:
@@ -137,13 +123,6 @@ def _status(worker: Worker, report: StatusReport) -> WorkerStatus:
         device,
         "busy" if report.calls and worker.state == "idle" else worker.state,
         runs,
-        report.memory,
-        report.calls,
-        report.where if runs else "",
-        report.waits,
+        report if runs else report._replace(where=""),
         tuple(worker.log.timed_lines()),
-        report.sent,
-        report.gpu_memory,
-        report.gpu_busy,
-        report.cpu_seconds,
     )

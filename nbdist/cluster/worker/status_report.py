@@ -28,12 +28,19 @@ class StatusReport(NamedTuple):
     doing: str = ""
     """The call that has run longest, its caller and its seconds, and the number of further calls."""
     where: str = ""
+    """The line of the user's code that the worker runs."""
     waits: dict[str, int] = {}  # noqa: RUF012 - never changed
+    """The number of unanswered calls that the worker has made, by the name of the worker they went to."""
     sent: dict[str, int] = {}  # noqa: RUF012
+    """Bytes that the worker has sent, by the receiver's name."""
     gpu_memory: int | None = None
+    """Bytes that torch has reserved on the worker's GPUs."""
     gpu_busy: int | None = None
+    """Percent of the last moment in which the worker's GPU computed, for any process."""
     memory: int | None = None
+    """Bytes in pages that no other process has; None where the system has no count."""
     cpu_seconds: float | None = None
+    """CPU time that the worker's process has used, in seconds; None if it is not known."""
 
 
 def make_report() -> StatusReport:

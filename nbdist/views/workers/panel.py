@@ -53,7 +53,7 @@ class Panel:
             now = time.monotonic()
             agent = self.cluster.agent
             awaited = list({call.worker for call in agent.awaited()})
-            sent = {row.name: row.sent for row in rows if row.sent} | {agent.me.name: agent.sent()}
+            sent = {row.name: row.report.sent for row in rows if row.report.sent} | {agent.me.name: agent.sent()}
             with self._lock:
                 self.rows, self._awaited = rows, awaited
                 # Keep only rates of workers that have answered: the old rates of a lost worker mean nothing.
@@ -62,10 +62,10 @@ class Panel:
                     self._note_rates(name, counts, now)
                 for row in rows:
                     course = self._courses.setdefault(row.name, Course())
-                    course.add("cpu", course.share(row.pid, row.cpu_seconds, now))
-                    course.add("memory", row.memory or 0)
-                    course.add("gpu_busy", (row.gpu_busy or 0) / 100)
-                    course.add("gpu", row.gpu_memory or 0)
+                    course.add("cpu", course.share(row.pid, row.report.cpu_seconds, now))
+                    course.add("memory", row.report.memory or 0)
+                    course.add("gpu_busy", (row.report.gpu_busy or 0) / 100)
+                    course.add("gpu", row.report.gpu_memory or 0)
                     course.add("out", round(sum(rate for (one, _), rate in self._rates.items() if one == row.name)))
                     course.add("in", round(sum(rate for (_, other), rate in self._rates.items() if other == row.name)))
 
@@ -87,7 +87,7 @@ class Panel:
         Each is (first, second, calls of the first that wait for an answer, bytes a second). Much is 10,000 bytes a
         second or more.
         """
-        waits = {(row.name, other): count for row in self.rows for other, count in row.waits.items()}
+        waits = {(row.name, other): count for row in self.rows for other, count in row.report.waits.items()}
         pairs = [
             *waits,
             *(pair for pair, rate in self._rates.items() if rate >= _QUIET_BYTES_PER_SECOND and pair not in waits),
@@ -96,12 +96,12 @@ class Panel:
 
     def blamed(self) -> list[str]:
         """Return a line for each chain of waiting workers, such as ``worker0 → worker1, which is at In[3]:3``."""
-        return blamed(self._waits(), {row.name: row.where for row in self.rows})
+        return blamed(self._waits(), {row.name: row.report.where for row in self.rows})
 
     def _waits(self) -> dict[str, list[str]]:
         """Return for each worker, and for the notebook, the other workers for whose answers it waits."""
         agent = self.cluster.agent
-        waits = {agent.me.name: self._awaited, **{row.name: list(row.waits) for row in self.rows}}
+        waits = {agent.me.name: self._awaited, **{row.name: list(row.report.waits) for row in self.rows}}
         return {name: [other for other in others if other != name] for name, others in waits.items()}
 
     def snapshot(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Panel:
         with self._lock:
             return {
                 "running": self.cluster.running,
-                "tells_busy": any(row.gpu_busy is not None for row in self.rows),
+                "tells_busy": any(row.report.gpu_busy is not None for row in self.rows),
                 "rows": [
                     {
                         "name": row.name,
@@ -121,8 +121,8 @@ class Panel:
                         "device": row.device,
                         "pid": row.pid,
                         "runs": row.runs,
-                        "where": row.where,
-                        "calls": row.calls,
+                        "where": row.report.where,
+                        "calls": row.report.calls,
                         "log": list(row.log),
                         **self._courses[row.name].values,
                     }

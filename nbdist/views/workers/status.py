@@ -21,7 +21,7 @@ class StatusTable:
 
     def _columns(self) -> tuple[str, ...]:
         """Return the names of the columns; the last one, the line of code, only if it is known of some worker."""
-        return (*_COLUMNS, "at") if any(row.where for row in self.rows) else _COLUMNS
+        return (*_COLUMNS, "at") if any(row.report.where for row in self.rows) else _COLUMNS
 
     def _cells(self) -> list[list[str]]:
         columns = len(self._columns())
@@ -33,9 +33,9 @@ class StatusTable:
                 row.device,
                 _first_line(row.state),
                 _first_line(row.runs),
-                size(row.memory) if row.memory is not None else "",
-                str(row.calls) if row.calls is not None else "",
-                row.where,
+                size(row.report.memory) if row.report.memory is not None else "",
+                str(row.report.calls) if row.report.calls is not None else "",
+                row.report.where,
             ][:columns]
             for row in self.rows
         ]
