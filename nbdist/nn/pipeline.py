@@ -39,6 +39,7 @@ from nbdist.nn.watched import WatchedStep
 from nbdist.optim.local import ask_all
 from nbdist.optim.saving import differing
 from nbdist.rpc.api import current_agent
+from nbdist.rpc.calls.collecting import Collection
 from nbdist.rpc.futures import Future, Latch
 from nbdist.rpc.references.rref import RRef
 from nbdist.rpc.world.clocks import offset
@@ -54,36 +55,6 @@ A batch with fewer rows than micro-batches, often the last of an epoch, needs an
 
 _ABANDON_SECONDS = 5.0
 """Seconds to wait for each worker to confirm that it has abandoned a failed step."""
-
-
-class _Outcomes:
-    """Collects the answers of all workers to one step, or the first error."""
-
-    def __init__(self, count: int) -> None:
-        self._found: list[Any] = [None] * count
-        self._left = count
-        self._lock = threading.Lock()
-        self.all = Latch()
-
-    def add(self, index: int, future: Future[Any]) -> None:
-        """Expect an answer from worker number ``index``: the value of ``future``. Called once for each worker.
-
-        Once all workers have answered, the thread that waits for `all` gets the list of their answers, by worker
-        number. If one fails, that thread gets the first error at once.
-        """
-        future.add_done_callback(lambda done: self._take(index, done))
-
-    def _take(self, index: int, done: Any) -> None:
-        error = done.exception()
-        if error is not None:
-            self.all.try_settle(None, error)
-            return
-        self._found[index] = done.value()
-        with self._lock:
-            self._left -= 1
-            over = not self._left
-        if over:
-            self.all.try_settle(self._found, None)
 
 
 class Pipeline:
@@ -323,13 +294,14 @@ class Pipeline:
             number, self._steps = self._steps, self._steps + 1
         last = (self.stages - 1) % len(self.workers)
         loss_fn = options.pop("loss_fn", None)
-        outcome = _Outcomes(len(self.workers))
+        outcome = Latch()
         context = recorder().contexts.current
         context_id = context.id if context is not None else None
-        outcome.all.on_interrupt = lambda: self._abandon(step, context_id, "it was interrupted")
+        outcome.on_interrupt = lambda: self._abandon(step, context_id, "it was interrupted")
         # Split here, not on the workers, so that no two micro-batches on a worker share autograd history.
         given, wanted = split(inputs, sizes), split(targets, sizes)
         watched = WatchedStep(table, self.workers, self.stages) if options["train"] else None
+        answers: list[Future[Done]] = []
         try:
             for worker, (name, rref) in enumerate(zip(self.workers, self._parts, strict=True)):
                 order = Order(
@@ -343,8 +315,10 @@ class Pipeline:
                     **options,
                 )
                 args = rref, order, given if worker == 0 else [], wanted if worker == last else []
-                outcome.add(worker, agent.call(name, run_step, *args, timeout=0))
-            done: list[Done] = outcome.all.wait(agent.read_as_guest)
+                answers.append(agent.call(name, run_step, *args, timeout=0))
+            Collection(answers, outcome)
+            outcome.wait(agent.read_as_guest)
+            done = [answer.value() for answer in answers]
         except BaseException as error:
             abandoned = self._abandon(step, context_id, f"{type(error).__name__}: {error}")
             if watched is not None:
@@ -357,7 +331,8 @@ class Pipeline:
                         latch.wait()
             raise
         finally:
-            outcome.all.on_interrupt = None
+            outcome.on_interrupt = None
+            del answers  # else an error would keep itself alive, through its traceback and this frame
         if watched is not None:
             told = {agent.find(name).incarnation: part.told for name, part in zip(self.workers, done, strict=True)}
             watched.end(None, told)

@@ -19,9 +19,9 @@ import torch
 
 from nbdist import torch_private
 from nbdist.errors import RpcTimeout
-from nbdist.rpc.futures import Future, Promise, outcome_of
+from nbdist.rpc.futures import Future, Latch, Promise, outcome_of
 
-__all__ = ["collect_all", "wait_all"]
+__all__ = ["Collection", "collect_all", "wait_all"]
 
 T = TypeVar("T")
 
@@ -31,7 +31,9 @@ def collect_all(futures: Iterable[torch.futures.Future[Any]]) -> Future[list[tor
 
     It fails as soon as one of them fails, with the same error. Futures of torch may be among them.
     """
-    return _Collection(list(futures)).whole
+    whole: Future[Any] = Future()
+    Collection(list(futures), whole)
+    return whole
 
 
 def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> list[T]:
@@ -50,54 +52,58 @@ def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None =
         [5, 7]
     """
     futures = list(futures)
-    collection = _Collection(futures)
+    whole: Future[Any] = Future()
+    collection = Collection(futures, whole)
     try:
-        collection.whole.wait(timeout)
+        whole.wait(timeout)
     except RpcTimeout:
-        if collection.whole.done():
+        if whole.done():
             raise  # this is the error of one of the futures
         raise RpcTimeout(
             f"{collection.missing} of {len(futures)} futures are not done after {timeout:g} s; their calls go on"
         ) from None
     finally:
         collection.give_up()
-        del collection  # else an error would keep it alive, through its traceback and this frame
+        del collection, whole  # else an error would keep them alive, through its traceback and this frame
     return [future.value() for future in futures]
 
 
-class _Collection:
-    """Several futures for which a thread waits together, and one future for all of them, `whole`."""
+class Collection:
+    """Several futures for which a thread waits together.
 
-    def __init__(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
-        self.whole: Future[Any] = Future()
+    ``whole`` is settled with the list of the futures once all have a value, or with the first error at once.
+    """
+
+    def __init__(self, futures: Sequence[torch.futures.Future[Any]], whole: Future[Any] | Latch) -> None:
+        self._whole = whole
         self.missing = len(futures)
         self._futures = futures
         self._lock = threading.Lock()
         if not futures:
-            self.whole.set_result(futures)
+            whole.try_settle(futures, None)
         for future in futures:
             future.add_done_callback(self._count_done)
-            if self.whole.done():
+            if not self._futures:  # given up, since this future or one before it has failed
                 _drop(future, self._count_done)
                 break
 
     def _count_done(self, done: torch.futures.Future[Any]) -> None:
-        """Count a future that is done; settle `whole` if the future failed or was the last one."""
+        """Count a future that is done; settle ``whole`` if the future failed or was the last one."""
         _, error = outcome_of(done)
         if error is not None:
-            self.whole.try_settle(None, error)
+            self._whole.try_settle(None, error)
             self.give_up()
             return
         with self._lock:
             self.missing -= 1
             over = not self.missing
         if over:
-            self.whole.try_settle(self._futures, None)
+            self._whole.try_settle(self._futures, None)
 
     def give_up(self) -> None:
         """Remove our callbacks from all futures, since some of them may never be done.
 
-        The calls of these futures continue. This does not settle `whole`.
+        The calls of these futures continue. This does not settle ``whole``.
         """
         with self._lock:
             futures, self._futures = self._futures, []
