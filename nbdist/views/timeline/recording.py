@@ -76,7 +76,8 @@ class _Recording:
     def __init__(self, unwatch: Callable[[], None] = lambda: None) -> None:
         self.noted: list[Noted] = []
         self.lost = 0
-        self._calls: dict[tuple[str, int, int], tuple[str, str, float, GpuSpan | None]] = {}
+        self._calls: dict[tuple[str, int, int], tuple[Noted, GpuSpan | None]] = {}
+        """The calls under way, whose end is not known yet, by agent, thread and id."""
         self._gpu_seconds: dict[int, float] = {}
         """The seconds on a GPU of the pieces of work in `noted`, by the piece's id."""
         self._on_gpu: deque[tuple[Noted, GpuSpan]] = deque()
@@ -102,14 +103,14 @@ class _Recording:
             named = name_call(fields["function"], fields["callee"], fields["args"])
             if named is not None:
                 span = spans.begin(spans.device_of(fields["args"]))
-                self._calls[fields["agent"], thread, fields["id"]] = (*named, time.monotonic(), span)
+                noted = Noted(fields["agent"], *named, start=time.monotonic(), end=0.0, thread=thread)
+                self._calls[noted.agent, thread, fields["id"]] = noted, span
         elif event == "call.ran":
-            begun = self._calls.pop((fields["agent"], thread, fields["id"]), None)
-            if begun is not None:
-                kind, name, start, span = begun
+            if (begun := self._calls.pop((fields["agent"], thread, fields["id"]), None)) is not None:
+                noted, span = begun
                 if span is not None:
                     span.end()
-                self._note(Noted(fields["agent"], kind, name, start, now, thread), span)
+                self._note(noted._replace(end=now), span)
         elif event in _NAMES:
             kind, name, text = _NAMES[event](fields)
             self._note(Noted(fields["agent"], kind, name, fields["start"], now, thread, text), fields["gpu"])
