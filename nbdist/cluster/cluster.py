@@ -16,7 +16,6 @@ import atexit
 import contextlib
 import logging
 import os
-import re
 import signal
 import threading
 import time
@@ -52,7 +51,7 @@ from nbdist.cluster.processes.probe import Probe
 from nbdist.cluster.processes.setup import AUTO, choose_backend
 from nbdist.cluster.spec import Spec, default_count, rpc_arguments
 from nbdist.cluster.standing import Lookout
-from nbdist.cluster.targets import means_all, parse_targets
+from nbdist.cluster.targets import means_all, means_one, parse_targets
 from nbdist.cluster.worker import collectives
 from nbdist.cluster.worker.output import METADATA, drop_value, fence, take_last_value
 from nbdist.cluster.workers import StartError, Worker, lost_error
@@ -988,7 +987,7 @@ class Cluster:
             raise
         if cell.kept is not None:
             cell.kept.detach()
-        return found[0] if _is_single(targets, len(found)) else found
+        return found[0] if means_one(targets) else found
 
     def references(self, cell: Cell, targets: Targets = None) -> Any:
         """Return RRefs to the values of the last expression of a cell, one for each worker of the cell.
@@ -1011,7 +1010,7 @@ class Cluster:
             )
         found = [self._reference(part) for part in cell.parts.values()]
         cell.kept.detach()
-        return found[0] if _is_single(targets, len(found)) else found
+        return found[0] if means_one(targets) else found
 
     def _reference(self, part: CellPart) -> RRef[Any]:
         """Return an RRef to the value of a cell's last expression on one worker.
@@ -1164,15 +1163,6 @@ def _drop_values(agent: Agent, ids: Sequence[tuple[str, str]]) -> None:
 def _raise_lost(text: str) -> None:
     """Raise WorkerLost: the value of a dead worker's RRef, see `Cluster.references`."""
     raise WorkerLost(text)
-
-
-def _is_single(targets: Targets, count: int) -> bool:
-    """Return whether targets, which select ``count`` workers, are one rank or name, and not a list with one entry."""
-    if isinstance(targets, int):
-        return True
-    if isinstance(targets, str) and targets.strip() == "all":
-        return False
-    return count == 1 and isinstance(targets, str) and re.fullmatch(r"\s*(-?\d+|[^\W\d]\w*)\s*", targets) is not None
 
 
 def _after_fork() -> None:

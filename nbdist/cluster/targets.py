@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from nbdist.errors import UnknownWorker, UsageError
 
-__all__ = ["means_all", "parse_targets"]
+__all__ = ["means_all", "means_one", "parse_targets"]
 
 _ALL = ("", "all", "*", ":")
 _BRACKETS = re.compile(r"\s*(\[[^\[\]]*\]|[^\[\],]*)(\s*,\s*(\[[^\[\]]*\]|[^\[\],]*))*\s*")
@@ -62,6 +62,12 @@ def means_all(targets: object) -> bool:
     if targets.strip() == "[]" or not _BRACKETS.fullmatch(targets):
         return False
     return targets.replace("[", "").replace("]", "").strip() in _ALL
+
+
+def means_one(targets: object) -> bool:
+    """Return whether targets are one rank or one name, and not a list, a range or a slice, even of one worker."""
+    text = targets.strip() if isinstance(targets, str) else ""
+    return isinstance(targets, int) or (text != "all" and bool(_NUMBER.fullmatch(text) or _NAME.fullmatch(text)))
 
 
 def _parse_one(part: str, text: str, names: Sequence[str]) -> Sequence[int]:

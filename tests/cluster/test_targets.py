@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.cluster.targets import means_all, parse_targets
+from nbdist.cluster.targets import means_all, means_one, parse_targets
 from nbdist.errors import NbdistError, UnknownWorker, UsageError
 
 FOUR = ["worker0", "worker1", "worker2", "worker3"]
@@ -57,6 +57,16 @@ def test_the_table(text, ranks):
 def test_a_name_is_a_name_and_a_number_a_rank():
     assert parse_targets("worker1", TUTORIAL) == [0]
     assert parse_targets("1", TUTORIAL) == [1]
+
+
+@pytest.mark.parametrize("targets", [0, -1, "0", " -1 ", "+1", "worker1"])
+def test_a_rank_or_a_name_means_one_worker(targets):
+    assert means_one(targets)
+
+
+@pytest.mark.parametrize("targets", [None, [0], ["worker1"], "", "all", " all ", ":", "*", "[0]", "0,1", "0-0", "0:1"])
+def test_other_targets_mean_several_workers(targets):
+    assert not means_one(targets)
 
 
 @pytest.mark.parametrize(
