@@ -42,7 +42,7 @@ def form_group_anew(generation: int) -> None:
     ``generation`` is the number of the group that is gone. Does nothing if another group has formed since, if a
     worker is dead, or if there is no cluster any more.
     """
-    if (lifecycle := _lifecycle()) is not None:
+    if (lifecycle := getattr(_cluster, "lifecycle", None)) is not None:
         lifecycle.form_group_later(generation)
 
 
@@ -51,19 +51,15 @@ def enter_group(name: str) -> int:
 
     Raises RendezvousError if there is no cluster any more.
     """
-    if (lifecycle := _lifecycle()) is None:
+    if (lifecycle := getattr(_cluster, "lifecycle", None)) is None:
         raise RendezvousError("the process group cannot form: the cluster has ended")
     return int(lifecycle.enter_group(name))
 
 
 def end_group(generation: int, why: str) -> None:
     """End the forming of a process group on all workers, with RendezvousError and the text ``why``."""
-    if (lifecycle := _lifecycle()) is not None:
+    if (lifecycle := getattr(_cluster, "lifecycle", None)) is not None:
         lifecycle.generations.end(generation, why)
-
-
-def _lifecycle() -> Any:
-    return _cluster.lifecycle if _cluster is not None else None
 
 
 def restart_worker(name: str, incarnation: int, because: str) -> None:

@@ -28,9 +28,8 @@ def install(*, on_worker: bool) -> None:
 
     @functools.wraps(_spawn)
     def spawn(fn: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(fn, "__module__", None) == "__main__" and (
-            on_worker or not hasattr(sys.modules["__main__"], "__file__")
-        ):
+        is_lost = on_worker or not hasattr(sys.modules["__main__"], "__file__")
+        if is_lost and getattr(fn, "__module__", None) == "__main__":
             where = "" if on_worker else "start them with `%dist_init -n 4`, and "
             raise UsageError(
                 f"mp.spawn starts processes that have no {fn.__name__} of a notebook. nbdist's workers are such "

@@ -25,7 +25,7 @@ class Generations:
 
     def __init__(self, stores: GroupStores) -> None:
         self._stores = stores
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.present = 0
         """The number of the group that has formed last, or forms now; 0 for none."""
         self._oldest = 1
@@ -33,10 +33,15 @@ class Generations:
         self._missing: set[str] = set()
         """The workers that may still enter the present group."""
 
-    def begin(self) -> int:
-        """Return the number of a new group, which the notebook tells all workers."""
+    def begin(self, missing: Iterable[str] = ()) -> int:
+        """Return the number of a new group, which only the workers ``missing`` may enter; the notebook tells others."""
         with self._lock:
-            return self._begin(())
+            if self._missing:
+                self.end(self.present, "the process group did not form: a worker has begun to form the next one")
+            self._stores.make(self.present + 1)  # first: if this fails, the group before is still the present one
+            self.present += 1
+            self._missing = set(missing)
+            return self.present
 
     def enter(self, name: str, names: Iterable[str]) -> int:
         """Return the number of the group that worker ``name`` forms in a cell, with all workers of the cluster.
@@ -45,43 +50,29 @@ class Generations:
         """
         with self._lock:
             if name not in self._missing:
-                self._begin(names)
+                self.begin(names)
             self._missing.discard(name)
             if not self._missing:  # all workers have left the groups before
-                self._remove_before(self.present)
+                self.remove_before(self.present)
             return self.present
 
     def lose(self, name: str, why: str) -> None:
         """End the forming of the present group if the others wait there for the worker ``name``, which has died."""
         with self._lock:
             if name in self._missing:
-                self._end(self.present, why)
+                self.end(self.present, why)
 
     def end(self, generation: int, why: str) -> None:
         """End the forming of a group: every wait in its store raises RendezvousError with the text ``why``."""
         with self._lock:
+            if generation == self.present:
+                self._missing = set()  # nobody else may enter it
             if self._oldest <= generation <= self.present:
-                self._end(generation, why)
+                self._stores.end(generation, why)
 
     def remove_before(self, generation: int) -> None:
         """Remove the stores of all groups before this one."""
         with self._lock:
-            self._remove_before(generation)
-
-    def _begin(self, missing: Iterable[str]) -> int:
-        if self._missing:
-            self._end(self.present, "the process group did not form: a worker has begun to form the next one")
-        self._stores.make(self.present + 1)  # first: if this fails, the group before is still the present one
-        self.present += 1
-        self._missing = set(missing)
-        return self.present
-
-    def _end(self, generation: int, why: str) -> None:
-        if generation == self.present:
-            self._missing = set()  # nobody else may enter it
-        self._stores.end(generation, why)
-
-    def _remove_before(self, generation: int) -> None:
-        for each in range(self._oldest, generation):
-            self._stores.remove(each)
-        self._oldest = max(self._oldest, generation)
+            for each in range(self._oldest, generation):
+                self._stores.remove(each)
+            self._oldest = max(self._oldest, generation)

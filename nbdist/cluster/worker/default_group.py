@@ -37,9 +37,6 @@ __all__ = ["install"]
 
 dist: Any = torch.distributed  # Any: torch does not declare what this module exports
 
-_OPTIONS = ("timeout", "pg_options", "device_id")
-"""The arguments of ``init_process_group`` that hold for a group that forms."""
-
 
 def install(shell: Any, setup: Callable[[], WorkerSetup]) -> None:
     """Replace torch's functions in this process, and follow the cells of its shell. Call once.
@@ -70,8 +67,8 @@ def _form(asked: Mapping[str, Any], told: WorkerSetup) -> bool:
     """Form the group that ``init_process_group`` asks for; return False if torch's own function must do that."""
     has_group = told.backend != "none"
     rank, size = (
-        int(os.environ.get(variable, own)) if asked[name] == -1 else asked[name]
-        for name, variable, own in (("rank", "RANK", told.rank), ("world_size", "WORLD_SIZE", told.world_size))
+        int(os.environ.get(name.upper(), getattr(told, name))) if asked[name] == -1 else asked[name]
+        for name in ("rank", "world_size")
     )
     is_same = (rank, size) == (told.rank, told.world_size)
     backend = asked["backend"]
@@ -90,7 +87,7 @@ def _form(asked: Mapping[str, Any], told: WorkerSetup) -> bool:
             return True
     elif dist.is_initialized() or asked["store"] or not is_same or str(asked["init_method"]).startswith("file:"):
         return False
-    options = {name: asked[name] for name in _OPTIONS if asked[name] is not None}
+    options = {name: asked[name] for name in ("timeout", "pg_options", "device_id") if asked[name] is not None}
     collectives.form_in_cell(told, None if has_group else backend or "undefined", **options)
     return True
 
