@@ -10,7 +10,7 @@ import nbdist
 from nbdist.cluster import mending
 from nbdist.cluster.processes.generations import Generations
 
-SCRIPT = Path(__file__).parents[1] / "programs" / "torchrun_ddp.py"
+SCRIPT = Path(__file__).parents[2] / "notebooks" / "programs" / "torchrun_ddp.py"
 THERE = "init_process_group: the process group is there already: gloo, 2 workers"
 SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size, t"
 
