@@ -21,13 +21,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist.amounts import plural
 from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.output.in_place import InPlace
+from nbdist.cluster.processes.probe import is_stopped
 from nbdist.code_places import TORCH, is_nbdists, is_torchs, is_users, shown_name
 from nbdist.errors import NbdistError
 
@@ -211,13 +211,6 @@ class Stands:
         return "; ".join(said)
 
 
-def _is_stopped(pid: int | None) -> bool:
-    """Return whether a signal such as SIGSTOP has stopped a process of this host."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
-
-
 # -- the driver -------------------------------------------------------------------------------------------------
 
 
@@ -283,7 +276,7 @@ class Lookout:
 
     def _say_held(self, worker: Worker, found: Position | None, now: float) -> str:
         """Return what keeps a worker from running the cell, in words that follow its name; "" if nothing does."""
-        if not worker.host and _is_stopped(worker.pid):  # on another host, the worker is lost some seconds later
+        if not worker.host and is_stopped(worker.pid):  # on another host, the worker is lost some seconds later
             return f"is stopped by a signal, {now - self._stopped.setdefault(worker.name, now):.0f} s"
         self._stopped.pop(worker.name, None)
         first = next(iter(worker.cells), self._cell)

@@ -53,10 +53,10 @@ def test_the_first_and_last_lines_are_kept(piece):
 def test_one_long_line_is_cut_in_its_middle(before):
     shown, last = cut(out(numbered(1, before)), out("a" * 2_000_000 + "b" * 3_000_000 + "\nend\n"))
     assert shown + last == numbered(1, before) + (
-        f"{'a' * 10_000} ... 4,980,000 characters left out ... {'b' * 10_000}\nend\n"
+        f"{'a' * 100_000} ... 4,800,000 characters left out ... {'b' * 100_000}\nend\n"
     )
-    line = "c" * 20_000
-    bar = "d" * 15_000 + "\r" + "e" * 15_000
+    line = "c" * 200_000
+    bar = "d" * 150_000 + "\r" + "e" * 150_000
     assert cut(out(f"{line}\n{bar}"))[0] == f"{line}\n{bar}"
 
 

@@ -140,7 +140,7 @@ def expect_stopped(error, call="Tensor.backward()"):
     assert "did not stop within" not in str(error)
     shown = "\n".join(error.traceback)
     assert "its process group was broken off; `%dist_restart -p` forms it anew" in shown
-    assert f"KeyboardInterrupt: stopped in {call}, cell:" in COLOUR.sub("", shown)
+    assert f"KeyboardInterrupt: stopped in {call}, In[" in COLOUR.sub("", shown)
     for internals in ("gloo", "engine.py", "distributed_c10d.py", "collective_errors.py", "RuntimeError"):
         assert internals not in shown
 

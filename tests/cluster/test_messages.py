@@ -13,7 +13,7 @@ import pytest
 
 from nbdist import rpc
 from nbdist.cluster.cluster import Cluster
-from nbdist.cluster.executor import Lanes, WorkerExecutor
+from nbdist.cluster.executor import WorkerExecutor
 from nbdist.cluster.kernels import jupyter_wire
 from nbdist.cluster.kernels.connection import Kernel
 from nbdist.cluster.processes import run_directory
@@ -72,11 +72,6 @@ def cluster(**now):
             lambda: WorkerExecutor.submit(SimpleNamespace(_is_shut_down=True), max),
             UsageError,
             r"this executor has been shut down; cluster.executor\(\) makes another",
-        ),
-        (
-            lambda: Lanes._wait_for_cells(SimpleNamespace(_cluster=SimpleNamespace(running=False)), "worker0"),
-            UsageError,
-            r"this cluster has been shut down; make another",
         ),
     ],
 )
@@ -158,7 +153,13 @@ def test_a_variable_that_cannot_be_pushed(monkeypatch):
         raise EncodeError("no") from TypeError("cannot pickle '_thread.lock' object")
 
     monkeypatch.setattr(sys.modules[Cluster.push.__module__], "ask_each", refuse)
-    ready = SimpleNamespace(start=lambda: None, select=lambda _: [], _require_alive=lambda _: None, agent=None)
+    ready = SimpleNamespace(
+        start=lambda: None,
+        select=lambda _: [],
+        _require_alive=lambda _: None,
+        agent=None,
+        execute=lambda *_, **__: None,
+    )
     with pytest.raises(EncodeError, match=r"`x\['a'\]` is a lock, which cannot be sent: cannot pickle '_thread.lock'"):
         Cluster.push(ready, {"x": {"a": threading.Lock()}})
 

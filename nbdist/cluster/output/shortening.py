@@ -22,7 +22,7 @@ __all__ = ["LINES_KEPT", "OutputCutter"]
 
 LINES_KEPT = 2000
 """The number of lines shown at the beginning, and again at the end."""
-_LINE_KEPT = 10_000  # characters of one line that are shown at its beginning, and again at its end
+_LINE_KEPT = 100_000  # characters of one line that are shown at its beginning, and again at its end
 
 
 class OutputCutter:

@@ -19,7 +19,7 @@ import msgspec
 from nbdist.cluster.inspection.process_memory import own_bytes
 from nbdist.cluster.processes.setup import WHERE_SIGNAL, where_file
 
-__all__ = ["ANSWER_WITHIN", "Probe", "probe"]
+__all__ = ["ANSWER_WITHIN", "Probe", "is_stopped", "probe"]
 
 ANSWER_WITHIN = 0.3
 """Seconds to wait for the frames."""
@@ -88,3 +88,10 @@ def _cpu_seconds(pid: int | None) -> float | None:
     except OSError:
         return None
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Return whether a signal such as SIGSTOP has stopped a process of this host."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False

@@ -523,7 +523,8 @@ def _is_whole() -> bool:
     # While all present groups have all their connections, an error of gloo comes from an older group.
     groups = process_groups()
     names = [(loop, _store.group_at(loop.address) if _store is not None else None) for loop in _all_loops()]
-    return all(len(loop.connections) >= len(groups[name]) - 1 for loop, name in names if name in groups)
+    counted = (len(loop.connections) >= len(groups[name]) - 1 for loop, name in names if name in groups)
+    return min(counted, default=False)
 
 
 def _wait_for_loss_elsewhere(agent: Agent) -> None:
