@@ -38,7 +38,6 @@ def load(shell: InteractiveShell) -> None:
     tell = line_in_place()
     if "torch" not in sys.modules:
         tell("nbdist imports torch ...")
-    from nbdist.cluster import spawning
     from nbdist.cluster.kernels.versions import answer_through_stream
     from nbdist.magics.commands import DistMagics
     from nbdist.magics.session import NotebookSession
@@ -48,7 +47,6 @@ def load(shell: InteractiveShell) -> None:
     session = NotebookSession.of(shell)
     shell.register_magics(DistMagics(shell, session))
     displays.register(shell)
-    spawning.install(on_worker=False)
     trace.show_steps(line_in_place)
     tell(f"nbdist {__version__}: %dist_init -n 4 starts four workers, %dist lists all magics.")
 
@@ -59,11 +57,9 @@ def unload(shell: InteractiveShell) -> None:
     A shell that has no session gets one first, which is then closed.
     """
     from nbdist import trace
-    from nbdist.cluster import spawning
     from nbdist.magics.session import NotebookSession
     from nbdist.views import displays
 
     trace.show_steps(None)
     displays.unregister(shell)
-    spawning.uninstall()
     NotebookSession.of(shell).close()

@@ -13,6 +13,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
+from nbdist.cluster import spawning
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.kernels import labels
 from nbdist.cluster.kernels.page_lines import Page, follow_page
@@ -47,6 +48,7 @@ class NotebookSession:
         self.named: Cluster | None = None
         """The cluster that `%dist_init` has called ``cluster``; None if the user has a variable of this name."""
         labels.install(shell, None)
+        spawning.install(on_worker=False)
         self._completer = RemoteCompleter(shell)
         shell.input_transformers_cleanup.insert(0, self._transform)
         shell.events.register("pre_run_cell", self._before_cell)
@@ -102,6 +104,7 @@ class NotebookSession:
         if Cluster.current is not None:
             Cluster.current.shutdown()
         discard()
+        spawning.uninstall()
         self._shell.input_transformers_cleanup.remove(self._transform)
         self._shell.events.unregister("pre_run_cell", self._before_cell)
         self._shell.events.unregister("post_run_cell", self._after_cell)
