@@ -72,7 +72,7 @@ def test_it_shows_itself(world):
     words = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert {"worker0", "worker1", "Mul", "receive", "Tensor"} <= set(words)
     titles = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}title")]
-    assert sum(title.startswith("message ") for title in titles) == 2
+    assert sum(" to worker" in title and ", with a call of " in title for title in titles) == 2
 
 
 def test_nothing_is_said_in_words_and_much_is_folded(world):

@@ -164,6 +164,8 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     collective_errors.install(shell)
     default_group.install(shell, setup)
     spawning.install(on_worker=True)
+    if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
+        del os.environ["PYTHONBREAKPOINT"]  # Ray's debugger works in Ray's own tasks only
     sys.breakpointhook = sys.__breakpointhook__  # debugpy's does nothing without a client of its own
     given = {
         "rank": told.rank,
