@@ -33,7 +33,15 @@ class FailsOnTheFirst:
 
 
 def test_an_interrupted_push_leaves_nothing(cluster):
-    busy = cluster.execute("import time; time.sleep(600)", block=False)
+    busy = []
+
+    class KeepsBusy:
+        """A value that, when it is sent, has the workers busy until the push is interrupted."""
+
+        def __reduce__(self):
+            if not busy:
+                busy.append(cluster.execute("import time; time.sleep(600)", block=False))
+            return int, (1,)
 
     def press():
         eventually(lambda: arrived(cluster) == [1, 1])
@@ -42,10 +50,10 @@ def test_an_interrupted_push_leaves_nothing(cluster):
     pressing = threading.Thread(target=press)
     pressing.start()
     with pytest.raises(KeyboardInterrupt):
-        cluster.push({"pushed": 1})
+        cluster.push({"pushed": KeepsBusy()})
     pressing.join()
     eventually_is([0, 0], lambda: arrived(cluster))
-    busy.cancel()
+    busy[0].cancel()
     assert cluster.evaluate("'pushed' in globals()") == [False, False]
 
 
