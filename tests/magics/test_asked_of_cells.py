@@ -49,6 +49,16 @@ def test_what_a_called_function_prints_comes_before_the_result(notebook):
     assert shown[-1] == "execute_result"
 
 
+def test_lines_of_callers_and_of_called_functions_come_in_the_order_of_printing(notebook):
+    say = "import time\ndef say(n):\n    time.sleep(0.5)\n    print('said', n)\n    time.sleep(1)\n    return n"
+    notebook.run(say)
+    cell = notebook.run("print('before')\nprint(rpc.rpc_sync('worker0', say, args=(0,)))")
+    assert cell.stdout.split("\n") == ["before", "[worker0] said 0", "0", ""]
+    notebook.run(f"%%remote 0\n{say}")
+    cell = notebook.run("%%remote 0\nprint('before')\nprint(rpc.rpc_sync('worker1', say, args=(1,)))")
+    assert cell.stdout.split("\n") == ["before", "[worker1] said 1", "1", ""]
+
+
 # -- what was meant -------------------------------------------------------------------------------
 
 

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from IPython import get_ipython
 
+from nbdist.cluster.kernels.versions import send_text
+
 __all__ = ["CapturedSink", "KernelSink", "PlainSink", "Sink", "current_sink", "sink_of"]
 
 _STREAMS = frozenset({"stdout", "stderr"})
@@ -122,8 +124,9 @@ class KernelSink:
         """Send a message to the front ends, over the kernel's own output thread.
 
         The parent is the cell's request, so a front end shows the message below that cell, even after the cell has
-        ended.
+        ended. What the notebook has printed comes before it.
         """
+        send_text()
         session = self._kernel.session
         message = session.msg(kind, dict(content), parent=self._parent, metadata=dict(metadata or {}))
         for hook in self._display_hooks if kind in _SHOWN else ():

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.autocall import IPyAutocall
 
 from nbdist.cluster.kernels.page_lines import Page, follow_page
-from nbdist.cluster.kernels.versions import answer_in_thread, keep_output_apart
+from nbdist.cluster.kernels.versions import answer_in_thread, keep_output_apart, send_text
 from nbdist.cluster.worker.collective_errors import raise_translated
 from nbdist.errors import RemoteError, UsageError
 from nbdist.rpc.functions import async_execution
@@ -271,8 +271,10 @@ def _value_of(id: str) -> Future[Any]:
 def _origin() -> str:
     """Return the key of the cell to which the output of calls made now, in the calling thread, belongs.
 
-    The notebook's cell, if it has sent one; else the id of the request that this worker handles.
+    The notebook's cell, if it has sent one; else the id of the request that this worker handles. What was printed here
+    is sent before the call, whose function may print as well.
     """
+    send_text()
     id, told = _told_of_cell()
     return str(told.get("origin", id))
 
@@ -282,7 +284,8 @@ def _as_part_of(origin: str) -> Iterator[None]:
     """Return a block for a call's function, in which the output goes to the cell with the key ``origin``.
 
     Only the calling thread is affected, so calls of several cells can run at once. An empty origin, as of calls that no
-    cell has made, changes nothing. torch's error of a dead member becomes WorkerLost or GroupError.
+    cell has made, changes nothing. What the function has printed is sent before its answer. torch's error of a dead
+    member becomes WorkerLost or GroupError.
     """
     parent = {"header": {"msg_id": origin}}
     undo: Callable[[], object] | None = None
@@ -295,4 +298,5 @@ def _as_part_of(origin: str) -> Iterator[None]:
         raise
     finally:
         if undo is not None:
+            send_text()
             undo()
