@@ -65,8 +65,8 @@ class RpcBackendOptions:
         arena_threshold: a tensor of this many bytes or more is shared. None for ``NBDIST_ARENA_THRESHOLD``; without it,
             128 KiB.
         switch_interval: seconds after which a thread must let another one run Python, see `sys.setswitchinterval`,
-            while messages come or calls run here: so a worker whose main thread computes in Python answers soon. Else
-            it is 1 ms, or Python's own or this one if Python's is shorter or this is longer. 0 leaves Python's own.
+            while messages come or calls run here: so a worker whose main thread computes in Python answers soon. At
+            other times, and with 0, it is Python's own.
 
     Raises:
         UsageError: a value is out of range; the text says which values are allowed.

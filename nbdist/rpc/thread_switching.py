@@ -7,11 +7,12 @@ time: on a worker whose main thread is busy in Python, an empty call takes 10 ms
 # cost them up to 12 % of their time. So it ends when nobody waits any more:
 #
 #                         `shorten`, `hurry`: a message came that must arrive
-#     `_WITHOUT_CALLS` ──────────────────────────────────────────────────────> the interval that the agent wants
-#                      <──────────────────────────────────────────────────────
+#     the interval     ──────────────────────────────────────────────────────> the interval that the agent wants
+#     from before      <──────────────────────────────────────────────────────
 #                         `look`: none came since the last look, and no call runs
 #
-# The first call after a pause waits for the GIL for `_WITHOUT_CALLS` once: on a busy worker it takes that much longer.
+# So the first call after a pause waits up to 5 ms for the GIL, once, of a worker that is busy in Python. 1 ms in place
+# of 5 would still cost several threads some percent of their time.
 
 from __future__ import annotations
 
@@ -22,7 +23,6 @@ from collections.abc import Callable
 
 __all__ = ["switching"]
 
-_WITHOUT_CALLS = 1e-3  # seconds; a tenth of the switches of 0.1 ms. With 5 ms, the first call would wait so long
 # Seconds; calls that follow each other more closely all find the short interval. Not much longer: a notebook asks each
 # worker every 2 s where its cell is, which should not count as a series of calls.
 _LOOK_EVERY = 0.1
@@ -80,9 +80,9 @@ class ThreadSwitching:
             self.relax()
 
     def relax(self) -> None:
-        """Set the interval for the time without calls, until the next `hurry`. Does nothing without agents."""
+        """Set the interval from before, until the next `hurry`."""
         self.look_at = float("inf")
-        self._set(min(self._before, max(_WITHOUT_CALLS, min(self._wanted, default=self._before))))
+        self._set(self._before)
         self.is_relaxed = True  # last, as in `hurry`
 
     def _set(self, seconds: float) -> None:
