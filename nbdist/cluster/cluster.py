@@ -481,6 +481,8 @@ class Cluster:
                     self._lives.abandon(chosen)
                     raise
         if process_group and len(chosen) < len(self.workers):
+            if busy := [f"{each.name} runs In[{cell.number}]" for each in self.workers for cell in [*each.cells][:1]]:
+                self._on_joined(f"The process group forms once all workers are idle: {', '.join(busy)}")
             self._lives.form_group(deadline)
         elif chosen and len(chosen) < len(self.workers):
             self.awaited = self._lives.form_group_once_idle(deadline)
@@ -580,7 +582,7 @@ class Cluster:
             )
 
     def _on_joined(self, line: str) -> None:
-        """Pass a line about workers that have joined, could not or must, on to the user. In any thread; "" for none."""
+        """Pass a line about workers that have joined, or are waited for, on to the user. In any thread; "" for none."""
         if self.on_joined is not None and line:
             self.on_joined(line)
 

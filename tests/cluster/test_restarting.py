@@ -141,3 +141,16 @@ def test_after_stop_the_next_collective_says_what_to_do_in_one_line(three):
     assert shown.count("an interrupt has broken this process group off, or a worker has destroyed it") == 1
     assert "gloo" not in shown
     assert len(shown.splitlines()) < 15
+
+
+def test_a_restart_names_the_workers_that_it_waits_for(three):
+    said = []
+
+    def read(line):
+        said.append(line)
+        three.interrupt()
+
+    three.on_joined = read
+    busy = three.execute("import time; time.sleep(600)", 1, block=False)
+    three.restart(process_group=True)
+    assert said == [f"The process group forms once all workers are idle: worker1 runs In[{busy.number}]"]
