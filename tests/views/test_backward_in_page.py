@@ -50,6 +50,20 @@ with dist_autograd.context() as context_id:
     loss = y.sum() + rpc.rpc_sync("worker2", spoil, args=(x,)).sum()
     dist_autograd.backward(context_id, [loss])
 """
+HIGH = """%%watch
+def widen(x):
+    return sum(x.exp() for _ in range(25))
+
+x = torch.ones(4, requires_grad=True)
+with dist_autograd.context() as context_id:
+    loss = sum(rpc.rpc_sync(f"worker{n}", widen, args=(x,)).sum() for n in range(3))
+    dist_autograd.backward(context_id, [loss])
+"""
+SEEN = """(node) => {
+    const [inner, outer] = [node, node.closest(".nbdist-frame")].map((each) => each.getBoundingClientRect());
+    return [inner.top >= outer.top && inner.bottom <= outer.bottom, outer.height < node.ownerSVGElement.clientHeight];
+}"""
+"""Whether a node is within the part of a picture that the page shows, and whether that is not all."""
 PLAIN = (
     """
 plain = None
@@ -77,7 +91,7 @@ def await_done(page, index, count):
 
 @pytest.mark.parametrize("front", ["lab", pytest.param("notebook", marks=pytest.mark.soak)])
 def test_pause_step_and_run(front, tmp_path, request):
-    with notebook([START, WORKERS, HERE, CELL, PLAIN, BAD], front, tmp_path) as page:
+    with notebook([START, WORKERS, HERE, CELL, PLAIN, BAD, HIGH], front, tmp_path) as page:
         for index in range(3):
             page.finish(index)
         page.run(3)
@@ -110,6 +124,11 @@ def test_pause_step_and_run(front, tmp_path, request):
         page.expect(page.cell(5).locator(".nbdist-details")).to_contain_text("worker2")
         press(page, 5, "Run")
         page.ended(5)
+
+        page.finish(6)
+        last = page.cell(6).locator(".node[aria-label^='Sum on notebook, done']").first
+        last.wait_for()
+        assert last.evaluate(SEEN) == [True, True]  # a high picture shows first where the pass has begun
         assert not page.complaints
         assert not page.strangers
 

@@ -13,7 +13,8 @@ WIDTHS = (1050, 700, 400)
 MEASURE = """() => [...document.querySelectorAll("img[src^='data:image/svg']")].map((image) => {
     const scrolled = image.parentElement.parentElement;
     const before = image.getBoundingClientRect();
-    const span = image.parentElement.querySelector("span[title]").getBoundingClientRect();
+    const [span] = [...image.parentElement.querySelectorAll("span[title]")]
+        .map((each) => each.getBoundingClientRect()).sort((one, other) => one.left - other.left || one.top - other.top);
     scrolled.scrollLeft = 1e6;
     const after = image.getBoundingClientRect(), room = scrolled.getBoundingClientRect();
     scrolled.scrollLeft = 0;

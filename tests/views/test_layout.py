@@ -11,6 +11,7 @@ from nbdist.autograd.graph.traces import planned
 from nbdist.views.drawing.folding import crossings, diagram_of
 from nbdist.views.drawing.graph import WIDEST, Marks, as_svg, plan_as_svg
 from nbdist.views.drawing.layout import lay_out
+from nbdist.views.drawing.mirrored import mirrored
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -38,10 +39,11 @@ def laid_out(trace):
     return lay_out(diagram_of(trace), lambda box: 12 + 7 * len(box.name), 80, WIDEST)
 
 
+@pytest.mark.parametrize("turn", [lambda layout, left: layout, mirrored])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_no_box_is_cut_and_none_lies_on_another(name):
+def test_no_box_is_cut_and_none_lies_on_another(name, turn):
     trace, _ = GRAPHS[name]
-    layout = laid_out(trace)
+    layout = turn(laid_out(trace), 80)
     assert layout.width <= WIDEST
     places = list(layout.places.values())
     assert len(places) == len(boxes_of(trace))
@@ -162,6 +164,42 @@ def test_the_counts_are_the_plans(mode):
     numbers = sorted(int(field) for field in fields if field.isdigit())
     assert numbers == sorted(count for key, count in plan.waits_for.items() if key != root)
     assert fields.count("root") == 1
+
+
+def x_of(svg, number):
+    """Where the box of a node of worker0 begins."""
+    told = f"node {number} of worker0"
+    (group,) = [g for g in ET.fromstring(svg).iter(f"{SVG}g") if told in g.findtext(f"{SVG}title", "")]
+    return float(group.find(f"{SVG}rect").get("x"))
+
+
+def test_gradients_go_from_left_to_right_in_a_plan_and_a_forward_pass_in_a_graph():
+    trace, root = chain(3)
+    graph, plan = as_svg(trace), plan_as_svg(planned(trace, [root]))
+    first, last = trace.nodes["worker0"][1].number, trace.nodes["worker0"][-1].number
+    assert x_of(graph, first) < x_of(graph, last)
+    assert x_of(plan, first) > x_of(plan, last)
+    assert "forward →, gradients ←</text>" in graph
+    assert "gradients →, forward ←</text>" in plan
+
+
+def row_ends(layout):
+    """Each row of lanes from top to bottom, with the letters at its beginning and at its end."""
+    bottoms = [lane.bottom for lane in layout.lanes if lane.worker == layout.lanes[-1].worker]
+    rows = [(set(), set()) for _ in bottoms]
+    for mark in layout.marks:
+        row = next(number for number, bottom in enumerate(bottoms) if mark.y < bottom)
+        rows[row][mark.x > 80].add(mark.letters)
+    return rows
+
+
+def test_what_breaks_off_goes_on_in_the_next_row_in_a_turned_picture_too():
+    layout = laid_out(GRAPHS["residual"][0])
+    rows, turned = row_ends(layout), row_ends(mirrored(layout, 80))
+    assert len(rows) > 1
+    assert not rows[0][0]
+    assert rows[0][1] == rows[1][0] != set()
+    assert turned == [(ends, begins) for begins, ends in rows[::-1]]
 
 
 def test_what_takes_no_part_is_pale_and_has_no_count():

@@ -1,7 +1,8 @@
 """Draws the graph of a context, with the plan or progress of a pass over it, as SVG without scripts and as text.
 
-The picture has a lane for each worker, and the forward pass goes from left to right. `folding` decides what the boxes
-stand for, and `layout` where they are. Pure: data in, text out.
+The picture has a lane for each worker. From left to right goes the forward pass, or with a plan or a pass its
+gradients, as in the live view, whose shapes and colours it has too. `folding` decides what the boxes stand for, and
+`layout` where they are. Pure: data in, text out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from nbdist.amounts import counted
 from nbdist.autograd.watching.records import Key
 from nbdist.views.drawing.folding import TIMES, Box, Diagram, DrawnLine, diagram_of, name_of
 from nbdist.views.drawing.layout import BOX, Layout, NodePlace, Point, lay_out
+from nbdist.views.drawing.mirrored import mirrored
 
 if TYPE_CHECKING:
     from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace
@@ -37,9 +39,17 @@ _LEGEND_LINE = 15
 _NAMES_A_LINE = 12
 """The number of names in one line of text."""
 
-_INK, _FAINT, _RULE = "#1f2328", "#6b7280", "#d0d7de"
+_INK, _FAINT, _RULE, _GREY = "#1f2328", "#6b7280", "#d0d7de", "#8b95a1"
 _FILL = {"operation": "#eef0f3", "leaf": "#d6e8fc", "receive": "#fde6c3", "group": "#e8e3f6"}
-_MESSAGE, _PATH, _ROOT, _BAD, _HALTED = "#b45309", "#7c3aed", "#15803d", "#b91c1c", "#1d4ed8"
+_STATES = {
+    "waiting": ("has not run", "#fff", _GREY),
+    "ready": ("ready", "#fff", "#3b82c4"),
+    "running": ("runs", "#f6c66b", _GREY),
+    "halted": ("halted", "#f2a29b", "#c53030"),
+    "done": ("done", "#a9d8b8", "#2f855a"),
+}
+"""Once a pass has begun, by the state of a box: its words in the legend, its colour and that of its frame."""
+_MESSAGE, _PATH, _ROOT, _BAD, _HALTED = "#d97706", "#8b5cf6", "#15803d", "#c53030", "#c53030"
 
 
 @dataclass(frozen=True)
@@ -179,12 +189,12 @@ class _Drawing:
         self.diagram: Diagram = diagram_of(trace)
         self.left = min(_NAME_COLUMN_WIDEST, 26 + 7.2 * max(map(len, trace.nodes), default=0))
         self.layout: Layout = lay_out(self.diagram, self.width_of, self.left, WIDEST)
+        self.way = "time →" if trace.of_step else "forward →, gradients ←"
+        if marks is not None and not trace.of_step:
+            self.layout, self.way = mirrored(self.layout, self.left), "gradients →, forward ←"
         self.steps = set(itertools.pairwise(marks.path)) if marks is not None else set()
         self.path = set(marks.path) if marks is not None else set()
         self.began = marks is not None and bool(marks.states)
-        self.halfway = self.began and any(
-            state != "done" for state in map(self.state_of, marks.waits_for if marks is not None else ())
-        )
 
     def svg(self) -> str:
         """Return the whole picture as an SVG document."""
@@ -230,6 +240,15 @@ class _Drawing:
         """
         return self.marks.states.get(key, "waiting") if self.marks is not None else ""
 
+    def state_of_box(self, box: Box) -> str:
+        """Return the state of a box in the pass, as of its nodes that take part; "" if there are none, or no pass."""
+        if self.marks is None or not self.began:
+            return ""
+        states = {self.state_of(key) for key in box.keys if key in self.marks.waits_for}
+        if len(states) == 1:
+            return states.pop()
+        return next((state for state in ("halted", "running", "ready", "done") if state in states), "")
+
     def takes_part(self, box: Box) -> bool:
         """Return whether some node of a box takes part in the pass; True if no pass is drawn."""
         return self.marks is None or any(key in self.marks.waits_for for key in box.keys)
@@ -259,19 +278,20 @@ class _Drawing:
 
     def _box(self, box: Box) -> str:
         """Return a box with its tooltip as SVG. Boxes on the critical path have a thick frame."""
-        place = self.layout.places[box.key]
-        pale = not self.takes_part(box)
-        waiting = self.halfway and not pale and all(self.state_of(key) in ("waiting", "ready") for key in box.keys)
-        stroke, thick = "#8b95a1", 1.0
-        if self.path.intersection(box.keys):
-            stroke, thick = _PATH, 2.0
-        return (
-            f"<g><title>{escape(self._title(box))}</title>"
-            + _boxed(
-                place, box.kind, _short(box.name), self._tags(box), pale=pale, dashed=waiting, edge=(stroke, thick)
-            )
-            + "</g>"
+        state = self.state_of_box(box)
+        _, fill, edge = _STATES.get(state, ("", None, _GREY))
+        on_path = not self.path.isdisjoint(box.keys)
+        made = _boxed(
+            self.layout.places[box.key],
+            box.kind,
+            _short(box.name),
+            self._tags(box),
+            fill=fill,
+            pale=not self.takes_part(box),
+            dashed=state == "waiting",
+            edge=(_PATH, 2.0) if on_path else (edge, 1.0),
         )
+        return f"<g><title>{escape(self._title(box))}</title>{made}</g>"
 
     def _title(self, box: Box) -> str:
         """Return the tooltip of a box as lines of text, not escaped: its node, or the number of its nodes by name."""
@@ -374,19 +394,21 @@ class _Drawing:
             "receive": "receive",
             "group": f"{TIMES}n: n nodes",
         }
-        found = [(names[kind], _sample(kind), 16.0) for kind in names if kind in kinds]
+        states = {self.state_of_box(box) for box in boxes}
+        found = [(names[kind], _sample(kind, "#fff" if self.began else None), 16.0) for kind in names if kind in kinds]
+        for state, (meaning, *colours) in _STATES.items():
+            if state in states:
+                found.append((meaning, _sample("operation", *colours, dashed=state == "waiting"), 16.0))
         if messages:
             found.append(("message between workers", _sample_line(_MESSAGE), 18.0))
         if marks is None:
-            return [*found, ("forward →, gradients ←", "", 0.0)]
+            return [*found, (self.way, "", 0.0)]
         if any(text.isdigit() for text in tags):
             found.append((f"waits for n {what}", _sample_tag("n", "#fff", _INK), 12.0))
         if any("/" in text for text in tags):
             found.append((f"has got k of n {what}", _sample_tag("k/n", "#fff", _INK), 24.0))
         if "root" in tags:
             found.append(("the pass begins here", _sample_tag("root", _ROOT, "#fff"), 28.0))
-        if self.halfway:
-            found.append(("has not run", _sample("operation", dashed=True), 16.0))
         if not all(map(self.takes_part, boxes)):
             found.append(("takes no part", _sample("operation", pale=True), 16.0))
         if messages.intersection(marks.in_vain):
@@ -395,7 +417,7 @@ class _Drawing:
             found.append(("critical path", _sample_line(_PATH), 18.0))
         if "NaN" in tags:
             found.append(("the first NaN or Inf", _sample_tag("NaN", _BAD, "#fff"), 28.0))
-        return [*found, ("time →" if trace.of_step else "forward →, gradients ←", "", 0.0)]
+        return [*found, (self.way, "", 0.0)]
 
 
 def _width(text: str) -> float:
@@ -437,24 +459,26 @@ def _boxed(
     name: str,
     tags: Sequence[tuple[str, str, str]],
     *,
+    fill: str | None = None,
     pale: bool = False,
     dashed: bool = False,
-    edge: tuple[str, float] = ("#8b95a1", 1.0),
+    edge: tuple[str, float] = (_GREY, 1.0),
 ) -> str:
     """Return a box as SVG: its frame, its name, which is escaped here, and small fields at the right end.
 
     ``kind`` is the kind of its node ("operation", "leaf", "receive") or "group", and chooses form and colour. ``tags``
-    are as `_Drawing._tags` returns them. ``edge`` is the colour and the width of the frame; a ``pale`` box has its own
-    colour.
+    are as `_Drawing._tags` returns them. ``fill`` is a colour in place of its kind's. ``edge`` is the colour and the
+    width of the frame; a ``pale`` box has its own colours.
     """
     x, y, width, height = place.x, place.y, place.width, place.height
     round = height / 2 if kind == "leaf" else 3
-    fill, ink, stroke = (_FILL[kind], _INK, edge[0]) if not pale else ("#fff", _FAINT, "#c3c9d1")
+    fill, ink, stroke = (fill or _FILL[kind], _INK, edge[0]) if not pale else ("#fff", _FAINT, "#c3c9d1")
     dashes = ' stroke-dasharray="3 2"' if dashed or pale else ""
-    parts = [
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" rx="{round:g}" fill="{fill}" '
-        f'stroke="{stroke}" stroke-width="{edge[1]:g}"{dashes}/>'
-    ]
+    outline = f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" rx="{round:g}"'
+    if kind == "receive":
+        point = f"L{x + width:.1f} {y + height / 2:.1f} L{x + width - 5:.1f} {y + height:.1f}"
+        outline = f'<path d="M{x:.1f} {y:.1f} H{x + width - 5:.1f} {point} H{x:.1f} Z"'
+    parts = [f'{outline} fill="{fill}" stroke="{stroke}" stroke-width="{edge[1]:g}"{dashes}/>']
     if kind == "group":
         parts.append(f'<path d="M{x + 3:.1f} {y + height + 2.5:.1f}H{x + width - 3:.1f}" stroke="{stroke}"/>')
     if name:
@@ -471,7 +495,7 @@ def _tag(x: float, y: float, width: float, height: float, text: str, fill: str, 
 
     ``fill`` is the colour of its background, ``ink`` the colour of its letters; lengths are in pixels.
     """
-    stroke = "#8b95a1" if fill == "#fff" else fill
+    stroke = _GREY if fill == "#fff" else fill
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" rx="2" fill="{fill}" '
         f'stroke="{stroke}" stroke-width=".7"/>'
@@ -480,9 +504,9 @@ def _tag(x: float, y: float, width: float, height: float, text: str, fill: str, 
     )
 
 
-def _sample(kind: str, *, pale: bool = False, dashed: bool = False) -> str:
+def _sample(kind: str, fill: str | None = None, edge: str = _GREY, *, pale: bool = False, dashed: bool = False) -> str:
     """Return, as SVG, the small empty box in front of a text of the legend; arguments are as for `_boxed`."""
-    return _boxed(NodePlace(0, 1, 16, 10), kind, "", (), pale=pale, dashed=dashed)
+    return _boxed(NodePlace(0, 1, 16, 10), kind, "", (), fill=fill, pale=pale, dashed=dashed, edge=(edge, 1.0))
 
 
 def _sample_tag(text: str, fill: str, ink: str) -> str:

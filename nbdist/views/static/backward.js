@@ -4,7 +4,7 @@ import { bytes, time } from "./amounts.js";
 import { beFound, button, connect, element, shape } from "./buttons.js";
 import { amountText, ink, lightness, quantity, ramp, scale } from "./colours.js";
 import { count, details, label, stateOf, whole } from "./graph.js";
-import { BOX, layout } from "./layout.js";
+import { BOX, GAP, layout } from "./layout.js";
 import { legend, outlined } from "./legend.js";
 import { filler, linked } from "./links.js";
 import { routes } from "./routes.js";
@@ -47,6 +47,7 @@ function render({ model, el }) {
   const wire = connect(model, el, line, "With %%watch -a the cell returns at once, and the buttons work; so does its handle: _.step(3), _.run().");
   const meanings = legend();
   const expanded = new Set();
+  let begun = false; // whether the picture was on the page
   let grouped = null;
   let chosen = null;
   let drawn = "";
@@ -73,6 +74,9 @@ function render({ model, el }) {
         names.children[index].style.height = `${lane.height * size}px`;
       });
       frame.style.scrollPaddingLeft = `${names.offsetWidth + 4}px`;
+      // Of a high picture the pass's beginning is shown first: the lanes above it may be empty there.
+      if (!begun && found.boxes.length) frame.scrollTop = (found.places[walk(found, 0, "Home")].y - GAP.lane) * size;
+      begun = true;
     },
   );
 
