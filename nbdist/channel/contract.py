@@ -60,7 +60,10 @@ class Link(Protocol):
 
 @runtime_checkable
 class Channel(Protocol):
-    """Receives an agent's messages at one or more addresses, and makes links to other agents."""
+    """Receives an agent's messages at one or more addresses, and makes links to other agents.
+
+    A channel whose messages always wake a reader inherits `expect`, `expect_no_more` and `called`, which do nothing.
+    """
 
     @property
     def addresses(self) -> list[str]:
@@ -119,22 +122,22 @@ class Channel(Protocol):
         Call it before sending the call; then call ``receive(guest=True)`` and `expect_no_more`. Does nothing if the
         thread would sleep in `receive` anyway. A second call before `expect_no_more` does no harm.
         """
-        ...
+        return
 
     def expect_no_more(self) -> None:
         """Let messages wake readers again, if the calling thread's `expect` still prevents it; else do nothing."""
-        ...
+        return
 
     def call(self) -> None:
         """Make the guest's `receive` return None, again and again until `called`. Any thread may call this.
 
         A reader calls this when it has handled the reply for which the guest waits. After `close` it does no harm.
         """
-        ...
+        self.wake()
 
     def called(self) -> None:
         """End the effect of `call`, because the guest has returned from `receive`. Without a `call`, do nothing."""
-        ...
+        return
 
     def close(self) -> None:
         """Stop receiving, close all links, and remove the channel's files. A second call does nothing.

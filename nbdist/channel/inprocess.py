@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Sequence
 
-from nbdist.channel.contract import Buffer, ChannelError
+from nbdist.channel.contract import Buffer, Channel, ChannelError
 
 __all__ = ["InProcessChannel", "Network"]
 
@@ -45,7 +45,7 @@ class Network:
             self._open.pop(address, None)
 
 
-class InProcessChannel:
+class InProcessChannel(Channel):
     """A channel inside one process: one queue, into which links put messages. Make one with `Network.open`.
 
     It has one reader and no guest, so `expect`, `expect_no_more` and `called` do nothing. `Network` has an example.
@@ -101,22 +101,6 @@ class InProcessChannel:
             return self._queue.get(timeout=None if timeout is None else max(timeout, 0))
         except queue.Empty:
             return None
-
-    def expect(self) -> None:
-        """Do nothing: no thread reads its own answer here, so messages always wake the reader."""
-        pass
-
-    def expect_no_more(self) -> None:
-        """Do nothing: messages always wake the reader."""
-        pass
-
-    def call(self) -> None:
-        """Make one waiting `receive`, or else the next one, return None, as `wake` does."""
-        self.wake()
-
-    def called(self) -> None:
-        """Do nothing: `call` has no lasting effect."""
-        pass
 
     def wake(self) -> None:
         """Make one waiting `receive`, or else the next one, return None.

@@ -44,7 +44,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from nbdist.channel import machine
 from nbdist.channel.chunks import NOT_COPIED_FROM, Assembly, chunks
-from nbdist.channel.contract import Buffer, ChannelError, TooManyFiles
+from nbdist.channel.contract import Buffer, Channel, ChannelError, TooManyFiles
 from nbdist.channel.resources import require_files
 from nbdist.channel.security import Secret, runtime_directory
 from nbdist.errors import ResourceError
@@ -179,7 +179,7 @@ def _age(path: Path) -> float:
     return time.time() - path.stat().st_mtime
 
 
-class ZmqChannel:
+class ZmqChannel(Channel):
     """Receives messages over ZeroMQ, from agents of this host and of others. It has one reader and no guest."""
 
     def __init__(
@@ -434,22 +434,6 @@ class ZmqChannel:
     def _has_message(self) -> bool:
         """Return whether the inbox has a message."""
         return bool(int(self._inbox.get(zmq.EVENTS)) & _POLLIN)
-
-    def expect(self) -> None:
-        """Do nothing: no thread reads its own answer here, so messages always wake the reader."""
-        pass
-
-    def expect_no_more(self) -> None:
-        """Do nothing: messages always wake the reader."""
-        pass
-
-    def call(self) -> None:
-        """Make the waiting `receive`, or else the next one, return None, as `wake` does."""
-        self.wake()
-
-    def called(self) -> None:
-        """Do nothing: `call` has no lasting effect."""
-        pass
 
     def wake(self) -> None:
         """Make the waiting `receive`, or else the next one, return None."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbdist.cluster.kernels.cells import Cell
-from nbdist.cluster.output.arranger import say_names
+from nbdist.cluster.output.arranger import Published, say_names
 
 __all__ = ["Reruns"]
 
@@ -39,7 +39,8 @@ class Reruns:
                 run.move_to(cell.sink)
             running = {name: None for run in earlier for name in run.running}
             if running and cell.sink.interactive:
-                cell.sink.page.publish("stream", {"name": "stderr", "text": _line_about(list(running), cell)})
+                text = _line_about(list(running), cell)
+                cell.sink.page.publish(Published("stream", {"name": "stderr", "text": text}))
         earlier.append(cell)
 
 

@@ -56,30 +56,21 @@ def register(shell: Any) -> None:
     A thread imports the widgets meanwhile, which takes a tenth of a second.
     """
     bundles = shell.display_formatter.mimebundle_formatter
-    printers: dict[type | str, Any] = {
-        RRef: _show,
-        Watcher: _show_watched,
-        Watch: _show_watch,
-        Panel: _show_panel,
-        _SWARM: _show_swarm,
-        list: _show_many,
-        tuple: _show_many,
-        dict: _show_many,
-    }
-    _before[:] = [(bundles, kind, bundles.for_type(kind, printer)) for kind, printer in printers.items()]
-    # A live view and its picture are two outputs, and a mimebundle is only one: so these functions show by themselves.
+    # A live view and its picture are two outputs, and a mimebundle is one: so `_live` and its like show by themselves.
     selves = shell.display_formatter.ipython_display_formatter
-    live: dict[type | str, Any] = {
-        RRef: _live,
-        Watcher: _live_watched,
-        Watch: _live_watch,
-        Panel: _live_panel,
-        _SWARM: _live_swarm,
-        list: _live_many,
-        tuple: _live_many,
-        dict: _live_many,
+    printers: dict[type | str, tuple[Any, Any]] = {
+        RRef: (_show, _live),
+        Watcher: (_show_watched, _live_watched),
+        Watch: (_show_watch, _live_watch),
+        Panel: (_show_panel, _live_panel),
+        _SWARM: (_show_swarm, _live_swarm),
+        **dict.fromkeys((list, tuple, dict), (_show_many, _live_many)),
     }
-    _before.extend((selves, kind, selves.for_type(kind, printer)) for kind, printer in live.items())
+    _before[:] = [
+        (formatter, kind, formatter.for_type(kind, printer))
+        for kind, both in printers.items()
+        for formatter, printer in zip((bundles, selves), both, strict=True)
+    ]
     if getattr(shell, "kernel", None) is not None:  # a terminal shows repr(rref), with all that is known
         texts = shell.display_formatter.formatters["text/plain"]
         _before.append((texts, RRef, texts.for_type(RRef, _print)))

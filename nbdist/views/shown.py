@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.sinks import Sink
 
 __all__ = ["Bundle", "Shown"]
@@ -88,4 +89,4 @@ class Shown:
 
     def _publish(self, kind: str, id: str, data: Bundle, metadata: Bundle | None = None) -> None:
         content = {"data": data, "metadata": dict(metadata or {}), "transient": {"display_id": id}}
-        self._sink.publish(kind, content)
+        self._sink.publish(Published(kind, content))

@@ -18,8 +18,9 @@ class Sink:
         self.interactive = interactive
         self.shown = []
 
-    def publish(self, kind, content, metadata=None, buffers=None) -> None:
-        assert content["metadata"] == {}
+    def publish(self, message) -> None:
+        kind, content, metadata, _ = message
+        assert metadata == content["metadata"] == {}
         self.shown.append((kind, content["data"]["text/plain"], content["transient"]["display_id"]))
 
     def hand_on(self, payload) -> None:

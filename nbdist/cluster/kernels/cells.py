@@ -607,7 +607,7 @@ class Cell:
         if errors:
             ends = self.sink.stop_says if self._foreground else "its cancel() ends"
             text = say_failed(errors, self.running, ends)
-            self.sink.page.publish("stream", {"name": "stderr", "text": text})
+            self.sink.page.publish(Published("stream", {"name": "stderr", "text": text}))
 
     def _tell_end(self) -> None:
         """Mark the cell as done, wake the waiting threads, and call the callbacks of `when_done`.
@@ -627,7 +627,7 @@ class Cell:
         if not self._foreground and not self._error_shown and not is_awaited:
             error = self.error()
             if error is not None:
-                self.sink.publish("error", error_content(error))
+                self.sink.publish(Published("error", error_content(error)))
 
     def _show_or_hold(self, part: CellPart, message: Published) -> None:
         """Show a message of a worker now, or keep it in `CellPart.held`.

@@ -19,6 +19,7 @@ from IPython import get_ipython
 
 from nbdist.cluster.kernels.connection import KernelThread, Message
 from nbdist.cluster.kernels.output_widgets import own_request
+from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.sinks import Sink, sink_of
 from nbdist.cluster.workers import Worker
 
@@ -55,7 +56,7 @@ class Relayed:
                 self.handled.set()
         elif kind not in ("execute_input", "iopub_welcome"):
             shown = own_request(content, self.id, self._sink.id)
-            self._sink.publish(kind, shown, message.get("metadata"), message.get("buffers"))
+            self._sink.publish(Published(kind, shown, message.get("metadata") or {}, message.get("buffers") or ()))
 
 
 class _StandIn:

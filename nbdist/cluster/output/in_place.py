@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nbdist.cluster.kernels.jupyter_wire import new_id
+from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.sinks import Sink
 
 __all__ = ["InPlace"]
@@ -30,7 +31,7 @@ class InPlace:
         # Empty HTML takes no room, where empty plain text takes a line.
         data = {"text/plain": text} if text else {"text/plain": "", "text/html": ""}
         content = {"data": data, "metadata": {}, "transient": {"display_id": self._id}}
-        self._sink.publish(kind, content)
+        self._sink.publish(Published(kind, content))
 
     def move_to(self, sink: Sink) -> None:
         """Show the next text as a new one in ``sink``: another place, or the same one after its output was cleared.

@@ -120,7 +120,7 @@ class Outlet:
     def _show(self, published: Sequence[Published]) -> None:
         """Publish messages, and set the timer for the arranger's next `flush`."""
         for message in published:
-            self._sink.publish(*message)
+            self._sink.publish(message)
             if message.kind == "clear_output":
                 self._last.move_to(self._sink.page)
         if self._timer is not None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from IPython import get_ipython
 
 from nbdist.cluster.kernels.versions import send_text
+from nbdist.cluster.output.arranger import Published
 
 __all__ = ["CapturedSink", "KernelSink", "PlainSink", "Sink", "current_sink", "sink_of"]
 
@@ -62,14 +63,8 @@ class Sink(Protocol):
         """The place for notices: this one, or the notebook's page if this one captures output."""
         ...
 
-    def publish(
-        self,
-        kind: str,
-        content: Mapping[str, Any],
-        metadata: Mapping[str, Any] | None = None,
-        buffers: Sequence[Any] | None = None,
-    ) -> None:
-        """Show the content of a Jupyter message of type ``kind``; a place that cannot show this type drops it."""
+    def publish(self, message: Published) -> None:
+        """Show a message; a place that cannot show messages of its kind drops it."""
         ...
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
@@ -114,13 +109,7 @@ class KernelSink:
         """
         return self
 
-    def publish(
-        self,
-        kind: str,
-        content: Mapping[str, Any],
-        metadata: Mapping[str, Any] | None = None,
-        buffers: Sequence[Any] | None = None,
-    ) -> None:
+    def publish(self, message: Published) -> None:
         """Send a message to the front ends, over the kernel's own output thread.
 
         The parent is the cell's request, so a front end shows the message below that cell, even after the cell has
@@ -128,12 +117,12 @@ class KernelSink:
         """
         send_text()
         session = self._kernel.session
-        message = session.msg(kind, dict(content), parent=self._parent, metadata=dict(metadata or {}))
-        for hook in self._display_hooks if kind in _SHOWN else ():
-            message = hook(message)
-            if message is None:
+        made = session.msg(message.kind, dict(message.content), parent=self._parent, metadata=dict(message.metadata))
+        for hook in self._display_hooks if message.kind in _SHOWN else ():
+            made = hook(made)
+            if made is None:
                 return
-        session.send(self._kernel.iopub_socket, message, ident=kind.encode(), buffers=list(buffers or ()))
+        session.send(self._kernel.iopub_socket, made, ident=message.kind.encode(), buffers=list(message.buffers))
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
         """Add ``payload``, what a worker's reply asks the front end for, to the reply of the cell that runs now.
@@ -171,20 +160,14 @@ class CapturedSink:
         """The id of the cell's request, and the ids of the objects that capture."""
         return " ".join([self.id, *(f"{id(each):x}" for each in (*self._files.values(), self._publisher))])
 
-    def publish(
-        self,
-        kind: str,
-        content: Mapping[str, Any],
-        metadata: Mapping[str, Any] | None = None,
-        buffers: Sequence[Any] | None = None,
-    ) -> None:
+    def publish(self, message: Published) -> None:
         """Give a message to the object that captures it; show it on the page if none does, or if that fails."""
         try:
-            taken = self._take(kind, content)
+            taken = self._take(message.kind, message.content)
         except Exception:  # such as a closed file; the output must not be lost, and the cell must not fail
             taken = False
         if not taken:
-            self.page.publish(kind, content, metadata, buffers)
+            self.page.publish(message)
 
     def _take(self, kind: str, content: Mapping[str, Any]) -> bool:
         """Give a message to the object that captures it; return whether there is one.
@@ -227,17 +210,12 @@ class PlainSink:
         """This place itself."""
         return self
 
-    def publish(
-        self,
-        kind: str,
-        content: Mapping[str, Any],
-        metadata: Mapping[str, Any] | None = None,
-        buffers: Sequence[Any] | None = None,
-    ) -> None:
+    def publish(self, message: Published) -> None:
         """Print the parts of a message that are text.
 
         Other messages are dropped, and so is all text once the streams have closed.
         """
+        kind, content, *_ = message
         with contextlib.suppress(ValueError, OSError):  # the streams close at the end of the process
             if kind == "stream":
                 file = sys.stderr if content["name"] == "stderr" else sys.stdout
@@ -251,7 +229,7 @@ class PlainSink:
     def hand_on(self, payload: Mapping[str, Any]) -> None:
         """Print the help page that a worker's reply asks for; ignore anything else that it asks for."""
         if payload.get("source") == "page":
-            self.publish("display_data", payload)
+            self.publish(Published("display_data", payload))
 
 
 def current_sink() -> Sink:

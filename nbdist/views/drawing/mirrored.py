@@ -10,7 +10,7 @@ __all__ = ["mirrored"]
 
 
 def mirrored(layout: Layout, left: float) -> Layout:
-    """Return the layout with its columns from right to left and its last row of lanes on top. Changes nothing else.
+    """Return the layout with its boxes and lines from right to left, and its last row of lanes on top; `columns` stay.
 
     ``left`` is where the first column begins, as for `nbdist.views.drawing.layout.lay_out`.
     """
@@ -47,7 +47,6 @@ def mirrored(layout: Layout, left: float) -> Layout:
             key: replace(place, x=left + right[row_at(place.y)] - place.right, y=down(place.y))
             for key, place in layout.places.items()
         },
-        columns={key: max(layout.columns.values()) - column for key, column in layout.columns.items()},
         lanes=[Lane(lane.worker, down(lane.top), down(lane.bottom)) for row in rows[::-1] for lane in row],
         routes=[[[*map(turned, points)] for points in strokes] for strokes in layout.routes],
         marks=[

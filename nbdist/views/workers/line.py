@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 
+from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.sinks import PlainSink, current_sink
 from nbdist.trace import Steps
 
@@ -22,7 +23,7 @@ def lines_below() -> Callable[[str], None]:
     sink = current_sink()
 
     def show(line: str) -> None:
-        sink.publish("stream", {"name": "stdout", "text": f"{line}\n"})
+        sink.publish(Published("stream", {"name": "stdout", "text": f"{line}\n"}))
 
     return show
 
@@ -43,6 +44,6 @@ def line_in_place() -> Steps:
         kind = "update_display_data" if shown else "display_data"
         shown = True
         content = {"data": {"text/plain": line}, "metadata": {}, "transient": {"display_id": id}}
-        sink.publish(kind, content)
+        sink.publish(Published(kind, content))
 
     return show

@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections.abc import Sequence
 
+from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.sinks import PlainSink, Sink
 from nbdist.cluster.workers import STEPS
 from nbdist.columns import aligned
@@ -51,7 +52,7 @@ class LiveText:
         """
         if self._live or last:
             content = {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": self._id}}
-            self._sink.publish(self._kind, content)
+            self._sink.publish(Published(self._kind, content))
             self._kind = "update_display_data"
 
 
