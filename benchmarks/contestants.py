@@ -247,9 +247,7 @@ def ipyparallel() -> None:
     view = cluster.start_and_connect_sync()[0]
     functions = {"nothing": nothing, "add": torch.add, "identity": identity}
     _by_methods(
-        ipyparallel.__version__,
-        lambda name, *args: view.apply_sync(functions[name], *args),
-        cluster.stop_cluster_sync,
+        ipyparallel.__version__, lambda name, *args: view.apply_sync(functions[name], *args), cluster.stop_cluster_sync
     )
 
 

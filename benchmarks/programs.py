@@ -37,11 +37,7 @@ WORLDS: dict[str, tuple[Callable[[int], str], int, dict[str, int]]] = {
         3,
         {RESNET.format(*size): 2 for size in SIZES} | {TINY: 10},
     ),
-    "server": (
-        lambda rank: f"trainer{rank}" if rank else "ps",
-        5,
-        {SERVING.format(count): 20 for count in TRAINERS},
-    ),
+    "server": (lambda rank: f"trainer{rank}" if rank else "ps", 5, {SERVING.format(count): 20 for count in TRAINERS}),
     "cartpole": (
         lambda rank: f"observer{rank}" if rank else "agent",
         9,

@@ -229,11 +229,7 @@ class Notebook:
                 printed.append(message["content"]["text"])
 
         reply = self._client.execute_interactive(
-            code,
-            allow_stdin=True,
-            stdin_hook=lambda _: None,
-            output_hook=take,
-            timeout=_PATIENCE,
+            code, allow_stdin=True, stdin_hook=lambda _: None, output_hook=take, timeout=_PATIENCE
         )["content"]
         if reply["status"] != "ok":
             raise RuntimeError(f"{reply.get('ename')}: {reply.get('evalue')}")

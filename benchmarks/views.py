@@ -177,12 +177,7 @@ def soak(minutes: float) -> list[dict[str, float]]:
             page.save()
             file = os.path.getsize(Path(folder) / "book.ipynb")
             found.append(
-                {
-                    "seconds": time.monotonic() - begun,
-                    "kernel": _own_memory(kernel),
-                    "page": page.heap(),
-                    "file": file,
-                }
+                {"seconds": time.monotonic() - begun, "kernel": _own_memory(kernel), "page": page.heap(), "file": file}
             )
         page.ended(2, 120)
     return found

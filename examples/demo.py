@@ -69,10 +69,7 @@ def show(what: str, run: Callable[[], Any]) -> None:
 def driver(workers: list[Any]) -> None:
     """What worker0 does."""
     x = torch.ones(2)
-    show(
-        'rpc.rpc_sync("worker1", torch.add, args=(x, 3))',
-        lambda: rpc.rpc_sync("worker1", torch.add, args=(x, 3)),
-    )
+    show('rpc.rpc_sync("worker1", torch.add, args=(x, 3))', lambda: rpc.rpc_sync("worker1", torch.add, args=(x, 3)))
     first = rpc.rpc_async("worker1", torch.add, args=(x, 3))
     second = rpc.rpc_async("worker2", min, args=(1, 2))
     show("first.wait() + second.wait()      # two calls at once", lambda: first.wait() + second.wait())
@@ -115,8 +112,7 @@ def driver(workers: list[Any]) -> None:
     show("waiting.wait()", waiting.wait)
     print(f"    (after {(time.perf_counter() - start) * 1e3:.0f} ms)")
     show(
-        'rpc.rpc_sync("worker1", where_am_i)         # the others work on',
-        lambda: rpc.rpc_sync("worker1", where_am_i),
+        'rpc.rpc_sync("worker1", where_am_i)         # the others work on', lambda: rpc.rpc_sync("worker1", where_am_i)
     )
 
 

@@ -15,11 +15,7 @@ def quick(max_examples, **options):
     if os.environ.get("NBDIST_NO_SHRINKING") or os.environ.get("CI"):
         options["phases"] = [Phase.explicit, Phase.generate]
     return settings(
-        max_examples=max_examples,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-        **options,
+        max_examples=max_examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), **options
     )
 
 

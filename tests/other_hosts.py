@@ -69,11 +69,7 @@ class Host:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(
-        self,
-        *arguments: str,
-        stdin: bytes = b"",
-        stdout: int | None = None,
-        environment: dict[str, str] | None = None,
+        self, *arguments: str, stdin: bytes = b"", stdout: int | None = None, environment: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         """Start Python with these arguments on the host; return the process that stands for it here.
 

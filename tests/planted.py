@@ -50,10 +50,7 @@ FAULTS = {
         PROTOCOL,
     ),
     "a gate lets the pass through too early": Fault(
-        "autograd/passes/worker_part.py",
-        "            raise HeldBack",
-        "            return None",
-        PROTOCOL,
+        "autograd/passes/worker_part.py", "            raise HeldBack", "            return None", PROTOCOL
     ),
     "what crossed into a held node is forgotten": Fault(
         "autograd/passes/worker_part.py",
@@ -134,10 +131,7 @@ FAULTS = {
         "rpc/test_interrupted_sends.py",
     ),
     "an agent says that nothing is under way while messages are": Fault(
-        "rpc/world/shutdown.py",
-        "active + outstanding",
-        "active",
-        "rpc/test_ending.py",
+        "rpc/world/shutdown.py", "active + outstanding", "active", "rpc/test_ending.py"
     ),
     "an answer does not take its call out of the table": Fault(
         "rpc/calls/pending.py",
@@ -170,10 +164,7 @@ FAULTS = {
         HISTORIES,
     ),
     "a call does not keep the value on which it works": Fault(
-        "rpc/exchange.py",
-        "            forks.retain(target)\n",
-        "            forks.make(target)\n",
-        HISTORIES,
+        "rpc/exchange.py", "            forks.retain(target)\n", "            forks.make(target)\n", HISTORIES
     ),
     "what a refused call was to make counts as made here": Fault(
         "rpc/exchange.py",
@@ -248,10 +239,7 @@ FAULTS = {
         "channel/test_contract.py::test_a_send_that_is_interrupted_spoils_no_other",
     ),
     "a look that another thread stalls is followed by the next": Fault(
-        "channel/spinning.py",
-        "looked > _STALLED_LOOK",
-        "looked > 1000 * _STALLED_LOOK",
-        "channel/test_spinning.py",
+        "channel/spinning.py", "looked > _STALLED_LOOK", "looked > 1000 * _STALLED_LOOK", "channel/test_spinning.py"
     ),
     "a caller that does not read keeps the gate shut": Fault(
         "rpc/calls/waiting_reader.py",
@@ -284,10 +272,7 @@ FAULTS = {
         "swarm/test_recovery.py::test_what_comes_out_different_at_once_is_done_step_by_step",
     ),
     "what is settled before it is announced stays open": Fault(
-        "autograd/passes/ledger.py",
-        "if token in self._early:",
-        "if token in ():",
-        PROTOCOL,
+        "autograd/passes/ledger.py", "if token in self._early:", "if token in ():", PROTOCOL
     ),
     "a gate that takes no part goes on holding nodes back": Fault(
         "autograd/passes/worker_part.py",

@@ -48,8 +48,7 @@ def test_packages_of_pip_are_not_the_users_wherever_they_are(folder):
 
 
 @pytest.mark.parametrize(
-    "file",
-    [json.__file__, pytest.__file__, torch.__file__, nbdist.__file__, os.__file__, "_cython.pyx", "<string>"],
+    "file", [json.__file__, pytest.__file__, torch.__file__, nbdist.__file__, os.__file__, "_cython.pyx", "<string>"]
 )
 def test_what_is_pythons_installed_torchs_or_ours(file):
     assert not is_users(file)

@@ -52,7 +52,7 @@ SHARED = {
 
 OTHERWISE = {
     "RpcBackendOptions.__init__": "torch's class has no options but two; nbdist has one class of options, which is "
-    "torch's TensorPipeRpcBackendOptions, and there all are given by name",
+    "torch's TensorPipeRpcBackendOptions, and there all are given by name"
 }
 """The signatures that differ from torch's on purpose, with the reason."""
 

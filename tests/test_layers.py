@@ -184,8 +184,7 @@ def imports_within(folder: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize(
-    "folder",
-    ["wire", "channel", "rpc", "autograd", "optim", "nn", "swarm", "cluster", "views", "magics", "compat"],
+    "folder", ["wire", "channel", "rpc", "autograd", "optim", "nn", "swarm", "cluster", "views", "magics", "compat"]
 )
 def test_modules_of_a_layer_do_not_import_each_other_in_circles(folder):
     graphlib.TopologicalSorter(imports_within(folder)).prepare()  # raises CycleError, which names the circle
@@ -362,9 +361,7 @@ def test_the_front_door_may_lead_anywhere_when_it_is_asked():
 
 
 def test_a_module_in_no_layer_is_found():
-    assert check("nbdist.wires.codec", "") == [
-        "m.py:1: nbdist.wires.codec is in no layer: add it to LAYERS",
-    ]
+    assert check("nbdist.wires.codec", "") == ["m.py:1: nbdist.wires.codec is in no layer: add it to LAYERS"]
     assert check("nbdist.rpc.x", "import nbdist.wires") == ["m.py:1: imports nbdist.wires, which is in no layer"]
 
 

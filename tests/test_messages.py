@@ -15,9 +15,7 @@ import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
 
-NOT_PROVOKED = {
-    "a table with all forwards first can always be run": "only a bug in the schedules could raise it",
-}
+NOT_PROVOKED = {"a table with all forwards first can always be run": "only a bug in the schedules could raise it"}
 """The messages that no test can provoke, by their template, and why."""
 
 

@@ -139,10 +139,9 @@ def test_private_functions_are_listed_where_they_are_taken():
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_this_torch_has_the_function(name):
-    since = {
-        "torch._utils._get_sparse_tensors_to_validate": (2, 15),
-        "torch._C._remove_obj_from_tls": (2, 13),
-    }.get(name, (0, 0))
+    since = {"torch._utils._get_sparse_tensors_to_validate": (2, 15), "torch._C._remove_obj_from_tls": (2, 13)}.get(
+        name, (0, 0)
+    )
     until = {"torch._utils._sparse_tensors_to_validate": (2, 14)}.get(name, (99, 0))
     if not since <= RELEASE <= until:
         pytest.skip(f"torch {torch.__version__} does not have it: {FUNCTIONS[name]}")

@@ -76,13 +76,7 @@ def _checkout() -> list[str]:
 
 
 def member(
-    name: str,
-    rank: int,
-    world_size: int | None,
-    store: str,
-    options: str = "",
-    then: str = "",
-    first: str = "",
+    name: str, rank: int, world_size: int | None, store: str, options: str = "", then: str = "", first: str = ""
 ) -> str:
     """Code for a member that does ``first``, joins, does ``then``, and shuts down with the others."""
     return (

@@ -34,16 +34,7 @@ from nbdist.cluster.processes.launchers.join import how_to_join
 from nbdist.cluster.spec import DEFAULT_INVITATION
 from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.checking import check
-from nbdist.magics.lines import (
-    CellLine,
-    parse_cell,
-    parse_diff,
-    parse_init,
-    parse_log,
-    parse_value,
-    parse_watch,
-    read,
-)
+from nbdist.magics.lines import CellLine, parse_cell, parse_diff, parse_init, parse_log, parse_value, parse_watch, read
 from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
 from nbdist.views.passes.watching import Watcher

@@ -408,10 +408,7 @@ class Pipeline:
             "steps": steps,
             "seed": self._seed,
             "cut": list(self._cut),
-            "random": {
-                "driver": random_state(),
-                "stages": [generators[stage] for stage in range(self.stages)],
-            },
+            "random": {"driver": random_state(), "stages": [generators[stage] for stage in range(self.stages)]},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

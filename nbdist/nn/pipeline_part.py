@@ -298,12 +298,7 @@ class _Step:
     """One worker's share of one step, run by one thread."""
 
     def __init__(
-        self,
-        part: PipelinePart,
-        order: Order,
-        inbox: Inbox,
-        inputs: Sequence[Values],
-        targets: Sequence[Values],
+        self, part: PipelinePart, order: Order, inbox: Inbox, inputs: Sequence[Values], targets: Sequence[Values]
     ) -> None:
         self._part = part
         self._agent = part.agent

@@ -10,16 +10,7 @@ tensor([0., 0., 0.])
 from __future__ import annotations
 
 from nbdist.rpc import functions
-from nbdist.rpc.api import (
-    BackendType,
-    get_worker_info,
-    init_rpc,
-    is_available,
-    remote,
-    rpc_async,
-    rpc_sync,
-    shutdown,
-)
+from nbdist.rpc.api import BackendType, get_worker_info, init_rpc, is_available, remote, rpc_async, rpc_sync, shutdown
 from nbdist.rpc.calls.collecting import wait_all
 from nbdist.rpc.futures import Future
 from nbdist.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions

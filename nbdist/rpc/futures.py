@@ -240,10 +240,7 @@ class Promise(Generic[T]):
             self._marks = None
 
     def try_settle(
-        self,
-        outcome: Any,
-        error: BaseException | None,
-        submit: Callable[[Callable[[], None]], None] | None = None,
+        self, outcome: Any, error: BaseException | None, submit: Callable[[Callable[[], None]], None] | None = None
     ) -> bool:
         """Set the outcome or the error, unless one is set; return whether this call has set it.
 

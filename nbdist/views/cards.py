@@ -189,12 +189,7 @@ def _badge(standing: str) -> str:
 
 def _statistics_html(numbers: Numbers) -> str:
     """Return the statistics of a tensor as HTML, the counts of NaN and infinite values in red."""
-    known: Mapping[str, Any] = {
-        "min": numbers.min,
-        "max": numbers.max,
-        "mean": numbers.mean,
-        "norm": numbers.norm,
-    }
+    known: Mapping[str, Any] = {"min": numbers.min, "max": numbers.max, "mean": numbers.mean, "norm": numbers.norm}
     told = [f"{name} <b>{value:.5g}</b>" for name, value in known.items() if value is not None]
     for count, name in ((numbers.nans, "NaN"), (numbers.infs, "infinite")):
         if count or name == "NaN":

@@ -81,12 +81,7 @@ def decode_early(payload: Payload, frames: Sequence[bytes], references: Sequence
         return NOT_DECODED
 
 
-def decode(
-    payload: Payload,
-    frames: Sequence[bytes],
-    references: Sequence[Any] = (),
-    attach: Attach = None,
-) -> Any:
+def decode(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] = (), attach: Attach = None) -> Any:
     """Return the value in ``frames``; the last of these are its storages in shared memory (``payload.places``).
 
     ``payload`` describes the frames. ``references`` are the receiver's references for ``payload.forks``, in that order.

@@ -48,15 +48,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from nbdist.wire.messages import (
-    Envelope,
-    Message,
-    Nothing,
-    Ping,
-    Pong,
-    UserDelete,
-    encode_envelope,
-)
+from nbdist.wire.messages import Envelope, Message, Nothing, Ping, Pong, UserDelete, encode_envelope
 from nbdist.wire.tensors import Buffer
 
 __all__ = [

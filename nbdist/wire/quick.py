@@ -125,12 +125,7 @@ def leave_holes(value: Any, form: int, holes: Sequence[Hole]) -> bytes:
 
 
 def encode(
-    value: Any,
-    form: int,
-    forker: Forker | None,
-    record: bool,
-    devices: Devices,
-    space: Space | None,
+    value: Any, form: int, forker: Forker | None, record: bool, devices: Devices, space: Space | None
 ) -> Encoded:
     """Encode a ``value`` of the given ``form``; the other arguments are those of `nbdist.wire.encoding.encode`.
 

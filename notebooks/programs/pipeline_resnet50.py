@@ -79,10 +79,7 @@ class DistResNet50(nn.Module):
         return torch.cat(torch.futures.wait_all(futures))
 
     def parameter_rrefs(self):
-        return [
-            *self.p1_rref.remote().parameter_rrefs().to_here(),
-            *self.p2_rref.remote().parameter_rrefs().to_here(),
-        ]
+        return [*self.p1_rref.remote().parameter_rrefs().to_here(), *self.p2_rref.remote().parameter_rrefs().to_here()]
 
 
 def run_master(splits, args):

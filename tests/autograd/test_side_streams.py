@@ -88,12 +88,7 @@ def test_a_sum_waits_for_both_and_is_published(calls, way):
     else:
         in_thread("user", store.update, more)
     assert store.of(leaf).tolist() == [3.0, 3.0]
-    assert calls == [
-        "user waits for default",
-        "user keeps memory",
-        "user keeps memory",
-        "default waits for user",
-    ]
+    assert calls == ["user waits for default", "user keeps memory", "user keeps memory", "default waits for user"]
 
 
 weight = torch.tensor([2.0, 3.0], requires_grad=True)

@@ -465,8 +465,7 @@ def settle():
 
 
 @pytest.mark.parametrize(
-    "refused",
-    ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"],
+    "refused", ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
 )
 def test_a_refusal_leaves_nothing_behind(with_driver, refused):
     driver = with_driver(refused)

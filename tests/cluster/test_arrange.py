@@ -599,11 +599,7 @@ def test_what_is_remembered_for_that_has_a_limit(monkeypatch):
 
 def test_output_comes_at_the_end_by_worker():
     assert held(
-        Grouped(TWO),
-        ("worker1", out("b\n")),
-        ("worker0", out("a\n")),
-        ("worker1", out("d\n")),
-        ("worker0", out("c\n")),
+        Grouped(TWO), ("worker1", out("b\n")), ("worker0", out("a\n")), ("worker1", out("d\n")), ("worker0", out("c\n"))
     ) == [out("[worker0] a\n[worker0] c\n[worker1] b\n[worker1] d\n")]
 
 

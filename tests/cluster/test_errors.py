@@ -85,11 +85,7 @@ def test_an_error_without_a_traceback_is_shown_by_its_text():
 
 
 def test_one_of_several_workers_is_named():
-    assert make_error([failed(1)], 2).traceback == [
-        "[worker1]",
-        "Cell In[3] on worker1, line 1",
-        "ValueError: bad",
-    ]
+    assert make_error([failed(1)], 2).traceback == ["[worker1]", "Cell In[3] on worker1, line 1", "ValueError: bad"]
 
 
 def test_the_same_error_of_several_is_shown_once():
@@ -102,11 +98,7 @@ def test_the_same_error_of_several_is_shown_once():
 def test_a_name_that_begins_like_a_workers_is_another():
     lines = [(f"Cell In[3] on worker{rank}, line 1", "  called on worker10, on worker1x") for rank in (1, 2)]
     error = make_error([failed(rank, traceback=each) for rank, each in zip((1, 2), lines, strict=True)], 12)
-    assert error.traceback == [
-        "[worker1,2]",
-        "Cell In[3] on worker1,2, line 1",
-        "  called on worker10, on worker1x",
-    ]
+    assert error.traceback == ["[worker1,2]", "Cell In[3] on worker1,2, line 1", "  called on worker10, on worker1x"]
 
 
 def test_colours_make_no_difference_and_stay():

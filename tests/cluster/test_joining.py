@@ -38,8 +38,7 @@ def test_the_error_of_a_start_says_how_to_start_the_missing_workers(tmp_path):
     file = tmp_path / "my invitation.json"
     cluster = nbdist.Cluster(2, launcher="join", host="127.0.0.1", invitation=str(file), timeout=0.5)
     with pytest.raises(
-        StartError,
-        match=r"2 workers must be started: on each host, .*, run `python -m nbdist worker --c.*my inv",
+        StartError, match=r"2 workers must be started: on each host, .*, run `python -m nbdist worker --c.*my inv"
     ):
         cluster.start()
     assert not file.exists()

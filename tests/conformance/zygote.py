@@ -44,16 +44,9 @@ def load():
         faulty_agent_rpc_test,
         rpc_test,
     )
-    from torch.testing._internal.distributed.rpc.examples import (
-        parameter_server_test,
-        reinforcement_learning_rpc_test,
-    )
-    from torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (
-        FaultyRpcAgentTestFixture,
-    )
-    from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (
-        TensorPipeRpcAgentTestFixture,
-    )
+    from torch.testing._internal.distributed.rpc.examples import parameter_server_test, reinforcement_learning_rpc_test
+    from torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import FaultyRpcAgentTestFixture
+    from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
 
     class Forked(MultiProcessTestCase):
         def setUp(self):

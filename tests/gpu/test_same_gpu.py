@@ -128,8 +128,7 @@ def test_gradients_stay_on_the_gpu(cluster):
 
 def test_blocks_come_back(cluster):
     cluster.execute(
-        "for n in range(200):\n    rpc.rpc_sync('worker1', torch.sum, args=(torch.ones(1 << 20, device=device),))\n",
-        0,
+        "for n in range(200):\n    rpc.rpc_sync('worker1', torch.sum, args=(torch.ones(1 << 20, device=device),))\n", 0
     )
     deadline = time.monotonic() + 20
     while cluster.evaluate("counted('gpu_arena_blocks_out')", 0) != 0 and time.monotonic() < deadline:
@@ -156,10 +155,7 @@ def test_to_the_notebook_it_goes_by_the_host(cluster):
 
 
 def test_a_tensor_outlives_the_worker_that_sent_it(cluster):
-    cluster.execute(
-        "kept = []",
-        0,
-    )
+    cluster.execute("kept = []", 0)
     cluster.execute(
         "def call_keep(x):\n"
         "    __import__('__main__').kept.append(x)\n"

@@ -8,9 +8,7 @@ import nbdist.compat
 nbdist.compat.install()
 
 from torch.testing._internal.distributed import rpc_utils  # noqa: E402
-from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (  # noqa: E402
-    TensorPipeRpcAgentTestFixture,
-)
+from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture  # noqa: E402
 
 suites = rpc_utils.GENERIC_CUDA_TESTS + rpc_utils.TENSORPIPE_CUDA_TESTS
 globals().update(rpc_utils.generate_tests("", TensorPipeRpcAgentTestFixture, suites, __name__))

@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 from nbdist.cluster.spec import Spec
 from nbdist.cluster.targets import parse_targets
 from nbdist.errors import UsageError
-from nbdist.magics.lines import (
-    READERS,
-    CellLine,
-    ValueLine,
-    parse_cell,
-    parse_init,
-    parse_value,
-    read,
-)
+from nbdist.magics.lines import READERS, CellLine, ValueLine, parse_cell, parse_init, parse_value, read
 
 FOUR = ["worker0", "worker1", "worker2", "worker3"]
 USAGE = "%%remote [TARGET] [-a] [-o NAME] [-t SECONDS] [--group-outputs] [--fail-fast] [--progress-after SECONDS]"

@@ -204,11 +204,7 @@ def test_timeouts_say_what_and_where(others):
         ),
         (lambda: rpc.rpc_sync("worker1", workers.unpicklable), nbdist.EncodeError, "I stay here"),
         (lambda: rpc.rpc_sync("worker1", workers.explosive), nbdist.DecodeError, "no room"),
-        (
-            lambda: rpc.rpc_sync("worker1", workers.identity, args=(workers.Explosive(),)),
-            nbdist.DecodeError,
-            "no room",
-        ),
+        (lambda: rpc.rpc_sync("worker1", workers.identity, args=(workers.Explosive(),)), nbdist.DecodeError, "no room"),
         (
             lambda: rpc.rpc_sync("worker1", workers.identity, args=(torch.futures.Future(),)),
             RuntimeError,

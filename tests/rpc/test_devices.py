@@ -153,10 +153,7 @@ def test_init_rpc_refuses_an_impossible_map(tmp_path):
     with pytest.raises(UsageError, match="Node worker0 has source devices with invalid indices"):
         rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
     rpc.init_rpc(
-        "worker0",
-        rank=0,
-        world_size=1,
-        rpc_backend_options=RpcBackendOptions(init_method=f"file://{tmp_path}/again"),
+        "worker0", rank=0, world_size=1, rpc_backend_options=RpcBackendOptions(init_method=f"file://{tmp_path}/again")
     )
     rpc.shutdown()
 

@@ -212,8 +212,7 @@ def known() -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
-    "ways",
-    [pytest.param(list(WAYS), id="all"), *(pytest.param([way], id=way, marks=pytest.mark.soak) for way in WAYS)],
+    "ways", [pytest.param(list(WAYS), id="all"), *(pytest.param([way], id=way, marks=pytest.mark.soak) for way in WAYS)]
 )
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
 def test_a_future_that_fails_is_freed(world: World, kind: Any, ways: list[str]) -> None:

@@ -65,14 +65,7 @@ def test_a_send_to_another_process_that_is_interrupted_leaves_nothing(kind, trie
         workers.eventually_is(NOTHING, lambda: left_by(rpc.rpc_sync("worker1", workers.statistics)))
 
 
-LEFT = (
-    "pending_calls",
-    "owned_values",
-    "used_references",
-    "pending_references",
-    "unacknowledged",
-    "arena_blocks_out",
-)
+LEFT = ("pending_calls", "owned_values", "used_references", "pending_references", "unacknowledged", "arena_blocks_out")
 NOTHING = dict.fromkeys(LEFT, 0)
 
 

@@ -164,11 +164,7 @@ def test_errors(others):
 def test_creation_that_times_out(others):
     rref = rpc.remote("worker1", workers.sleep, args=(0.6,), timeout=0.1)
     workers.eventually(lambda: rref.creation_failure() is not None)
-    for attempt in (
-        rref.to_here,
-        lambda: rpc.rpc_sync("worker2", workers.fetch, args=(rref,)),
-        rref.rpc_sync().hex,
-    ):
+    for attempt in (rref.to_here, lambda: rpc.rpc_sync("worker2", workers.fetch, args=(rref,)), rref.rpc_sync().hex):
         with pytest.raises(nbdist.RRefError, match="RRef creation"):
             attempt()
     slow = rpc.remote("worker1", workers.sleep, args=(0.3,))

@@ -245,13 +245,7 @@ def step():
 
 @pytest.mark.soak  # tests/nn/test_watched_steps.py has the steps
 def test_training_on_a_worker_and_a_step_of_a_pipeline(tmp_path, request):
-    cells = [
-        START,
-        TRAIN,
-        PIPE,
-        "%%watch --paused\n%%remote 0\ntrain(2)",
-        "%%watch --paused\nstep()",
-    ]
+    cells = [START, TRAIN, PIPE, "%%watch --paused\n%%remote 0\ntrain(2)", "%%watch --paused\nstep()"]
     with notebook(cells, "lab", tmp_path) as page:
         for index in range(3):
             page.finish(index)

@@ -38,10 +38,7 @@ def made():
 
 
 def ran(worker, node, end, seconds, **more):
-    return [
-        Event(end - seconds, worker, "running", node, **more),
-        Event(end, worker, "done", node, seconds=seconds),
-    ]
+    return [Event(end - seconds, worker, "running", node, **more), Event(end, worker, "done", node, seconds=seconds)]
 
 
 def halted(worker, node, at):

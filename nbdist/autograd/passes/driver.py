@@ -529,11 +529,7 @@ class Passes:
             self._post(run, run.head.id.root, *out)
 
     def _send_back(
-        self,
-        known: weakref.ref[Run],
-        end: Received,
-        outputs: Sequence[int],
-        gradients: Sequence[torch.Tensor | None],
+        self, known: weakref.ref[Run], end: Received, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]
     ) -> None:
         """Send the gradients of tensors ``outputs`` of a received message to its sender, and note that for the report.
 

@@ -31,12 +31,7 @@ from nbdist.autograd.graph.edges import RECEIVE
 from nbdist.autograd.graph.origins import NodeOrigin
 from nbdist.code_places import NBDIST, TORCH, is_nbdists
 from nbdist.errors import ForwardNaN
-from nbdist.torch_private import (
-    graph_task,
-    is_transforming,
-    no_torch_function,
-    without_dispatch_modes,
-)
+from nbdist.torch_private import graph_task, is_transforming, no_torch_function, without_dispatch_modes
 
 __all__ = ["Check", "holds_nan", "tensors_in"]
 

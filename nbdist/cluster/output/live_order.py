@@ -44,10 +44,7 @@ class Live(Arranger):
     """
 
     def __init__(
-        self,
-        workers: Sequence[str],
-        plain: Container[str] = (),
-        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+        self, workers: Sequence[str], plain: Container[str] = (), new_id: Callable[[], str] = lambda: uuid.uuid4().hex
     ) -> None:
         self._plain = plain
         self._workers = {name: _Worker(Lines(name, plain)) for name in workers}

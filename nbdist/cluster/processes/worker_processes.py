@@ -138,11 +138,7 @@ class Processes:
         return self._preloading
 
     def start(
-        self,
-        name: str,
-        entry: str,
-        arguments: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
+        self, name: str, entry: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> Future[int]:
         """Start a worker that calls ``entry``, a ``module:function``; return the future of its pid.
 
@@ -151,13 +147,7 @@ class Processes:
         UsageError if a worker of that name lives, or if this process's working directory has been deleted.
         """
         start = Start(
-            name,
-            entry,
-            list(arguments),
-            _environment(environment),
-            _directory(),
-            str(self.log(name)),
-            _import_path(),
+            name, entry, list(arguments), _environment(environment), _directory(), str(self.log(name)), _import_path()
         )
         with self._lock:
             if self._closing:

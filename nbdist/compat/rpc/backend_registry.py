@@ -74,10 +74,7 @@ def _start_faulty(
 
 BackendType: Any = Enum(
     "BackendType",
-    {
-        "TENSORPIPE": BackendValue(_options, _start),
-        "FAULTY_TENSORPIPE": BackendValue(_faulty_options, _start_faulty),
-    },
+    {"TENSORPIPE": BackendValue(_options, _start), "FAULTY_TENSORPIPE": BackendValue(_faulty_options, _start_faulty)},
     type=_Backend,
 )
 """The registered backends, by name. As in torch, every registration makes a new class."""
@@ -109,10 +106,7 @@ def register_backend(
 
 
 def construct_rpc_backend_options(
-    backend: Any,
-    rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
-    init_method: str = DEFAULT_INIT_METHOD,
-    **kwargs: Any,
+    backend: Any, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = DEFAULT_INIT_METHOD, **kwargs: Any
 ) -> Any:
     """Return options for a backend, made by the backend's own function."""
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)

@@ -50,12 +50,7 @@ class Caller:
     # -- the ways to call ---------------------------------------------------------------------
 
     def sync(
-        self,
-        to: To,
-        function: Any,
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
-        timeout: float,
+        self, to: To, function: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, timeout: float
     ) -> Any:
         """Call a function, wait for its result and return it, or raise its error.
 
@@ -80,12 +75,7 @@ class Caller:
         return outcome
 
     def asynchronous(
-        self,
-        to: To,
-        function: Any,
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
-        timeout: float,
+        self, to: To, function: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, timeout: float
     ) -> Future[Any]:
         """Call a function; return a Future of its result. If the worker is gone, it has failed with WorkerLost.
 
@@ -100,12 +90,7 @@ class Caller:
         return future
 
     def remote(
-        self,
-        to: To,
-        function: Any,
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
-        timeout: float,
+        self, to: To, function: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, timeout: float
     ) -> RRef[Any]:
         """Call a function; return an RRef to its result, which stays with the worker that ran the function.
 

@@ -40,11 +40,7 @@ class Guest:
     """Lets one thread at a time, the guest, read messages itself until the answer for which it waits has come."""
 
     def __init__(
-        self,
-        channel: Channel,
-        links: Links,
-        read: Callable[[float | None], Job | None],
-        submit: Callable[[Job], None],
+        self, channel: Channel, links: Links, read: Callable[[float | None], Job | None], submit: Callable[[Job], None]
     ) -> None:
         self._channel, self._links = channel, links
         self._read, self._submit = read, submit

@@ -48,12 +48,7 @@ class References:
     """The values that one agent owns, and the references that it uses."""
 
     def __init__(
-        self,
-        ids: IdSource,
-        exchange: Exchange,
-        membership: Membership,
-        links: Links,
-        submit: Callable[[Job], None],
+        self, ids: IdSource, exchange: Exchange, membership: Membership, links: Links, submit: Callable[[Job], None]
     ) -> None:
         self.me = membership.me.incarnation
         """The agent's incarnation."""

@@ -52,11 +52,7 @@ _ANSWERS_WITHIN = 2.0
 """Seconds within which a member answers the leader, unless it hangs."""
 
 _TO_CALL, _TO_ANSWER = "to call shutdown", "to answer"
-_DUTY_IN_ROUND = {
-    DRAINING: "to end the calls that run",
-    RELEASING: "to release their references",
-    CLOSING: "to close",
-}
+_DUTY_IN_ROUND = {DRAINING: "to end the calls that run", RELEASING: "to release their references", CLOSING: "to close"}
 """The duty of a member in each round, for messages: "waiting for worker1 to end the calls that run"."""
 
 _log = logging.getLogger("nbdist.rpc")

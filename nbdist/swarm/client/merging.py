@@ -296,12 +296,7 @@ def _merge_masks(masks: Sequence[torch.Tensor | None], spots: Sequence[_Spot]) -
 
 
 def split(
-    hidden: torch.Tensor,
-    calls: Sequence[Any],
-    begin: int,
-    size: int,
-    windows: Sequence[int | None],
-    first: int = 0,
+    hidden: torch.Tensor, calls: Sequence[Any], begin: int, size: int, windows: Sequence[int | None], first: int = 0
 ) -> list[tuple[torch.Tensor, list[Any]]]:
     """Split a step of many tokens into steps of at most ``size`` tokens; return (hidden states, calls) of each.
 

@@ -21,11 +21,7 @@ MAIN_NAMES = ("__main__", "__mp_main__")
 
 _PYTHON = (types.FunctionType, types.MethodType, type)
 """The types of functions that are written in Python, and the type of classes."""
-_TORCH_HOMES = (
-    ("torch", torch),
-    ("torch.nn.functional", torch.nn.functional),
-    ("torch", torch.Tensor),
-)
+_TORCH_HOMES = (("torch", torch), ("torch.nn.functional", torch.nn.functional), ("torch", torch.Tensor))
 """The namespaces in which torch's functions are looked for, each with the module's name."""
 
 

@@ -303,11 +303,7 @@ def _start_here(ray: Any, cpus: int) -> None:
         try:
             with _starting, _small_agent(ray):
                 ray.init(
-                    address="local",
-                    num_cpus=cpus,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level="ERROR",
+                    address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
                 )
             return
         except BaseException as error:

@@ -60,12 +60,7 @@ _ENDS_WITHIN = 10.0
 class _Start:
     """One start of a worker: its setup, its keeper, and its progress."""
 
-    def __init__(
-        self,
-        setup: WorkerSetup,
-        connection: dict[str, Any],
-        environment: dict[str, str],
-    ) -> None:
+    def __init__(self, setup: WorkerSetup, connection: dict[str, Any], environment: dict[str, str]) -> None:
         self.setup = setup
         self.connection = connection
         self.environment = environment
@@ -345,12 +340,7 @@ class RemoteLauncher:
             with self._lock:
                 self._relays[name] = relay
             asked = self.hub.call(
-                member,
-                keeper.start_worker,
-                setup.encode(),
-                start.connection,
-                start.environment,
-                timeout=_STARTS_WITHIN,
+                member, keeper.start_worker, setup.encode(), start.connection, start.environment, timeout=_STARTS_WITHIN
             )
             place = asked.wait()
         except BaseException as error:
