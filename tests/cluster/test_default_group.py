@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,22 @@ def two(two):
 def loss_in(text: str) -> str:
     line = next(line for line in text.splitlines() if "mean loss" in line)
     return line.partition("ranks: ")[2]
+
+
+def test_no_other_module_of_torch_has_the_functions_that_are_replaced():
+    from nbdist.cluster.worker.default_group import HOMES
+
+    found = """
+import importlib, sys
+for name in ("_dynamo", "distributed.checkpoint", "distributed.fsdp", "distributed.pipelining", "distributed.tensor",
+             "distributed.run", "distributed.nn", "distributed.optim", "distributed.algorithms.join", "nn.parallel"):
+    importlib.import_module(f"torch.{name}")
+from torch.distributed.distributed_c10d import destroy_process_group, init_process_group
+both = {init_process_group, destroy_process_group}
+print({name for name, module in sys.modules.items() if any(vars(module).get(each.__name__) is each for each in both)})
+"""
+    said = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True).stdout
+    assert ast.literal_eval(said) - {"__main__", "__mp_main__"} == set(HOMES)
 
 
 def test_a_pasted_script_runs_ten_times_in_a_row(two):

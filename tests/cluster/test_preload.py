@@ -4,8 +4,10 @@ import subprocess
 import sys
 
 import pytest
+from workers import eventually
 
 import nbdist
+from nbdist.cluster.processes.launchers import local
 from nbdist.cluster.workers import StartError
 from nbdist.errors import UsageError
 
@@ -22,6 +24,31 @@ def test_workers_begin_with_them_also_when_they_are_restarted():
         assert has(cluster, "colorsys") == has(cluster, "xml.dom.minidom") == [True, True]
         cluster.restart(1)
         assert has(cluster, "colorsys") == [True, True]
+
+
+def test_a_first_training_step_imports_hardly_anything_where_the_start_left_time(tmp_path, monkeypatch):
+    (tmp_path / "said_last.py").write_text(f"open({str(tmp_path / 'said')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(local, "PRELOAD_IDLE", (*local.PRELOAD_IDLE, "said_last"))
+    local.discard()
+    local.prepare()
+    eventually((tmp_path / "said").exists)
+    imported = "set(__import__('sys').modules)"
+    with nbdist.Cluster(1, backend="none") as cluster:
+        before = cluster.evaluate(imported, 0)
+        cluster.execute("model = torch.nn.Linear(2, 2); model(torch.ones(2)).sum().backward()")
+        cluster.execute("torch.optim.Adam(model.parameters()).step()")
+        late = cluster.evaluate(imported, 0) - before
+    assert len(late) < 5, late  # of the 800 that come otherwise
+
+
+def test_a_kernel_lists_no_modules_when_it_starts():
+    """Else each worker would have a copy of the pages with their names and reference counts."""
+    with nbdist.Cluster(1, backend="none") as cluster:
+        assert cluster.evaluate("get_ipython().kernel._kernel_modules", 0) == []
+        cluster.execute("%reset --aggressive -f")
+        cluster.execute("import torch; torch.ones(1)")
+        assert has(cluster, "torch") == [True]
 
 
 def test_one_may_be_named_without_a_list():

@@ -24,10 +24,10 @@ from nbdist.errors import UsageError, WorkerLost
 class Owned:
     """A run directory, the processes in it, and the ends that were heard of."""
 
-    def __init__(self, fork: bool, preload: tuple[str, ...] = ("fractions",)) -> None:
+    def __init__(self, fork: bool, preload: tuple[str, ...] = ("fractions",), idle: tuple[str, ...] = ()) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="nbdist-"))
         self.ends: dict[str, int] = {}
-        self.processes = Processes(self.folder, self.ends.__setitem__, preload=preload, fork=fork)
+        self.processes = Processes(self.folder, self.ends.__setitem__, preload=preload, idle=idle, fork=fork)
 
     def start(self, name: str, entry: str, *arguments: str, **environment: str) -> int:
         return self.processes.start(name, f"entries:{entry}", arguments, {**os.environ, **environment}).result(30)
@@ -90,6 +90,37 @@ def test_more_can_be_imported_before_workers_start(fork, tmp_path, caplog):
     found.start("worker0", "tell", str(tmp_path / "told"), "")
     assert json.loads(read(tmp_path / "told"))["preloaded"] == fork  # what is spawned imports when it needs
     assert ("workers are not forked here" in caplog.text) != fork
+    found.processes.close()
+
+
+def write_module(monkeypatch, folder, name, code):
+    (folder / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_more_is_imported_while_nothing_is_asked(tmp_path, monkeypatch):
+    write_module(monkeypatch, tmp_path, "said_last", f"open({str(tmp_path / 'last')!r}, 'w')")
+    found = Owned(True, (), ("no_such_module", "fractions", "said_last"))
+    read(tmp_path / "last")
+    found.start("worker0", "tell", str(tmp_path / "told"), "")
+    assert json.loads(read(tmp_path / "told"))["preloaded"]
+    found.processes.close()
+
+
+def test_nothing_more_is_imported_once_workers_start(tmp_path, monkeypatch):
+    begun, goes_on, last = (tmp_path / name for name in ("begun", "goes_on", "last"))
+    waits = f"import os, time\nopen({str(begun)!r}, 'w')\nwhile not os.path.exists({str(goes_on)!r}): time.sleep(0.01)"
+    write_module(monkeypatch, tmp_path, "waits", waits)
+    write_module(monkeypatch, tmp_path, "said_last", f"open({str(last)!r}, 'w')")
+    found = Owned(True, (), ("waits", "said_last"))
+    read(begun)
+    started = found.processes.start("worker0", "entries:leave", ["0"], dict(os.environ))
+    goes_on.touch()
+    started.result(30)
+    assert found.end_of("worker0") == 0
+    found.start("worker1", "leave", "0")
+    assert found.end_of("worker1") == 0
+    assert not last.exists()
     found.processes.close()
 
 

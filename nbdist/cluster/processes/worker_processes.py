@@ -65,6 +65,7 @@ class Processes:
         folder: The run directory, which must exist and contain nothing else: it is removed at the end.
         on_end: See above. It may be replaced as long as no worker has been started.
         preload: Modules that the zygote imports at once. One that cannot be imported costs only a warning.
+        idle: Modules that it imports afterwards, one after the other, while no worker is asked for.
         fork: Whether to fork workers where that is safe.
         environment: The zygote's environment variables; None for this process's variables.
         fork_zygote: Whether to fork the zygote itself from this process, which then must have no other thread: it has
@@ -77,6 +78,7 @@ class Processes:
         on_end: Callable[[str, int], None],
         *,
         preload: Sequence[str] = (),
+        idle: Sequence[str] = (),
         fork: bool = True,
         environment: Mapping[str, str] | None = None,
         fork_zygote: bool = False,
@@ -96,7 +98,7 @@ class Processes:
         self._closing = False
         """True once no worker can be started any more: `close` was called, or the zygote has ended."""
         ours, theirs = socket.socketpair()
-        setup = Setup(theirs.fileno(), str(folder), os.getpid(), list(preload), fork)
+        setup = Setup(theirs.fileno(), str(folder), os.getpid(), list(preload), fork, list(idle))
         with contextlib.ExitStack() as undo, theirs, (folder / "zygote.log").open("wb") as log:
             undo.callback(ours.close)
             self._process: subprocess.Popen[bytes] | _Forked

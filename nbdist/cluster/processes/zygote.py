@@ -77,6 +77,9 @@ _THREAD_ENDS_WITHIN = 0.3
 LAST_WORDS = "NBDIST_LAST_WORDS"
 """The environment variable that tells a worker the file number of its socket for `leave_last_words`."""
 
+_IDLE_FOR = 0.1
+"""Seconds without a request before the zygote imports the next module of `Setup.idle`."""
+
 _SPAWN = "from nbdist.cluster.processes.zygote import spawned; spawned()"
 
 
@@ -93,6 +96,8 @@ class Setup(msgspec.Struct):
     """Modules to import before any worker starts."""
     fork: bool = True
     """True to fork workers where that is safe; else they are spawned."""
+    idle: list[str] = []
+    """Modules to import one after the other while nothing is asked, until the first worker starts."""
 
 
 class Preload(msgspec.Struct, tag="preload"):
@@ -403,13 +408,18 @@ class _Zygote:
 
         In a forked worker, returns the request that started it. In the zygote it returns None once the owner has ended.
         """
+        idle = self._setup.idle[::-1] if self._forks else []
         poller = select.poll()
         poller.register(self._line.socket, select.POLLIN)
         poller.register(self._wakeup, select.POLLIN)
         if self._owner >= 0:
             poller.register(self._owner, select.POLLIN)
         while True:
-            for file, _ in poller.poll():
+            found = poller.poll(_IDLE_FOR * 1000 if idle else None)
+            if not found:
+                self._import([idle.pop()])
+                self._forks = _is_safe_to_fork()
+            for file, _ in found:
                 if file == self._owner:
                     return None
                 if file == self._wakeup:
@@ -425,8 +435,10 @@ class _Zygote:
                         self._signal(request)
                     elif isinstance(request, Preload):
                         self._preload(request)
-                    elif self._start(request):
-                        return request
+                    else:
+                        idle.clear()  # imports would keep the processor from workers that start
+                        if self._start(request):
+                            return request
 
     # -- starting -----------------------------------------------------------------------------
 

@@ -28,12 +28,18 @@ if TYPE_CHECKING:
     from nbdist.cluster.processes.group_store import GroupStores
     from nbdist.cluster.spec import Spec
 
-__all__ = ["LocalLauncher", "discard", "prepare"]
+__all__ = ["PRELOAD_IDLE", "LocalLauncher", "discard", "prepare"]
 
 _ENTRY = "nbdist.cluster.worker.kernel:main"
 """The function that a worker process calls."""
 
 _PRELOAD = ("torch", "torch.distributed", "nbdist.rpc", "nbdist.cluster.worker.imports")
+# What the first optimizer or DDP module of a process imports, in parts of about a tenth of a second. It takes a second,
+# and 80 MB in each worker that does so by itself.
+PRELOAD_IDLE = (
+    *("mpmath", "sympy.polys", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp"),
+    *("torch.fx.experimental.symbolic_shapes", "torch._dynamo.utils", "torch._dynamo"),
+)
 _LAST_WORDS_LETTERS = 20_000
 """Characters of a worker's log that `LocalLauncher.last_words` returns, at most."""
 _ENVIRONMENT = {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # else the debugger writes a warning
@@ -98,7 +104,13 @@ def _start_zygote(*, by_fork: bool = False) -> Processes:
     environment = {**_ENVIRONMENT, **_home(folder), **os.environ, **_ZYGOTE_ENVIRONMENT}
     try:
         return Processes(
-            folder, _do_nothing, preload=_PRELOAD, fork=_may_fork(), environment=environment, fork_zygote=by_fork
+            folder,
+            _do_nothing,
+            preload=_PRELOAD,
+            idle=PRELOAD_IDLE,
+            fork=_may_fork(),
+            environment=environment,
+            fork_zygote=by_fork,
         )
     except BaseException:
         remove_folder(folder)  # no zygote lives that could do it
