@@ -3,9 +3,6 @@
 Run it from the repository, where nbdist, its test extra and Chromium are installed: ``python docs/draw_backward.py``.
 The picture goes into notebooks/03_watch_backward.ipynb as well. With another path it goes there only, from a page of
 another width or in the dark if that is asked for: ``python docs/draw_backward.py build/narrow.png --width 700 --dark``.
-
-docs/backward-before.png shows the same pass, at the same width, in the version before the view was made to fit: it was
-drawn by this script with commit 1bee296 installed.
 """
 
 from __future__ import annotations
