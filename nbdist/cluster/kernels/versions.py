@@ -274,7 +274,7 @@ def send_text() -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         if getattr(stream, "_flush_pending", False):  # only the stream of a kernel has it
-            stream.pub_thread.schedule(stream._flush)  # type: ignore[union-attr]
+            stream.pub_thread.schedule(stream.flush)  # type: ignore[union-attr]
 
 
 def _publishers(shell: Any) -> tuple[Any, ...]:

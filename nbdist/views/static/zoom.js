@@ -23,11 +23,11 @@ export function zoomed(frame, measure, draw) {
 
   /** Scales by a factor; what is at a point of the frame stays there. */
   function by(factor, x = frame.clientWidth / 2, y = frame.clientHeight / 2) {
-    const before = scale;
+    const [before, left, top] = [scale, frame.scrollLeft, frame.scrollTop];
     wanted = Math.min(LARGEST, Math.max(SMALLEST, scale * factor));
     apply();
-    frame.scrollLeft = ((frame.scrollLeft + x) * scale) / before - x;
-    frame.scrollTop = ((frame.scrollTop + y) * scale) / before - y;
+    frame.scrollLeft = ((left + x) * scale) / before - x;
+    frame.scrollTop = ((top + y) * scale) / before - y;
   }
 
   function fit() {
