@@ -42,9 +42,7 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-PAGES = sorted(
-    page for page in DOCS.rglob("*.md") if page.name not in WRITTEN_BY_TOOLS and page.parents[1].name != "reading"
-)
+PAGES = sorted(page for page in DOCS.rglob("*.md") if page.name not in WRITTEN_BY_TOOLS)
 WITH = {
     kind: [page for page in PAGES if any(block.kind == kind for block in blocks(page))]
     for kind in ("ipython", "python")

@@ -6,6 +6,7 @@ the futures for which other threads wait::
 
     request                     event that answers it       what waits
     (the constructor)           Ready                       `ready`
+    Hurry                       none
     Preload                     Preloaded                   the future of `preload`
     Start                       Started or Failed           the future of `start`
     Signal                      none
@@ -32,6 +33,7 @@ from pathlib import Path
 from nbdist.cluster.processes import zygote
 from nbdist.cluster.processes.run_directory import remove_folder
 from nbdist.cluster.processes.zygote import (
+    Hurry,
     MessageSocket,
     Preload,
     Preloaded,
@@ -128,6 +130,10 @@ class Processes:
         """
         return self._ready.result(timeout)
 
+    def hurry(self) -> None:
+        """Tell the zygote that workers will be wanted soon."""
+        self._send(Hurry())
+
     def preload(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> Future[None]:
         """Let the zygote import more modules. Call this at most once, before any worker is started.
 
@@ -217,7 +223,7 @@ class Processes:
 
     # -- messages to and from the zygote ---------------------------------------------------------------
 
-    def _send(self, message: Preload | Start | Signal) -> None:
+    def _send(self, message: Hurry | Preload | Start | Signal) -> None:
         """Let a thread of its own send a message to the zygote. Returns at once.
 
         So the messages of several threads do not mix, no Ctrl-C cuts one, and no caller waits while the zygote imports

@@ -3,8 +3,8 @@
 ::
 
     the owner: the notebook               the zygote                                    the workers
-    ┌───────────┐  Preload, Start, Signal  ┌─────────┐  fork, or spawn: `_start`         ┌─────────┐
-    │ Processes │ ───────────────────────> │ _Zygote │ ────────────────────────────────> │ worker0 │ ──> processes
+    ┌───────────┐  Preload, Start, Signal, ┌─────────┐  fork, or spawn: `_start`         ┌─────────┐
+    │ Processes │  Hurry ────────────────> │ _Zygote │ ────────────────────────────────> │ worker0 │ ──> processes
     │           │ <─────────────────────── │         │ ────────────────────────────────> │ worker1 │     that it starts
     └───────────┘  Ready, Preloaded,       └─────────┘                                   └─────────┘
                    Started, Failed, Ended
@@ -53,6 +53,7 @@ __all__ = [
     "ProcessEnded",
     "ProcessFailed",
     "MessageSocket",
+    "Hurry",
     "Preload",
     "Preloaded",
     "ZygoteReady",
@@ -97,7 +98,11 @@ class Setup(msgspec.Struct):
     fork: bool = True
     """True to fork workers where that is safe; else they are spawned."""
     idle: list[str] = []
-    """Modules to import one after the other while nothing is asked, until the first worker starts."""
+    """Modules to import one after the other while nothing is asked, until the first request."""
+
+
+class Hurry(msgspec.Struct, tag="hurry"):
+    """Request: import no more of `Setup.idle`, because workers are wanted."""
 
 
 class Preload(msgspec.Struct, tag="preload"):
@@ -429,16 +434,15 @@ class _Zygote:
                 lines = self._line.receive()
                 if lines is None:
                     return None
+                idle.clear()  # imports would keep the processor from those who wait for workers
                 for line in lines:
-                    request: Preload | Start | Signal = decode_message(line, Preload | Start | Signal)
+                    request: Hurry | Preload | Start | Signal = decode_message(line, Hurry | Preload | Start | Signal)
                     if isinstance(request, Signal):
                         self._signal(request)
                     elif isinstance(request, Preload):
                         self._preload(request)
-                    else:
-                        idle.clear()  # imports would keep the processor from workers that start
-                        if self._start(request):
-                            return request
+                    elif isinstance(request, Start) and self._start(request):
+                        return request
 
     # -- starting -----------------------------------------------------------------------------
 

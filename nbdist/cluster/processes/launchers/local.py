@@ -34,11 +34,11 @@ _ENTRY = "nbdist.cluster.worker.kernel:main"
 """The function that a worker process calls."""
 
 _PRELOAD = ("torch", "torch.distributed", "nbdist.rpc", "nbdist.cluster.worker.imports")
-# What the first optimizer or DDP module of a process imports, in parts of about a tenth of a second. It takes a second,
-# and 80 MB in each worker that does so by itself.
+# What the first optimizer or DDP module of a process imports, in parts of up to half a second: a start waits for one of
+# them. A worker that imports all this by itself needs a second, and 80 MB.
 PRELOAD_IDLE = (
-    *("mpmath", "sympy.polys", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp"),
-    *("torch.fx.experimental.symbolic_shapes", "torch._dynamo.utils", "torch._dynamo"),
+    *("mpmath", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp"),
+    *("torch.fx.experimental.symbolic_shapes", "torch._functorch.aot_autograd", "torch._dynamo"),
 )
 _LAST_WORDS_LETTERS = 20_000
 """Characters of a worker's log that `LocalLauncher.last_words` returns, at most."""
@@ -68,7 +68,7 @@ def prepare(*, by_fork: bool = False) -> None:
             with frozen_imports():
                 for module in _PRELOAD:
                     importlib.import_module(module)
-        _prepared = _start_zygote(by_fork=by_fork)
+        _prepared = _start_zygote(by_fork=by_fork, idle=PRELOAD_IDLE)
 
 
 def discard() -> None:
@@ -88,16 +88,17 @@ def _take_zygote() -> Processes:
     prepared, _prepared = _prepared, None
     if prepared is not None and prepared.owner == os.getpid():  # else it is the zygote of this fork's parent
         if prepared.usable:
+            prepared.hurry()
             return prepared
         prepared.close()
     return _start_zygote()
 
 
-def _start_zygote(*, by_fork: bool = False) -> Processes:
+def _start_zygote(*, by_fork: bool = False, idle: Sequence[str] = ()) -> Processes:
     """Start a zygote, the process that forks workers, in a new run directory. Returns before it has imported torch.
 
     Raises ResourceError if this process has too many files open, and UsageError if the path of the run directory is too
-    long. ``by_fork`` is as for `prepare`.
+    long. ``by_fork`` is as for `prepare`; ``idle`` are modules to import as long as no worker is wanted.
     """
     require_files(_FILES_NEEDED, "the process that starts workers cannot start")
     folder = make_folder()
@@ -107,7 +108,7 @@ def _start_zygote(*, by_fork: bool = False) -> Processes:
             folder,
             _do_nothing,
             preload=_PRELOAD,
-            idle=PRELOAD_IDLE,
+            idle=idle,
             fork=_may_fork(),
             environment=environment,
             fork_zygote=by_fork,
