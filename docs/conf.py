@@ -24,7 +24,7 @@ extensions = [
     "sphinx.ext.viewcode",  # links from a name to its source
     "sphinx_copybutton",  # a button that copies an example
 ]
-exclude_patterns = ["reading", "generated"]
+exclude_patterns = ["generated"]
 html_theme = "furo"
 html_title = f"nbdist {release}"
 html_static_path: list[str] = []
