@@ -62,7 +62,8 @@ class Link(Protocol):
 class Channel(Protocol):
     """Receives an agent's messages at one or more addresses, and makes links to other agents.
 
-    A channel whose messages always wake a reader inherits `expect`, `expect_no_more` and `called`, which do nothing.
+    A channel whose messages always wake a reader inherits `expect`, `expect_no_more` and `called`, which do nothing,
+    and `call`, which ends one `receive`.
     """
 
     @property

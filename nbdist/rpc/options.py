@@ -66,7 +66,7 @@ class RpcBackendOptions:
             128 KiB.
         switch_interval: seconds after which a thread must let another one run Python, see `sys.setswitchinterval`,
             while messages come or calls run here: so a worker whose main thread computes in Python answers soon. At
-            other times, and with 0, it is Python's own.
+            other times, with 0, and if it is longer than the interval from before, that one holds.
 
     Raises:
         UsageError: a value is out of range; the text says which values are allowed.

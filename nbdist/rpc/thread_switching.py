@@ -11,8 +11,8 @@ time: on a worker whose main thread is busy in Python, an empty call takes 10 ms
 #     from before      <──────────────────────────────────────────────────────
 #                         `look`: none came since the last look, and no call runs
 #
-# So the first call after a pause waits up to 5 ms for the GIL, once, of a worker that is busy in Python. 1 ms in place
-# of 5 would still cost several threads some percent of their time.
+# So the first call after a pause to a worker that is busy in Python waits once, up to 5 ms, for its GIL. With 1 ms in
+# place of Python's 5, several threads would still lose some percent of their time.
 
 from __future__ import annotations
 

@@ -116,6 +116,7 @@ def test_nothing_more_is_imported_once_workers_are_wanted(tmp_path, monkeypatch)
     found = Owned(True, (), ("waits", "said_last"))
     read(begun)
     found.processes.hurry()
+    time.sleep(0.5)  # a thread sends it
     goes_on.touch()
     time.sleep(0.5)  # five times as long as it waits before the next import
     found.start("worker0", "leave", "0")

@@ -231,6 +231,17 @@ def test_a_pass_that_was_left_midway():
     assert "1/2" not in over
 
 
+def test_a_box_of_which_a_part_is_done_is_neither_done_nor_ready():
+    trace, root = residual(16)
+    plan = planned(trace, [root])
+    states = dict.fromkeys(plan.waits_for, "waiting")
+    picture = as_svg(trace, Marks(plan.waits_for, [root], {}, {**states, root: "running"}))
+    assert "partly done</text>" not in picture
+    for key in list(states)[::2]:
+        states[key] = "done"
+    assert "partly done</text>" in as_svg(trace, Marks(plan.waits_for, [root], {}, states))
+
+
 def test_a_line_of_the_legend_says_what_there_is_to_see_and_nothing_else():
     trace, root = branches()
     for told in ("operation", "leaf (parameter)", "receive", "message between workers"):

@@ -268,13 +268,13 @@ def keep_output_apart(shell: Any) -> None:
 
 
 def send_text() -> None:
-    """Have the text that this process has printed sent before what it sends next; ipykernel keeps text for 0.2 s.
-
-    Does not wait.
-    """
+    """Have the text that the calling thread has printed sent at once; ipykernel keeps text for 0.2 s. Does not wait."""
+    if (scope := _scope.get()) is not None:
+        scope.flush()
     for stream in (sys.stdout, sys.stderr):
-        if getattr(stream, "_flush_pending", False):  # only the stream of a kernel has it
-            stream.pub_thread.schedule(stream.flush)  # type: ignore[union-attr]
+        own = getattr(stream, "__dict__", {})  # not by getattr: a stream of the user's may pass the kernel's through
+        if own.get("_flush_pending") and own.get("pub_thread") is not None:
+            own["pub_thread"].schedule(stream.flush)
 
 
 def _publishers(shell: Any) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from nbdist.cluster.kernels import labels
 from nbdist.cluster.kernels.connection import KernelThread, Message
+from nbdist.cluster.kernels.versions import send_text
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.outlet import Outlet, make_arranger
 from nbdist.cluster.output.sinks import Sink, current_sink
@@ -63,8 +64,9 @@ class Origins:
         """Return the key (`Sink.key`) of the place where the calling thread's output is shown, such as a notebook cell.
 
         Makes an `Origin` for it at the first call. The key travels with the calls that the thread makes; workers send
-        it back with what these calls print. Called in any thread.
+        it back with what these calls print. What was printed here before the call is sent now. Called in any thread.
         """
+        send_text()
         sink = current_sink()
         key = sink.key
         if key not in self._known:

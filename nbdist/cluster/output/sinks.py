@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from IPython import get_ipython
 
-from nbdist.cluster.kernels.versions import send_text
 from nbdist.cluster.output.arranger import Published
 
 __all__ = ["CapturedSink", "KernelSink", "PlainSink", "Sink", "current_sink", "sink_of"]
@@ -113,9 +112,8 @@ class KernelSink:
         """Send a message to the front ends, over the kernel's own output thread.
 
         The parent is the cell's request, so a front end shows the message below that cell, even after the cell has
-        ended. What the notebook has printed comes before it.
+        ended.
         """
-        send_text()
         session = self._kernel.session
         made = session.msg(message.kind, dict(message.content), parent=self._parent, metadata=dict(message.metadata))
         for hook in self._display_hooks if message.kind in _SHOWN else ():

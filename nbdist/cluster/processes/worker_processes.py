@@ -67,7 +67,7 @@ class Processes:
         folder: The run directory, which must exist and contain nothing else: it is removed at the end.
         on_end: See above. It may be replaced as long as no worker has been started.
         preload: Modules that the zygote imports at once. One that cannot be imported costs only a warning.
-        idle: Modules that it imports afterwards, one after the other, while no worker is asked for.
+        idle: Modules that it imports afterwards, one after the other, until the first request.
         fork: Whether to fork workers where that is safe.
         environment: The zygote's environment variables; None for this process's variables.
         fork_zygote: Whether to fork the zygote itself from this process, which then must have no other thread: it has
@@ -131,7 +131,7 @@ class Processes:
         return self._ready.result(timeout)
 
     def hurry(self) -> None:
-        """Tell the zygote that workers will be wanted soon."""
+        """Let the zygote import no more of ``idle``; it ends an import that has begun. Does nothing if it is dead."""
         self._send(Hurry())
 
     def preload(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> Future[None]:

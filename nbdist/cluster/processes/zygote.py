@@ -78,6 +78,8 @@ _THREAD_ENDS_WITHIN = 0.3
 LAST_WORDS = "NBDIST_LAST_WORDS"
 """The environment variable that tells a worker the file number of its socket for `leave_last_words`."""
 
+_IDLE_THREADS_END_WITHIN = 5.0
+"""The same while nobody waits."""
 _IDLE_FOR = 0.1
 """Seconds without a request before the zygote imports the next module of `Setup.idle`."""
 
@@ -331,7 +333,7 @@ class _Zygote:
         self._unread: dict[int, tuple[socket.socket, str]] = {}
         """By worker: the socket in which its pipes wait for `_read_last_words`, and the path of its log."""
         self._forks = False
-        """True if workers are forked. Decided after the imports, and again after the imports of `Preload`."""
+        """True if workers are forked. Decided after the imports, and again after each later one."""
         self._set: dict[str, str] = {}
         self._added: list[str] = []
         """The variables that the imports of `Preload` have set, and the entries they have added to ``sys.path``."""
@@ -423,7 +425,10 @@ class _Zygote:
             found = poller.poll(_IDLE_FOR * 1000 if idle else None)
             if not found:
                 self._import([idle.pop()])
-                self._forks = _is_safe_to_fork()
+                self._heed_signals()
+                self._forks = _is_safe_to_fork(_IDLE_THREADS_END_WITHIN)
+                if not self._forks:
+                    idle.clear()
             for file, _ in found:
                 if file == self._owner:
                     return None
@@ -676,13 +681,13 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _is_safe_to_fork() -> bool:
+def _is_safe_to_fork(within: float = _THREAD_ENDS_WITHIN) -> bool:
     """Return whether a forked worker would be sound: this process has one thread, and has not used a GPU.
 
-    A child has a copy of the forking thread only, and cannot use CUDA that was initialised before the fork. Waits a
-    moment for threads that are ending.
+    A child has a copy of the forking thread only, and cannot use CUDA that was initialised before the fork. Waits for
+    threads that are ending, for ``within`` seconds.
     """
-    deadline = time.monotonic() + _THREAD_ENDS_WITHIN
+    deadline = time.monotonic() + within
     while _threads() > 1:
         if time.monotonic() >= deadline:
             return False

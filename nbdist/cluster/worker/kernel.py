@@ -113,6 +113,9 @@ def _modules_unlisted() -> Iterator[None]:
         def __getattr__(self, name: str) -> Any:
             return getattr(sys, name)
 
+        def __setattr__(self, name: str, value: Any) -> None:
+            setattr(sys, name, value)
+
     vars(shellapp)["sys"] = vars(ipkernel)["sys"] = Sys()
     try:
         yield

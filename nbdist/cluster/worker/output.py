@@ -284,8 +284,8 @@ def _as_part_of(origin: str) -> Iterator[None]:
     """Return a block for a call's function, in which the output goes to the cell with the key ``origin``.
 
     Only the calling thread is affected, so calls of several cells can run at once. An empty origin, as of calls that no
-    cell has made, changes nothing. What the function has printed is sent before its answer. torch's error of a dead
-    member becomes WorkerLost or GroupError.
+    cell has made, changes nothing. What the function has printed is sent at its end. torch's error of a dead member
+    becomes WorkerLost or GroupError.
     """
     parent = {"header": {"msg_id": origin}}
     undo: Callable[[], object] | None = None

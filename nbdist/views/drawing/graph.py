@@ -1,8 +1,8 @@
 """Draws the graph of a context, with the plan or progress of a pass over it, as SVG without scripts and as text.
 
-The picture has a lane for each worker. From left to right goes the forward pass, or with a plan or a pass its
-gradients, as in the live view, whose shapes and colours it has too. `folding` decides what the boxes stand for, and
-`layout` where they are. Pure: data in, text out.
+The picture has a lane for each worker. From left to right it shows the forward pass, or time in a pipeline's step; with
+a plan or a pass it shows the gradients from left to right, in the shapes and colours of the live view. `folding`
+decides what the boxes stand for, and `layout` where they are. Pure: data in, text out.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ _STATES = {
     "running": ("runs", "#f6c66b", _GREY),
     "halted": ("halted", "#f2a29b", "#c53030"),
     "done": ("done", "#a9d8b8", "#2f855a"),
+    "partly": ("partly done", "#fff", "#2f855a"),
 }
 """Once a pass has begun, by the state of a box: its words in the legend, its colour and that of its frame."""
 _MESSAGE, _PATH, _ROOT, _BAD, _HALTED = "#d97706", "#8b5cf6", "#15803d", "#c53030", "#c53030"
@@ -245,9 +246,9 @@ class _Drawing:
         if self.marks is None or not self.began:
             return ""
         states = {self.state_of(key) for key in box.keys if key in self.marks.waits_for}
-        if len(states) == 1:
-            return states.pop()
-        return next((state for state in ("halted", "running", "ready", "done") if state in states), "")
+        if len(states) > 1 and "done" in states:
+            states = (states & {"halted", "running"}) or {"partly"}
+        return next((state for state in ("halted", "running", "ready", "waiting", *states) if state in states), "")
 
     def takes_part(self, box: Box) -> bool:
         """Return whether some node of a box takes part in the pass; True if no pass is drawn."""

@@ -47,7 +47,7 @@ function render({ model, el }) {
   const wire = connect(model, el, line, "With %%watch -a the cell returns at once, and the buttons work; so does its handle: _.step(3), _.run().");
   const meanings = legend();
   const expanded = new Set();
-  let opened = 0; // how far the picture is scrolled as long as nobody scrolls it
+  let opened = 0; // the last scrollTop that was set here: where it is another one, somebody has scrolled
   let grouped = null;
   let chosen = null;
   let drawn = "";
@@ -77,7 +77,7 @@ function render({ model, el }) {
       // Of a high picture the pass's beginning is shown first: the lanes above it may be empty there.
       if (frame.scrollTop !== opened || !found.boxes.length) return;
       frame.scrollTop = (found.places[walk(found, 0, "Home")].y - GAP.lane) * size;
-      opened = frame.scrollTop; // as far as it could be scrolled
+      opened = frame.scrollTop; // which may be less
     },
   );
 
