@@ -4,6 +4,7 @@ import time
 
 import psutil
 import pytest
+from workers import eventually
 
 import nbdist
 
@@ -151,6 +152,7 @@ def test_a_restart_names_the_workers_that_it_waits_for(three):
         three.interrupt()
 
     three.on_joined = read
-    busy = three.execute("import time; time.sleep(600)", 1, block=False)
+    busy = three.execute("import time; begun = True; time.sleep(600)", 1, block=False)
+    eventually(lambda: three.agent.ask("worker1", eval, "'begun' in __import__('__main__').__dict__"))
     three.restart(process_group=True)
     assert said == [f"The process group forms once all workers are idle: worker1 runs In[{busy.number}]"]

@@ -27,13 +27,13 @@ def error(attempt, *arguments):
 
 def is_a_store(port):
     # What a client of torch's TCPStore sends first, and what the server answers.
-    with socket.create_connection(("127.0.0.1", int(port)), timeout=5) as server:
-        server.settimeout(0.5)
-        server.sendall(struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 1234))
-        try:
+    try:  # the port may be closed by now
+        with socket.create_connection(("127.0.0.1", int(port)), timeout=5) as server:
+            server.settimeout(0.5)
+            server.sendall(struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 1234))
             return server.recv(4) == struct.pack("<I", 1234)
-        except (TimeoutError, ConnectionError):
-            return False
+    except (TimeoutError, ConnectionError):
+        return False
 
 print(json.dumps({
     "list": error(os.listdir, folder),
