@@ -12,6 +12,7 @@ from nbdist.views.drawing.folding import crossings, diagram_of
 from nbdist.views.drawing.graph import WIDEST, Marks, as_svg, plan_as_svg
 from nbdist.views.drawing.layout import lay_out
 from nbdist.views.drawing.mirrored import mirrored
+from nbdist.views.drawing.pictures import as_image
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -200,6 +201,15 @@ def test_what_breaks_off_goes_on_in_the_next_row_in_a_turned_picture_too():
     assert not rows[0][0]
     assert rows[0][1] == rows[1][0] != set()
     assert turned == [(ends, begins) for begins, ends in rows[::-1]]
+
+
+def test_each_box_of_an_image_has_its_tooltip_over_all_of_it():
+    trace, root = branches()
+    picture = plan_as_svg(planned(trace, [root]))
+    shares = re.findall(r'<span title="[^"]+" style="[^"]*;width:([\d.]+)%', as_image(picture))
+    width = float(ET.fromstring(picture).get("width"))
+    assert len(shares) == len(boxes_of(trace))
+    assert min(float(share) * width / 100 for share in shares) > 20
 
 
 def test_what_takes_no_part_is_pale_and_has_no_count():

@@ -478,7 +478,8 @@ def _boxed(
     outline = f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" rx="{round:g}"'
     if kind == "receive":
         point = f"L{x + width:.1f} {y + height / 2:.1f} L{x + width - 5:.1f} {y + height:.1f}"
-        outline = f'<path d="M{x:.1f} {y:.1f} H{x + width - 5:.1f} {point} H{x:.1f} Z"'
+        outline += ' fill="none"/>'  # where the tooltip of an image lies: see `as_image`
+        outline += f'<path d="M{x:.1f} {y:.1f} H{x + width - 5:.1f} {point} H{x:.1f} Z"'
     parts = [f'{outline} fill="{fill}" stroke="{stroke}" stroke-width="{edge[1]:g}"{dashes}/>']
     if kind == "group":
         parts.append(f'<path d="M{x + 3:.1f} {y + height + 2.5:.1f}H{x + width - 3:.1f}" stroke="{stroke}"/>')
