@@ -79,7 +79,7 @@ LAST_WORDS = "NBDIST_LAST_WORDS"
 """The environment variable that tells a worker the file number of its socket for `leave_last_words`."""
 
 _IDLE_THREADS_END_WITHIN = 5.0
-"""The same while nobody waits."""
+"""Seconds for which the zygote waits for such threads after its own imports, for which nobody waits."""
 _IDLE_FOR = 0.1
 """Seconds without a request before the zygote imports the next module of `Setup.idle`."""
 
