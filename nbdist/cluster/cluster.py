@@ -481,7 +481,7 @@ class Cluster:
                     self._lives.abandon(chosen)
                     raise
         if process_group and len(chosen) < len(self.workers):
-            if busy := [f"{each.name} runs In[{cell.number}]" for each in self.workers for cell in [*each.cells][:1]]:
+            if busy := [f"{each.name} runs In[{cell.number}]" for each in self.workers if (cell := each.present_cell)]:
                 self._on_joined(f"The process group forms once all workers are idle: {', '.join(busy)}")
             self._lives.form_group(deadline)
         elif chosen and len(chosen) < len(self.workers):

@@ -279,7 +279,7 @@ class Lookout:
         if not worker.host and is_stopped(worker.pid):  # on another host, the worker is lost some seconds later
             return f"is stopped by a signal, {now - self._stopped.setdefault(worker.name, now):.0f} s"
         self._stopped.pop(worker.name, None)
-        first = next(iter(worker.cells), self._cell)
+        first = worker.present_cell or self._cell
         place = f"{found.call}, {found.line}" if found else f"In[{first.number}]"
         since = now - (first.parts[worker.name].began or now)
         return f"is still busy with {place}, {since:.0f} s" if first is not self._cell else ""

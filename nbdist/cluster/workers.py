@@ -120,6 +120,11 @@ class Worker:
             return self.step
         return "busy" if self.cells else "idle"
 
+    @property
+    def present_cell(self) -> Cell | None:
+        """The cell that the worker runs, or runs next; None if it is idle. It may end at any moment."""
+        return next(iter(self.cells), None)
+
     def connection(self, folder: Path) -> dict[str, Any]:
         """Return the content of the connection file for the kernel that is started next.
 

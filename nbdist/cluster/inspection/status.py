@@ -107,7 +107,7 @@ def _status(worker: Worker, report: StatusReport) -> WorkerStatus:
 
     The pid of a worker that has died is None.
     """
-    cell = next(iter(worker.cells), None)  # the kernel thread may remove it meanwhile
+    cell = worker.present_cell
     runs = report.doing
     if cell is not None:
         part = cell.parts.get(worker.name)

@@ -477,9 +477,11 @@ def _boxed(
     dashes = ' stroke-dasharray="3 2"' if dashed or pale else ""
     outline = f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" rx="{round:g}"'
     if kind == "receive":
-        point = f"L{x + width:.1f} {y + height / 2:.1f} L{x + width - 5:.1f} {y + height:.1f}"
-        outline += ' fill="none"/>'  # where the tooltip of an image lies: see `as_image`
-        outline += f'<path d="M{x:.1f} {y:.1f} H{x + width - 5:.1f} {point} H{x:.1f} Z"'
+        neck, point = x + width - 5, f"{x + width:.1f} {y + height / 2:.1f}"
+        # The rectangle is not seen: the tooltip of an image lies over it, see `nbdist.views.drawing.pictures.as_image`.
+        outline += (
+            f' fill="none"/><path d="M{x:.1f} {y:.1f} H{neck:.1f} L{point} L{neck:.1f} {y + height:.1f} H{x:.1f} Z"'
+        )
     parts = [f'{outline} fill="{fill}" stroke="{stroke}" stroke-width="{edge[1]:g}"{dashes}/>']
     if kind == "group":
         parts.append(f'<path d="M{x + 3:.1f} {y + height + 2.5:.1f}H{x + width - 3:.1f}" stroke="{stroke}"/>')

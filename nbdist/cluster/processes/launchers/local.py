@@ -34,12 +34,9 @@ _ENTRY = "nbdist.cluster.worker.kernel:main"
 """The function that a worker process calls."""
 
 _PRELOAD = ("torch", "torch.distributed", "nbdist.rpc", "nbdist.cluster.worker.imports")
-# What the first optimizer or DDP module of a process imports, in parts of up to half a second: a start waits for one of
-# them. A worker that imports all this by itself needs a second, and 80 MB.
-PRELOAD_IDLE = (
-    *("mpmath", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp"),
-    *("torch.fx.experimental.symbolic_shapes", "torch._functorch.aot_autograd", "torch._dynamo"),
-)
+# What the first optimizer or DDP module of a process imports. The last module imports the others, too; they come first
+# because a start waits for the end of an import. A worker that imports all this by itself needs a second, and 90 MB.
+PRELOAD_IDLE = ("mpmath", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
 _LAST_WORDS_LETTERS = 20_000
 """Characters of a worker's log that `LocalLauncher.last_words` returns, at most."""
 _ENVIRONMENT = {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # else the debugger writes a warning
