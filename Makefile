@@ -1,8 +1,8 @@
 # make demo     install, run the tour (notebooks/00_tour.ipynb), print each cell's verdict, leave a page to read
-# make lab      install, open the tour in JupyterLab
+# make lab      install, open the tour in JupyterLab; as root: make lab ARGS=--allow-root
 # make test     install, run every test
 # make check    format, lint, types, layers, exported names
-# make bench    measure, beside the peers that are installed; writes benchmarks/README.md and the table in README.md
+# make bench    measure, beside the peers that are installed; writes benchmarks/README.md
 # make soak     the long sweeps that `make test` leaves out, and `make test` on the newest torch, in build/newest
 # make test-gpu the tests that need a GPU: torch's own for one GPU, and a cluster on it
 # make chaos    kills, stops, full file tables, cut links and bad frames at random: make chaos SEED=7 MINUTES=30

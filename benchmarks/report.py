@@ -1,4 +1,4 @@
-"""Runs the benchmarks and writes what they measured: `benchmarks/README.md`, and the table in the project's README.
+"""Runs the benchmarks and writes what they measured: `benchmarks/README.md`.
 
 On a machine that has nothing else to do. ``--only rpc`` runs one of them, and leaves what is written of the others.
 Raw rounds go to ``build/bench``, one JSON for each benchmark.
@@ -17,13 +17,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pairs
 import programs
 
 HERE = Path(__file__).parent
 REPORT = HERE / "README.md"
 PICTURE = HERE / "programs.svg"
-README = HERE.parent / "README.md"
 RAW = HERE.parent / "build" / "bench"
 BENCHMARKS = {
     "rpc": "Calls",
@@ -35,9 +33,6 @@ BENCHMARKS = {
     "views": "Views",
     "swarm": "A language model in parts",
 }
-IN_README = {"rpc": ("calls", "busy"), "autograd": ("passes",)}
-"""The tables that the project's README shows, by benchmark."""
-
 MARK = "<!-- measured: {} -->"
 
 
@@ -70,25 +65,9 @@ def sections(report: str) -> dict[str, str]:
     return {match[1]: match[0] for match in re.finditer(pattern, report, re.DOTALL)}
 
 
-def rows(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of a benchmark as rows: ours, torch's, the paired ratio."""
-    return [
-        f"| {line['name']} | {pairs.duration(line['ours'])} | {pairs.duration(line['theirs'])} | {line['value']:.2f} |"
-        for line in lines
-    ]
-
-
 def medians(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Return the medians of each case, by library."""
     return {line["name"]: {"nbdist": line["ours"], "torch": line["theirs"]} for line in lines}
-
-
-def in_readme(text: str, name: str, table: Sequence[str]) -> str:
-    """Return the README with the rows of one benchmark in the place of those that it had."""
-    mark, end = MARK.format(name), MARK.format("end")
-    begin = text.index(mark) + len(mark)
-    lines = ["", "| | nbdist | torch | ratio |", "| --- | ---: | ---: | ---: |", *table, ""]
-    return text[:begin] + "\n".join(lines) + text[text.index(end, begin) :]
 
 
 def main() -> None:
@@ -108,9 +87,6 @@ def main() -> None:
             tables += f"\n\n![How the times grow]({PICTURE.name})"
         known[name] = section(name, tables)
         REPORT.write_text("\n".join([head(before), *(known[other] for other in BENCHMARKS if other in known)]))
-        if name in IN_README:
-            found = [line for table in IN_README[name] for line in numbers["lines"][table]]
-            README.write_text(in_readme(README.read_text(), name, rows(found)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draws docs/backward.png, the README's picture of `%%watch`: a pass over three workers, held after six nodes.
+"""Draws docs/backward.png, the docs' picture of `%%watch`: a pass over three workers, held after six nodes.
 
 Run it from the repository, where nbdist, its test extra and Chromium are installed: ``python docs/draw_backward.py``.
 The picture goes into notebooks/03_watch_backward.ipynb as well. With another path it goes there only, from a page of

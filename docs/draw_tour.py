@@ -1,4 +1,4 @@
-"""Draws docs/tour.svg, the README's picture: runs its cells in a real notebook kernel, and sets what comes back.
+"""Draws docs/tour.svg, the picture of the docs' first page, from cells that run in a real notebook kernel.
 
 Run it from the repository, where nbdist and its test extra are installed: ``python docs/draw_tour.py``.
 """

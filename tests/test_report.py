@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -33,17 +32,6 @@ def report(benchmark):
     return benchmark("report")
 
 
-def test_the_readme_has_a_place_for_each_table(report):
-    text = (ROOT / "README.md").read_text()
-    rows = report.rows([{"name": "a call", "ours": 2e-4, "theirs": 4e-4, "value": 0.55}])
-    assert rows == ["| a call | 200 µs | 400 µs | 0.55 |"]
-    for name in report.IN_README:
-        once = report.in_readme(text, name, rows)
-        assert once.count(rows[0]) == 1
-        assert report.in_readme(once, name, rows) == once
-        assert once.count("<!-- measured") == text.count("<!-- measured") == 4
-
-
 def test_sections_are_found_again(report):
     parts = {name: report.section(name, f"| {name} |") for name in report.BENCHMARKS}
     text = "\n".join(["# Words\n", *parts.values()])
@@ -66,18 +54,6 @@ def test_the_table_beside_other_libraries(report, benchmark):
     assert peers.left_out({"Ray": "not installed"}) == "Left out: Ray (not installed)."
     assert peers.left_out({}) == "Left out: none."
     assert "peers" in report.BENCHMARKS
-
-
-def test_the_tables_of_the_readme_are_those_of_the_report():
-    """Both are written by one command; whoever changes one by hand is found out."""
-    written = (BENCHMARKS / "README.md").read_text()
-    table = (ROOT / "README.md").read_text().partition("<!-- measured: rpc -->")[2]
-    found = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", table, re.MULTILINE)
-    rows = [row for row in found if row[3].replace(".", "").isdigit()]
-    assert len(rows) >= 10
-    for case, ours, theirs, ratio in rows:
-        lines = [line for line in written.splitlines() if line.startswith(f"| {case} | {ours} |")]
-        assert any(theirs in line and f"| {ratio} |" in line for line in lines)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
