@@ -88,7 +88,7 @@ def test_no_cuda_is_brought_in():
 
 def test_what_the_notebooks_import_is_there():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    there = {"nbdist", *sys.stdlib_module_names, *(requirement.name for requirement in requirements())}
+    there = {"nbdist", *sys.stdlib_module_names, *(wanted.name.replace("-", "_") for wanted in requirements())}
     there |= {Requirement(dependency).name for dependency in project["dependencies"]}
     there |= {"IPython"}  # as `ipython` calls its package
     there |= {path.parent.name for path in (ROOT / "notebooks").glob("*/__init__.py")}
