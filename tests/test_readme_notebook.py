@@ -91,7 +91,7 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_magics_that_are_named_exist(page):
     text = page.read_text() if page == README else here_column(page.read_text())
-    named = set(re.findall(r"%%?([a-z]\w+)", text)) - {"load_ext", "debug", "capture", "pip"}  # IPython's own
+    named = set(re.findall(r"%%?([a-z]\w+)", text)) - {"load_ext", "debug", "run", "capture", "pip"}  # IPython's own
     from nbdist.compat.ipyparallel.magics import Px
     from nbdist.magics.commands import DistMagics
 
