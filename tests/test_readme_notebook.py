@@ -37,6 +37,8 @@ def test_the_notebook():
             cell = notebook.run(code)
             for text in promised(code):
                 assert text in (cell.stdout.strip(), cell.result)
+            if cell.result is not None and not promised(code):
+                assert f"`{cell.result}`" in README.read_text()
         assert cell.stdout == "0 processes left.\n"
 
 
