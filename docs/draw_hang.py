@@ -1,7 +1,8 @@
-"""Draws docs/hang.gif, the README's moving picture: a hang that is found and stopped, a stepped pass.
+"""Draws docs/hang.gif, the README's moving picture: a hang that is found and ended, and a stepped pass.
 
-Run it from the repository, where nbdist, its test extra and Chromium are installed: ``python docs/draw_hang.py``. The
-pictures are of a real page. Where nothing moves for long, the moving picture goes on after two seconds.
+Run it from the repository, where nbdist, its test and notebook extras and Chromium are installed: ``python
+docs/draw_hang.py``. The pictures are of a real page. Where nothing moves for long, the moving picture goes on after two
+seconds.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ HANG, WATCHED = 1, 2
 """The cells that the picture shows."""
 
 WIDTH = 980
-FRAME, LONGEST = 0.2, 2.0
-"""Seconds between two pictures, and how long one stands at most."""
+FRAME, LONGEST, LAST = 0.2, 2.0, 3.0
+"""Seconds between two pictures of the hang, how long one stands at most, and how long the last of a cell stands."""
 
-STEPS = 7
+STEP, STEPS = 0.8, 6
+"""How long a picture of the pass stands, in seconds, and how many nodes are stepped."""
 
 
 class Film:
@@ -83,6 +85,8 @@ def film(page: Any) -> Film:
     for _ in shots(page, HANG, made, 20):
         if re.search("waits? in", waits.text_content() or ""):
             break
+    else:
+        raise SystemExit("The line that says who waits has not come.")
     for _ in shots(page, HANG, made, LONGEST):
         pass
     page.page.keyboard.press("Escape")
@@ -91,21 +95,17 @@ def film(page: Any) -> Film:
     page.ended(HANG)
     for _ in shots(page, HANG, made, LONGEST):
         pass
-    made.seconds[-1] = 3.0
+    made.seconds[-1] = LAST
     page.finish(WATCHED)
-    view = page.cell(WATCHED).locator(".nbdist-view")
-    step = view.get_by_text("Step", exact=True)
-    page.expect(step).to_be_enabled()
-    for _ in range(STEPS):
-        page.page.wait_for_timeout(500)  # until the view has drawn the step before
-        made.add(page.cell(WATCHED).screenshot(), 0.8, _height_above(page.cell(WATCHED), view.locator("details")))
-        step.click()
-    made.seconds[-1] = 3.0
+    cell = page.cell(WATCHED)
+    for done in range(STEPS + 1):
+        if done:
+            cell.get_by_text("Step", exact=True).click()
+        page.expect(cell.locator(".nbdist-status")).to_contain_text(f"{done} of ")
+        graph_ends = cell.locator("details").first.bounding_box()["y"] - cell.bounding_box()["y"]
+        made.add(cell.screenshot(), STEP, round(graph_ends))
+    made.seconds[-1] = LAST
     return made
-
-
-def _height_above(cell: Any, part: Any) -> int:
-    return round(part.first.bounding_box()["y"] - cell.bounding_box()["y"])
 
 
 def shots(page: Any, index: int, made: Film, seconds: float) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from workers import eventually
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
+UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "MB": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,31 @@ def test_the_table_beside_other_libraries(report, benchmark):
     assert peers.left_out({"Ray": "not installed"}) == "Left out: Ray (not installed)."
     assert peers.left_out({}) == "Left out: none."
     assert "peers" in report.BENCHMARKS
+
+
+def test_the_readme_gives_the_figures_of_the_report():
+    """It rounds them."""
+    text, written = (ROOT / "README.md").read_text(), (BENCHMARKS / "README.md").read_text()
+    workers = written.partition("## Workers for a notebook")[2].partition("<!-- measured")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", workers, re.MULTILINE)
+    measured = [dict(re.findall(r"^\| (\w+) \| ([\d.]+ \S+)", table, re.MULTILINE)) for table in tables]
+    costs = text.partition("| | nbdist | ipyparallel | nbdistributed |")[2].partition("\n\n")[0].splitlines()[2:]
+    for row, place in zip(costs, (1, 0, 2, 3), strict=True):
+        for who, shown in zip(("nbdist", "ipyparallel", "nbdistributed"), row.split(" | ")[1:], strict=True):
+            number, unit = shown.rstrip(" |").split()
+            exact, its_unit = measured[place][who].split()
+            exact = float(exact) * UNITS[its_unit] / UNITS[unit]
+            assert round(exact, len(number.partition(".")[2])) == float(number), row
+    prose = " ".join(text.partition("## What it costs")[2].partition("\n## ")[0].split())
+    for case, said in (("DDP", "{} to {} of its time under `torchrun` with DDP"), ("FSDP2", "{} to {} with FSDP2")):
+        runs = re.search(rf"^\| a step of {case} (\|.*)$", written, re.MULTILINE)[1]
+        ratios = sorted(re.findall(r"\| \**([\d.]+)", runs))
+        assert said.format(ratios[0], ratios[-1]) in prose
+    idle, busy = (
+        re.search(rf"^\| {case} (?:\| [^|]+){{2}}\| ([\d.]+) \|", written.partition("## Calls\n")[2], re.MULTILINE)[1]
+        for case in ("empty call", "empty call, busy")
+    )
+    assert f"An empty RPC takes {idle} of TensorPipe's time, and {busy} where" in prose
 
 
 # --- pairs ----------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def test_zero_turns_it_off(notebook):
     assert line_of(cell) is None
 
 
-@pytest.mark.skipif("NBDIST_TEST_BLIND_PATH" in os.environ, reason="the system names stopped processes of its own only")
+@pytest.mark.skipif("NBDIST_TEST_BLIND_PATH" in os.environ, reason="nobody sees that a process elsewhere is stopped")
 def test_a_worker_that_a_signal_has_stopped_is_named(notebook):
     pid = int(notebook.run("__import__('nbdist').Cluster.current.find('worker1').pid").result)
     os.kill(pid, signal.SIGSTOP)
