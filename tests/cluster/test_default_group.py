@@ -144,7 +144,26 @@ def test_a_timeout_that_is_asked_for_holds_for_the_group_that_is_there(two):
     two.run("%dist_restart -p")
 
 
-def test_stop_ends_the_wait_for_a_worker_that_does_not_form_the_group(two):
+ANSWERS_LATE = """
+import time
+from nbdist.cluster import mending
+
+def late(name, enter_group=mending.enter_group):
+    number = enter_group(name)
+    time.sleep(1)
+    return number
+
+mending.enter_group = late
+"""
+AT_ONCE = "mending.enter_group = late.__defaults__[0]"
+
+
+@pytest.mark.parametrize("answers", ["at once", "late"])
+def test_stop_ends_the_wait_for_a_worker_that_does_not_form_the_group(two, answers, request):
+    """Also if it comes before the notebook has answered with the group's number."""
+    if answers == "late":
+        two.run(ANSWERS_LATE)
+        request.addfinalizer(lambda: two.run(AT_ONCE))
     cell = two.send("%%remote 0\ndist.destroy_process_group()\nprint('waits')\ndist.init_process_group('gloo')")
     two.until(lambda: "waits" in cell.stdout)
     two.interrupt()

@@ -49,6 +49,7 @@ from nbdist.cluster.worker.gloo_waits import CutTransfers
 from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, NbdistError, RendezvousError, WorkerLost
 from nbdist.rpc.asking import ask_each
+from nbdist.signals import Deferral
 from nbdist.torch_private import groups_by_name, is_process_group_known, process_groups, restart_group_numbers
 
 if TYPE_CHECKING:
@@ -159,13 +160,13 @@ def form_in_cell(told: WorkerSetup, backend: str | None, **options: Any) -> None
 
     The arguments are as for `initialise`, which says what is raised. If this fails, it fails on the other workers.
     """
-    assert _agent is not None
-    generation = _agent.call(_driver, mending.enter_group, told.name).wait()
+    before = _generation
     try:
-        initialise(told, generation, backend, **options)
+        initialise(told, None, backend, **options)
     except BaseException as error:
-        why = f"the process group did not form: {told.name}: {error or type(error).__name__}"
-        _ask_notebook(mending.end_group, generation, why, wait=_NOTEBOOK_ANSWERS_WITHIN)
+        if _generation != before:
+            why = f"the process group did not form: {told.name}: {error or type(error).__name__}"
+            _ask_notebook(mending.end_group, _generation, why, wait=_NOTEBOOK_ANSWERS_WITHIN)
         raise
 
 
@@ -179,15 +180,20 @@ def ask_for_group() -> None:
         _ask_notebook(mending.form_group_anew, _generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
 
 
-def initialise(told: WorkerSetup, generation: int, backend: str | None = None, **options: Any) -> None:
+def initialise(told: WorkerSetup, generation: int | None, backend: str | None = None, **options: Any) -> None:
     """Form the process group number ``generation`` with all other workers; destroy the previous group first.
 
-    ``told`` is this worker's setup. ``backend`` is None for the cluster's; ``options`` are those of torch's
+    ``generation`` is None if code in a cell forms the group: then the notebook gives the number. ``told`` is this
+    worker's setup. ``backend`` is None for the cluster's; ``options`` are those of torch's
     ``init_process_group``. Waits for the others. Raises RendezvousError if another worker fails or the abort of the
     previous group does not return, WorkerLost if a member has died.
     """
     global _backend, _broken, _formed, _generation, _loops_before, _spans_hosts, _store
     _spans_hosts = told.secret is not None
+    if generation is None:
+        assert _agent is not None
+        with Deferral():  # else an interrupt might lose the number, without which the notebook forms no other group
+            generation = _generation = _agent.call(_driver, mending.enter_group, told.name).wait()
     with _breaking:
         if dist.is_initialized():
             # No wait in an old group can end well any more, and code that still holds one must get an error.
