@@ -61,9 +61,9 @@ with dist_autograd.context() as context_id:
 """
 SEEN = """(node) => {
     const [inner, outer] = [node, node.closest(".nbdist-frame")].map((each) => each.getBoundingClientRect());
-    return [inner.top >= outer.top && inner.bottom <= outer.bottom, outer.height < node.ownerSVGElement.clientHeight];
+    return inner.top >= outer.top && inner.bottom <= outer.bottom && outer.height < node.ownerSVGElement.clientHeight;
 }"""
-"""Whether a node is within the part of a picture that the page shows, and whether that is not all."""
+"""Whether the page shows a part of the picture, and the node is within it."""
 PLAIN = (
     """
 plain = None
@@ -128,7 +128,7 @@ def test_pause_step_and_run(front, tmp_path, request):
         page.finish(6)
         last = page.cell(6).locator(".node[aria-label^='Sum on notebook, done']").first
         last.wait_for()
-        assert last.evaluate(SEEN) == [True, True]  # a high picture shows first where the pass has begun
+        page.page.wait_for_function(SEEN, arg=last.element_handle())  # a high picture shows first where the pass began
         assert not page.complaints
         assert not page.strangers
 

@@ -181,11 +181,11 @@ function render({ model, el }) {
 
   function build(snapshot) {
     found = layout(snapshot, expanded, grouped ?? undefined);
-    svg = shape("svg", { role: "application", class: "nbdist-picture" });
+    const before = { width: frame.scrollWidth, height: frame.scrollHeight }; // until it is sized: else the frame scrolls to 0
+    svg = shape("svg", { role: "application", class: "nbdist-picture", ...before });
     const many = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
     const keys = "Left and right arrows go along the gradients, up and down within a column, Enter chooses";
-    const size = `${many(snapshot.nodes.length, "node")} on ${many(snapshot.workers.length, "worker")}`;
-    svg.setAttribute("aria-label", `Backward pass, ${size}. ${keys}.`);
+    svg.setAttribute("aria-label", `Backward pass, ${many(snapshot.nodes.length, "node")} on ${many(snapshot.workers.length, "worker")}. ${keys}.`);
     names.replaceChildren();
     found.lanes.forEach((lane, index) => {
       const place = { x: 0, y: lane.top, width: "100%", height: lane.height };
