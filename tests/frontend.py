@@ -149,12 +149,13 @@ class Notebook:
         return cell
 
     def finish(self, cell, timeout=60):
-        self.until(lambda: cell.idle and cell.reply is not None, timeout, f"the end of {cell}")
+        self.until(lambda: cell.idle and cell.reply is not None, timeout, "the end of", cell)
 
-    def until(self, condition, timeout=30, what="what was awaited"):
+    def until(self, condition, timeout=30, what="what was awaited", cell=None):
         deadline = time.monotonic() + timeout
         while not condition():
             if time.monotonic() > deadline:
+                what = what if cell is None else f"{what} {cell}"
                 raise AssertionError(f"{what} did not come within {timeout} s\n{self.stacks()}")
             self.pump(0.05)
 
