@@ -1,4 +1,4 @@
-"""Makes the pages that are read out of the package: the magics and their options, and all error messages."""
+"""Makes what is read out of the package: the pages of magics and of error messages, and links to the repository."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import shutil
 import textwrap
 from pathlib import Path
 
+import links
 import messages
 
 from nbdist.magics.commands import DistMagics
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+
+LINKED = (ROOT / "README.md", HERE / "index.md", HERE / "troubleshooting.md")
+"""The pages with places for `links`."""
 
 _ALIASES = {"dist_debug"}
 
@@ -67,12 +71,15 @@ def errors_page() -> str:
 
 
 def make() -> None:
-    """Write the pages, and copy the notebooks."""
+    """Write the pages and the links, and copy the notebooks."""
     generated = HERE / "generated"
     generated.mkdir(exist_ok=True)
     (generated / "magics.md").write_text(magics(), encoding="utf-8")
     (HERE / "errors.md").write_text(errors_page(), encoding="utf-8")
     copy_notebooks(HERE / "notebooks_saved")
+    project = links.project(ROOT)
+    for page in LINKED:
+        page.write_text(links.filled(page.read_text(encoding="utf-8"), project), encoding="utf-8")
 
 
 if __name__ == "__main__":
