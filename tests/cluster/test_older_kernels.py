@@ -50,8 +50,10 @@ def test_cells_calls_and_errors(old):
     cell = old.run("%%remote 1\n1/0", check=False)
     number = cell.of("execute_input")[0]["execution_count"]
     assert f"Cell In[{number}] on worker1" in cell.traceback
-    cell = old.run("rpc.rpc_sync('worker1', lambda: 1 / 0)", check=False)
+    old.run("def divide(by):\n    return 1 / by")
+    cell = old.run("rpc.rpc_sync('worker1', divide, args=(0,))", check=False)
     assert "raised on worker1" in cell.traceback  # a note of the error
+    assert "return 1 / by" in cell.traceback
     old.run("def speak(word):\n    print('said', word)\n    return word")
     cell = old.run("rpc.rpc_sync('worker1', speak, args=('hello',))")
     old.until(lambda: cell.stdout)
@@ -88,6 +90,19 @@ def test_interrupts(old):
         assert cell.error["ename"] == "KeyboardInterrupt"
         assert all(name in cell.traceback for name in names)
     assert old.run("%%remote\nprint(1)").stdout == "[worker0,1] 1\n"
+
+
+def test_an_interrupt_of_a_magic_shows_the_users_line_alone(old):
+    old.run("%%remote 0 -a\nimport time; time.sleep(600)")
+    cell = old.send("print('begun', flush=True)\n%dist_restart -p")
+    old.until(lambda: cell.stdout)
+    time.sleep(0.5)
+    old.interrupt()
+    old.finish(cell)
+    assert cell.error["ename"] == "KeyboardInterrupt"
+    assert "'dist_restart'" in cell.traceback
+    assert len(cell.traceback.splitlines()) < 15, cell.traceback
+    old.run("from nbdist import Cluster; Cluster.current.interrupt()")
 
 
 def test_widgets_both_ways(old):

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ipykernel.compiler import get_file_name
+from IPython import core
 
 from nbdist.cluster.kernels.versions import name_files, show_notes
 from nbdist.code_places import CELLS, NBDIST, is_nbdists, is_pythons, shown_name
@@ -31,9 +32,12 @@ __all__ = ["cell_number", "install", "missing_here", "rename_cell_frames", "rena
 _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)?)', re.MULTILINE)
 """A frame in a formatted traceback of Python: indent, file, line, function and source line."""
 
+_IPYTHON = f"{os.path.dirname(core.__file__)}/"
 _shell: Any = None
 _number: int | None = None
 """The number of the cell that runs or ran last."""
+_compiled: set[str] = set()
+"""The names of files of cells that this process has compiled; `CELLS` has those of functions that it was sent, too."""
 
 
 def install(shell: InteractiveShell, worker: str | None) -> None:
@@ -78,11 +82,14 @@ def _follow_numbers(shell: InteractiveShell) -> None:
     cache: Any = shell.compile.cache
     CELLS.clear()
     CELLS.update(getattr(shell.compile, "_filename_map", {}))  # of cells before this one; IPython 8.0
+    _compiled.clear()
+    _compiled.update(CELLS)
 
     def noting(transformed: str, number: int = 0, *args: Any, **kwargs: Any) -> Any:
         global _number
         _number = number or _number
         name: str = cache(transformed, number, *args, **kwargs)
+        _compiled.add(name)
         CELLS[name] = number or _number or 0  # %%time and others compile their text without a number
         return name
 
@@ -97,11 +104,10 @@ def rename_frames(text: str, worker: str) -> str:
     """
     if _shell is None:
         return text
-    compiled = getattr(_shell.compile, "_filename_map", CELLS)  # the notebook adds the line to those that it has sent
 
     def rename(match: re.Match[str]) -> str:
         indent, file, line, function, source = match.groups()
-        if file not in compiled:
+        if file not in _compiled:  # a function that was sent: who sent it has its source line
             return match[0]
         code = source.strip() or linecache.getline(file, int(line)).strip()
         shown = f"{indent}  {code}\n" if code else ""
@@ -154,11 +160,14 @@ def trim_tracebacks(shell: Any) -> None:
 
 
 def _leave_out_our_frames(tb: TracebackType | None) -> None:
-    """Leave this package's frames out of a traceback, but its first ones, with those of Python's that they call."""
+    """Leave this package's frames out of a traceback, but its first ones, with those of Python's that they call.
+
+    Frames of IPython by which a cell comes to a magic are left out as well; IPython 7 shows them.
+    """
     last, ours = None, False
     while tb is not None:
         file, following = tb.tb_frame.f_code.co_filename, tb.tb_next
-        ours = file.startswith(NBDIST) or (ours and is_pythons(file))
+        ours = file.startswith((NBDIST, _IPYTHON, "<decorator-gen-")) or (ours and is_pythons(file))
         if not ours:
             if last is not None:
                 last.tb_next = tb
