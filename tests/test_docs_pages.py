@@ -54,8 +54,9 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", WITH["ipython"], ids=name_of)
-def test_cells_run(page):
+def test_cells_run(page, tmp_path):
     with Notebook(load=False) as notebook:
+        notebook.run(f"__import__('os').chdir({str(tmp_path)!r})")  # cells may write files beside the notebook
         for block in blocks(page):
             if block.kind == "ipython":
                 cell = notebook.run(block.code, check=False)
