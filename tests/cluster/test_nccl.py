@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -212,6 +213,44 @@ def test_the_watchdog_never_ends_a_worker_unless_the_user_says_so(monkeypatch):
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
+
+
+HAS_NCCL2 = hasattr(dist, "ProcessGroupNCCL2")
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "value", "expected"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda:2", "1", "cuda:2"),
+        ("nccl", "cuda:0", "1", "cuda:0"),
+        ("cpu:gloo,cuda:nccl2", "cuda:1", "0", "cuda:1"),
+        ("cpu:gloo,cuda:nccl", "cuda:2", "0", None),
+        ("gloo", "cuda:2", "1", None),
+        ("cpu:gloo,cuda:nccl", "cpu", "1", None),
+    ],
+)
+def test_the_newer_nccl_is_told_its_gpu(backend, device, value, expected, monkeypatch):
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", value)
+    found = nccl.gpu_to_bind(backend, device)
+    assert found == (torch.device(expected) if expected and HAS_NCCL2 else None)
+
+
+@pytest.mark.skipif(not HAS_NCCL2, reason="this torch has one NCCL")
+@pytest.mark.parametrize(
+    ("asked", "maker"), [(None, "_create_nccl_process_group"), ("1", "_create_nccl2_process_group")]
+)
+def test_nccl_means_the_older_one_on_workers_unless_the_user_says_so(asked, maker, monkeypatch):
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", asked)
+    # The zygote was started with another environment, hence a plain process.
+    code = (
+        "from nbdist.cluster.worker import nccl; nccl.set_environment(); import torch.distributed as dist;"
+        "backend = dist.Backend; getattr(backend, '_ensure_backend_registered', str)('nccl');"
+        "print(backend._plugins['NCCL'].creator_fn.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == maker, done.stderr
 
 
 def test_a_thread_that_runs_in_c_waits_and_one_that_runs_python_or_sleeps_does_not():

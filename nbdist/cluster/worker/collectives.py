@@ -222,6 +222,8 @@ def initialise(told: WorkerSetup, generation: int | None, backend: str | None = 
         if _spans_hosts:
             _follow_master(_store, told)
         _backend = backend or (_agree_on_backend(_store, told) if told.backend == AUTO else told.backend)
+        if bound := nccl.gpu_to_bind(_backend, told.device):
+            options.setdefault("device_id", bound)
         _init_process_group(_backend, store=_store, rank=told.rank, world_size=told.world_size, **options)
     with _breaking:
         _formed = True

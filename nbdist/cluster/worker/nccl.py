@@ -32,6 +32,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed
 
 from nbdist.cluster.worker import gloo
@@ -44,6 +45,7 @@ __all__ = [
     "abort",
     "abortable",
     "follow",
+    "gpu_to_bind",
     "is_interrupt",
     "is_stuck",
     "is_used",
@@ -65,10 +67,12 @@ _ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     # An error of CUDA fails the cell, and does not end the process from the watchdog's thread.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # From torch 2.15 on, "nccl" would mean "nccl2", which was never run with nbdist, and has a watchdog of its own.
+    "TORCH_DIST_USE_NCCL2": "0",
 }
 """Environment variables that keep torch's watchdog of NCCL, a thread for each group, from ending a worker.
 
-torch reads each of them when it makes a process group.
+torch reads each of them when it makes a process group, the last one when it makes the first group.
 """
 
 _ABORTS_WITHIN = 5.0
@@ -132,6 +136,18 @@ def set_environment() -> None:
 def follow() -> None:
     """Install the signal handler by which `tell` raises an error in the main thread. Call once, in that thread."""
     signal.signal(_LEAVE_SIGNAL, _raise_in_cell)
+
+
+def gpu_to_bind(backend: str, device: str) -> torch.device | None:
+    """Return the GPU that must be named when a process group forms; None if there is none, or none need be named.
+
+    ``device`` is the worker's device. torch's "nccl2" connects while the group forms, to the GPU number ``LOCAL_RANK``
+    unless another is named. The older backend takes the GPU of the first tensor.
+    """
+    names = {part.rpartition(":")[2] for part in backend.lower().split(",")}
+    newer = names & {"nccl2", "nccl-lazy"} or ("nccl" in names and os.environ.get("TORCH_DIST_USE_NCCL2") != "0")
+    has_newer = hasattr(torch.distributed, "ProcessGroupNCCL2")
+    return torch.device(device) if has_newer and newer and device.startswith("cuda") else None
 
 
 # -- aborting ---------------------------------------------------------------------------------------------------
