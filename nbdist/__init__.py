@@ -46,6 +46,8 @@ A package with many modules is divided into subpackages. The ``__init__`` of eac
 from __future__ import annotations
 
 import importlib
+import sys
+import sysconfig
 from typing import TYPE_CHECKING, Any
 
 from nbdist import registry
@@ -106,6 +108,12 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if sys.platform != "linux":
+    raise ImportError(f"nbdist runs on Linux, and this is {sys.platform}: in WSL2 or Docker it works here, too")
+# Threads share tables that are safe only under the GIL, even while an extension module has switched it on again.
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    raise ImportError("nbdist needs a Python with a GIL, and this one is free-threaded: take the build without a t")
 
 LAYERS: dict[str, int] = {
     "amounts": 0,
