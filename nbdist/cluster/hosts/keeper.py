@@ -218,7 +218,8 @@ class Keeper:
         ip = str(folder / Path(connection["ip"]).name)
         file = folder / f"{Path(connection['ip']).name}.json"
         file.touch(mode=0o600)
-        file.write_bytes(msgspec.json.encode({**connection, "ip": ip}))
+        here = {**connection, "ip": ip}
+        file.write_bytes(msgspec.json.encode(here))
         place += self._first
         gpu = self._gpus[place % len(self._gpus)] if self._gpus else None
         told = msgspec.structs.replace(
@@ -233,14 +234,13 @@ class Keeper:
             device="cpu" if gpu is None else f"cuda:{gpu}",
             gpu=gpu,
         )
-        ports = {name.removesuffix("_port"): port for name, port in connection.items() if name.endswith("_port")}
         name = setup.name
 
         def carry(batch: list[Parcel]) -> None:
             self._agent.call(self._hub, hub.deliver, name, batch, timeout=0).wait()
 
         # Make the relay before the process, which may end at once: `_on_end` needs the relay for the last output.
-        relay = Relay.before_kernel(ip, ports, carry)
+        relay = Relay.before_kernel(here, carry)
         with self._lock:
             earlier, self._relays[name] = self._relays.get(name), relay
         if earlier is not None:

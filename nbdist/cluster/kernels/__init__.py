@@ -11,5 +11,6 @@
 `notices`               texts about workers that failed
 `labels`, `page_lines`  names and lines in tracebacks of cells
 `relay`                 messages of a kernel on another host
+`waiting_output`        those that wait for the notebook
 `versions`              the differences between Jupyter versions
 ======================  ================================="""

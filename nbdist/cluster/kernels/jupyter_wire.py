@@ -17,7 +17,7 @@ from jupyter_client.session import json_packer, json_unpacker
 
 from nbdist.errors import ProtocolError
 
-__all__ = ["decode", "encode", "new_header", "new_id", "pack", "unpack"]
+__all__ = ["decode", "encode", "is_text", "new_header", "new_id", "pack", "parent_of", "unpack", "with_text"]
 
 _DELIMITER = b"<IDS|MSG>"
 _VERSION = "5.4"
@@ -113,6 +113,26 @@ def decode(key: bytes, frames: Sequence[bytes]) -> dict[str, Any]:
         "content": content,
         "buffers": list(frames[start + 6 :]),
     }
+
+
+def is_text(frames: Sequence[bytes]) -> bool:
+    """Return whether these frames are a message with text that code has printed. The signature is not checked."""
+    try:
+        return bool(unpack(frames[frames.index(_DELIMITER) + 2])["msg_type"] == "stream")
+    except (ValueError, LookupError, TypeError, msgspec.MsgspecError):
+        return False
+
+
+def parent_of(frames: Sequence[bytes]) -> bytes:
+    """Return the frame of a message that names the message that caused it, such as a cell."""
+    return frames[frames.index(_DELIMITER) + 3]
+
+
+def with_text(key: bytes, frames: Sequence[bytes], text: str) -> list[bytes]:
+    """Return a message with text (`is_text`) with another text in its place, on standard error, signed with ``key``."""
+    start = frames.index(_DELIMITER) + 1
+    parts = [*frames[start + 1 : start + 4], pack({"name": "stderr", "text": text})]
+    return [*frames[:start], _sign(key, parts), *parts]
 
 
 def _sign(key: bytes, parts: Sequence[bytes]) -> bytes:

@@ -6,9 +6,8 @@
     Kernel ── ipc ──> Relay.before_notebook ── carry, deliver ──> Relay.before_kernel ── ipc ──> ipykernel
 
 A relay has two threads. One reads and writes its sockets. The other, the *courier*, carries the messages that were read
-to the other relay, one batch at a time, in order. While a batch is on its way, the relay reads more, up to `_MOST_READ`
-bytes. Further messages stay in ZeroMQ's queue, which has no limit, so a kernel never waits to send its output. The
-relay does not look at the frames: the kernel has signed them with its key, and the notebook checks the signature.
+to the other relay, one batch at a time, in order. While a batch is on its way, the relay reads more, so a kernel never
+waits to send its output. `nbdist.cluster.kernels.waiting_output` holds what was read, and drops text if it is too much.
 """
 
 from __future__ import annotations
@@ -25,18 +24,15 @@ from typing import Any
 
 import zmq
 
-__all__ = ["Parcel", "Relay"]
+from nbdist.cluster.kernels.waiting_output import Parcel, WaitingOutput
 
-Parcel = tuple[str, list[bytes]]
-"""A message: its channel, such as "shell", and its frames, without the identity of a client."""
+__all__ = ["Parcel", "Relay"]
 
 _CHANNELS = ("shell", "iopub", "stdin", "control")
 _CLIENT = b"notebook"
 """The name by which the kernel knows its only client: requests for input go where the cells came from."""
 _BATCH = 1 << 20
 """Bytes after which a batch is full."""
-_MOST_READ = 8 << 20
-"""Bytes that may wait for the courier; then nothing more is read."""
 _MESSAGES_AT_ONCE = 100
 """Messages of a channel that are read before the others have their turn."""
 
@@ -51,7 +47,9 @@ class Relay:
     the relay carries nothing more.
     """
 
-    def __init__(self, sockets: Mapping[str, Any], context: Any, carry: Callable[[list[Parcel]], object]) -> None:
+    def __init__(
+        self, sockets: Mapping[str, Any], context: Any, key: bytes, carry: Callable[[list[Parcel]], object]
+    ) -> None:
         self._sockets = dict(sockets)
         self._context = context
         self._carry = carry
@@ -59,13 +57,11 @@ class Relay:
         """The identity of the client on this side, for ROUTER sockets."""
         self._to_send: deque[Parcel] = deque()
         """The parcels that have been delivered here and not been sent to a socket yet."""
-        self._read: deque[Parcel] = deque()
-        """The parcels that have been read and not been carried away."""
-        self._bytes = 0
+        self._read = WaitingOutput(key)
         self._carrying = False
         """True while a batch is on its way."""
         self._changed = threading.Condition()
-        """Guards `_read`, `_bytes`, `_carrying` and `_closed`; notified when one of them changes."""
+        """Guards `_read`, `_carrying` and `_closed`; notified when one of them changes."""
         self._closed = False
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._threads = [
@@ -76,23 +72,23 @@ class Relay:
             thread.start()
 
     @classmethod
-    def before_notebook(cls, ip: str, ports: Mapping[str, int], carry: Callable[[list[Parcel]], object]) -> Relay:
+    def before_notebook(cls, connection: Mapping[str, Any], carry: Callable[[list[Parcel]], object]) -> Relay:
         """Return a relay that answers the notebook in the place of the kernel, at the ``ipc`` sockets of a connection.
 
-        ``ip`` and ``ports`` come from the connection file.
+        ``connection`` is what the kernel's connection file says.
         """
         context = _context()
         sockets = {}
         for channel in _CHANNELS:
             sockets[channel] = _socket(context, zmq.PUB if channel == "iopub" else zmq.ROUTER)
-            sockets[channel].bind(f"ipc://{ip}-{ports[channel]}")
-        return cls(sockets, context, carry)
+            sockets[channel].bind(_address(connection, channel))
+        return cls(sockets, context, connection["key"].encode(), carry)
 
     @classmethod
-    def before_kernel(cls, ip: str, ports: Mapping[str, int], carry: Callable[[list[Parcel]], object]) -> Relay:
+    def before_kernel(cls, connection: Mapping[str, Any], carry: Callable[[list[Parcel]], object]) -> Relay:
         """Return a relay that is the client of a kernel of this host.
 
-        ``ip`` and ``ports`` come from the kernel's connection file.
+        ``connection`` is what the kernel's connection file says.
         """
         context = _context()
         sockets = {}
@@ -102,8 +98,8 @@ class Relay:
                 sock.subscribe(b"")
             else:
                 sock.identity = _CLIENT
-            sock.connect(f"ipc://{ip}-{ports[channel]}")
-        return cls(sockets, context, carry)
+            sock.connect(_address(connection, channel))
+        return cls(sockets, context, connection["key"].encode(), carry)
 
     def deliver(self, batch: Sequence[Parcel]) -> None:
         """Accept a batch from the other end, and queue it for the sockets. Does not wait. Any thread may call this."""
@@ -158,7 +154,7 @@ class Relay:
             while self._send_all() | self._read_all():
                 pass
             # While there is no room, nothing is read, and the files would stay readable. The courier wakes this thread.
-            (all_files if self._bytes < _MOST_READ else woken).poll()
+            (all_files if self._read.has_room else woken).poll()
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_out, 4096)
         os.close(self._wake_out)
@@ -178,7 +174,7 @@ class Relay:
     def _read_all(self) -> bool:
         """Read the messages at the sockets while there is room; return whether there were any."""
         found: list[Parcel] = []
-        if self._bytes < _MOST_READ:
+        if self._read.has_room:
             for channel, sock in self._sockets.items():
                 for _ in range(_MESSAGES_AT_ONCE):
                     # Also of the PUB socket, which has no messages: else its file would stay readable.
@@ -190,8 +186,8 @@ class Relay:
                     found.append((channel, frames))
         if found:
             with self._changed:
-                self._read.extend(found)
-                self._bytes += sum(map(_size, found))
+                for parcel in found:
+                    self._read.add(parcel)
                 self._changed.notify_all()
         return bool(found)
 
@@ -216,19 +212,13 @@ class Relay:
         """Wait for parcels; return the next batch of them, or [] after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._read or self._closed)
-            batch: list[Parcel] = []
-            size = 0
-            while self._read and size < _BATCH and not self._closed:
-                batch.append(self._read.popleft())
-                size += _size(batch[-1])
-            self._bytes -= size
+            batch = [] if self._closed else self._read.take(_BATCH)
             self._carrying = bool(batch)
             return batch
 
 
-def _size(parcel: Parcel) -> int:
-    """Return the bytes of a parcel's frames."""
-    return sum(map(len, parcel[1]))
+def _address(connection: Mapping[str, Any], channel: str) -> str:
+    return f"ipc://{connection['ip']}-{connection[f'{channel}_port']}"
 
 
 def _context() -> Any:

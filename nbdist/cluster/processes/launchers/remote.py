@@ -325,9 +325,6 @@ class RemoteLauncher:
                 self._set_master(member)
             address, port = self._master or ("", 0)
             setup = msgspec.structs.replace(start.setup, master_address=address, master_port=port)
-            ports = {
-                key.removesuffix("_port"): value for key, value in start.connection.items() if key.endswith("_port")
-            }
 
             def carry(batch: list[Parcel]) -> None:
                 self.hub.call(member, keeper.deliver, name, batch, timeout=0).wait()
@@ -336,7 +333,7 @@ class RemoteLauncher:
                 earlier = self._relays.pop(name, None)
             if earlier is not None:
                 earlier.close()
-            relay = Relay.before_notebook(start.connection["ip"], ports, carry)
+            relay = Relay.before_notebook(start.connection, carry)
             with self._lock:
                 self._relays[name] = relay
             asked = self.hub.call(
