@@ -57,9 +57,12 @@ GENERAL_WAY := tests/rpc tests/wire tests/channel tests/conformance tests/autogr
 
 SOURCES := $(shell find nbdist -name __pycache__ -prune -o -type f -print 2>/dev/null | LC_ALL=C sort)
 
-.PHONY: demo lab docs dist notebooks test test-gpu check bench soak chaos clean always
+.PHONY: help demo lab docs dist notebooks test test-gpu check bench soak chaos clean always
 .DELETE_ON_ERROR:
-.DEFAULT_GOAL := test
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \?//p; /^$$/q' Makefile
 
 demo: $(VENV)/.nbdist
 	$(PY) notebooks/run.py --html $(PAGE) $(ARGS) notebooks/00_tour.ipynb

@@ -1,0 +1,33 @@
+"""`VERSION` is raised with every change of what messages hold: agents of two versions refuse each other by it."""
+
+import enum
+import hashlib
+
+import msgspec
+
+from nbdist.wire import messages
+
+PINNED = (14, "73499e36e42cd48a")
+"""`VERSION`, and the digest of the fields that belong to it."""
+
+
+def fields():
+    """Each message's number and fields, with their types and how many have a default; each enumeration's members."""
+    for name, found in sorted(vars(messages).items()):
+        if not isinstance(found, type) or found.__module__ != messages.__name__:
+            continue
+        if issubclass(found, msgspec.Struct):
+            kinds: dict[str, str] = {}
+            for base in reversed(found.__mro__):
+                kinds |= vars(base).get("__annotations__", {})
+            each = [(field, kinds[field]) for field in found.__struct_fields__]
+            yield name, found.__struct_config__.tag, each, len(found.__struct_defaults__)
+        elif issubclass(found, enum.Enum):
+            yield name, [(member.name, member.value) for member in found]
+
+
+def test_the_version_was_raised_with_the_last_change_of_a_message():
+    digest = hashlib.sha256(repr(list(fields())).encode()).hexdigest()[:16]
+    assert (messages.VERSION, digest) == PINNED, (
+        f"messages hold other fields: raise VERSION in nbdist/wire/messages.py, and pin it here with {digest!r}"
+    )
