@@ -2,6 +2,7 @@
 
 import enum
 import hashlib
+import inspect
 
 import msgspec
 
@@ -19,7 +20,7 @@ def fields():
         if issubclass(found, msgspec.Struct):
             kinds: dict[str, str] = {}
             for base in reversed(found.__mro__):
-                kinds |= vars(base).get("__annotations__", {})
+                kinds |= inspect.get_annotations(base)
             each = [(field, kinds[field]) for field in found.__struct_fields__]
             yield name, found.__struct_config__.tag, each, len(found.__struct_defaults__)
         elif issubclass(found, enum.Enum):
