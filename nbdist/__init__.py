@@ -47,7 +47,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import sysconfig
 from typing import TYPE_CHECKING, Any
 
 from nbdist import registry
@@ -110,10 +109,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 if sys.platform != "linux":
-    raise ImportError(f"nbdist runs on Linux, and this is {sys.platform}: in WSL2 or Docker it works here, too")
-# Threads share tables that are safe only under the GIL, even while an extension module has switched it on again.
-if sysconfig.get_config_var("Py_GIL_DISABLED"):
-    raise ImportError("nbdist needs a Python with a GIL, and this one is free-threaded: take the build without a t")
+    raise ImportError(f"nbdist runs on Linux, and this is {sys.platform}: WSL2 and Docker work")
+# Threads share tables that are safe only under the GIL, also where the GIL of a free-threaded build can be switched on.
+if "t" in sys.abiflags:
+    raise ImportError(
+        "nbdist needs a Python with a GIL, and this one is free-threaded: use python3.13, not python3.13t"
+    )
 
 LAYERS: dict[str, int] = {
     "amounts": 0,

@@ -81,9 +81,9 @@ class Notebook:
         }
         environment.pop("PYTEST_CURRENT_TEST", None)  # by which kernels see that they are tested, and behave otherwise
         if older := os.environ.get("NBDIST_TEST_KERNEL_PATH"):  # see tests/cluster/test_older_kernels.py
-            environment["PYTHONPATH"] = os.pathsep.join([older, os.environ.get("PYTHONPATH", "")])
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [older, os.environ.get("PYTHONPATH")]))
         if BLIND:
-            environment["PYTHONPATH"] = os.pathsep.join([BLIND, environment.get("PYTHONPATH", "")])
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [BLIND, environment.get("PYTHONPATH")]))
         self._start({**environment, **(env or {})})
         self.cells = {}
         self.comms = []

@@ -41,7 +41,7 @@ class Keepers:
         """
         command = [sys.executable, "-m", "nbdist", "worker", "--connect", str(file or self.file)]
         command += ["--host", address, *options]
-        path = os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, **more)
         self.processes.append(process)

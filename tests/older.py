@@ -47,4 +47,4 @@ def install(name, folder):
 
 def environment(folder):
     """What has a process run on them."""
-    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}

@@ -17,8 +17,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 NOT_PROVOKED = {
     "a table with all forwards first can always be run": "only a bug in the schedules could raise it",
-    "nbdist needs a Python with a GIL, and this one is free-threaded: take the build without a t": "on another Python",
-    "nbdist runs on Linux, and this is …: in WSL2 or Docker it works here, too": "on another system",
+    "nbdist needs a Python with a GIL, and this one is free-threaded: use python3.13, not python3.13t": "elsewhere",
+    "nbdist runs on Linux, and this is …: WSL2 and Docker work": "elsewhere",
 }
 """The messages that no test can provoke, by their template, and why."""
 

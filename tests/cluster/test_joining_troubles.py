@@ -6,20 +6,16 @@ The keepers run on this host, at addresses of their own in 127.0.0.0/8.
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import threading
 import time
 
 import pytest
-import zmq
 from joined import Keepers, keeper_of, until
 from other_hosts import wait_for_file
 
 import nbdist
-from nbdist.cluster.kernels.relay import Relay
-from nbdist.cluster.kernels.waiting_output import WaitingOutput
 from nbdist.cluster.workers import StartError
 
 
@@ -179,62 +175,3 @@ def test_two_notebooks_in_one_folder_keep_off_each_others_invitation(keepers):
     assert keepers.file.read_bytes() == text
     second.close()
     assert not keepers.file.exists()
-
-
-def seconds_of_cpu(during) -> float:
-    """The processor time that this process uses while `during` runs."""
-    begin = resource.getrusage(resource.RUSAGE_SELF)
-    during()
-    end = resource.getrusage(resource.RUSAGE_SELF)
-    return end.ru_utime - begin.ru_utime + end.ru_stime - begin.ru_stime
-
-
-def connection(folder):
-    ports = {"shell_port": 1, "iopub_port": 2, "stdin_port": 3, "control_port": 4}
-    return {"ip": f"{folder}/k", "key": "the key", **ports}
-
-
-def test_a_relay_without_work_uses_no_processor(tmp_path):
-    relay = Relay.before_notebook(connection(tmp_path), lambda batch: None)
-    context = zmq.Context()
-    subscriber = context.socket(zmq.SUB)
-    subscriber.subscribe(b"")
-    subscriber.connect(f"ipc://{tmp_path}/k-2")
-    time.sleep(0.2)
-    assert seconds_of_cpu(lambda: time.sleep(0.5)) < 0.25  # it would be 0.5
-    context.destroy(0)
-    time.sleep(0.2)
-    assert seconds_of_cpu(lambda: time.sleep(0.5)) < 0.25
-    relay.close()
-
-
-def test_a_relay_that_has_no_room_uses_no_processor(tmp_path, monkeypatch):
-    made, carried, let = [], [], threading.Event()
-
-    class Noted(WaitingOutput):
-        def __init__(self, key):
-            super().__init__(key)
-            made.append(self)
-
-    monkeypatch.setattr("nbdist.cluster.kernels.relay.WaitingOutput", Noted)
-
-    def carry(batch) -> None:
-        let.wait()
-        carried.extend(batch)
-
-    context = zmq.Context()
-    kernel = context.socket(zmq.PUB)
-    kernel.sndhwm = 0
-    kernel.bind(f"ipc://{tmp_path}/k-2")
-    relay = Relay.before_kernel(connection(tmp_path), carry)
-    time.sleep(0.3)
-    count = 100  # MB, of what must arrive
-    for _ in range(count):
-        kernel.send(bytes(1 << 20))
-    until(lambda: not made[0].has_room)
-    time.sleep(0.3)
-    assert seconds_of_cpu(lambda: time.sleep(0.5)) < 0.25
-    let.set()
-    until(lambda: len(carried) == count)
-    relay.close()
-    context.destroy(0)

@@ -119,7 +119,9 @@ OF_MAGICS = ("magics", "views/test_map.py", "views/test_displays.py", *(f"cluste
 
 
 def test_the_pids_of_the_blind_launcher_mean_nothing():
-    with Notebook(env={"PYTHONPATH": os.pathsep.join([str(BLIND), os.environ.get("PYTHONPATH", "")])}) as notebook:
+    with Notebook(
+        env={"PYTHONPATH": os.pathsep.join(filter(None, [str(BLIND), os.environ.get("PYTHONPATH")]))}
+    ) as notebook:
         notebook.run("%dist_init -n 1 --backend none --launcher blind")
         shown = notebook.run("(worker,) = __import__('nbdist').Cluster.current.workers; worker.pid, worker.host").result
         assert shown == "(5000000, 'elsewhere')"

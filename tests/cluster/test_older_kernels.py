@@ -96,7 +96,7 @@ def test_an_interrupt_of_a_magic_shows_the_users_line_alone(old):
     old.run("%%remote 0 -a\nimport time; time.sleep(600)")
     cell = old.send("print('begun', flush=True)\n%dist_restart -p")
     old.until(lambda: cell.stdout)
-    time.sleep(0.5)
+    time.sleep(0.5)  # of the wait itself nothing tells
     old.interrupt()
     old.finish(cell)
     assert cell.error["ename"] == "KeyboardInterrupt"

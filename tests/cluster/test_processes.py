@@ -429,7 +429,7 @@ def test_nothing_is_left_of_a_killed_owner(tmp_path, entry, fork):
     folder = tmp_path / "run"
     folder.mkdir()
     (tmp_path / "slow_to_import.py").write_text(f"import entries; entries.with_children({str(folder) + '.told0'!r})")
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [str(tmp_path), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(folder), entry, fork],
         stdout=subprocess.PIPE,

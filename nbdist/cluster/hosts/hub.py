@@ -41,7 +41,7 @@ from nbdist.cluster.hosts.admission import (
     describe_the_notebook,
 )
 from nbdist.cluster.hosts.invitations import Invitation, Invitations
-from nbdist.cluster.kernels.relay import Parcel
+from nbdist.cluster.kernels.waiting_output import Parcel
 from nbdist.errors import ProtocolError, SecurityError, UsageError, VersionMismatch
 from nbdist.rpc.agent import Agent, active_agent
 from nbdist.rpc.futures import Future

@@ -116,7 +116,7 @@ def decode(key: bytes, frames: Sequence[bytes]) -> dict[str, Any]:
 
 
 def is_text(frames: Sequence[bytes]) -> bool:
-    """Return whether these frames are a message with text that code has printed. The signature is not checked."""
+    """Return whether a message has printed text. Its signature is not checked."""
     try:
         return bool(unpack(frames[frames.index(_DELIMITER) + 2])["msg_type"] == "stream")
     except (ValueError, LookupError, TypeError, msgspec.MsgspecError):
@@ -124,12 +124,12 @@ def is_text(frames: Sequence[bytes]) -> bool:
 
 
 def parent_of(frames: Sequence[bytes]) -> bytes:
-    """Return the frame of a message that names the message that caused it, such as a cell."""
+    """Return the frame of a message that holds the header of its cause, such as a cell's."""
     return frames[frames.index(_DELIMITER) + 3]
 
 
 def with_text(key: bytes, frames: Sequence[bytes], text: str) -> list[bytes]:
-    """Return a message with text (`is_text`) with another text in its place, on standard error, signed with ``key``."""
+    """Return a copy of a message with printed text that has ``text`` on standard error instead, signed with ``key``."""
     start = frames.index(_DELIMITER) + 1
     parts = [*frames[start + 1 : start + 4], pack({"name": "stderr", "text": text})]
     return [*frames[:start], _sign(key, parts), *parts]

@@ -33,6 +33,7 @@ _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)
 """A frame in a formatted traceback of Python: indent, file, line, function and source line."""
 
 _IPYTHON = f"{os.path.dirname(core.__file__)}/"
+"""The folder of IPython's code that runs cells and magics, with a slash at its end."""
 _shell: Any = None
 _number: int | None = None
 """The number of the cell that runs or ran last."""

@@ -26,7 +26,7 @@ import zmq
 
 from nbdist.cluster.kernels.waiting_output import Parcel, WaitingOutput
 
-__all__ = ["Parcel", "Relay"]
+__all__ = ["Relay"]
 
 _CHANNELS = ("shell", "iopub", "stdin", "control")
 _CLIENT = b"notebook"
