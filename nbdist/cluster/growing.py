@@ -3,7 +3,7 @@
 A *keeper* is the process on a host that starts and ends the workers there::
 
     a keeper comes ──> InvitingLauncher.spare: is there room for new workers?
-                              │ yes
+                              │ yes, also once all keepers have answered or are lost
                               v
     Lifecycle.bring_in: all start ──> all are members of the RPC world ──> Lifecycle.adopt: they are workers ──> a line
                               │
@@ -92,8 +92,10 @@ class Growth:
         """Add workers until no keeper has room for a new one. Runs in a thread of its own."""
         try:
             with self._changing:
-                while count := self._launcher.spare():
-                    self._take_in(count)
+                while self._launcher.spare():
+                    self._launcher.hear_from_keepers()
+                    if count := self._launcher.spare():
+                        self._take_in(count)
         except Exception:
             if not self._launcher.is_closing:
                 _log.exception("workers could not join")

@@ -170,6 +170,41 @@ def test_an_open_place_is_filled_before_the_cluster_grows(keepers):
         assert cluster.names[-1] == "worker4"
 
 
+def test_nobody_is_taken_in_while_a_keeper_is_silent(keepers):
+    with keepers.cluster() as cluster:
+        silent = keepers.grow(cluster)
+        frozen = psutil.Process(silent.pid)
+        frozen.suspend()
+        keepers.another(cluster)
+        until(lambda: len(cluster._lives.launcher.hub.members) == 3)
+        time.sleep(2)
+        assert len(cluster.workers) == 2
+        frozen.resume()
+        cluster.wait_for_workers(3, timeout=60)
+        until(lambda: "3 workers" in keepers.told[-1])
+        assert sum_of_ranks(cluster) == [3.0] * 3
+
+
+@pytest.mark.skipif(not can_make_hosts(), reason="only root can make hosts, and only where the kernel allows it")
+def test_who_comes_before_a_dead_host_is_noticed_takes_its_place(tmp_path):
+    with hosts(4) as (address, others), cluster_on(others[:2], address, tmp_path, timeout=60) as cluster:
+        members = cluster._lives.launcher.hub.members
+        dead = next(other for other in others if other.address == keeper_of(cluster, "worker1").address)
+        dead.kill()
+        file = tmp_path / "another.json"
+        for count, other in enumerate(others[2:], 2):
+            cluster.invite(str(file))
+            other.start("-m", "nbdist", "worker", "--connect", "-", stdin=file.read_bytes())
+            if count == 2:
+                until(lambda: len(members) == 3)
+                assert not cluster.find("worker1").lost
+                until(lambda: cluster.find("worker1").lost, 30)
+                assert cluster.restart() == ["worker1"]
+        cluster.wait_for_workers(3, timeout=60)
+        assert cluster.names == ["worker0", "worker1", "worker2"]
+        assert sum_of_ranks(cluster) == [3.0] * 3
+
+
 @pytest.mark.soak
 def test_a_newcomer_that_dies_leaves_no_trace(keepers):
     slow = "import os, time\nif os.path.exists('slow'):\n    time.sleep(5)\n"

@@ -13,6 +13,7 @@ A worker whose process has ended keeps its place at its keeper: its place is not
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -65,6 +66,22 @@ class InvitingLauncher(RemoteLauncher):
             placed = {name for member in invited for name in member.workers}
             known = {name for name, rank in self._ranks.items() if self._needs_invited(rank)}
             return max(0, free - len(known - placed))
+
+    def hear_from_keepers(self) -> None:
+        """Wait until each keeper has answered, or is lost, so that the places of lost ones are open in `spare`.
+
+        The hub notices only after 12 seconds that another host is gone. Until then its workers would keep their places,
+        and who comes for one of these would become a new worker.
+        """
+        with self.hub.lock:
+            members = list(self.hub.members)
+        asked = []
+        for member in members:
+            with contextlib.suppress(NbdistError):  # it is lost by now
+                asked.append(self.hub.call(member, os.getpid))
+        for answer in asked:
+            with contextlib.suppress(NbdistError):
+                answer.wait()
 
     def _is_invited(self, member: KeeperMember) -> bool:
         """Return whether a keeper came with one of the user's invitations, and not with one of the launcher's own."""
