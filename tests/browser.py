@@ -5,15 +5,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 
 import nbformat
 import pytest
+from servers import USER, serve
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FRONTS = {"lab": ("jupyterlab", "lab/tree", "LabApp"), "notebook": ("notebook", "notebooks", "JupyterNotebookApp")}
 BOTH = ["lab", pytest.param("notebook", marks=pytest.mark.soak)]
 """Both front ends, for a test that looks alike in them: only `make soak` runs it in Notebook 7, too."""
 PATIENCE = 60
@@ -27,6 +25,8 @@ def needs_browser():
 
 class Page:
     """One notebook, open in a browser."""
+
+    CELL, EDITOR, PROMPT, OUTPUT = ".jp-Notebook .jp-Cell", ".jp-InputArea-editor", ".jp-InputPrompt", ".jp-OutputArea"
 
     def __init__(self, page, folder):
         self.page = page
@@ -50,14 +50,14 @@ class Page:
 
     def run(self, index):
         """Begin to run a cell."""
-        cell = self.page.locator(".jp-Notebook .jp-Cell").nth(index)
+        cell = self.cell(index)
         cell.scroll_into_view_if_needed()
-        cell.locator(".jp-InputArea-editor").click()
+        cell.locator(self.EDITOR).click()
         self.page.keyboard.press("Control+Enter")
 
     def cell(self, index):
         """A cell, to look for things in."""
-        return self.page.locator(".jp-Notebook .jp-Cell").nth(index)
+        return self.page.locator(self.CELL).nth(index)
 
     def expect(self, locator):
         """Return Playwright's assertions about what a locator finds: each is tried again until it holds.
@@ -76,7 +76,7 @@ class Page:
 
     def ended(self, index, timeout=PATIENCE):
         """Wait for a cell's end."""
-        prompt = self.cell(index).locator(".jp-InputPrompt")
+        prompt = self.cell(index).locator(self.PROMPT)
         deadline = time.monotonic() + timeout
         while not re.search(r"\[\d+\]", prompt.text_content() or ""):
             assert time.monotonic() < deadline, f"cell {index} has not ended: {self.told(index)}"
@@ -84,11 +84,17 @@ class Page:
 
     def tells(self, index, text):
         """Wait until a text stands below a cell: a cell's end may be shown before all that it printed."""
-        self.expect(self.cell(index).locator(".jp-OutputArea").first).to_contain_text(text)
+        self.expect(self.cell(index).locator(self.OUTPUT).first).to_contain_text(text)
 
     def told(self, index):
         """The text below a cell."""
-        return self.cell(index).locator(".jp-OutputArea").first.text_content()
+        return self.cell(index).locator(self.OUTPUT).first.text_content()
+
+    def interrupt(self):
+        """Interrupt the kernel, as who types in no cell does it by two keys."""
+        self.page.keyboard.press("Escape")
+        self.page.keyboard.press("i")
+        self.page.keyboard.press("i")
 
     def save(self):
         """Save the notebook, wait until the server has written the file, and return what is in the file."""
@@ -105,12 +111,18 @@ class Page:
         return session.send("Runtime.getHeapUsage")["usedSize"]
 
 
+class ClassicPage(Page):
+    """One notebook in nbclassic."""
+
+    CELL, EDITOR, PROMPT, OUTPUT = "#notebook-container .cell", ".CodeMirror", ".input_prompt", ".output_wrapper"
+
+
 def _is_save(answer):
     return answer.request.method == "PUT" and "/api/contents/book.ipynb" in answer.url
 
 
 @contextlib.contextmanager
-def notebook(cells, front, folder, *, outputs=None, theme=None, subshells=True, env=None, again=False):
+def notebook(cells, front, folder, *, place="alone", outputs=None, theme=None, subshells=True, env=None, again=False):
     """Open a notebook of these cells in a front end, connected to its kernel; with outputs, as one that others sent.
 
     That is, it is not trusted, and there is no such kernel. With ``again`` it is the notebook that was saved there
@@ -132,58 +144,33 @@ def notebook(cells, front, folder, *, outputs=None, theme=None, subshells=True, 
     if not subshells:
         chosen = {"commsOverSubshells": "disabled"}
         (settings / "kernels-settings.jupyterlab-settings").write_text(json.dumps(chosen))
-    module, path, app = FRONTS[front]
-    log = folder / "server.log"
     places = {f"JUPYTER_{what}_DIR": str(folder / what.lower()) for what in ("CONFIG", "DATA", "RUNTIME")}
     places |= {f"JUPYTERLAB_{what}_DIR": str(folder / what.lower()) for what in ("SETTINGS", "WORKSPACES")}
-    options = ["--no-browser", "--allow-root", "--ServerApp.port=0", "--IdentityProvider.token=secret"]
-    with log.open("w") as told:
-        server = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                module,
-                *options,
-                f"--ServerApp.root_dir={folder}",
-                f"--{app}.expose_app_in_browser=1",
-            ],
-            env={**os.environ, **(env or {}), **places, "IPYTHONDIR": str(folder / "ipython"), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=told,
-            stderr=told,
-        )
-    try:
-        deadline = time.monotonic() + PATIENCE
-        while not (found := re.search(r"http://(?:localhost|127\.0\.0\.1):(\d+)/", log.read_text())):
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        with sync_playwright() as play:
-            browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-            try:
-                page = browser.new_page(viewport={"width": 1400, "height": 1000})
-                page.set_default_timeout(PATIENCE * 1000)
-                opened = Page(page, folder)
-                page.goto(f"http://localhost:{found[1]}/{path}/book.ipynb?token=secret")
-                page.wait_for_selector(".jp-Notebook .jp-Cell")
-                if outputs is None:
-                    _await_kernel(opened)
-                    opened.complaints.clear()  # Notebook 7.6 has one of its own when it starts
-                yield opened
-            finally:
-                browser.close()
-    finally:
-        server.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(20)
-        if server.poll() is None:
-            server.kill()
-            server.wait()
+    places |= {"IPYTHONDIR": str(folder / "ipython"), "OMP_NUM_THREADS": "1"}
+    with serve(front, folder, {**os.environ, **(env or {}), **places}, place) as address, sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        try:
+            page = browser.new_page(viewport={"width": 1400, "height": 1000})
+            page.set_default_timeout(PATIENCE * 1000)
+            opened = (ClassicPage if front == "nbclassic" else Page)(page, folder)
+            page.goto(address)
+            if place == "hub":
+                page.fill("#username_input", USER)
+                page.fill("#password_input", "any")
+                page.click("#login_submit")
+            page.wait_for_selector(opened.CELL)
+            if outputs is None:
+                _await_kernel(opened)
+                opened.complaints.clear()  # Notebook 7.6 has one of its own when it starts
+            yield opened
+        finally:
+            browser.close()
 
 
 def _await_kernel(opened):
     """Until the kernel answers: the light says idle also before there is a connection."""
     connected = """async () => {
+        if (window.Jupyter?.notebook) { return Boolean(Jupyter.notebook.kernel?.is_connected()); }
         const app = window.jupyterapp ?? window.jupyterlab;
         for (const kernel of app?.serviceManager?.kernels?._kernelConnections ?? []) {
             if (kernel.connectionStatus === "connected") { await kernel.info; return true; }
