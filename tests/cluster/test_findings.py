@@ -81,6 +81,15 @@ def test_nothing_is_found_where_nothing_is_wrong():
             "%dist_init -g",
         ),
         (
+            {
+                "gpu_count": 1,
+                "gpus": (replace(H100, lacks_convolutions="a P100, runs no convolutions. After `x` it does"),),
+            },
+            "GPUs",
+            "GPU 0, a P100, runs no convolutions",
+            "After `x` it does",
+        ),
+        (
             {"gpu_count": 1, "gpus": (replace(H100, unshared="CUDA refuses cuDeviceGet: CUDA_ERROR_NOT_PERMITTED"),)},
             "GPUs",
             "the memory of GPU 0 cannot be shared between processes (CUDA refuses cuDeviceGet",

@@ -131,12 +131,39 @@ def test_remarks_on_start(gpus, options, told, monkeypatch):
         for rank, number in enumerate(gpus)
     ]
     spec = SimpleNamespace(gpu_memory=options.get("gpu_memory"), backend=options.get("backend"))
-    cluster = SimpleNamespace(workers=workers, spec=spec, backend=choose_backend(gpus))
+    agent = SimpleNamespace(call=lambda name, function: SimpleNamespace(wait=function))
+    cluster = SimpleNamespace(workers=workers, spec=spec, backend=choose_backend(gpus), agent=agent)
     found = remarks.remarks_on_start(cluster)
     assert len(found) == len(told)
     assert all(line.startswith(beginning) for line, beginning in zip(found, told, strict=True))
     monkeypatch.setattr(remarks.machine, "limits", lambda: "2 of 64 cores")
     assert remarks.remarks_on_start(cluster)[0] == "Limited here: the workers may use 2 of 64 cores."
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "lacks"),
+    [
+        ((6, 0), 91900, True),  # a P100 with torch 2.11
+        ((7, 0), 91100, True),
+        ((6, 0), 91002, False),  # torch 2.10, of Kaggle's image in August
+        ((7, 5), 91900, False),  # a T4
+        ((6, 0), None, False),
+    ],
+)
+def test_an_old_gpu_without_convolutions_is_named(capability, version, lacks, cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    assert not gpu.own_lacks_convolutions(), "it has no GPU"
+    gpu.prepare(of_worker())
+    agent = SimpleNamespace(call=lambda name, function: SimpleNamespace(wait=function))
+    workers = [SimpleNamespace(name=f"worker{rank}", device="cuda:0") for rank in range(2)]
+    said = remarks._old(SimpleNamespace(workers=workers, agent=agent))
+    assert len(said) == lacks
+    if lacks:
+        assert said[0].startswith(
+            "The GPU of worker0,1, a Tesla P100, runs no convolutions: its compute capability is "
+        )
+        assert said[0].endswith("After `torch.backends.cudnn.enabled = False` torch uses slower ones of its own.")
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,9 @@ def _of_gpus(facts: MachineFacts) -> list[Finding]:
                     "Choose other GPUs with %dist_init -g, or install a torch that is built for it",
                 )
             )
+        elif gpu.lacks_convolutions:
+            problem, _, remedy = gpu.lacks_convolutions.partition(". ")
+            found.append(Finding("GPUs", "", f"GPU {gpu.index}, {problem}", remedy))
         if gpu.unshared:
             found.append(
                 Finding(

@@ -12,7 +12,7 @@ import torch
 import nbdist
 from nbdist.channel import machine
 from nbdist.channel.shared_memory import gpu_memory, mapping
-from nbdist.cluster.worker.gpu import is_supported
+from nbdist.cluster.worker.gpu import is_supported, lacks_convolutions
 from nbdist.gpus import staging
 from nbdist.rpc.agent import active_agent
 
@@ -34,6 +34,8 @@ class GpuFacts:
     """True if torch has code for GPUs of this capability."""
     unshared: str = ""
     """Why its memory cannot be shared between processes; empty if it can."""
+    lacks_convolutions: str = ""
+    """The sentence that torch's cuDNN does not run on it; empty if it does."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ def _gpus(count: int) -> tuple[GpuFacts, ...]:
         capability = torch.cuda.get_device_capability(index)
         name = torch.cuda.get_device_name(index)
         unshared = gpu_memory.why_unavailable(index) if torch.version.hip is None else ""  # other drivers are not asked
-        found.append(GpuFacts(index, name, capability, is_supported(capability, built), unshared))
+        has_code = is_supported(capability, built)
+        found.append(GpuFacts(index, name, capability, has_code, unshared, lacks_convolutions(index)))
     return tuple(found)
 
 

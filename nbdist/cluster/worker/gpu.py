@@ -11,10 +11,12 @@ from nbdist.amounts import size
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.errors import UsageError
 
-__all__ = ["check", "explain", "identity", "is_supported", "prepare"]
+__all__ = ["check", "explain", "identity", "is_supported", "lacks_convolutions", "own_lacks_convolutions", "prepare"]
 
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)")
 """An entry of torch's list of architectures, such as "sm_90a": its kind, and the two numbers of the capability."""
+_CUDNN_DROPS = 91100, (7, 5)
+"""The version of cuDNN from which on it runs only on GPUs of this compute capability and later ones."""
 _NOTE = "GPU "
 """The beginning of the note that `explain` adds."""
 
@@ -66,6 +68,27 @@ def is_supported(capability: tuple[int, int], built: Sequence[str]) -> bool:
         if version <= capability and (kind == "compute" or version[0] == capability[0]):
             return True
     return not found
+
+
+def lacks_convolutions(device: int | str) -> str:
+    """Return a sentence that says that torch's cuDNN does not run on a GPU; empty if it does, or torch has none."""
+    since, oldest = _CUDNN_DROPS
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= oldest or torch.version.hip is not None:
+        return ""
+    version = torch.backends.cudnn.version() or 0
+    if version < since:
+        return ""
+    return (
+        f"a {torch.cuda.get_device_name(device)}, runs no convolutions: its compute capability is "
+        f"{capability[0]}.{capability[1]}, and torch's cuDNN {version // 10000}.{version // 100 % 100} needs "
+        f"{oldest[0]}.{oldest[1]}. After `torch.backends.cudnn.enabled = False` torch uses slower ones of its own"
+    )
+
+
+def own_lacks_convolutions() -> str:
+    """Return what `lacks_convolutions` says of this worker's GPU. The notebook calls this on workers."""
+    return "" if _own is None else lacks_convolutions(_own.device)
 
 
 def explain(error: BaseException | None) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from nbdist.channel import machine
 from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.processes.setup import AUTO
+from nbdist.cluster.worker import gpu
+from nbdist.errors import NbdistError
 
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
@@ -16,7 +19,7 @@ __all__ = ["remarks_on_start"]
 
 
 def remarks_on_start(cluster: Cluster) -> list[str]:
-    """Return lines about a container's limits, the process group of workers with GPUs, and GPUs that workers share."""
+    """Return lines about a container's limits, the process group of workers with GPUs, and shared or old GPUs."""
     found = []
     if limited := machine.limits():
         found.append(f"Limited here: the workers may use {limited}.")
@@ -24,8 +27,8 @@ def remarks_on_start(cluster: Cluster) -> list[str]:
     if any(has_gpu) and cluster.spec.backend is None and (backend := cluster.backend) != AUTO:
         found.append(f"The process group uses {_backend_in_words(backend, all(has_gpu))}.")
     if cluster.spec.gpu_memory is None:
-        found += [_sharing(gpu, names) for gpu, names in _sharers(cluster).items()]
-    return found
+        found += [_sharing(number, names) for number, names in _sharers(cluster).items()]
+    return found + _old(cluster)
 
 
 def _backend_in_words(backend: str, all_have_gpus: bool) -> str:
@@ -35,18 +38,28 @@ def _backend_in_words(backend: str, all_have_gpus: bool) -> str:
     return "nccl for tensors on GPUs and gloo for those on the CPU"
 
 
+def _old(cluster: Cluster) -> list[str]:
+    """Return a line for each kind of GPU that torch's cuDNN does not run on. Asks the workers with GPUs."""
+    names = [worker.name for worker in cluster.workers if worker.device.startswith("cuda")]
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name, asked in [(name, cluster.agent.call(name, gpu.own_lacks_convolutions)) for name in names]:
+        with contextlib.suppress(NbdistError):  # its next cell says that it is lost
+            found[asked.wait()].append(name)
+    return [f"The GPU of {say_names(names)}, {text}." for text, names in found.items() if text]
+
+
 def _sharers(cluster: Cluster) -> dict[int, list[str]]:
     """Return the names of the workers of each GPU that has several, by the GPU's number."""
     found: defaultdict[int, list[str]] = defaultdict(list)
     for worker in cluster.workers:
         if worker.gpu is not None:
             found[worker.gpu].append(worker.name)
-    return {gpu: names for gpu, names in found.items() if len(names) > 1}
+    return {number: names for number, names in found.items() if len(names) > 1}
 
 
-def _sharing(gpu: int, names: list[str]) -> str:
+def _sharing(number: int, names: list[str]) -> str:
     part = f"{0.9 / len(names):.2f}"
     return (
-        f"{say_names(names)} share GPU {gpu}, and the first to ask gets its memory; "
+        f"{say_names(names)} share GPU {number}, and the first to ask gets its memory; "
         f"`%dist_init --gpu-memory {part}` gives each its part."
     )
