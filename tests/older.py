@@ -20,9 +20,14 @@ COMM = 'raise ImportError("there is no comm, as on Colab")\n'
 
 
 def pins(name):
-    """The lines of a list in `environments`, such as "numpy==2.1.3"."""
-    lines = (LISTS / f"{name}.txt").read_text().splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+    """The lines of a list in `environments`, such as "numpy==2.1.3"; after "-r another.txt" only what differs stands."""
+    found = {}
+    for line in (LISTS / f"{name}.txt").read_text().splitlines():
+        if line.startswith("-r "):
+            found = {pin.partition("==")[0]: pin for pin in pins(line[3:].removesuffix(".txt"))}
+        elif line and not line.startswith("#"):
+            found[line.partition("==")[0]] = line
+    return list(found.values())
 
 
 def _is_here(pin):

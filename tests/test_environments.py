@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = ("", "swarm", "notebook")
+PLACES = ("colab", "kaggle", "kaggle-now")
 
 
 def python_of(name):
@@ -36,7 +37,7 @@ def built(tmp_path_factory):
     [
         # The others would find the same, as a rule.
         pytest.param(name, extra, marks=[] if (name, extra) == ("colab", "swarm") else pytest.mark.soak)
-        for name in ("colab", "kaggle")
+        for name in PLACES
         for extra in EXTRAS
     ],
 )
@@ -100,7 +101,7 @@ def install(python, *arguments):
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("name", ["colab", "kaggle"])
+@pytest.mark.parametrize("name", PLACES)
 def test_pip_changes_no_package(name, extra, built, place):
     """pip itself, on this Python."""
     before = packages(place)
@@ -114,7 +115,7 @@ def test_pip_changes_no_package(name, extra, built, place):
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["kaggle"])
+@pytest.mark.parametrize("name", ["kaggle", "kaggle-now"])
 def test_two_wheels_are_enough_without_a_network(name, built, place, tmp_path):
     """As notebooks of Kaggle's competitions install it, from a folder that was uploaded."""
     folder = tmp_path / "wheels"

