@@ -20,7 +20,7 @@ COMM = 'raise ImportError("there is no comm, as on Colab")\n'
 
 
 def pins(name):
-    """The lines of a list in `environments`, such as "numpy==2.1.3"; after "-r another.txt" only what differs stands."""
+    """The lines of a list in `environments`, such as "numpy==2.1.3". "-r LIST.txt" begins one that changes another."""
     found = {}
     for line in (LISTS / f"{name}.txt").read_text().splitlines():
         if line.startswith("-r "):

@@ -152,6 +152,27 @@ with testing.World(2) as world, world[0].activate():
 """
 
 
+WITHOUT_JIT = """
+import sys, torch
+del torch.jit, sys.modules["torch.jit"]
+import nbdist.compat.rpc.internal, nbdist.magics.commands, nbdist.nn, nbdist.optim
+from nbdist import autograd, testing, rpc
+
+with testing.World(2) as world, world[0].activate(), autograd.context() as context_id:
+    remote = nbdist.nn.RemoteModule("worker1", torch.nn.Linear, (3, 2))
+    there = rpc.rpc_sync("worker1", torch.nn.Linear(3, 1), args=(torch.ones(3),))
+    loss = remote(torch.ones(1, 3)).relu().sum() + there.sum()
+    autograd.backward(context_id, [loss])
+assert "torch.jit" not in sys.modules
+"""
+
+
+def test_nothing_needs_torch_jit_before_a_script_comes():
+    """Torch, which deprecates it, still imports it by itself; here the program takes it away."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_JIT], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("first", ["torch._dynamo", "nbdist.nn, nbdist.optim, nbdist.magics.commands"])
 def test_it_does_not_matter_which_is_imported_first(first):
     """And nbdist does not import what compiles, which takes a second and 70 MB. (transformers does, for a swarm.)"""

@@ -32,6 +32,7 @@ from nbdist.autograd.graph.origins import NodeOrigin
 from nbdist.code_places import NBDIST, TORCH, is_nbdists
 from nbdist.errors import ForwardNaN
 from nbdist.torch_private import graph_task, is_transforming, no_torch_function, without_dispatch_modes
+from nbdist.wire.pickling.scripts import is_tracing
 
 __all__ = ["Check", "holds_nan", "tensors_in"]
 
@@ -51,7 +52,6 @@ _NAMES = """
 _UNCHECKED_FUNCTIONS = frozenset(_NAMES.split())
 """Functions that make no NaN themselves: they pass values on, overwrite old values, or only read."""
 
-_jit: Any = torch.jit  # Any, because is_tracing has no annotations
 _UPDATE_FILES = tuple(f"{TORCH}{part}" for part in ("optim/", "nn/utils/clip_grad.py", "amp/grad_scaler.py"))
 """The files of torch that update parameters or scale gradients: a NaN there comes from a backward pass."""
 
@@ -129,7 +129,7 @@ class Check:
             name not in _UNCHECKED_FUNCTIONS
             and (graph_task() < 0 or torch.is_grad_enabled())
             and not is_transforming()
-            and not _jit.is_tracing()
+            and not is_tracing()
         )
 
     def before(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Named]:

@@ -15,6 +15,7 @@ import torch
 from nbdist.compat.references import Serialized, in_a_message
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.pickling.registered import register_reducer
+from nbdist.wire.pickling.scripts import is_script_module
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
@@ -122,7 +123,7 @@ class _Pickler(pickle.Pickler):
                 _thread.beside.append(obj)
                 return _BESIDE, len(_thread.beside) - 1
             return _RREF, obj._serialize()  # type: ignore[attr-defined]  # see nbdist.compat.references
-        if isinstance(obj, torch.jit.ScriptModule) and type(obj) not in self._reducers:
+        if is_script_module(obj) and type(obj) not in self._reducers:
             saved = io.BytesIO()
             torch.jit.save(obj, saved)
             return _SCRIPT, saved.getvalue()

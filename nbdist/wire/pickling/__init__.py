@@ -9,6 +9,7 @@
 `stand_ins`      the functions to which pickled bodies refer
 `registered`     types and reducers that higher layers add
 `culprit`        finds the part of a value that cannot be pickled
+`scripts`        recognises code of TorchScript
 `large_globals`  warns about large globals that travel with functions
 ===============  ==========================================================
 """

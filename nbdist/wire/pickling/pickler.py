@@ -25,6 +25,7 @@ from nbdist.wire.messages import Fork
 from nbdist.wire.pickling import classes, definitions, names, stand_ins
 from nbdist.wire.pickling.large_globals import warn_of_large_globals
 from nbdist.wire.pickling.registered import Forker, reducers, reference_types
+from nbdist.wire.pickling.scripts import is_script_function, is_script_module
 from nbdist.wire.tensors import OWN_FRAME_BYTES, Buffer, TensorPacker, is_packable, refuse_uncarried
 
 __all__ = ["Pickler", "ValueWanted"]
@@ -162,12 +163,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if isinstance(obj, torch.nn.Module):
             if id(obj) not in self._modules:
                 self._look_into(obj)
-            if isinstance(obj, torch.jit.ScriptModule):
+            if is_script_module(obj):
                 saved = io.BytesIO()
                 torch.jit.save(obj, saved)
                 return stand_ins.script, (saved.getvalue(),)
             return NotImplemented
-        if isinstance(obj, torch.jit.ScriptFunction):
+        if is_script_function(obj):
             return self._script_function(obj)
         if obj.__class__ is kind:  # a proxy has another ``__class__``, and each proxy needs a check of its own
             self._ordinary.add(kind)
