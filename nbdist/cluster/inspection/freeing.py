@@ -54,10 +54,10 @@ def _forget(ids: set[GlobalId]) -> None:
     for id_, promise, _ in agent.owned():
         if id_ in ids and promise.done() and promise.exception() is None:
             found.update(pins.told({pins.variable(name) for name in names.get(id(promise.value()), ())}))
-    del rrefs  # which would keep the references themselves
     _drop_shown(of, roots, {pin.name for pin in found if pin.kind == "out"})
     if any(pin.kind == "traceback" for pin in found):
         _drop_errors(of)
+    del rrefs, roots  # which keep the references themselves, and the frames of errors
     gc.collect()
     agent.reap()
 
