@@ -15,6 +15,7 @@ listener of a group that the caller knows.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dis
 import os
 import re
@@ -36,6 +37,12 @@ _NAME = "gloo_tcp_loop" if torch_version() >= (2, 13) else None
 _EPOLL_WAITS = ("232", "281", "441", "22")  # epoll_wait, epoll_pwait, epoll_pwait2 on x86-64; epoll_pwait on ARM
 _TRIES, _TRIES_FOR_ANY = 100, 3
 """The most looks, 1 ms apart, to see whether a thread polls. The second is for an idle thread without a known name."""
+_KEEPS_GIL = ctypes.PyDLL(None)
+"""The functions of C's library, during which no other thread of Python runs."""
+_LOOKS, _LOOK_EVERY = 5, 50
+"""The most looks at a thread that seems to run, and the microseconds between two."""
+_LONGEST_CALL = 256
+"""The most bytes of a system call as Linux writes it: its number, six arguments and two addresses."""
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 
@@ -100,11 +107,30 @@ def system_call(task: int) -> list[str]:
     """Return the number and the arguments of the system call that a thread of this process is in, as Linux writes them.
 
     ``task`` is the thread's native id. The first entry is ``running`` if the thread is not blocked, ``-1`` if it is
-    blocked outside of a system call, and ``unknown`` if Linux does not tell.
+    blocked outside of a system call, and ``unknown`` if Linux does not tell. A thread that waits for the GIL is blocked:
+    this keeps the GIL while it looks, for `_LOOKS` times `_LOOK_EVERY` if the thread seems to run.
     """
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/self/task/{task}/syscall").read_text().split()
-    return ["unknown"]
+    try:
+        file = os.open(f"/proc/self/task/{task}/syscall", os.O_RDONLY)
+    except OSError:
+        return ["unknown"]
+    try:
+        found = _read_keeping_gil(file)
+        for _ in range(_LOOKS):
+            if found[0] != "running":
+                break
+            _KEEPS_GIL.usleep(_LOOK_EVERY)  # a thread that has just given the GIL up needs a moment to block
+            found = _read_keeping_gil(file)
+    finally:
+        os.close(file)
+    return found
+
+
+def _read_keeping_gil(file: int) -> list[str]:
+    """Return the words at the beginning of a file. Python's own functions would release the GIL while they read."""
+    text = ctypes.create_string_buffer(_LONGEST_CALL)
+    count = _KEEPS_GIL.pread(file, text, _LONGEST_CALL, 0)
+    return text.raw[:count].decode().split() if count > 0 else ["unknown"]
 
 
 def call_of(ident: int) -> list[str]:
