@@ -35,7 +35,7 @@ def tell(path: str, word: str) -> None:
     draft = Path(path + ".new")
     draft.write_text(json.dumps(facts))
     draft.rename(path)
-    print("told")
+    print("told", flush=True)
     print("and complained", file=sys.stderr)
 
 

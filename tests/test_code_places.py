@@ -34,6 +34,9 @@ def folder(tmp_path, monkeypatch):
     info.mkdir()
     (info / "METADATA").write_text("Name: wheel\nVersion: 1.0\n")
     (info / "RECORD").write_text("wheel/__init__.py,,\nwheel_extra.py,,\nwheel-1.0.dist-info/METADATA,,\n")
+    (tmp_path / "wheel").mkdir()
+    for name in ("wheel/__init__.py", "wheel_extra.py"):  # Python 3.12 on leaves files out that are not there
+        (tmp_path / name).touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 

@@ -407,12 +407,12 @@ try:
     channel = ZmqChannel('few', SECRET, host={host!r})
     try:
         channel.connect(channel.addresses, is_large=True).send([bytes(1_000_000)], 'call')
-        print('sent')
+        print('sent', flush=True)
     except TooManyFiles:
-        print('no large link')
+        print('no large link', flush=True)
     channel.close()
 except ResourceError:
-    print('no channel')
+    print('no channel', flush=True)
 os._exit(0)
 """
     with process(code) as other:

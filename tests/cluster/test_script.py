@@ -124,7 +124,7 @@ def test_a_handle_can_be_awaited_when_the_cluster_is_gone_and_by_several(tmp_pat
         "        waiters = [threading.Thread(target=cell.wait) for _ in range(3)]\n"
         "        for waiter in waiters: waiter.start()\n"
         "        for waiter in waiters: waiter.join(30)\n"
-        "        print([waiter.is_alive() for waiter in waiters])\n"
+        "        print([waiter.is_alive() for waiter in waiters], flush=True)\n"
         "        if os.fork() == 0:\n"
         "            try:\n"
         "                cluster.execute('1')\n"

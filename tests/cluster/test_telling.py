@@ -101,7 +101,7 @@ def test_fail_fast_interrupts_the_others(notebook):
 
 
 def test_fail_fast_tells_of_the_error_if_others_do_not_stop(notebook):
-    cell = notebook.send("%%remote --fail-fast\nif rank == 1: 1 / 0\nsum(range(10**10))")
+    cell = notebook.send("%%remote --fail-fast\ndist.barrier()\nif rank == 1: 1 / 0\nsum(range(10**10))")
     told = "[worker1] ZeroDivisionError: division by zero (worker0,2 still run; Stop ends them)\n"
     notebook.until(lambda: told in cell.stderr)
     stop(notebook, cell)
