@@ -107,8 +107,8 @@ def system_call(task: int) -> list[str]:
     """Return the number and the arguments of the system call that a thread of this process is in, as Linux writes them.
 
     ``task`` is the thread's native id. The first entry is ``running`` if the thread is not blocked, ``-1`` if it is
-    blocked outside of a system call, and ``unknown`` if Linux does not tell. A thread that waits for the GIL is blocked:
-    this keeps the GIL while it looks, for `_LOOKS` times `_LOOK_EVERY` if the thread seems to run.
+    blocked outside of a system call, and ``unknown`` if Linux does not tell. A thread that waits for the GIL is
+    blocked: this keeps the GIL while it looks, and looks up to `_LOOKS` times more if the thread seems to run.
     """
     try:
         file = os.open(f"/proc/self/task/{task}/syscall", os.O_RDONLY)
