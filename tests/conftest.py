@@ -9,12 +9,14 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from needs import need_of
 
 _runtime = tempfile.mkdtemp(prefix="nbdist-tests-", dir="/tmp")
 os.environ["NBDIST_RUNTIME_DIR"] = _runtime
@@ -25,7 +27,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # An example may take long on a busy machine: that is no failure. All else is as hypothesis chose, for CI or here.
 settings.register_profile("patient", parent=settings(), deadline=None)
+settings.register_profile("quick", parent=settings.get_profile("patient"), max_examples=20)
 settings.load_profile("patient")
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """Mark each test with what it needs."""
+    for item in items:
+        fixtures = [each[-1].func for each in item._fixtureinfo.name2fixturedefs.values()]
+        item.add_marker(need_of(item.function, *fixtures, *filter(None, [item.cls])))
 
 
 def pytest_collection_finish() -> None:
@@ -79,3 +89,30 @@ def world(three):
 
 def pytest_addoption(parser):
     parser.addoption("--pictures", help="a folder in which tests of pages leave pictures of them")
+    parser.addoption("--one-process", action="store_true", help="fail a test that starts a process: see tests/needs.py")
+
+
+_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+"""Python's audit events of what starts a process."""
+_running: list[str] = []
+"""The test that runs, while it must start no process; else nothing."""
+
+
+def _refuse(event: str, arguments: tuple) -> None:
+    if _running and event in _STARTS:
+        raise AssertionError(f"{_running[0]} starts a process, which tests/needs.py overlooks: {event}{arguments}")
+
+
+def pytest_configure(config) -> None:
+    if config.getoption("--one-process"):
+        sys.addaudithook(_refuse)
+        settings.load_profile("quick")
+
+
+@pytest.fixture(autouse=True)
+def _starts_no_process(request):
+    """Fail a test of `make quick` that starts a process."""
+    if request.config.getoption("--one-process"):
+        _running.append(request.node.nodeid)
+    yield
+    _running.clear()

@@ -42,15 +42,6 @@ def test_the_notebook():
         assert cell.stdout == "0 processes left.\n"
 
 
-def test_all_magics_have_a_row():
-    text = (ROOT / "docs" / "api" / "magics.md").read_text()
-    named = {"dist_debug"}  # another name of %dist_status
-    for kind, magics in DistMagics.magics.items():
-        for name in set(magics) - named:
-            row = re.search(rf"^\| `%%?{name}\b", text, re.MULTILINE)
-            assert row, f"docs/api/magics.md has no row for the {kind} magic {name}"
-
-
 def test_every_namespace_comes_when_it_is_asked_for():
     names = (
         "rpc.rpc_sync",
@@ -96,7 +87,6 @@ def test_magics_that_are_named_exist(page):
     text = page.read_text() if page == README else here_column(page.read_text())
     named = set(re.findall(r"%%?([a-z]\w+)", text)) - {"load_ext", "debug", "run", "capture", "pip"}  # IPython's own
     from nbdist.compat.ipyparallel.magics import Px
-    from nbdist.magics.commands import DistMagics
 
     there = {*DistMagics.magics["line"], *DistMagics.magics["cell"], *vars(Px)}
     assert named <= there

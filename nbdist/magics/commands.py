@@ -562,14 +562,15 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             %%timeline step.json
             train(batch)
         """
+        file = read("%%timeline", line).file
         told = self._session.cluster().timeline()
         try:
             value = self._run_here(cell)
         finally:
             told.stop()
             display(told)
-            if line.strip():
-                told.save(line.strip())
+            if file is not None:
+                told.save(file)
         return value
 
     @no_var_expand

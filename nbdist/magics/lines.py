@@ -401,7 +401,11 @@ _log.add_argument("--save")
 _reader("%dist_memory [TARGET] [-v | --all]", "-v --all").add_argument("targets", nargs="*")
 _reader("%dist_restart [TARGET] [-p]", "-p --process-group").add_argument("targets", nargs="*")
 _reader("%dist_doctor [-t SECONDS]").add_argument("-t", "--timeout", type=_seconds, default=60.0)
-_reader("%dist_reset", "-n --nuclear")  # nbdistributed has this option; it is ignored
+_reset = _reader("%dist_reset")
+_reset.add_argument(
+    "-n", "--nuclear", action="store_true", help=argparse.SUPPRESS
+)  # nbdistributed has it; it is ignored
+_reader("%%timeline [FILE]").add_argument("file", nargs="?")
 
 _invite = _reader("%dist_invite [FILE] [--uses N] [--expires SECONDS] | --revoke", "--revoke")
 _invite.add_argument("file", nargs="?", default=DEFAULT_INVITATION)
@@ -417,9 +421,11 @@ for _magic in ("%dist_push NAME [NAME ...]", "%dist_pull NAME [NAME ...]", "%dis
     _values.add_argument("names", nargs="+")
     _values.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
 
-_value = _reader("%remote TARGET expression")  # for completion: parse_value reads the line, as parse_diff does
+_value = _reader(
+    "%remote [-t SECONDS] TARGET expression"
+)  # for completion: parse_value reads the line, as parse_diff does
 _value.add_argument("-t", "--timeout")
 _value.add_argument("targets")
 
-for _magic in ("%dist", "%dist_shutdown", "%dist_status", "%dist_panel", "%dist_free", "%sync"):
+for _magic in ("%dist", "%dist_shutdown", "%dist_status", "%dist_debug", "%dist_panel", "%dist_free", "%sync"):
     _reader(_magic)
