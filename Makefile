@@ -81,7 +81,9 @@ notebooks: $(VENV)/.nbdist $(VENV)/.smollm2
 	XDG_CACHE_HOME="$(CACHE)" $(PY) notebooks/run.py --write $(ARGS)
 
 # The checkout comes first on the path, also in what tests start. Only the entry points are the installed wheel's.
-QUICK := PYTHONPATH="$(CURDIR)" $(PYTEST) -o pythonpath="tests ." --ignore tests/test_installed.py -n $(JOBS) --dist loadfile
+# Twice as many files run at a time as in `make test`: half of their time these tests wait for other threads.
+QUICK := PYTHONPATH="$(CURDIR)" $(PYTEST) -o pythonpath="tests ." --ignore tests/test_installed.py \
+  -n $$((2 * $(JOBS))) --dist loadfile
 
 quick:
 	@test -e $(VENV)/.nbdist || $(MAKE) $(VENV)/.nbdist
