@@ -2,19 +2,14 @@
 
 The package's own ``__init__``, above all layers, sets them. Each function imports its layer when it is first called. So
 a worker can record calls for a backward pass although its program never imported `nbdist.autograd`, and a trace in a
-plain script can draw itself although the drawing code is in `nbdist.views`.
+plain script can draw itself although the drawing code is in `nbdist.views`. Types of higher layers are not named here,
+which would tie all layers into one circle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from nbdist.cluster.cluster import Cluster
-    from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
-    from nbdist.rpc.agent import Agent
-    from nbdist.views.timeline.timeline import Timeline
+from typing import Any
 
 __all__ = ["describe", "draw", "make_recorder", "make_timeline", "make_view"]
 
@@ -27,8 +22,8 @@ describe: Callable[[Any], str]
 draw: Callable[[Any], dict[str, str]]
 """Returns the pictures of a `Trace`, a `Plan`, a `PipelineTimeline` or an `Examination`, by MIME type."""
 
-make_timeline: Callable[[Agent], Timeline]
-"""Returns a new timeline of the work of an agent and its world. For `Cluster.timeline`."""
+make_timeline: Callable[[Any], Any]
+"""Returns a new timeline of the work of an agent and its world. For `Cluster.timeline`, which has its type."""
 
-make_view: Callable[[Cluster, Any, bool], DirectView | LoadBalancedView]
+make_view: Callable[[Any, Any, bool], Any]
 """Returns a view of a cluster's workers, like ipyparallel's views. For `Cluster.view`, whose arguments it takes."""

@@ -921,7 +921,8 @@ class Cluster:
                 timeline.save("step.json")  # for ui.perfetto.dev
         """
         self.start()
-        return registry.make_timeline(self.agent)
+        made: Timeline = registry.make_timeline(self.agent)
+        return made
 
     @overload
     def view(self, targets: Targets | slice = None, *, balanced: Literal[False] = False) -> DirectView: ...
@@ -936,7 +937,8 @@ class Cluster:
             targets: A rank, a slice or sequence of ranks, or a target of ``%%remote``; None for all workers.
             balanced: Whether each task goes to the first of these workers that is free. Otherwise, each goes to all.
         """
-        return registry.make_view(self, targets, balanced)
+        made: DirectView | LoadBalancedView = registry.make_view(self, targets, balanced)
+        return made
 
     # -- stopping -------------------------------------------------------------------------------
 
