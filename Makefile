@@ -152,9 +152,9 @@ $(VENV)/.torch: $(VENV)/.created build/torch.txt
 	$(PIP) install $(TORCH)
 	@touch $@
 
-# The wheel is rebuilt when a source file changes, appears or goes, also during
-# the build: the stamp has the time at which that began. pip passes over a wheel whose version is
-# installed already, hence the second install; the first brings the dependencies and the tools.
+# The wheel is rebuilt when a source file changes, appears or goes, also during the build: the stamp has the time at
+# which that began. pip passes over a wheel whose version is installed already, hence the second install; the first
+# brings the dependencies and the tools.
 $(VENV)/.nbdist: $(VENV)/.torch pyproject.toml build/sources.txt $(SOURCES)
 	@touch $@.begun
 	rm -rf $(WHEELS)

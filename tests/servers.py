@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -56,7 +57,7 @@ def serve(front, folder, environment, place="alone"):
     arguments += [f"--{app}.expose_app_in_browser=1"] if app else []
     with tempfile.TemporaryDirectory(prefix="nbdist-tests-") as scratch:
         if place == "hub":
-            with _hub(front, Path(scratch), folder, arguments, environment) as address:
+            with _hub(Path(scratch), folder, arguments, environment) as address:
                 yield f"{address}/hub/spawn?next=/user/{USER}/{path}/book.ipynb"
             return
         base = PREFIX if place == "prefix" else "/"
@@ -83,7 +84,7 @@ def _proxy(scratch, folder, port, environment):
 
 
 @contextlib.contextmanager
-def _hub(front, scratch, folder, arguments, environment):
+def _hub(scratch, folder, arguments, environment):
     """Run a JupyterHub; yield its address."""
     proxy = _npm_proxy(scratch)
     older.install("jupyterhub", scratch / "hub")
@@ -122,8 +123,6 @@ def _npm_proxy(scratch):
 
 def _free_ports(count):
     """Ports on which nothing listens now, for programs that cannot choose one themselves."""
-    import socket
-
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [probe.getsockname()[1] for probe in probes]

@@ -91,9 +91,9 @@ class Growth:
     def _look(self) -> None:
         """Add workers until no keeper has room for a new one. Runs in a thread of its own."""
         try:
-            with self._changing:
-                while self._launcher.spare():
-                    self._launcher.hear_from_keepers()
+            while self._launcher.spare():
+                self._launcher.hear_from_keepers()  # without the lock: a restart need not wait for a silent host
+                with self._changing:
                     if count := self._launcher.spare():
                         self._take_in(count)
         except Exception:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from nbdist.columns import aligned
 
-__all__ = ["overview"]
+__all__ = ["BY_QUESTION", "overview"]
 
-_BY_QUESTION: tuple[tuple[str, tuple[str, ...]], ...] = (
+BY_QUESTION: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "How do I start and end workers?",
         ("%dist_init", "%dist_invite", "%dist_restart", "%dist_shutdown", "%dist_reset"),
@@ -36,8 +36,8 @@ def overview(said: Mapping[str, str]) -> str:
     ``said`` has the docstring of each magic by the magic's name, such as ``%%watch``. Magics without a question come
     last.
     """
-    grouped = {name for _, names in _BY_QUESTION for name in names}
-    groups = [*_BY_QUESTION, (_OTHERS, tuple(sorted(set(said) - grouped - {"%dist"})))]
+    grouped = {name for _, names in BY_QUESTION for name in names}
+    groups = [*BY_QUESTION, (_OTHERS, tuple(sorted(set(said) - grouped - {"%dist"})))]
     told = aligned([(name, text.strip().partition("\n")[0]) for name, text in said.items()])
     line_of = dict(zip(said, told, strict=True))
     lines = ["The magics of nbdist, by question. A question mark shows a magic's options, as in %dist_init?."]

@@ -156,8 +156,10 @@ def test_an_old_gpu_without_convolutions_is_named(capability, version, lacks, cu
     assert not gpu.own_lacks_convolutions(), "it has no GPU"
     gpu.prepare(of_worker())
     agent = SimpleNamespace(call=lambda name, function: SimpleNamespace(wait=function))
-    workers = [SimpleNamespace(name=f"worker{rank}", device="cuda:0") for rank in range(2)]
-    said = remarks._old(SimpleNamespace(workers=workers, agent=agent))
+    monkeypatch.setattr(remarks.machine, "limits", lambda: "")
+    workers = [SimpleNamespace(name=f"worker{rank}", gpu=rank, device="cuda:0") for rank in range(2)]
+    spec = SimpleNamespace(gpu_memory=None, backend="gloo")
+    said = remarks.remarks_on_start(SimpleNamespace(workers=workers, spec=spec, agent=agent))
     assert len(said) == lacks
     if lacks:
         assert said[0].startswith(

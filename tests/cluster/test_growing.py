@@ -177,7 +177,7 @@ def test_nobody_is_taken_in_while_a_keeper_is_silent(keepers):
         frozen.suspend()
         keepers.another(cluster)
         until(lambda: len(cluster._lives.launcher.hub.members) == 3)
-        time.sleep(2)
+        time.sleep(2)  # longer than a worker needs to join
         assert len(cluster.workers) == 2
         frozen.resume()
         cluster.wait_for_workers(3, timeout=60)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from nccl_waits import LIMIT, MARK, reach, wait_for
 
 import nbdist
-from nbdist.cluster.worker import collective_errors, collectives, nccl
+from nbdist.cluster.worker import collective_errors, collectives, gloo, nccl
 from nbdist.errors import RendezvousError
 
 STAND_IN = Path(__file__).parents[1] / "stand_ins" / "nccl"
@@ -355,3 +355,24 @@ def test_of_a_mixed_group_only_nccls_backend_is_aborted():
     assert nccl.abortable(group) == [wrapped]
     group.backends["cuda"] = made  # one backend for both
     assert nccl.abortable(group) == []
+
+
+@pytest.mark.parametrize("keeps_gil", [True, False])
+def test_a_thread_that_waits_for_the_gil_does_not_seem_to_run(keeps_gil):
+    """One that computes in C, without the GIL, does: so does one that waits for a GPU."""
+    over = threading.Event()
+
+    def work():
+        while not over.is_set():
+            if not keeps_gil:
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 500_000)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        time.sleep(0.05)  # into the work
+        looks = [gloo.system_call(thread.native_id)[0] for _ in range(50)]
+    finally:
+        over.set()
+        thread.join()
+    assert (looks.count("running") > 25) != keeps_gil

@@ -21,8 +21,8 @@ def test_it_has_a_row_a_question_a_parser_and_a_line_of_the_how_to(magic):
     function = getattr(DistMagics, DistMagics.magics["cell" if magic.startswith("%%") else "line"][magic.strip("%")])
     assert (function.__doc__ or "").strip(), "it has no docstring, which `?` shows"
     assert magic in READERS, "nbdist/magics/lines.py has no parser for it, so nothing is completed"
-    asked = {name for _, names in overview._BY_QUESTION for name in names}
-    assert magic in asked | {"%dist"}, "`_BY_QUESTION` in nbdist/magics/overview.py does not have it"
+    asked = {name for _, names in overview.BY_QUESTION for name in names}
+    assert magic in asked | {"%dist"}, "`BY_QUESTION` in nbdist/magics/overview.py does not have it"
     table = (DOCS / "api" / "magics.md").read_text()
     row = rf"^\| `%?{OTHER_NAMES.get(magic, magic)}\b"
     assert re.search(row, table, re.MULTILINE), "docs/api/magics.md has no row for it"
@@ -42,6 +42,6 @@ def test_its_usage_names_its_options_and_targets(magic):
 
 
 def test_no_name_stands_where_there_is_no_magic():
-    asked = {name for _, names in overview._BY_QUESTION for name in names}
+    asked = {name for _, names in overview.BY_QUESTION for name in names}
     assert asked <= set(MAGICS)
     assert set(READERS) <= set(MAGICS)

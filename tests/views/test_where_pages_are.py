@@ -12,7 +12,7 @@ pytestmark = [needs_browser(), pytest.mark.soak, pytest.mark.timeout(600)]
 
 TOUR = Path(__file__).parents[2] / "notebooks" / "00_tour.ipynb"
 PLACES = [("lab", "alone"), ("notebook", "alone"), ("nbclassic", "alone"), ("lab", "prefix"), ("lab", "hub")]
-FOREVER = "%%remote\nwhile True:\n    pass"
+FOREVER = "%%remote\nprint('runs')\nwhile True:\n    pass"
 
 
 @pytest.fixture(params=PLACES, ids="-".join)
@@ -65,7 +65,7 @@ def test_buttons_while_the_cell_is_busy_and_stop(where):
             page.interrupt()
         page.ended(3)
         page.run(4)
-        page.page.wait_for_timeout(2000)
+        page.tells(4, "runs")
         page.interrupt()
         page.ended(4)
         page.tells(4, "stopped in while True")

@@ -39,6 +39,7 @@ _TRIES, _TRIES_FOR_ANY = 100, 3
 """The most looks, 1 ms apart, to see whether a thread polls. The second is for an idle thread without a known name."""
 _KEEPS_GIL = ctypes.PyDLL(None)
 """The functions of C's library, during which no other thread of Python runs."""
+_KEEPS_GIL.pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long)
 _LOOKS, _LOOK_EVERY = 5, 50
 """The most looks at a thread that seems to run, and the microseconds between two."""
 _LONGEST_CALL = 256
