@@ -172,6 +172,29 @@ def test_stop_ends_the_wait_for_a_worker_that_does_not_form_the_group(two, answe
     two.run(f"%%remote\n{SUM}")
 
 
+INTERRUPTED_AT_A_START = """
+import threading
+
+def interrupted(self, start=threading.Thread.start):
+    start(self)
+    if self.name == "nbdist-forming":
+        threading.Thread.start = start
+        raise KeyboardInterrupt
+
+threading.Thread.start = interrupted
+dist.destroy_process_group()
+dist.init_process_group('gloo')
+"""
+
+
+def test_an_interrupt_leaves_no_thread_that_spoils_the_next_group(two):
+    """A thread that still watched the first forming would connect to the next group in its members' place."""
+    cell = two.run(f"%%remote 0\n{INTERRUPTED_AT_A_START}", check=False)
+    assert cell.error["ename"] == "KeyboardInterrupt", cell.error
+    two.run(f"%%remote\n{SUM}")
+    two.run("%%remote 0\nassert not [each for each in threading.enumerate() if each.name == 'nbdist-forming']")
+
+
 def test_a_worker_that_dies_while_the_others_wait_for_it_to_form_the_group_ends_their_wait(two):
     two.run(
         "%%remote\nimport os, signal\ndist.destroy_process_group()\n"

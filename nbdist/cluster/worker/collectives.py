@@ -298,14 +298,15 @@ def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
     formed = threading.Event()
 
     def watch() -> None:
-        while not formed.wait(_LOOK_EVERY):
+        while store is _store and not formed.wait(_LOOK_EVERY):
             if store.lost or _stop_forming.is_set() or store.ended:
-                for loop in _all_loops():
-                    gloo.connect_for_peers(loop, world_size)
+                with _breaking:  # else these might be connections to the next group, in its members' place
+                    for loop in _all_loops() if store is _store else ():
+                        gloo.connect_for_peers(loop, world_size)
 
     thread = threading.Thread(target=watch, name="nbdist-forming", daemon=True)
-    thread.start()
     try:
+        thread.start()  # in the block: an interrupt may come while this waits for the thread to begin
         yield
         if why := _FORMING_STOPPED if _stop_forming.is_set() else store.ended:
             raise RendezvousError(why)  # the group may consist of connections that `connect_for_peers` made
@@ -317,7 +318,8 @@ def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
         raise
     finally:
         formed.set()
-        thread.join()
+        if thread.is_alive():
+            thread.join()
 
 
 # -- a member dies ----------------------------------------------------------------------------------------------
