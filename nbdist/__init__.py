@@ -31,16 +31,17 @@ layer  modules                      contents
 ====== ============================ ==========================================================================
 
 The path of a call: `rpc.api` → `rpc.calls.caller` → `rpc.calls.sender` (encodes with `wire.codec`, waits in
-`rpc.calls.pending`) → `rpc.links.post` → `wire.peer` (numbers the message and keeps a copy) → a `channel` → the other
+`rpc.core.pending`) → `rpc.links.post` → `wire.peer` (numbers the message and keeps a copy) → a `channel` → the other
 agent's `read` → `rpc.calls.executor` → `rpc.calls.answers`, and back to `rpc.calls.outcomes`. ``docs/a_call.md``
 follows it step by step. Besides:
 
-- `rpc.exchange` decides what a call or a reference waits for, and what happens next; it draws the states.
+- `rpc.core.exchange` decides what a call or a reference waits for, and what happens next; it draws the states.
 - `rpc.calls.waiting_reader` lets the waiting thread read its answer itself, where this is faster.
 - `rpc.shared_tensors` passes large tensors to an agent of the same host through shared memory.
 - `rpc.recording` asks `autograd.recorder` to record a call for a backward pass.
 
-A package with many modules is divided into subpackages. The ``__init__`` of each subpackage lists its modules.
+Inside of a package, doors open one way, too: `ROOMS` orders the rooms of each package, and the head of a room lists its
+modules. `tests/test_layers.py` holds both.
 """
 
 from __future__ import annotations
@@ -148,15 +149,49 @@ LAYERS: dict[str, int] = {
 }
 """The layer of each module, by the first part of its name."""
 
+ROOMS: dict[str, str] = {
+    "gpus": "order pinned side_streams spans staging support",
+    "wire": "devices history messages tensors encoded peer pickling quick few_tensors encoding usual decoding codec",
+    "channel": (
+        "contract faulty gate inprocess machine chunks framing outbox resources liveness security shared_memory "
+        "spinning zeromq entrance local"
+    ),
+    "rpc": (
+        "devices failures here options recording shared_tensors streams futures core dispatch links references "
+        "calls functions thread_switching world agent asking hosted start api"
+    ),
+    "autograd": "graph watching passes memory_use recorder api inspection",
+    "optim": "parameters local clipping distributed saving optimizer scheduler",
+    "nn": (
+        "batches cutting entry losses placement randomness remote_module schedules inbox stage reference timeline "
+        "watched pipeline_part pipeline"
+    ),
+    "swarm": "carriage history stacking weight_file adapter named_models server client swarm",
+    "cluster": (
+        "jupyter mending output errors spawning spec processes kernels examination hosts launching lifecycle "
+        "growing standing targets worker executor interrupting cluster asking inspection"
+    ),
+    "views": "drawing shown tables cards map passes references timeline workers values widgets displays",
+    "magics": "checking lines overview place completion inspection reruns session commands",
+    "compat": (
+        "autograd echo faults gathering ipyparallel optimizer options run words agents references rpc substitution"
+    ),
+    "testing": "launchers world",
+}
+"""The rooms of each package, modules and folders, from the lowest: each imports only from those before it.
+
+Inside of a room, the head of its ``__init__`` lists the modules in the same way.
+"""
+
 THIRD_PARTY: dict[str, tuple[str, ...]] = {
-    "zmq": ("channel", "cluster.kernels"),
+    "zmq": ("channel", "cluster.jupyter"),
     "cloudpickle": ("wire",),
     "jupyter_client": ("cluster",),
     "ipykernel": ("cluster",),
     "IPython": ("cluster", "magics", "compat.ipyparallel"),
     "anywidget": ("views.widgets",),
-    "ipywidgets": ("views.widgets", "cluster.kernels.versions"),
-    "ray": ("cluster.processes.launchers",),
+    "ipywidgets": ("views.widgets", "cluster.jupyter.versions"),
+    "ray": ("cluster.hosts.launchers",),
     "transformers": ("swarm.adapter",),
     "safetensors": ("swarm.weight_file",),
 }
@@ -199,14 +234,14 @@ def _make_recorder(agent: Any) -> Any:
 
 def _describe(value: Any) -> str:
     """Return a `Trace`, a `Plan` or an `Examination` as lines of text, for its repr."""
-    from nbdist.views.drawing.values import text_of
+    from nbdist.views.values import text_of
 
     return text_of(value)
 
 
 def _draw(value: Any) -> dict[str, str]:
     """Return the pictures of a `Trace`, a `Plan` and the like, by MIME type, for a notebook."""
-    from nbdist.views.drawing.values import pictures_of
+    from nbdist.views.values import pictures_of
 
     return pictures_of(value)
 

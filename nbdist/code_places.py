@@ -42,7 +42,7 @@ _CELL = re.compile(r"/ipykernel_\d+/\d+\.py$")
 """The name under which ipykernel compiles a cell: a digest of the code, in a directory of the process."""
 CELLS: dict[str, int] = {}
 """The numbers of cells, by the names of their files: of cells that this process has compiled, and of functions that it
-was sent. If the same text has run twice, the last number counts. `nbdist.cluster.kernels.labels` fills the table.
+was sent. If the same text has run twice, the last number counts. `nbdist.cluster.jupyter.labels` fills the table.
 """
 
 

@@ -14,8 +14,8 @@ import torch
 import workers
 
 from nbdist import rpc
-from nbdist.autograd import messages as passes
 from nbdist.autograd import recorder
+from nbdist.autograd.graph import messages as passes
 from nbdist.ids import GlobalId
 from nbdist.rpc import api
 from nbdist.rpc.agent import Agent

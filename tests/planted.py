@@ -107,7 +107,7 @@ FAULTS = {
         "autograd/test_passes.py::test_a_context_is_gone_everywhere_also_where_a_third_worker_brought_it",
     ),
     "a fork is not counted": Fault(
-        "rpc/references/forks.py",
+        "rpc/core/forks.py",
         "                owned.forks[child] = to\n                self._remember_uninformed(owned, to)",
         "                self._remember_uninformed(owned, to)",
         HISTORIES,
@@ -134,7 +134,7 @@ FAULTS = {
         "rpc/world/shutdown.py", "active + outstanding", "active", "rpc/test_ending.py"
     ),
     "an answer does not take its call out of the table": Fault(
-        "rpc/calls/pending.py",
+        "rpc/core/pending.py",
         "        return self._calls.pop(id, None) if call is not None and call.to == sender else None",
         "        return call if call is not None and call.to == sender else None",
         HISTORIES,
@@ -146,28 +146,28 @@ FAULTS = {
         HISTORIES,
     ),
     "a call whose references are confirmed does not begin": Fault(
-        "rpc/exchange.py",
+        "rpc/core/exchange.py",
         "        for arrival in self._by_fork.pop(fork, ()):",
         "        for arrival in self._by_fork.pop(fork, [])[1:]:",
         HISTORIES,
     ),
     "a call that waits for a value is forgotten when its caller is lost": Fault(
-        "rpc/exchange.py",
+        "rpc/core/exchange.py",
         "if arrival.stage is not ArrivalStage.READY]",
         "if arrival.stage is not ArrivalStage.READY][1:]",
         ORDERS,
     ),
     "a call runs before the value is there on which it works": Fault(
-        "rpc/exchange.py",
+        "rpc/core/exchange.py",
         "            return self._wait(arrival, target, ArrivalStage.AWAITING)",
         "            arrival.stage = ArrivalStage.AWAITING",
         HISTORIES,
     ),
     "a call does not keep the value on which it works": Fault(
-        "rpc/exchange.py", "            forks.retain(target)\n", "            forks.make(target)\n", HISTORIES
+        "rpc/core/exchange.py", "            forks.retain(target)\n", "            forks.make(target)\n", HISTORIES
     ),
     "what a refused call was to make counts as made here": Fault(
-        "rpc/exchange.py",
+        "rpc/core/exchange.py",
         "            instructions += self.forks.uncreate(result.rref, result.fork)",
         "            instructions += self.forks.release_owned(result.rref)",
         "rpc/test_exchange.py::test_a_refused_creation_is_as_if_it_had_not_come",
@@ -191,7 +191,7 @@ FAULTS = {
         "rpc/test_peer.py",
     ),
     "a delete that overtakes the creation is forgotten": Fault(
-        "rpc/references/forks.py",
+        "rpc/core/forks.py",
         "                self._early[message.fork] = sender",
         "                pass",
         "rpc/test_forks.py::test_a_delete_that_overtakes_the_creation_ends_it",
@@ -312,7 +312,7 @@ SABOTAGE = {
         "chaos/test_chaos.py::test_a_storm_reports_exactly_what_was_broken_on_purpose",
     ),
     "drop a delete": Fault(
-        "rpc/references/forks.py",
+        "rpc/core/forks.py",
         "        return [Send(user.owner, UserDelete(user.rref, fork))]",
         "        return []",
         "chaos/test_chaos.py::test_a_storm_reports_exactly_what_was_broken_on_purpose",

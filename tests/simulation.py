@@ -38,9 +38,9 @@ from nbdist.channel.contract import ChannelError
 from nbdist.errors import Interrupted, MissingDefinition, NbdistError, RpcTimeout, WorkerLost
 from nbdist.rpc import RRef, functions, rpc_async, rpc_sync
 from nbdist.rpc.agent import Agent, active_agent
+from nbdist.rpc.core.forks import ForkStanding
 from nbdist.rpc.futures import Latch, set_blocking_hook
 from nbdist.rpc.options import RpcBackendOptions
-from nbdist.rpc.references.forks import ForkStanding
 from nbdist.testing import ManualClock
 from nbdist.wire.messages import Record
 

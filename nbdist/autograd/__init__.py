@@ -65,12 +65,12 @@ The modules:
 from __future__ import annotations
 
 from nbdist.autograd.api import ContextId, backward, backward_async, context, get_gradients, open, watch
-from nbdist.autograd.graph.inspection import plan, plan_from, trace
+from nbdist.autograd.graph.inherited import Carried, Inherited
+from nbdist.autograd.graph.records import Event, Pass
 from nbdist.autograd.graph.traces import Plan, Trace
+from nbdist.autograd.inspection import plan, plan_from, trace
 from nbdist.autograd.passes import driver
 from nbdist.autograd.passes.driver import UnusedOutputs
-from nbdist.autograd.watching.inherited import Carried, Inherited
-from nbdist.autograd.watching.records import Event, Pass
 from nbdist.autograd.watching.watcher import Watch
 
 __all__ = [

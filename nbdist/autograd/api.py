@@ -9,9 +9,9 @@ from typing import Any, Literal, cast
 
 import torch
 
-from nbdist.autograd.messages import Mode
+from nbdist.autograd.graph.messages import Mode
+from nbdist.autograd.passes.state import Context, Run
 from nbdist.autograd.recorder import Recorder
-from nbdist.autograd.state import Context, Run
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.errors import Interrupted, UsageError
 from nbdist.rpc.api import current_agent

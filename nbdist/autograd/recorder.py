@@ -12,8 +12,8 @@ the agent calls            when
 `Recorder.warn`            tensors that require grad are sent outside of any context
 ========================== ===========================================================================
 
-The recorder also sends the messages of `nbdist.autograd.messages`, and hands arriving ones to `Passes`, `Observing` and
-`TurnTaking`. It is the ``transport`` of these three.
+The recorder also sends the messages of `nbdist.autograd.graph.messages`, and hands arriving ones to `Passes`,
+`Observing` and `TurnTaking`. It is the ``transport`` of these three.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from typing import Any, get_args
 
 import torch
 
-from nbdist.autograd import messages
-from nbdist.autograd.contexts import Contexts
-from nbdist.autograd.graph import edges
+from nbdist.autograd.graph import edges, messages
 from nbdist.autograd.graph.edges import Received
+from nbdist.autograd.graph.forward_nans import Check
 from nbdist.autograd.graph.noting import noted
+from nbdist.autograd.passes.contexts import Contexts
 from nbdist.autograd.passes.driver import Passes
+from nbdist.autograd.passes.state import Context, Run
 from nbdist.autograd.passes.worker_part import PassRoots
-from nbdist.autograd.state import Context, Run
-from nbdist.autograd.watching.forward_nans import Check
 from nbdist.code_places import NBDIST
 from nbdist.errors import EncodeError, NbdistError, NotInitialized, UsageError
 from nbdist.gpus import side_streams
@@ -44,11 +43,11 @@ from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.rpc import devices
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
-from nbdist.rpc.calls.failures import describe
+from nbdist.rpc.core.members import Membership
 from nbdist.rpc.dispatch import Job
+from nbdist.rpc.failures import describe
 from nbdist.rpc.futures import Future, Surroundings, set_carrier
 from nbdist.rpc.recording import Attach
-from nbdist.rpc.world.members import Membership
 from nbdist.torch_private import set_grad_enabled
 from nbdist.wire import codec
 from nbdist.wire.messages import Cast, Payload, Record, Recording

@@ -4,25 +4,28 @@
 modules
 cluster      `Cluster`: what users call
 spec         the description of a cluster, which checks itself; `targets` parses texts such as ``0,2``
-workers      one worker as the notebook sees it, through all its restarts
+launching    finds the launcher of a cluster
+lifecycle    starts, restarts and ends the workers, and forms their process group
 interrupting every interrupt, whatever caused it
 growing      adds workers to a running cluster
 mending      requests of workers that concern their process group
 spawning     says what to write in place of ``torch.multiprocessing.spawn``
 executor     calls functions on the first free worker, as an executor of `concurrent.futures` does
+asking       completion and inspection of code in a cell for workers
 standing     the line below a cell that says what its workers wait for
 errors       the errors with which cells fail
 subpackages
-processes    starts the worker processes, forms their process group, restarts and ends them
+jupyter      Jupyter's messages and kernels, and the differences between its versions
+processes    the processes of this host, the meeting of the process group
 hosts        workers on other hosts
-kernels      talks to the workers' kernels; the cells that run there
+kernels      the workers as the notebook sees them, and the cells that run there
 output       brings the workers' output to a place below a cell or on a terminal
 worker       the code that runs inside of a worker process
 inspection   looks into workers: their work, their objects and their memory
 examination  finds faults of the machines and of the links between them, and says what to do
 ============ ==================================================================================================
 
-The path of a cell: `cluster.execute` → `kernels.connection` → the worker's ipykernel. Its output comes back through
-`kernels.connection` → `kernels.routing` → `kernels.cells` → `output.arranger` → `output.sinks`. All of this runs in the
+The path of a cell: `cluster.execute` → `jupyter.connection` → the worker's ipykernel. Its output comes back through
+`jupyter.connection` → `kernels.routing` → `kernels.cells` → `output.arranger` → `output.sinks`. All of this runs in the
 kernel thread, while the thread that waits for the cell sleeps.
 """

@@ -37,16 +37,18 @@ from nbdist.cluster.errors import named_in_errors
 from nbdist.cluster.executor import Lanes, WorkerExecutor
 from nbdist.cluster.growing import Growth
 from nbdist.cluster.hosts.losses import Losses
-from nbdist.cluster.inspection import process_memory
 from nbdist.cluster.interrupting import interrupt_cell, interrupt_workers
-from nbdist.cluster.kernels import labels
+from nbdist.cluster.jupyter import labels
+from nbdist.cluster.jupyter.connection import KernelThread, Message
+from nbdist.cluster.jupyter.jupyter_wire import pack
 from nbdist.cluster.kernels.cells import Cell, CellPart
-from nbdist.cluster.kernels.connection import KernelThread, Message
-from nbdist.cluster.kernels.jupyter_wire import pack
 from nbdist.cluster.kernels.routing import Router
+from nbdist.cluster.kernels.workers import StartError, Worker, lost_error
+from nbdist.cluster.launching import launcher_of
+from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.output.outlet import make_arranger
 from nbdist.cluster.output.sinks import Sink, current_sink
-from nbdist.cluster.processes.lifecycle import Lifecycle
+from nbdist.cluster.processes import process_memory
 from nbdist.cluster.processes.probe import Probe
 from nbdist.cluster.processes.setup import AUTO, choose_backend
 from nbdist.cluster.spec import Spec, default_count, rpc_arguments
@@ -54,12 +56,10 @@ from nbdist.cluster.standing import Lookout
 from nbdist.cluster.targets import means_all, means_one, parse_targets
 from nbdist.cluster.worker import collectives
 from nbdist.cluster.worker.output import METADATA, drop_value, fence, take_last_value
-from nbdist.cluster.workers import StartError, Worker, lost_error
 from nbdist.errors import EncodeError, NbdistError, UnknownWorker, UsageError, WorkerLost
-from nbdist.rpc import api
+from nbdist.rpc import api, failures
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
-from nbdist.rpc.calls import failures
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.references.rref import RRef
 from nbdist.torch_private import warn_of_untested
@@ -68,7 +68,7 @@ from nbdist.wire.pickling import culprit
 
 if TYPE_CHECKING:
     from nbdist.cluster.examination.examination import Examination
-    from nbdist.cluster.processes.launchers.inviting import InvitingLauncher
+    from nbdist.cluster.hosts.launchers.inviting import InvitingLauncher
     from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
     from nbdist.views.timeline.timeline import Timeline
 
@@ -358,6 +358,7 @@ class Cluster:
         self._thread = KernelThread()
         self._router = Router(self._thread, lambda: self.names)
         self._lives = Lifecycle(
+            launcher_of(self.spec),
             self.spec,
             self.backend,
             self.workers,

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from nbdist.cluster.kernels.connection import KernelThread
+from nbdist.cluster.jupyter.connection import KernelThread
+from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.worker.tasks import now, run
-from nbdist.cluster.workers import Worker
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.rpc.agent import Agent
 

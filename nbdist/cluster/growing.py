@@ -22,10 +22,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from nbdist.amounts import counted
+from nbdist.cluster.hosts.launchers.inviting import InvitingLauncher
+from nbdist.cluster.kernels.workers import Worker
+from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.output.arranger import say_names
-from nbdist.cluster.processes.launchers.inviting import InvitingLauncher
-from nbdist.cluster.processes.lifecycle import Lifecycle
-from nbdist.cluster.workers import Worker
 from nbdist.durations import LONGEST
 
 __all__ = ["Growth"]

@@ -32,8 +32,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbdist.cluster.inspection import where
-from nbdist.cluster.kernels.labels import is_cell
+from nbdist.cluster.jupyter.labels import is_cell
+from nbdist.cluster.processes import where
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
 from nbdist.cluster.worker import collectives
 from nbdist.cluster.worker.output import call_off
@@ -43,9 +43,9 @@ from nbdist.rpc.asking import ask_each
 from nbdist.rpc.calls.stopping import BREAK_OFF_AFTER, NAME_AFTER
 
 if TYPE_CHECKING:  # workers import this module for `stop_served_calls`, but not the notebook's side of cells
+    from nbdist.cluster.jupyter.connection import KernelThread
     from nbdist.cluster.kernels.cells import Cell, CellPart
-    from nbdist.cluster.kernels.connection import KernelThread
-    from nbdist.cluster.workers import Worker
+    from nbdist.cluster.kernels.workers import Worker
     from nbdist.rpc.futures import Future
 
 __all__ = ["interrupt", "interrupt_cell", "interrupt_workers", "stop_served_calls"]

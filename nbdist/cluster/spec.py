@@ -20,8 +20,8 @@ import torch
 
 from nbdist import durations
 from nbdist.errors import UsageError
+from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions
-from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = ["DEFAULT_INVITATION", "VALID_FOR", "Spec", "default_count", "rpc_arguments"]
 

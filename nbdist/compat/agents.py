@@ -19,8 +19,8 @@ from nbdist.compat.options import FaultyTensorPipeRpcBackendOptions
 from nbdist.errors import UsageError
 from nbdist.rpc import api
 from nbdist.rpc.agent import Agent
+from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions
-from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = ["FaultyTensorPipeAgent", "RpcAgent", "TensorPipeAgent", "agent_of_torch"]
 

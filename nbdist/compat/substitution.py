@@ -28,7 +28,7 @@ from nbdist.autograd import recorder
 from nbdist.autograd.graph import edges
 from nbdist.compat import autograd, echo, optimizer, references, rpc, words
 from nbdist.errors import UsageError
-from nbdist.rpc.calls import failures
+from nbdist.rpc import failures
 from nbdist.torch_private import torch_rpc
 from nbdist.wire.pickling.registered import register_reducer
 

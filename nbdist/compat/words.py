@@ -37,8 +37,8 @@ from nbdist.errors import (
 )
 from nbdist.ids import GlobalId
 from nbdist.rpc import api
+from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.references.rref import RRef
-from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = [
     "NO_AGENT",
@@ -172,7 +172,7 @@ def refuse_file(file: io.TextIOWrapper) -> NoReturn:
 def of_lacking(error: BaseException, worker: str) -> BaseException:
     """Return torch's error for a call whose function or class ``worker`` lacks, or whose result is on an unmapped GPU.
 
-    Its cause is nbdist's error. Any other error is returned unchanged. `nbdist.rpc.calls.failures` calls this for each
+    Its cause is nbdist's error. Any other error is returned unchanged. `nbdist.rpc.failures` calls this for each
     error that a call brings back.
     """
     if isinstance(error, EncodeError) and error.unmapped:

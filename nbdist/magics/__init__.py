@@ -38,7 +38,7 @@ def load(shell: InteractiveShell) -> None:
     tell = line_in_place()
     if "torch" not in sys.modules:
         tell("nbdist imports torch ...")
-    from nbdist.cluster.kernels.versions import answer_through_stream
+    from nbdist.cluster.jupyter.versions import answer_through_stream
     from nbdist.magics.commands import DistMagics
     from nbdist.magics.session import NotebookSession
     from nbdist.views import displays

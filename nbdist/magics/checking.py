@@ -8,8 +8,8 @@ from typing import Any
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbdist.cluster.kernels import labels
-from nbdist.cluster.kernels.page_lines import Page, moved_down
+from nbdist.cluster.jupyter import labels
+from nbdist.cluster.jupyter.page_lines import Page, moved_down
 from nbdist.errors import UsageError
 
 __all__ = ["check"]

@@ -20,17 +20,17 @@ from nbdist import autograd, rpc
 from nbdist.amounts import counted
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.examination.examination import Examination
+from nbdist.cluster.hosts.launchers.join import how_to_join
 from nbdist.cluster.inspection.comparing import differences
 from nbdist.cluster.inspection.freeing import free
 from nbdist.cluster.inspection.holdings import collect as collect_holdings
 from nbdist.cluster.inspection.print_logs import read_logs
 from nbdist.cluster.inspection.status import collect
-from nbdist.cluster.kernels import labels
+from nbdist.cluster.jupyter import labels
+from nbdist.cluster.jupyter.page_lines import Page, lines_above, moved_down
 from nbdist.cluster.kernels.cells import Cell
-from nbdist.cluster.kernels.page_lines import Page, lines_above, moved_down
 from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.output.sinks import current_sink
-from nbdist.cluster.processes.launchers.join import how_to_join
 from nbdist.cluster.spec import DEFAULT_INVITATION
 from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.checking import check

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from nbdist.cluster import asking
 from nbdist.cluster.cluster import Cluster
-from nbdist.cluster.kernels import asking
-from nbdist.cluster.kernels.versions import Completions, add_completer
+from nbdist.cluster.jupyter.versions import Completions, add_completer
 from nbdist.magics.lines import READERS
 from nbdist.magics.place import RemoteCode, find_remote_code
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nbdist.cluster import asking
 from nbdist.cluster.cluster import Cluster
-from nbdist.cluster.kernels import asking
 from nbdist.magics import completion
 from nbdist.magics.place import find_remote_code
 

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from nbdist.cluster.cluster import Cluster
-from nbdist.cluster.workers import Worker
+from nbdist.cluster.kernels.workers import Worker
 from nbdist.errors import NbdistError
 from nbdist.magics.lines import parse_cell
 

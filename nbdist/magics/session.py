@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import spawning
 from nbdist.cluster.cluster import Cluster
-from nbdist.cluster.kernels import labels
-from nbdist.cluster.kernels.page_lines import Page, follow_page
+from nbdist.cluster.jupyter import labels
+from nbdist.cluster.jupyter.page_lines import Page, follow_page
 from nbdist.cluster.processes.launchers.local import discard
 from nbdist.errors import UsageError
 from nbdist.magics.completion import RemoteCompleter

@@ -40,10 +40,10 @@ from nbdist.optim.local import ask_all
 from nbdist.optim.saving import differing
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.calls.collecting import Collection
+from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.futures import Future, Latch
 from nbdist.rpc.references.rref import RRef
 from nbdist.rpc.world.clocks import offset
-from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = ["Pipeline"]
 

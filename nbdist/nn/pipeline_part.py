@@ -37,7 +37,7 @@ from torch.nn.parameter import is_lazy
 
 from nbdist import trace
 from nbdist.autograd.api import recorder
-from nbdist.autograd.messages import Head
+from nbdist.autograd.graph.messages import Head
 from nbdist.autograd.passes.leaves import GradientStore, lent
 from nbdist.autograd.passes.ordering import ordered
 from nbdist.errors import UsageError, WorkerLost

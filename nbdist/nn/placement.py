@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbdist.errors import UsageError
-from nbdist.rpc.world.members import WorkerInfo
+from nbdist.rpc.core.members import WorkerInfo
 
 __all__ = ["place_of"]
 

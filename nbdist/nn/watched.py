@@ -8,7 +8,7 @@
 
 A node waits for the operation whose output it needs; if that runs on another worker, for its message. The workers
 report their operations to the watcher, and halt before a node if the watcher says so. They use the messages of a pass
-(`nbdist.autograd.watching.connection`). A step that nobody watches does none of this, and neither does
+(`nbdist.autograd.passes.connection`). A step that nobody watches does none of this, and neither does
 `Pipeline.forward`.
 
 The pipeline's owner has a `WatchedStep`, each worker of the pipeline a `WatchedShare`.
@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from nbdist.autograd.api import recorder
+from nbdist.autograd.graph.measuring import are_finite, is_finite
+from nbdist.autograd.graph.messages import Head
 from nbdist.autograd.graph.origins import NodeOrigin
 from nbdist.autograd.graph.saved import saved_by
 from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace
 from nbdist.autograd.graph.walk import walk
-from nbdist.autograd.messages import Head
-from nbdist.autograd.watching.measuring import are_finite, is_finite
 from nbdist.autograd.watching.observer import Observer, Stopped
 from nbdist.gpus import spans
 from nbdist.nn.inbox import Inbox

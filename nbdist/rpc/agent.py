@@ -49,13 +49,14 @@ from nbdist.rpc.calls.answers import Answers
 from nbdist.rpc.calls.caller import Caller, To
 from nbdist.rpc.calls.executor import Executor
 from nbdist.rpc.calls.outcomes import Outcomes
-from nbdist.rpc.calls.pending import Pending
 from nbdist.rpc.calls.repeats import Repeats
 from nbdist.rpc.calls.sender import Sender
 from nbdist.rpc.calls.stopping import Stopping
 from nbdist.rpc.calls.waiting_reader import Guest
+from nbdist.rpc.core.exchange import Exchange
+from nbdist.rpc.core.members import Membership
+from nbdist.rpc.core.pending import Pending
 from nbdist.rpc.dispatch import Job, Pool
-from nbdist.rpc.exchange import Exchange
 from nbdist.rpc.futures import Future, Latch, Promise
 from nbdist.rpc.here import Active, here
 from nbdist.rpc.links import Links
@@ -66,7 +67,6 @@ from nbdist.rpc.references.table import References
 from nbdist.rpc.shared_tensors import Sharing
 from nbdist.rpc.thread_switching import switching
 from nbdist.rpc.world.handshake import Handshake
-from nbdist.rpc.world.members import Membership
 from nbdist.rpc.world.shutdown import Ending
 from nbdist.wire.messages import (
     NOT_A_MESSAGE,

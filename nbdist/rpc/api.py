@@ -24,14 +24,14 @@ from nbdist.channel.resources import refusals_in_words
 from nbdist.errors import Interrupted, NotInitialized, RendezvousError, UsageError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.calls.keyboard_interrupts import InterruptWatch
+from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.futures import Future, set_interrupt_hook
 from nbdist.rpc.here import here
 from nbdist.rpc.hosted import take_on
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from nbdist.rpc.references import rref as rref_module
 from nbdist.rpc.references.rref import Home, RRef
-from nbdist.rpc.world.members import WorkerInfo
-from nbdist.rpc.world.start import start_agent
+from nbdist.rpc.start import start_agent
 from nbdist.torch_private import warn_of_untested
 
 __all__ = [
@@ -176,7 +176,7 @@ def initialize(
 ) -> Agent:
     """Start the agent of this process, and return it when it is a member of its world.
 
-    `init_rpc` and the cluster call this; the other arguments are those of `nbdist.rpc.world.start.start_agent`.
+    `init_rpc` and the cluster call this; the other arguments are those of `nbdist.rpc.start.start_agent`.
     ``hosted`` is the run directory of the cluster that the agent belongs to; None without a cluster. The agent of a
     cluster keeps running after the user's `shutdown`, and Ctrl-C in a wait also stops the work on the other workers.
 

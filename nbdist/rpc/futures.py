@@ -44,7 +44,7 @@ from nbdist.code_places import is_torchs
 from nbdist.errors import RpcTimeout, UsageError
 from nbdist.finalisers import may_wait
 from nbdist.gpus.spans import CUDA_IS_BUILT
-from nbdist.rpc.calls.streams import StreamMarks, mark
+from nbdist.rpc.streams import StreamMarks, mark
 
 __all__ = [
     "Future",

@@ -29,10 +29,10 @@ from nbdist.channel.contract import Buffer, Channel, ChannelError, Link, TooMany
 from nbdist.errors import NbdistError, WorkerLost
 from nbdist.finalisers import this_thread
 from nbdist.rpc import devices
-from nbdist.rpc.calls.pending import Pending, PendingCalls
+from nbdist.rpc.core.members import Membership, lost_error
+from nbdist.rpc.core.pending import Pending, PendingCalls
+from nbdist.rpc.core.watching import ALL_WATCH_ALL, watched_by
 from nbdist.rpc.shared_tensors import Sharing
-from nbdist.rpc.world.members import Membership, lost_error
-from nbdist.rpc.world.watching import ALL_WATCH_ALL, watched_by
 from nbdist.signals import Deferral
 from nbdist.wire.devices import Devices
 from nbdist.wire.messages import (
@@ -542,7 +542,7 @@ class Links:
         return lost, silent
 
     def _choose(self, awaited: AbstractSet[int], now: float) -> None:
-        """Choose the members that this agent watches (`nbdist.rpc.world.watching`). The caller holds the lock."""
+        """Choose the members that this agent watches (`nbdist.rpc.core.watching`). The caller holds the lock."""
         if self._is_stale:
             members = self._members()
             self._is_large = self.meets_all and len(members) > ALL_WATCH_ALL

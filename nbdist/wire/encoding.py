@@ -5,7 +5,7 @@ value                                 way
 ====================================  ======================================================
 atoms, also in containers             one call of C pickle
 tensors, references, atoms            `nbdist.wire.quick`: a pickle of atoms, with holes
-tensors and atoms in containers       `nbdist.wire.pickling.few_tensors`: a pickler that looks for tensors only
+tensors and atoms in containers       `nbdist.wire.few_tensors`: a pickler that looks for tensors only
 any other value                       `nbdist.wire.pickling.pickler`
 ====================================  ======================================================
 """
@@ -21,12 +21,12 @@ import torch
 
 from nbdist import torch_private
 from nbdist.errors import EncodeError, NbdistError
-from nbdist.wire import quick
+from nbdist.wire import few_tensors, quick
 from nbdist.wire.devices import CPU_ONLY, Devices
 from nbdist.wire.encoded import NO_TENSORS, Encoded
+from nbdist.wire.few_tensors import TensorPickler
 from nbdist.wire.messages import Payload
-from nbdist.wire.pickling import culprit, few_tensors
-from nbdist.wire.pickling.few_tensors import TensorPickler
+from nbdist.wire.pickling import culprit
 from nbdist.wire.pickling.pickler import Pickler, ValueWanted
 from nbdist.wire.pickling.registered import Forker, reference_types
 from nbdist.wire.tensors import Buffer, Space, TensorPacker, is_packable

@@ -60,7 +60,7 @@ __all__ = [
     "encode_envelope",
 ]
 
-VERSION = 14
+VERSION = 15
 """Increase this with every change of the bytes between agents, which include names of nbdist's modules and functions.
 
 Agents of different versions refuse each other.
@@ -371,7 +371,7 @@ class Reply(Carrier, frozen=True, tag=9):
     id: int
     """The caller's number for the call."""
     ok: bool
-    """False if the value describes an error (`nbdist.rpc.calls.failures.Failure`), or if definitions are missing."""
+    """False if the value describes an error (`nbdist.rpc.failures.Failure`), or if definitions are missing."""
     payload: Payload
     state: State | None = None
     """The description of the value, if it stays with the callee."""

@@ -32,7 +32,7 @@ message often arrives before a large one that was sent earlier. So each kind has
 acknowledgements and pings. Only the `Peer` of the small messages declares an agent lost after silence.
 
 A watched peer gets a heartbeat after each second of silence, or earlier if `suspect_after` is short.
-`nbdist.rpc.world.watching` says which peers are watched: in a large world only those that matter to this agent, and a
+`nbdist.rpc.core.watching` says which peers are watched: in a large world only those that matter to this agent, and a
 few more. A peer that gets no heartbeats need not speak, so its silence proves nothing. So silence counts only from the
 call of `Peer.watch` on.
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from nbdist.autograd.watching import measuring
-from nbdist.autograd.watching.measuring import are_finite, is_finite, measure
+from nbdist.autograd.graph import measuring
+from nbdist.autograd.graph.measuring import are_finite, is_finite, measure
 
 
 def test_norm_of_all_and_distribution_of_the_finite_ones():

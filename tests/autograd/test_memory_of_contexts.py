@@ -13,8 +13,8 @@ from autograd_functions import forward_and_own, kilobytes, stage
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
+from nbdist.autograd.passes.state import Run
 from nbdist.autograd.passes.worker_part import Part
-from nbdist.autograd.state import Run
 
 ALLOWED = 1500
 """KB that allocators may have put aside since: 500 contexts that left 4 KB each would show, or 1000 with 2 KB each."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nbdist import autograd as dist_autograd
-from nbdist.autograd import messages
+from nbdist.autograd.graph import messages
 from nbdist.errors import ProtocolError, UsageError
 from nbdist.nn import cutting, pipeline_part
 from nbdist.optim import saving

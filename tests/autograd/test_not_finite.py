@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.watching import forward_nans
-from nbdist.autograd.watching.forward_nans import holds_nan
+from nbdist.autograd.graph import forward_nans
+from nbdist.autograd.graph.forward_nans import holds_nan
 from nbdist.errors import ForwardNaN, UsageError
 from nbdist.nn import Pipeline
 from nbdist.torch_private import function_modes, torch_version

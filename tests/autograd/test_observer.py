@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from nbdist.autograd.graph.messages import Control, Watching
 from nbdist.autograd.graph.numbers import NodeNumbers
-from nbdist.autograd.messages import Control, Watching
 from nbdist.autograd.passes.leaves import Claim, GradientStore
 from nbdist.autograd.watching.observer import Observer, Stopped
 

@@ -564,9 +564,8 @@ def test_sixty_concurrent_passes_that_share_parameters(world):
 
 
 def test_nothing_is_left_of_contexts(world):
-    from nbdist.autograd import state
     from nbdist.autograd.graph import edges
-    from nbdist.autograd.passes import worker_part
+    from nbdist.autograd.passes import state, worker_part
 
     kinds = (state.Context, edges.EdgeSlot, edges.Received, edges.Sent, worker_part.Part, state.Run, edges.RECEIVE)
 

@@ -11,10 +11,9 @@ from functools import partial
 import pytest
 import torch
 
-from nbdist.autograd import messages
-from nbdist.autograd.contexts import Contexts
-from nbdist.autograd.graph import edges
-from nbdist.autograd.messages import Missing, PassId, Report, Token
+from nbdist.autograd.graph import edges, messages
+from nbdist.autograd.graph.messages import Missing, PassId, Report, Token
+from nbdist.autograd.passes.contexts import Contexts
 from nbdist.autograd.passes.ddp_turns import Turns
 from nbdist.autograd.passes.driver import Passes
 from nbdist.autograd.passes.ledger import Ledger

@@ -8,8 +8,7 @@ import torch
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.autograd import recorder as recorders
-from nbdist.autograd import state
-from nbdist.autograd.passes import driver, leaves, worker_part
+from nbdist.autograd.passes import driver, leaves, state, worker_part
 from nbdist.autograd.passes.leaves import GradientStore
 from nbdist.gpus import side_streams
 

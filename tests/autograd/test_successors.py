@@ -8,7 +8,7 @@ import torch
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.contexts import Contexts
+from nbdist.autograd.passes.contexts import Contexts
 from nbdist.testing import World
 
 

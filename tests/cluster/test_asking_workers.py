@@ -16,12 +16,11 @@ import torch
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.graph import inspection
+from nbdist.autograd import inspection
 from nbdist.cluster import cluster as cluster_module
 from nbdist.cluster import interrupting
-from nbdist.cluster.inspection import comparing, holdings, status
+from nbdist.cluster.inspection import comparing, holdings, status, status_report
 from nbdist.cluster.processes.probe import Probe
-from nbdist.cluster.worker import status_report
 from nbdist.rpc.agent import active_agent
 from nbdist.testing import World
 from nbdist.views.passes import scouts

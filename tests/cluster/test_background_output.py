@@ -6,7 +6,7 @@ import pytest
 from workers import eventually, eventually_is
 
 import nbdist
-from nbdist.cluster.workers import StartError
+from nbdist.cluster.kernels.workers import StartError
 
 STARTED = """
 import threading

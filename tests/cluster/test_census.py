@@ -13,8 +13,8 @@ import torch
 
 from nbdist.cluster.inspection import variables
 from nbdist.cluster.inspection.census import Census, Walk
-from nbdist.cluster.inspection.process_memory import Regions, measure, own_bytes, parse_smaps, resident_bytes
 from nbdist.cluster.inspection.roots import NamedValue
+from nbdist.cluster.processes.process_memory import Regions, measure, own_bytes, parse_smaps, resident_bytes
 from nbdist.rpc.references.describing import describe_value
 
 KB = 1000

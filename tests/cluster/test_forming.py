@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 import nbdist
+from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.processes.group_store import Folders, FolderStore
 from nbdist.cluster.processes.setup import group_folder
-from nbdist.cluster.workers import Worker
 
 HERE = Path(__file__).parent
 

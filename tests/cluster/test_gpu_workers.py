@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nbdist
-from nbdist.cluster.workers import StartError
+from nbdist.cluster.kernels.workers import StartError
 
 STAND_IN = Path(__file__).parents[1] / "stand_ins" / "cuda"
 

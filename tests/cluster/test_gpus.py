@@ -11,6 +11,7 @@ from nbdist.cluster.processes.group_store import FolderStore
 from nbdist.cluster.processes.setup import WorkerSetup, choose_backend
 from nbdist.cluster.worker import collective_errors, collectives, gpu
 from nbdist.errors import UsageError
+from nbdist.gpus import support
 from nbdist.views.workers import remarks
 
 BUILT = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
@@ -37,7 +38,7 @@ BUILT = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
     ],
 )
 def test_for_which_gpus_a_torch_has_code(capability, built, runs):
-    assert gpu.is_supported(capability, built) == runs
+    assert support.is_supported(capability, built) == runs
 
 
 def of_worker(**options):

@@ -26,10 +26,10 @@ import nbdist
 from nbdist import rpc
 from nbdist.channel.contract import ChannelError
 from nbdist.cluster.hosts.hub import Hub, _hubs
-from nbdist.cluster.processes.launchers.join import JoinLauncher
+from nbdist.cluster.hosts.launchers.join import JoinLauncher
+from nbdist.cluster.kernels.workers import StartError
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.spec import Spec
-from nbdist.cluster.workers import StartError
 from nbdist.errors import NbdistError, ResourceError, UsageError, WorkerLost
 
 SIZES = "(dist.get_world_size(), world_size, __world_size__, os.environ['WORLD_SIZE'], os.environ['RANK'])"
@@ -346,7 +346,7 @@ def test_workers_of_this_host_are_joined_by_others(keepers):
 
 
 def test_a_start_on_this_host_that_fails_says_why(monkeypatch):
-    monkeypatch.setattr("nbdist.cluster.processes.launchers.open_local._INVITED_FOR", 1e-9)
+    monkeypatch.setattr("nbdist.cluster.hosts.launchers.open_local._INVITED_FOR", 1e-9)
     with pytest.raises(ResourceError, match=r"the process that starts the workers of this host has ended: .*expired"):
         nbdist.Cluster(1, host="127.0.0.1", timeout=60).start()
 

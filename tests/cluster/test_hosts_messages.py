@@ -26,12 +26,12 @@ from nbdist.cluster.hosts.interfaces import interface_of, own_address_towards
 from nbdist.cluster.hosts.invitations import Invitation
 from nbdist.cluster.hosts.joining import join
 from nbdist.cluster.hosts.keeper import _places_of_host
-from nbdist.cluster.processes.launchers import ray as ray_launcher
-from nbdist.cluster.processes.launchers.ray import RayLauncher
+from nbdist.cluster.hosts.launchers import ray as ray_launcher
+from nbdist.cluster.hosts.launchers.ray import RayLauncher
 from nbdist.cluster.spec import Spec
 from nbdist.errors import ProtocolError, RendezvousError, UsageError, WorkerLost
 from nbdist.rpc.options import RpcBackendOptions
-from nbdist.rpc.world.start import start_agent
+from nbdist.rpc.start import start_agent
 from nbdist.testing import World
 
 

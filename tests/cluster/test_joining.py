@@ -16,7 +16,7 @@ from other_hosts import can_make_hosts, hosts, wait_for_file
 import nbdist
 from nbdist import rpc
 from nbdist.channel.contract import ChannelError
-from nbdist.cluster.workers import StartError
+from nbdist.cluster.kernels.workers import StartError
 from nbdist.errors import UsageError, WorkerLost
 
 on_hosts = pytest.mark.skipif(

@@ -16,7 +16,7 @@ from joined import Keepers, keeper_of, until
 from other_hosts import wait_for_file
 
 import nbdist
-from nbdist.cluster.workers import StartError
+from nbdist.cluster.kernels.workers import StartError
 
 
 def limit(cluster: nbdist.Cluster, seconds: float) -> None:
@@ -168,7 +168,7 @@ def test_a_keeper_that_was_let_in_and_did_not_come_gives_its_use_back(keepers, m
 def test_two_notebooks_in_one_folder_keep_off_each_others_invitation(keepers):
     with keepers.cluster(addresses=["127.0.0.1"]):
         other = nbdist.cluster.spec.Spec(count=1, launcher="join", host="127.0.0.1", invitation=str(keepers.file))
-        from nbdist.cluster.processes.launchers.join import JoinLauncher
+        from nbdist.cluster.hosts.launchers.join import JoinLauncher
 
         second = JoinLauncher(other, lambda name, how: None)
         text = keepers.file.read_bytes()

@@ -6,7 +6,7 @@ import linecache
 
 import pytest
 
-from nbdist.cluster.kernels import labels
+from nbdist.cluster.jupyter import labels
 
 CELL = "/tmp/ipykernel_17/123.py"
 OTHER = "<ipython-input-4-0a1b2c3d4e5f>"

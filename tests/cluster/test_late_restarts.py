@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import nbdist
-from nbdist.cluster.workers import StartError
+from nbdist.cluster.kernels.workers import StartError
 
 SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2"
 

@@ -14,14 +14,14 @@ import pytest
 from nbdist import rpc
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.executor import WorkerExecutor
-from nbdist.cluster.kernels import jupyter_wire
-from nbdist.cluster.kernels.connection import Kernel
+from nbdist.cluster.jupyter import jupyter_wire
+from nbdist.cluster.jupyter.connection import Kernel
+from nbdist.cluster.kernels.workers import lost_error
+from nbdist.cluster.launching import find_launcher
 from nbdist.cluster.processes import run_directory
 from nbdist.cluster.processes.group_store import FolderStore
-from nbdist.cluster.processes.launchers import find_launcher
 from nbdist.cluster.processes.worker_processes import Processes
 from nbdist.cluster.worker import collectives, kernel
-from nbdist.cluster.workers import lost_error
 from nbdist.errors import (
     EncodeError,
     GroupError,

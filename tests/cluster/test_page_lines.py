@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from frontend import Notebook
 
-from nbdist.cluster.kernels.page_lines import Page, lines_above
+from nbdist.cluster.jupyter.page_lines import Page, lines_above
 
 
 @pytest.fixture(scope="module")

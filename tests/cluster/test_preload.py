@@ -8,8 +8,8 @@ import pytest
 from workers import eventually
 
 import nbdist
+from nbdist.cluster.kernels.workers import StartError
 from nbdist.cluster.processes.launchers import local
-from nbdist.cluster.workers import StartError
 from nbdist.errors import UsageError
 
 

@@ -17,9 +17,9 @@ import pytest
 from other_hosts import can_make_hosts, hosts
 
 import nbdist
-from nbdist.cluster.processes.launchers import ray_room
-from nbdist.cluster.processes.launchers.ray import RayLauncher, _start_here
-from nbdist.cluster.processes.launchers.ray_room import say_room
+from nbdist.cluster.hosts.launchers import ray_room
+from nbdist.cluster.hosts.launchers.ray import RayLauncher, _start_here
+from nbdist.cluster.hosts.launchers.ray_room import say_room
 from nbdist.errors import ResourceError, UsageError
 
 pytestmark = pytest.mark.timeout(600)  # Ray may take minutes to start on a busy machine
@@ -235,7 +235,7 @@ def test_a_cluster_leaves_a_ray_without_a_head(monkeypatch, disconnects):
         ended.wait(60)
 
     monkeypatch.setattr(groups, "remove_placement_group", block)
-    monkeypatch.setattr("nbdist.cluster.processes.launchers.ray._LEAVES_WITHIN", 0.1)
+    monkeypatch.setattr("nbdist.cluster.hosts.launchers.ray._LEAVES_WITHIN", 0.1)
     said = []
     ray = SimpleNamespace(shutdown=lambda: said.append("shut down"))
     launcher = SimpleNamespace(_group="group", _disconnects=disconnects, _ray=ray)

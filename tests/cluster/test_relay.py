@@ -10,7 +10,7 @@ import zmq
 from joined import until
 
 from nbdist.cluster.hosts import hub
-from nbdist.cluster.kernels.relay import Relay
+from nbdist.cluster.jupyter.relay import Relay
 
 MB = 1 << 20
 

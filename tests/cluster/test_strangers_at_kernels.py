@@ -19,7 +19,7 @@ import zmq
 import nbdist
 import nbdist.channel.security
 from nbdist.cluster.errors import CellError
-from nbdist.cluster.kernels.jupyter_wire import decode, encode, new_header, pack
+from nbdist.cluster.jupyter.jupyter_wire import decode, encode, new_header, pack
 from nbdist.errors import ProtocolError
 
 PORTS = ("shell", "control", "stdin", "hb")

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from nbdist.cluster.kernels import jupyter_wire
-from nbdist.cluster.kernels.waiting_output import WaitingOutput
+from nbdist.cluster.jupyter import jupyter_wire
+from nbdist.cluster.jupyter.waiting_output import WaitingOutput
 
 KEY = b"the key"
 

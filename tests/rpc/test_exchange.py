@@ -1,15 +1,15 @@
-"""How calls and references meet: each transition of the drawing in nbdist/rpc/exchange.py."""
+"""How calls and references meet: each transition of the drawing in nbdist/rpc/core/exchange.py."""
 
 import threading
 
 import pytest
 
 from nbdist.ids import GlobalId, IdSource
-from nbdist.rpc.calls.arrivals import Arrival, ArrivalStage
-from nbdist.rpc.calls.pending import Pending
-from nbdist.rpc.exchange import Exchange
+from nbdist.rpc.core.arrivals import Arrival, ArrivalStage
+from nbdist.rpc.core.exchange import Exchange
+from nbdist.rpc.core.forks import Drop
+from nbdist.rpc.core.pending import Pending
 from nbdist.rpc.futures import Promise
-from nbdist.rpc.references.forks import Drop
 from nbdist.wire.messages import Call, Fork, ForkConfirm, Mode, Payload, UserDelete
 
 ME, CALLER, OTHER = 100, 101, 102

@@ -16,8 +16,8 @@ from nbdist import rpc
 from nbdist.channel.outbox import LocalLink
 from nbdist.channel.shared_memory.arena import Arena
 from nbdist.errors import UsageError
+from nbdist.rpc.core.forks import Forks
 from nbdist.rpc.here import here
-from nbdist.rpc.references.forks import Forks
 from nbdist.rpc.shared_tensors import Sharing
 from nbdist.testing import World
 from nbdist.wire.peer import Peer

@@ -1,7 +1,7 @@
 """The reference counting by itself: events in, messages and drops out. Whole agents are in `test_histories`."""
 
 from nbdist.ids import GlobalId, IdSource
-from nbdist.rpc.references.forks import Drop, Forks, ForkStanding, Send
+from nbdist.rpc.core.forks import Drop, Forks, ForkStanding, Send
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
 
 OWNER, USER, OTHER, THIRD = 11, 22, 33, 44

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from simulation import NO_LIMIT, SimulatedWorld
 
 from nbdist.errors import RRefError
-from nbdist.rpc.references.forks import ForkStanding
+from nbdist.rpc.core.forks import ForkStanding
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import nbdist.rpc.links
-from nbdist.cluster.kernels.connection import Kernel, KernelThread
+from nbdist.cluster.jupyter.connection import Kernel, KernelThread
+from nbdist.rpc.core.watching import ALL_WATCH_ALL, EACH_SIDE
 from nbdist.rpc.world.shutdown import _NAMES_SHOWN
-from nbdist.rpc.world.watching import ALL_WATCH_ALL, EACH_SIDE
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 

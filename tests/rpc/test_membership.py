@@ -7,7 +7,7 @@ import pytest
 
 from nbdist import NotUnique, UnknownWorker, UsageError
 from nbdist.rpc import WorkerInfo
-from nbdist.rpc.world.members import Membership
+from nbdist.rpc.core.members import Membership
 from nbdist.wire.messages import Record
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from nbdist.rpc.calls.pending import Pending, PendingCalls
+from nbdist.rpc.core.pending import Pending, PendingCalls
 from nbdist.rpc.futures import Future
 
 

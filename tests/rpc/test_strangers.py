@@ -36,7 +36,7 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> Iterator[workers.Workers]:
     store = tempfile.mktemp(prefix="nbdist-test-")
     others = workers.Workers()
     options = {"secret": SECRET, "host": "127.0.0.1", "suspect_after": 1.0, "lost_after": 2.5}
-    elsewhere = "import nbdist.rpc.world.start as w; w.host_identity = lambda: 'elsewhere'"
+    elsewhere = "import nbdist.rpc.start as w; w.host_identity = lambda: 'elsewhere'"
     described = ", ".join(f"{key}={value!r}" for key, value in options.items())
     others.start("worker1", workers.member("worker1", 1, 2, store, described, first=elsewhere))
     here = rpc.RpcBackendOptions(init_method=f"file://{store}", **options)

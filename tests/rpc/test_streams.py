@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from nbdist import rpc
-from nbdist.rpc import futures
-from nbdist.rpc.calls import streams
+from nbdist.rpc import futures, streams
 from nbdist.rpc.references import table
 from nbdist.testing import World
 from nbdist.wire import tensors

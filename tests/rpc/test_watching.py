@@ -17,8 +17,8 @@ import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.compat import gathering
-from nbdist.rpc.world.start import start_agent
-from nbdist.rpc.world.watching import ALL_WATCH_ALL, EACH_SIDE, watched_by
+from nbdist.rpc.core.watching import ALL_WATCH_ALL, EACH_SIDE, watched_by
+from nbdist.rpc.start import start_agent
 from nbdist.testing import Faults, ManualClock, World
 from nbdist.wire.messages import GiveBack, Ping, Record, Refused, decode
 from nbdist.wire.peer import Lost, Peer, PeerLimits, Standing, Suspect, Transmit

@@ -3,8 +3,8 @@
 from nbdist.cluster.inspection.census import Amount
 from nbdist.cluster.inspection.holdings import Holding, Holdings, WorkerMemory
 from nbdist.cluster.inspection.pins import Pin
-from nbdist.cluster.inspection.process_memory import Usage
 from nbdist.cluster.inspection.variables import Variable
+from nbdist.cluster.processes.process_memory import Usage
 from nbdist.ids import GlobalId
 from nbdist.views.workers.memory import MemoryTable
 from nbdist.views.workers.memory_rows import Look, compare, fold, rows_of, split

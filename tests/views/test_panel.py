@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nbdist
-from nbdist.cluster.worker import status_report
+from nbdist.cluster.inspection import status_report
 from nbdist.views.workers.panel import Panel, blamed
 
 

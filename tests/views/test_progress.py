@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from nbdist.cluster.kernels.workers import STEPS
 from nbdist.cluster.output.sinks import PlainSink
-from nbdist.cluster.workers import STEPS
 from nbdist.views.workers.progress import StartProgress, draw
 
 NAMES = ["worker0", "worker1"]

@@ -5,8 +5,8 @@ import json
 import msgspec
 import pytest
 
+from nbdist.autograd.graph.records import Event
 from nbdist.autograd.graph.traces import Edge, NodeInfo, Trace, planned
-from nbdist.autograd.watching.records import Event
 from nbdist.views.passes import page, remarks, report
 from nbdist.views.passes.backward import Backward
 

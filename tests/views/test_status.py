@@ -5,7 +5,7 @@ from __future__ import annotations
 from html.parser import HTMLParser
 
 from nbdist.cluster.inspection.status import WorkerStatus
-from nbdist.cluster.worker.status_report import StatusReport
+from nbdist.cluster.inspection.status_report import StatusReport
 from nbdist.views.workers.status import StatusTable
 
 HEAD = ["worker", "rank", "pid", "device", "state", "runs", "memory", "calls"]

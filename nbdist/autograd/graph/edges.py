@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import Function
 
-from nbdist.autograd.watching.measuring import is_finite
+from nbdist.autograd.graph.measuring import is_finite
 from nbdist.errors import UsageError
 from nbdist.torch_private import (
     direct_apply,

@@ -1,7 +1,7 @@
 """Notes which module, and which line of the user's code, made each node of a graph: ``context(lines=True)``.
 
 One mode of torch does two jobs: it notes lines, and it checks every operation for NaN
-(`nbdist.autograd.watching.forward_nans`). The errors of the check name the module and the line::
+(`nbdist.autograd.graph.forward_nans`). The errors of the check name the module and the line::
 
     context(lines=True)   `noted` enters a `_Noting` mode   `_note_nodes` puts a `NodeOrigin` on each new node
     context(check="nan")  `noted` enters a `_Noting` mode   `Check.after` reads what was returned
@@ -22,9 +22,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from nbdist.autograd.graph.edges import Node
+from nbdist.autograd.graph.forward_nans import Check, tensors_in
 from nbdist.autograd.graph.origins import ORIGIN_KEY, NodeOrigin, users_line
 from nbdist.autograd.graph.parameters import walk
-from nbdist.autograd.watching.forward_nans import Check, tensors_in
 from nbdist.torch_private import function_modes, pop_function_mode, push_function_mode
 
 __all__ = ["noted"]

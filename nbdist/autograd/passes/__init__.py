@@ -1,12 +1,17 @@
 """Backward passes over workers: decides what each worker runs when, and where the gradients go.
 
-==================  ========================================================
-`driver`            runs passes, in SMART and FAST mode
-`ledger`            tells the root of a pass what workers still have to do
-`worker_part`       decides what can run now on this worker
-`engine`            calls torch's engine for `worker_part`
-`ordering`          puts gradients that arrive in any order into a fixed one
-`leaves`            keeps gradients out of ``.grad``
-`ddp`, `ddp_turns`  DistributedDataParallel modules in a pass
-==================  ========================================================
+================  ========================================================
+`ledger`          tells the root of a pass what workers still have to do
+`ordering`        puts gradients that arrive in any order into a fixed one
+`ddp`             the leaves that DistributedDataParallel averages
+`leaves`          keeps gradients out of ``.grad``
+`engine`          calls torch's engine for `worker_part`
+`worker_part`     decides what can run now on this worker
+`state`           a context, and a pass in it, on one worker
+`contexts`        the contexts of one worker
+`ddp_turns`       lets one pass at a time average
+`inherited_nans`  finds the value of the forward pass that a NaN came from
+`connection`      connects a watch with the workers that run its passes
+`driver`          runs passes, in SMART and FAST mode
+================  ========================================================
 """

@@ -23,10 +23,10 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from nbdist.autograd import messages
-from nbdist.autograd.messages import PassId
+from nbdist.autograd.graph import messages
+from nbdist.autograd.graph.messages import PassId
 from nbdist.autograd.passes.ledger import Ledger
-from nbdist.autograd.state import Run
+from nbdist.autograd.passes.state import Run
 
 if TYPE_CHECKING:
     from typing import Protocol

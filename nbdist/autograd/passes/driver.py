@@ -62,28 +62,28 @@ import msgspec
 import torch
 
 from nbdist import trace
-from nbdist.autograd import messages
-from nbdist.autograd.contexts import Contexts
+from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.edges import Node, Received
-from nbdist.autograd.messages import Head, Missing, Mode, PassId, Report, Token
+from nbdist.autograd.graph.messages import Head, Missing, Mode, PassId, Report, Token
 from nbdist.autograd.passes import ddp
+from nbdist.autograd.passes.connection import Observing
+from nbdist.autograd.passes.contexts import Contexts
 from nbdist.autograd.passes.ddp_turns import TurnTaking
 from nbdist.autograd.passes.ledger import Ledger
+from nbdist.autograd.passes.state import Context, Outgoing, Run
 from nbdist.autograd.passes.worker_part import Marks, Part, PassRoots
-from nbdist.autograd.state import Context, Outgoing, Run
-from nbdist.autograd.watching.connection import Observing
 from nbdist.channel import machine
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.gpus import side_streams, spans
 from nbdist.gpus.spans import CUDA_IS_BUILT
-from nbdist.rpc.calls.failures import Failure, describe, rebuild
+from nbdist.rpc.failures import Failure, describe, rebuild
 from nbdist.rpc.futures import Future, Latch
 
 if TYPE_CHECKING:
     from typing import Protocol
 
     from nbdist.autograd.graph.traces import Plan
-    from nbdist.autograd.watching.connection import ObservingTransport
+    from nbdist.autograd.passes.connection import ObservingTransport
 
     class _Transport(ObservingTransport, Protocol):
         """The methods of an agent's recorder that passes call."""

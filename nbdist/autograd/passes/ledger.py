@@ -18,7 +18,7 @@ The ledger is pure: reports go in, answers come out. It has no lock; `Passes` us
 
 from __future__ import annotations
 
-from nbdist.autograd.messages import Missing, Report, Token
+from nbdist.autograd.graph.messages import Missing, Report, Token
 
 __all__ = ["Ledger"]
 

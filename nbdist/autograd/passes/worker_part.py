@@ -60,9 +60,9 @@ import msgspec
 import torch
 
 from nbdist.autograd.graph.edges import RECEIVE, EdgeSlot, HeldBack, Node, Received, Sent, swap_part
+from nbdist.autograd.graph.messages import Head
 from nbdist.autograd.graph.waiting import Countdown, devices_of
 from nbdist.autograd.graph.walk import ACCUMULATE, Region, walk
-from nbdist.autograd.messages import Head
 from nbdist.autograd.passes import ddp
 from nbdist.autograd.passes.engine import run_backward
 from nbdist.autograd.passes.leaves import Claim, GradientStore

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 from nbdist.autograd.graph.edges import RECEIVE, Node, RunningPart, current_part
+from nbdist.autograd.graph.inherited import Inherited
 from nbdist.autograd.graph.saved import Saved, saved_by
-from nbdist.autograd.watching.inherited import Inherited
 from nbdist.autograd.watching.observer import Gradients, Observer
 from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan

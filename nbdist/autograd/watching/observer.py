@@ -24,18 +24,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 
 from nbdist.autograd.graph.edges import Node
+from nbdist.autograd.graph.inherited import Inherited
+from nbdist.autograd.graph.measuring import are_finite, measure
+from nbdist.autograd.graph.messages import Control, Happening, Watching
 from nbdist.autograd.graph.numbers import NodeNumbers
 from nbdist.autograd.graph.saved import Saved
-from nbdist.autograd.messages import Control, Happening, Watching
-from nbdist.autograd.passes.leaves import halted
-from nbdist.autograd.watching.inherited import Inherited
-from nbdist.autograd.watching.measuring import are_finite, measure
 from nbdist.errors import NbdistError
 from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
@@ -72,7 +71,7 @@ class Observer:
         send: Callable[[int, list[Happening], int], None],
         explain: Callable[[Node, Sequence[Saved]], Inherited | None] = lambda node, saved: None,
         *,
-        in_engine: bool = True,
+        standing_still: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Set what to observe and how to tell the watcher; ``watching`` names the watch and carries its first control.
 
@@ -80,10 +79,9 @@ class Observer:
         under which it was made. ``explain(node, saved)`` returns where a NaN that the node has made comes from, if it
         comes from the forward pass; ``saved`` are the values that the node had saved before it ran.
 
-        With ``in_engine``, torch's engine runs the nodes, and a halt is entered in `nbdist.autograd.passes.leaves`,
-        which knows the leaves that the halted call has claimed. Steps of pipelines claim no leaves.
+        Each halt is a block of ``standing_still()``.
         """
-        self._standing_still = halted if in_engine else nullcontext
+        self._standing_still = standing_still
         self.whose = (watching.watcher, watching.watch)
         """The watch that this observer serves: the incarnation of the watcher, and the number of the watch there."""
         self.sent = 0

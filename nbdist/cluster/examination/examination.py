@@ -27,7 +27,7 @@ from nbdist.errors import WorkerLost
 from nbdist.rpc.asking import ask_each
 
 if TYPE_CHECKING:
-    from nbdist.cluster.workers import Worker
+    from nbdist.cluster.kernels.workers import Worker
     from nbdist.rpc.agent import Agent
 
 __all__ = ["Examination", "examine"]

@@ -12,8 +12,8 @@ import torch
 import nbdist
 from nbdist.channel import machine
 from nbdist.channel.shared_memory import gpu_memory, mapping
-from nbdist.cluster.worker.gpu import is_supported, lacks_convolutions
 from nbdist.gpus import staging
+from nbdist.gpus.support import is_supported, lacks_convolutions
 from nbdist.rpc.agent import active_agent
 
 __all__ = ["GpuFacts", "MachineFacts", "describe_machine"]

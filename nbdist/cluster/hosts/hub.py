@@ -41,13 +41,13 @@ from nbdist.cluster.hosts.admission import (
     describe_the_notebook,
 )
 from nbdist.cluster.hosts.invitations import Invitation, Invitations
-from nbdist.cluster.kernels.waiting_output import Parcel
+from nbdist.cluster.jupyter.waiting_output import Parcel
 from nbdist.errors import ProtocolError, SecurityError, UsageError, VersionMismatch
 from nbdist.rpc.agent import Agent, active_agent
 from nbdist.rpc.futures import Future
 from nbdist.rpc.options import RpcBackendOptions
+from nbdist.rpc.start import start_agent
 from nbdist.rpc.world.shared_store import ENTRANCE, STORE, Texts
-from nbdist.rpc.world.start import start_agent
 from nbdist.wire.messages import Record
 
 __all__ = ["Hub", "KeeperMember", "arrived", "deliver", "ended"]

@@ -38,8 +38,8 @@ from nbdist.cluster.hosts import code_copy, hub
 from nbdist.cluster.hosts.admission import NEWCOMER, Admitted, Denied, decode_answer, describe_myself
 from nbdist.cluster.hosts.interfaces import interface_of, own_address_towards
 from nbdist.cluster.hosts.invitations import Invitation
-from nbdist.cluster.kernels.relay import Relay
-from nbdist.cluster.kernels.waiting_output import Parcel
+from nbdist.cluster.jupyter.relay import Relay
+from nbdist.cluster.jupyter.waiting_output import Parcel
 from nbdist.cluster.processes.launchers.contract import StartedWorker
 from nbdist.cluster.processes.launchers.local import LocalLauncher
 from nbdist.cluster.processes.probe import Probe
@@ -47,7 +47,7 @@ from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.spec import Spec
 from nbdist.errors import NbdistError, RendezvousError, UsageError
 from nbdist.rpc.options import RpcBackendOptions
-from nbdist.rpc.world.start import start_agent
+from nbdist.rpc.start import start_agent
 from nbdist.wire.messages import Record
 
 __all__ = [

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from nbdist.autograd.graph.memory_use import Place, storage_of
 from nbdist.autograd.graph.saved import saved_by
-from nbdist.cluster.inspection.process_memory import Regions, resident_bytes
+from nbdist.autograd.memory_use import Place, storage_of
+from nbdist.cluster.processes.process_memory import Regions, resident_bytes
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.references import inert

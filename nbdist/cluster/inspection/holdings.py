@@ -21,14 +21,15 @@ import msgspec
 import torch
 
 from nbdist.autograd.api import recorder
-from nbdist.autograd.graph.memory_use import Place, kept_by, storage_of
-from nbdist.cluster.inspection import pins, process_memory, variables
+from nbdist.autograd.memory_use import Place, kept_by, storage_of
+from nbdist.cluster.inspection import pins, variables
 from nbdist.cluster.inspection.census import Amount, Census, Walk
 from nbdist.cluster.inspection.pins import Pin
-from nbdist.cluster.inspection.process_memory import Usage
 from nbdist.cluster.inspection.roots import NamedValue, named_values, names_by_value, references, roots_of
+from nbdist.cluster.inspection.status_report import gpu_memory
 from nbdist.cluster.inspection.variables import Variable
-from nbdist.cluster.worker.status_report import gpu_memory
+from nbdist.cluster.processes import process_memory
+from nbdist.cluster.processes.process_memory import Usage
 from nbdist.ids import GlobalId
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent

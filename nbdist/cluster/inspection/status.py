@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING
 
 from nbdist.amounts import duration
 from nbdist.autograd.api import recorder
-from nbdist.cluster.inspection import where
-from nbdist.cluster.kernels.labels import is_cell
+from nbdist.cluster.inspection.status_report import LINE_SHOWN, StatusReport, make_report, say_line
+from nbdist.cluster.jupyter.labels import is_cell
+from nbdist.cluster.processes import where
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
-from nbdist.cluster.worker.status_report import LINE_SHOWN, StatusReport, make_report, say_line
 from nbdist.code_places import is_users, shown_name
 from nbdist.errors import NbdistError
 from nbdist.rpc.asking import ask_each
 
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
-    from nbdist.cluster.workers import Worker
+    from nbdist.cluster.kernels.workers import Worker
 
 __all__ = ["WorkerStatus", "collect"]
 

@@ -29,12 +29,12 @@ from typing import Any
 
 from nbdist import durations
 from nbdist.cluster.errors import CellInterrupted, CellTimeout, WorkerError, make_error
-from nbdist.cluster.kernels import labels
-from nbdist.cluster.kernels.connection import KernelThread, Message
-from nbdist.cluster.kernels.jupyter_wire import new_id
+from nbdist.cluster.jupyter import labels
+from nbdist.cluster.jupyter.connection import KernelThread, Message
+from nbdist.cluster.jupyter.jupyter_wire import new_id
+from nbdist.cluster.jupyter.page_lines import moved_down
 from nbdist.cluster.kernels.notices import say_failed, say_stopped
 from nbdist.cluster.kernels.output_widgets import own_request
-from nbdist.cluster.kernels.page_lines import moved_down
 from nbdist.cluster.output.arranger import LEFT_OUT, Arranger, Published, say_left_out, say_names
 from nbdist.cluster.output.outlet import Outlet
 from nbdist.cluster.output.sinks import Sink

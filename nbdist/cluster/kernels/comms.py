@@ -17,11 +17,11 @@ from typing import Any
 
 from IPython import get_ipython
 
-from nbdist.cluster.kernels.connection import KernelThread, Message
+from nbdist.cluster.jupyter.connection import KernelThread, Message
 from nbdist.cluster.kernels.output_widgets import own_request
+from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.sinks import Sink, sink_of
-from nbdist.cluster.workers import Worker
 
 __all__ = ["Comms"]
 

@@ -18,12 +18,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from nbdist.cluster.jupyter.connection import KernelThread, Message
+from nbdist.cluster.jupyter.jupyter_wire import FENCE, NAMES
 from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.comms import Comms
-from nbdist.cluster.kernels.connection import KernelThread, Message
+from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.output.origins import Origin, Origins
-from nbdist.cluster.worker.output import FENCE, NAMES
-from nbdist.cluster.workers import Worker
 
 __all__ = ["Router"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbdist.cluster.kernels.jupyter_wire import new_id
+from nbdist.cluster.jupyter.jupyter_wire import new_id
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.sinks import Sink
 

@@ -6,9 +6,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from nbdist.cluster.kernels import labels
-from nbdist.cluster.kernels.connection import KernelThread, Message
-from nbdist.cluster.kernels.versions import send_text
+from nbdist.cluster.jupyter import labels
+from nbdist.cluster.jupyter.connection import KernelThread, Message
+from nbdist.cluster.jupyter.versions import send_text
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.outlet import Outlet, make_arranger
 from nbdist.cluster.output.sinks import Sink, current_sink

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from nbdist.amounts import counted
-from nbdist.cluster.kernels.connection import KernelThread
+from nbdist.cluster.jupyter.connection import KernelThread
 from nbdist.cluster.output.arranger import Arranger, Published, Straight, label_of
 from nbdist.cluster.output.in_place import InPlace
 from nbdist.cluster.output.live_order import Live

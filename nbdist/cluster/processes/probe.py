@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from nbdist.cluster.inspection.process_memory import own_bytes
+from nbdist.cluster.processes.process_memory import own_bytes
 from nbdist.cluster.processes.setup import WHERE_SIGNAL, where_file
 
 __all__ = ["ANSWER_WITHIN", "Probe", "is_stopped", "probe"]

@@ -1,16 +1,17 @@
 """The code of nbdist that only runs inside of worker processes.
 
-====================  ==========================================================
-`imports`             the modules that the zygote imports for all workers
-`kernel`              makes an ipykernel a worker
-`output`              sends prints to the cells that caused them
-`tasks`, `values`     the worker's side of `Cluster.executor` and `Cluster.push`
-`status_report`       the worker's side of `%dist_status`
-`gpu`                 makes the worker's GPU its device, and explains its errors
-`collectives`         the process group, and how its collectives end
-`default_group`       ``init_process_group`` in a worker's cells
-`gloo`, `gloo_waits`  gloo's connections and waits
-`nccl`                aborts of NCCL's collectives, and the threads in them
-`collective_errors`   turns torch's errors of collectives into nbdist's
-====================  ==========================================================
+===================  ==========================================================
+`imports`            the modules that the zygote imports for all workers
+`gpu`                makes the worker's GPU its device, and explains its errors
+`gloo`               gloo's connections
+`nccl`               aborts of NCCL's collectives, and the threads in them
+`gloo_waits`         ends gloo's waits for transfers that were cut off
+`collectives`        the process group, and how its collectives end
+`default_group`      ``init_process_group`` in a worker's cells
+`collective_errors`  turns torch's errors of collectives into nbdist's
+`output`             sends prints to the cells that caused them
+`kernel`             makes an ipykernel a worker
+`tasks`              the worker's side of `Cluster.executor`
+`values`             the worker's side of `Cluster.push`
+===================  ==========================================================
 """

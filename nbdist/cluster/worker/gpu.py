@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-
 import torch
 
 from nbdist.amounts import size
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.errors import UsageError
+from nbdist.gpus.support import is_supported, lacks_convolutions
 
-__all__ = ["check", "explain", "identity", "is_supported", "lacks_convolutions", "own_lacks_convolutions", "prepare"]
+__all__ = ["check", "explain", "identity", "own_lacks_convolutions", "prepare"]
 
-_ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)")
-"""An entry of torch's list of architectures, such as "sm_90a": its kind, and the two numbers of the capability."""
-_CUDNN_DROPS = 91100, (7, 5)
-"""The version of cuDNN from which on it runs only on GPUs of this compute capability and later ones."""
 _NOTE = "GPU "
 """The beginning of the note that `explain` adds."""
 
@@ -54,36 +48,6 @@ def check(told: WorkerSetup) -> None:
 def identity(told: WorkerSetup) -> str:
     """Return a text that is the same for two workers, of any host, if they have one GPU; empty without a GPU."""
     return "" if told.gpu is None else str(torch.cuda.get_device_properties(told.device).uuid)
-
-
-def is_supported(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Return whether a torch that is built for these architectures runs on a GPU of this compute capability.
-
-    Code for "sm_86" runs on 8.6 and on later minor versions. Code for "compute_90" is compiled for any later GPU when
-    it is loaded. With an empty list, the answer is True.
-    """
-    found = [match for each in built if (match := _ARCHITECTURE.match(each))]
-    for kind, major, minor in (match.groups() for match in found):
-        version = int(major), int(minor)
-        if version <= capability and (kind == "compute" or version[0] == capability[0]):
-            return True
-    return not found
-
-
-def lacks_convolutions(device: int | str) -> str:
-    """Return a sentence that says that torch's cuDNN does not run on a GPU; empty if it does, or torch has none."""
-    since, oldest = _CUDNN_DROPS
-    capability = torch.cuda.get_device_capability(device)
-    if capability >= oldest or torch.version.hip is not None:
-        return ""
-    version = torch.backends.cudnn.version() or 0
-    if version < since:
-        return ""
-    return (
-        f"a {torch.cuda.get_device_name(device)}, runs no convolutions: its compute capability is "
-        f"{capability[0]}.{capability[1]}, and torch's cuDNN {version // 10000}.{version // 100 % 100} needs "
-        f"{oldest[0]}.{oldest[1]}. After `torch.backends.cudnn.enabled = False` torch uses slower ones of its own"
-    )
 
 
 def own_lacks_convolutions() -> str:

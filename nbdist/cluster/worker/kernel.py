@@ -81,8 +81,8 @@ def main(told: str) -> None:
                 "--ext=nbdist.cluster.worker.kernel",
                 "--HistoryManager.enabled=False",  # else the worker writes to the user's IPython history
                 "--InteractiveShell.cache_size=1000",
-                "--Session.packer=nbdist.cluster.kernels.jupyter_wire.pack",
-                "--Session.unpacker=nbdist.cluster.kernels.jupyter_wire.unpack",
+                "--Session.packer=nbdist.cluster.jupyter.jupyter_wire.pack",
+                "--Session.unpacker=nbdist.cluster.jupyter.jupyter_wire.unpack",
             ]
         )
     vars(app.shell).pop("_sys_modules_keys", None)  # else `%reset --aggressive` would remove all modules
@@ -176,8 +176,8 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
     from nbdist import autograd, rpc
     from nbdist.cluster import spawning
-    from nbdist.cluster.kernels import labels
-    from nbdist.cluster.kernels.versions import answer_through_stream
+    from nbdist.cluster.jupyter import labels
+    from nbdist.cluster.jupyter.versions import answer_through_stream
     from nbdist.cluster.worker import collective_errors, default_group, gpu, output
 
     answer_through_stream(getattr(shell, "kernel", None))
@@ -238,11 +238,11 @@ def join() -> None:
     call is a UsageError. From then on a call carries the cell that it belongs to, collectives end when a member dies,
     and tracebacks of calls name cells by their numbers.
     """
-    from nbdist.cluster.inspection import process_memory
-    from nbdist.cluster.kernels import labels
+    from nbdist.cluster.jupyter import labels
+    from nbdist.cluster.processes import process_memory
     from nbdist.cluster.worker import gpu, output
+    from nbdist.rpc import failures
     from nbdist.rpc.api import initialize
-    from nbdist.rpc.calls import failures
     from nbdist.rpc.options import RpcBackendOptions
 
     told = setup()

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.autocall import IPyAutocall
 
-from nbdist.cluster.kernels.page_lines import Page, follow_page
-from nbdist.cluster.kernels.versions import answer_in_thread, keep_output_apart, send_text
+from nbdist.cluster.jupyter.jupyter_wire import FENCE, NAMES
+from nbdist.cluster.jupyter.page_lines import Page, follow_page
+from nbdist.cluster.jupyter.versions import answer_in_thread, keep_output_apart, send_text
 from nbdist.cluster.worker.collective_errors import raise_translated
 from nbdist.errors import RemoteError, UsageError
 from nbdist.rpc.functions import async_execution
@@ -33,19 +34,13 @@ if TYPE_CHECKING:
 
     from nbdist.rpc.agent import Agent
 
-__all__ = ["FENCE", "METADATA", "NAMES", "call_off", "drop_value", "fence", "follow", "install", "take_last_value"]
+__all__ = ["METADATA", "call_off", "drop_value", "fence", "follow", "install", "take_last_value"]
 
 METADATA = "nbdist"
 """The key, in the metadata of an execute request, under which the notebook describes the cell."""
 
-FENCE = "nbdist_fence"
-"""The type of a message that marks a place in a worker's output: everything before it has been sent."""
-
 _CAUSES = ("execute_request", "comm_open", "comm_msg", "comm_close")
 """The types of requests that run user code, and so become the parent of its output."""
-
-NAMES = "nbdist_names"
-"""The type of a message that lists the user's names on a worker."""
 
 _shell: Any = None
 """This worker's shell; None in any other process."""

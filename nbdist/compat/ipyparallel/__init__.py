@@ -6,6 +6,15 @@ ipyparallel raises AttributeError, which says what to write instead. ``cluster.v
 cluster. ``notebooks/10_from_ipyparallel.ipynb`` shows all this.
 
 In ipyparallel, a worker is called an *engine*.
+
+=========  =============================================
+`closed`   ipyparallel's other names, which raise errors
+`magics`   ``%px`` and its kin
+`results`  the handle of several tasks
+`tasks`    one task of a view, on a worker
+`views`    several workers as one object
+`client`   `Cluster` and `Client`
+=========  =============================================
 """
 
 from __future__ import annotations

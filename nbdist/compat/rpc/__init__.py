@@ -1,4 +1,17 @@
-"""Replaces torch.distributed.rpc: its public names, and the private ones that torch's test suites use."""
+"""Replaces torch.distributed.rpc: its public names, and the private ones that torch's test suites use.
+
+================================  ===================================================
+`_testing`                        torch's module with the backend that injects faults
+`constants`                       torch's constants
+`backend_registry`                the names of backends
+`functions`                       torch's decorators
+`internal`                        torch's pickler, and its names for profiles
+`api`                             the calls
+`options`                         the options of the backend
+`rref_proxy`                      the proxies of references
+`server_process_global_profiler`  refuses what torch has under this name
+================================  ===================================================
+"""
 # ruff: noqa: F401 - torch's package has many names that its __all__ does not list
 
 from __future__ import annotations
@@ -33,9 +46,9 @@ from nbdist.compat.rpc.options import TensorPipeRpcBackendOptions
 from nbdist.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from nbdist.errors import UsageError
 from nbdist.rpc.api import current_agent
+from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.hosted import take_on
 from nbdist.rpc.options import RpcBackendOptions, time_limit
-from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = [
     "BackendType",

@@ -22,9 +22,9 @@ from nbdist.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, beside
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc import api as rpc
 from nbdist.rpc.calls.executor import ASYNC_MARK
+from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.futures import Future
 from nbdist.rpc.references.rref import RRef
-from nbdist.rpc.world.members import WorkerInfo
 
 __all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
 

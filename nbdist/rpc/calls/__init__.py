@@ -1,15 +1,15 @@
-"""The life of a call. `nbdist.rpc.exchange` decides what happens to a call; these modules encode, run and settle it.
+"""The life of a call: `nbdist.rpc.core.exchange` decides what happens, and these modules encode, run and settle it.
 
-======================  ======================================================
-`caller`, `sender`      check, encode and post a call
-`pending`               the calls that have no answer yet
-`waiting_reader`        lets the thread that waits for an answer read it
-`arrivals`, `executor`  a call that has arrived, and the part that runs it
-`answers`, `failures`   encode the result, or the error
-`outcomes`, `repeats`   settle the call, or send it again with its definitions
-`stopping`              ends a call that its caller has given up
-`collecting`            waits for several futures at once
-`streams`               CUDA streams that compute the value of a future
-`keyboard_interrupts`   Ctrl-C in waits that Python cannot end
-======================  ======================================================
+=====================  ================================================
+`waiting_reader`       lets the thread that waits for an answer read it
+`collecting`           waits for several futures at once
+`keyboard_interrupts`  Ctrl-C in waits that Python cannot end
+`answers`              encodes the result, or the error
+`executor`             runs the calls that arrive
+`stopping`             ends a call that its caller has given up
+`outcomes`             settles a call
+`repeats`              sends a call again, with its definitions
+`sender`               encodes and posts a call
+`caller`               checks a call, and finds the callee
+=====================  ================================================
 """

@@ -9,9 +9,9 @@ from typing import Any
 
 from nbdist import trace
 from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageError
-from nbdist.rpc.calls.arrivals import Arrival
-from nbdist.rpc.calls.failures import describe
-from nbdist.rpc.exchange import Exchange
+from nbdist.rpc.core.arrivals import Arrival
+from nbdist.rpc.core.exchange import Exchange
+from nbdist.rpc.failures import describe
 from nbdist.rpc.futures import Promise, outcome_of
 from nbdist.rpc.links import Links
 from nbdist.rpc.recording import Served

@@ -1,6 +1,6 @@
 """Runs the calls that other agents make here; `nbdist.rpc.calls.answers` answers them.
 
-First the reading thread tells `nbdist.rpc.exchange.Exchange` what the call refers to, before any later message is
+First the reading thread tells `nbdist.rpc.core.exchange.Exchange` what the call refers to, before any later message is
 handled. The call waits, without a thread, until its references are confirmed and the value that it works on exists.
 Only then does it become a job for the pool.
 """
@@ -21,13 +21,13 @@ from nbdist import trace
 from nbdist.amounts import duration
 from nbdist.errors import MissingDefinition, NbdistError, UsageError, WorkerLost
 from nbdist.rpc.calls.answers import Answers, Asked
+from nbdist.rpc.core.exchange import Exchange
+from nbdist.rpc.core.members import Membership
 from nbdist.rpc.dispatch import Job
-from nbdist.rpc.exchange import Exchange
 from nbdist.rpc.links import Links
 from nbdist.rpc.recording import Attach, Served
 from nbdist.rpc.references.rref import RRef
 from nbdist.rpc.references.table import References
-from nbdist.rpc.world.members import Membership
 from nbdist.wire import codec
 from nbdist.wire.messages import Call, Mode
 from nbdist.wire.pickling import definitions, names

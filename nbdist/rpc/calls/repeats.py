@@ -14,7 +14,7 @@ from typing import NamedTuple
 from nbdist.channel.contract import Buffer
 from nbdist.errors import NbdistError
 from nbdist.rpc.calls.outcomes import Outcomes
-from nbdist.rpc.calls.pending import Pending, PendingCalls
+from nbdist.rpc.core.pending import Pending, PendingCalls
 from nbdist.rpc.links import Links
 from nbdist.rpc.references.forker import MessageForker
 from nbdist.wire.messages import Call

@@ -14,8 +14,8 @@ from nbdist import durations
 from nbdist.channel.contract import Buffer
 from nbdist.errors import EncodeError, UsageError
 from nbdist.finalisers import hand_over, this_thread
-from nbdist.rpc.calls.pending import Pending, PendingCalls
 from nbdist.rpc.calls.repeats import Draft, Repeats
+from nbdist.rpc.core.pending import Pending, PendingCalls
 from nbdist.rpc.futures import Latch, Promise
 from nbdist.rpc.links import Links
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, time_limit

@@ -31,9 +31,9 @@ from typing import Any
 from nbdist.code_places import NBDIST, is_nbdists, is_pythons, is_torchs
 from nbdist.errors import Interrupted, NbdistError
 from nbdist.rpc.calls.executor import Request
-from nbdist.rpc.calls.pending import Pending
+from nbdist.rpc.core.exchange import Exchange
+from nbdist.rpc.core.pending import Pending
 from nbdist.rpc.dispatch import Job
-from nbdist.rpc.exchange import Exchange
 from nbdist.rpc.here import here
 from nbdist.rpc.links import Links
 from nbdist.wire.messages import Record, Stop

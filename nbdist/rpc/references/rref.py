@@ -4,7 +4,7 @@ An `RRef` refers to a value that its owner keeps. The object itself learns only 
 reasons: who the owner is, whether the owner has confirmed the reference, and then the value's type and shape. Anything
 more costs a message, and the user asks for it with a method: `RRef.to_here`, `RRef.rpc_sync`, `RRef.peek`.
 
-The states of a reference, as its repr shows them (`RRef.standing`; `ForkStanding` in `nbdist.rpc.references.forks`)::
+The states of a reference, as its repr shows them (`RRef.standing`; `ForkStanding` in `nbdist.rpc.core.forks`)::
 
     pending ──▶ confirmed ──▶ released      by release(), also before the confirmation
        │            │
@@ -29,12 +29,12 @@ import torch
 from nbdist.errors import RRefError, UsageError, WorkerLost
 from nbdist.holds import Hold
 from nbdist.ids import GlobalId
+from nbdist.rpc.core.forks import ForkStanding
+from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.references.describing import error_line
-from nbdist.rpc.references.forks import ForkStanding
 from nbdist.rpc.references.peeking import Peek, look
 from nbdist.rpc.references.table import References, creation_error
-from nbdist.rpc.world.members import WorkerInfo
 from nbdist.wire.messages import Fork, State
 from nbdist.wire.pickling.registered import register_reference
 

@@ -13,16 +13,16 @@ from nbdist.errors import NbdistError, RRefError
 from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.holds import Hold, Holds
 from nbdist.ids import GlobalId, IdSource
-from nbdist.rpc.calls.arrivals import Arrival
-from nbdist.rpc.calls.failures import Failure
+from nbdist.rpc.core.arrivals import Arrival
+from nbdist.rpc.core.exchange import Exchange
+from nbdist.rpc.core.forks import Drop, Instruction, Send
+from nbdist.rpc.core.members import Membership
 from nbdist.rpc.dispatch import Job
-from nbdist.rpc.exchange import Exchange
+from nbdist.rpc.failures import Failure
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.links import Links
 from nbdist.rpc.references.describing import describe_error, describe_value
-from nbdist.rpc.references.forks import Drop, Instruction, Send
 from nbdist.rpc.references.news import News
-from nbdist.rpc.world.members import Membership
 from nbdist.signals import Deferral
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
 

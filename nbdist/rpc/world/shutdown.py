@@ -29,10 +29,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from nbdist.errors import NbdistError, RendezvousError, WorkerLost
-from nbdist.rpc.exchange import Exchange
+from nbdist.rpc.core.exchange import Exchange
+from nbdist.rpc.core.members import Membership
 from nbdist.rpc.links import Links
 from nbdist.rpc.references.table import References
-from nbdist.rpc.world.members import Membership
 from nbdist.wire.messages import AskShutdown, Record, ShutdownState
 
 __all__ = ["Ending", "Reminder", "Survey"]

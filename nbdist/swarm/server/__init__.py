@@ -1,11 +1,13 @@
 """The server's side of a swarm, on a worker: the blocks that it has loaded, and the caches of its sessions.
 
-============================  ====================================================
-`server`                      the calls that clients make
-`session_caches`              one session: its caches, steps called for, and inputs
-`queues`, `computing`         requests in order, and the one thread that computes
-`cache_budget`, `cache_room`  grants memory for caches (pure); waits for it
-`neighbours`                  calls to other servers
-`sources`                     where the weights come from
-============================  ====================================================
+================  =====================================================
+`neighbours`      calls to other servers
+`session_caches`  one session: its caches, steps called for, and inputs
+`sources`         where the weights come from
+`cache_budget`    grants memory for caches; pure
+`cache_room`      waits for such memory
+`queues`          the requests in order
+`computing`       the one thread that computes
+`server`          the calls that clients make
+================  =====================================================
 """

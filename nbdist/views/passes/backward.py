@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 
+from nbdist.autograd.graph.inherited import Inherited
+from nbdist.autograd.graph.records import Event, Key
 from nbdist.autograd.graph.traces import NodeInfo, Plan
-from nbdist.autograd.watching.inherited import Inherited
-from nbdist.autograd.watching.records import Event, Key
 from nbdist.rpc.references.peeking import Histogram
 from nbdist.views.drawing.graph import name_of
 from nbdist.views.passes.intervals import Interval, uncovered

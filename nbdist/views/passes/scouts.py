@@ -28,12 +28,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from nbdist.autograd import api, messages
+from nbdist.autograd import api
+from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.edges import Node
-from nbdist.autograd.graph.inspection import plan_from
+from nbdist.autograd.graph.messages import Watching
 from nbdist.autograd.graph.traces import Plan
-from nbdist.autograd.messages import Watching
-from nbdist.autograd.state import Context
+from nbdist.autograd.inspection import plan_from
+from nbdist.autograd.passes.state import Context
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.asking import ask_each

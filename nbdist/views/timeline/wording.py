@@ -23,7 +23,7 @@ _HIDDEN = (
     "nbdist.cluster.inspection.holdings",
     "nbdist.cluster.interrupting",
     "nbdist.cluster.standing",
-    "nbdist.cluster.worker.status_report",
+    "nbdist.cluster.inspection.status_report",
 )
 """The beginnings of the names of modules whose calls only look or interrupt: a timeline leaves these calls out."""
 _OTHERS = "nbdist's own work"
@@ -127,7 +127,7 @@ _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "cluster.inspection.comparing:part_of": "part of a value",
     "cluster.worker.values:receive": "variables arrive",
     "cluster.worker.output:take_last_value": "value of a cell",
-    "autograd.graph.inspection:local_nodes": "look at a graph",
+    "autograd.inspection:local_nodes": "look at a graph",
     "compat.gathering:gather_to_leader": "gather objects",
     "compat.gathering:gather_from_subtree": "gather objects",
     "compat.gathering:broadcast_to_followers": "hand gathered objects out",

@@ -15,7 +15,7 @@ from typing import Any
 import ipywidgets
 import traitlets
 
-from nbdist.cluster.kernels.versions import html_style
+from nbdist.cluster.jupyter.versions import html_style
 from nbdist.rpc.references.rref import RRef
 from nbdist.views import cards, references
 from nbdist.views.drawing.pictures import themed

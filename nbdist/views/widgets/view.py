@@ -30,7 +30,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from nbdist.cluster.kernels.versions import handle_where_sent
+from nbdist.cluster.jupyter.versions import handle_where_sent
 from nbdist.cluster.output.sinks import Sink
 from nbdist.views.shown import Bundle, Shown
 

@@ -6,9 +6,9 @@ import threading
 import uuid
 from collections.abc import Sequence
 
+from nbdist.cluster.kernels.workers import STEPS
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.sinks import PlainSink, Sink
-from nbdist.cluster.workers import STEPS
 from nbdist.columns import aligned
 
 __all__ = ["LiveText", "StartProgress", "bar", "draw"]

@@ -1,9 +1,6 @@
 """Pickles the values that the quick ways (`nbdist.wire.quick`, `nbdist.wire.usual`) cannot encode, and rebuilds them.
 
 ===============  ==========================================================
-`pickler`        pickles any value
-`few_tensors`    a quicker pickler for simple values with a few tensors
-`unpickler`      rebuilds the values that these two have pickled
 `names`          names functions and classes of modules for other processes
 `definitions`    functions and classes of ``__main__``, and their digests
 `stand_ins`      the functions to which pickled bodies refer
@@ -11,5 +8,8 @@
 `culprit`        finds the part of a value that cannot be pickled
 `scripts`        recognises code of TorchScript
 `large_globals`  warns about large globals that travel with functions
+`classes`        rebuilds classes that came by value
+`pickler`        pickles any value
+`unpickler`      rebuilds the values that these two have pickled
 ===============  ==========================================================
 """

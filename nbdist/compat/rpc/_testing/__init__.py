@@ -1,4 +1,9 @@
-"""Replaces torch.distributed.rpc._testing, with the backend that injects faults."""
+"""Replaces torch.distributed.rpc._testing, with the backend that injects faults.
+
+===============================  ===============================================================================
+`faulty_agent_backend_registry`  torch's module of this name, for its tests
+===============================  ===============================================================================
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
 
 A relay has two threads. One reads and writes its sockets. The other, the *courier*, carries the messages that were read
 to the other relay, one batch at a time, in order. While a batch is on its way, the relay reads more, so a kernel never
-waits to send its output. `nbdist.cluster.kernels.waiting_output` holds what was read, and drops text if it is too much.
+waits to send its output. `nbdist.cluster.jupyter.waiting_output` holds what was read, and drops text if it is too much.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import zmq
 
-from nbdist.cluster.kernels.waiting_output import Parcel, WaitingOutput
+from nbdist.cluster.jupyter.waiting_output import Parcel, WaitingOutput
 
 __all__ = ["Relay"]
 

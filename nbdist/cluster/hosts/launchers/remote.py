@@ -36,8 +36,8 @@ from nbdist.cluster.hosts import keeper
 from nbdist.cluster.hosts.code_copy import pack
 from nbdist.cluster.hosts.group_board import Boards, serve_boards
 from nbdist.cluster.hosts.hub import Hub, KeeperMember
-from nbdist.cluster.kernels.relay import Relay
-from nbdist.cluster.kernels.waiting_output import Parcel
+from nbdist.cluster.jupyter.relay import Relay
+from nbdist.cluster.jupyter.waiting_output import Parcel
 from nbdist.cluster.processes.launchers.contract import GIVEN_UP, OnEnd, StartedWorker
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
 from nbdist.cluster.processes.run_directory import make_folder, remove_folder

@@ -10,8 +10,8 @@ import msgspec
 
 from nbdist.amounts import counted
 from nbdist.cluster.hosts.invitations import Invitation
+from nbdist.cluster.hosts.launchers.inviting import InvitingLauncher
 from nbdist.cluster.processes.launchers.contract import OnEnd
-from nbdist.cluster.processes.launchers.inviting import InvitingLauncher
 from nbdist.cluster.spec import DEFAULT_INVITATION, VALID_FOR, Spec
 
 __all__ = ["JoinLauncher"]

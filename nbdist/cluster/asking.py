@@ -9,8 +9,8 @@ from nbdist.errors import NbdistError
 
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
-    from nbdist.cluster.kernels.connection import Message
-    from nbdist.cluster.workers import Worker
+    from nbdist.cluster.jupyter.connection import Message
+    from nbdist.cluster.kernels.workers import Worker
 
 __all__ = ["complete", "inspect"]
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from nbdist.cluster.hosts import keeper
 from nbdist.cluster.hosts.hub import KeeperMember
+from nbdist.cluster.hosts.launchers.remote import RemoteLauncher
 from nbdist.cluster.processes.launchers.contract import OnEnd, StartedWorker
-from nbdist.cluster.processes.launchers.remote import RemoteLauncher
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.errors import NbdistError, WorkerLost
 

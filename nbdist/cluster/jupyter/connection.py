@@ -25,7 +25,7 @@ import zmq
 from jupyter_client.connect import channel_socket_types
 
 from nbdist.channel.resources import require_files
-from nbdist.cluster.kernels.jupyter_wire import decode, encode, new_header, pack
+from nbdist.cluster.jupyter.jupyter_wire import decode, encode, new_header, pack
 from nbdist.errors import WorkerLost
 
 __all__ = ["Kernel", "KernelThread", "Message"]

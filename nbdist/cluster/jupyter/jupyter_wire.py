@@ -17,7 +17,24 @@ from jupyter_client.session import json_packer, json_unpacker
 
 from nbdist.errors import ProtocolError
 
-__all__ = ["decode", "encode", "is_text", "new_header", "new_id", "pack", "parent_of", "unpack", "with_text"]
+__all__ = [
+    "FENCE",
+    "NAMES",
+    "decode",
+    "encode",
+    "is_text",
+    "new_header",
+    "new_id",
+    "pack",
+    "parent_of",
+    "unpack",
+    "with_text",
+]
+
+FENCE = "nbdist_fence"
+"""The type of a message that marks a place in a worker's output: everything before it has been sent."""
+NAMES = "nbdist_names"
+"""The type of a message that lists the user's names on a worker."""
 
 _DELIMITER = b"<IDS|MSG>"
 _VERSION = "5.4"

@@ -21,13 +21,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from nbdist.autograd.contexts import Contexts
 from nbdist.autograd.graph.edges import RECEIVE, Node
+from nbdist.autograd.graph.inherited import Carried, Inherited
+from nbdist.autograd.graph.measuring import is_finite
 from nbdist.autograd.graph.saved import Saved, saved_by
 from nbdist.autograd.graph.walk import ACCUMULATE, walk
-from nbdist.autograd.state import Context
-from nbdist.autograd.watching.inherited import Carried, Inherited
-from nbdist.autograd.watching.measuring import is_finite
+from nbdist.autograd.passes.contexts import Contexts
+from nbdist.autograd.passes.state import Context
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent, rpc_async
 

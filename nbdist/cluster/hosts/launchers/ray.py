@@ -29,10 +29,10 @@ import msgspec
 
 from nbdist.amounts import counted
 from nbdist.cluster.hosts.hub import KeeperMember
+from nbdist.cluster.hosts.launchers.ray_actor import RayActor, address_of_this_node
+from nbdist.cluster.hosts.launchers.ray_room import wait_for_room
+from nbdist.cluster.hosts.launchers.remote import RemoteLauncher
 from nbdist.cluster.processes.launchers.contract import OnEnd
-from nbdist.cluster.processes.launchers.ray_actor import RayActor, address_of_this_node
-from nbdist.cluster.processes.launchers.ray_room import wait_for_room
-from nbdist.cluster.processes.launchers.remote import RemoteLauncher
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.errors import ResourceError, UsageError
 

@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import torch
 
-from nbdist.autograd.watching.inherited import Inherited
+from nbdist.autograd.graph.inherited import Inherited
 from nbdist.errors import ProtocolError
 from nbdist.rpc.references.peeking import Histogram
 from nbdist.wire import quick

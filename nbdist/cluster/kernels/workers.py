@@ -24,9 +24,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from nbdist.cluster.kernels import labels
+from nbdist.cluster.jupyter import labels
+from nbdist.cluster.jupyter.connection import Kernel, KernelThread, Message
 from nbdist.cluster.kernels.cells import Cell
-from nbdist.cluster.kernels.connection import Kernel, KernelThread, Message
 from nbdist.cluster.output.print_log import PrintLog
 from nbdist.cluster.output.tail import Tail
 from nbdist.cluster.processes.launchers.contract import StartedWorker

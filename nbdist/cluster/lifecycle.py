@@ -27,13 +27,12 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from nbdist.channel.resources import full_disk_in_words
-from nbdist.cluster.kernels.connection import KernelThread, Message
+from nbdist.cluster.jupyter.connection import KernelThread, Message
+from nbdist.cluster.kernels.workers import StartError, Worker, first_error, lost_error
 from nbdist.cluster.processes.generations import Generations
-from nbdist.cluster.processes.launchers import launcher_of
 from nbdist.cluster.processes.launchers.contract import GIVEN_UP, Launcher, StartedWorker
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.spec import Spec
-from nbdist.cluster.workers import StartError, Worker, first_error, lost_error
 from nbdist.errors import NbdistError
 
 __all__ = ["Lifecycle"]
@@ -70,6 +69,7 @@ class Lifecycle:
 
     def __init__(
         self,
+        launcher: type[Launcher],
         spec: Spec,
         backend: str,
         workers: list[Worker],
@@ -98,7 +98,7 @@ class Lifecycle:
         """A token for each cell whose workers `Cluster.execute` has chosen, but which is not sent to them yet."""
         self._begun: dict[str, Future[StartedWorker]] = {}
         """By name: the futures of the starts that `launch` has asked for, until `bring_up` waits for them."""
-        self.launcher: Launcher = launcher_of(spec)(spec, self._on_end)
+        self.launcher = launcher(spec, self._on_end)
         try:
             self.folder = self.launcher.folder
             self.generations = Generations(self.launcher.group_stores)

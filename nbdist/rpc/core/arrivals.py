@@ -12,7 +12,7 @@ __all__ = ["Arrival", "ArrivalStage"]
 
 
 class ArrivalStage(Enum):
-    """Names what an arrived call waits for. `nbdist.rpc.exchange` draws the order of the stages."""
+    """Names what an arrived call waits for. `nbdist.rpc.core.exchange` draws the order of the stages."""
 
     CONFIRMING = "the owners of the references in its arguments, who have to count them"
     SEEKING = "the call that makes the value which it works on"
@@ -21,7 +21,7 @@ class ArrivalStage(Enum):
 
 
 class Arrival:
-    """A call that has arrived and is not answered. Only `nbdist.rpc.exchange.Exchange` changes its stage."""
+    """A call that has arrived and is not answered. Only `nbdist.rpc.core.exchange.Exchange` changes its stage."""
 
     number = -1
     """The number that the exchange gave the call when it arrived; -1 before."""

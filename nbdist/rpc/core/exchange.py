@@ -1,6 +1,6 @@
 """Decides the next step of the calls and references of one agent. Pure: takes an event and returns what to do.
 
-The life of a call. Events are in brackets, the stages of `nbdist.rpc.calls.arrivals.ArrivalStage` in capitals::
+The life of a call. Events are in brackets, the stages of `nbdist.rpc.core.arrivals.ArrivalStage` in capitals::
 
     caller                                       callee
     ------                                       ------
@@ -21,12 +21,12 @@ the callee is lost) end a call without an answer. The events on the right are me
 ends the waiting calls that a lost agent has made. It also ends the wait of calls for a value that the lost agent was to
 create; these calls then run, and fail.
 
-`nbdist.rpc.references.forks.Forks` counts references; its head draws their life. References and calls meet here in
+`nbdist.rpc.core.forks.Forks` counts references; its head draws their life. References and calls meet here in
 three places: a call brings forks that must be confirmed, a call works on a value (its target) that must exist, and a
 call makes a value (its result).
 
-Three modules have the state: `calls.pending` has the calls that this agent has made, `calls.arrivals` the calls that
-have arrived here, `references.forks` the references.
+Three modules have the state: `pending` has the calls that this agent has made, `arrivals` the calls that
+have arrived here, `forks` the references.
 
 Threads: the caller of a method holds `Exchange.lock`, and releases it before it runs, encodes or sends anything. This
 is the only lock around the state of calls and references; `nbdist.rpc.agent` has the order of all locks. Some methods
@@ -43,9 +43,9 @@ from collections.abc import Sequence
 
 from nbdist.finalisers import guard
 from nbdist.ids import GlobalId, IdSource
-from nbdist.rpc.calls.arrivals import Arrival, ArrivalStage
-from nbdist.rpc.calls.pending import PendingCalls
-from nbdist.rpc.references.forks import Forks, ForkStanding, Instruction
+from nbdist.rpc.core.arrivals import Arrival, ArrivalStage
+from nbdist.rpc.core.forks import Forks, ForkStanding, Instruction
+from nbdist.rpc.core.pending import PendingCalls
 from nbdist.wire.messages import Fork
 
 __all__ = ["Exchange"]

@@ -10,7 +10,7 @@ from collections import Counter
 from types import FrameType
 from typing import NamedTuple
 
-from nbdist.cluster.inspection.process_memory import own_bytes
+from nbdist.cluster.processes.process_memory import own_bytes
 from nbdist.code_places import is_users, shown_name
 from nbdist.rpc.agent import active_agent
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from nbdist.amounts import counted, duration
-from nbdist.autograd import messages
-from nbdist.autograd.watching.inherited import Inherited, told
+from nbdist.autograd.graph import messages
+from nbdist.autograd.graph.inherited import Inherited, told
 from nbdist.rpc.references.peeking import Histogram
 
 __all__ = ["Event", "Key", "Pass", "Share"]

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from nbdist.cluster.kernels.versions import store_source
+from nbdist.cluster.jupyter.versions import store_source
 
 __all__ = ["Page", "follow_page", "lines_above", "moved_down"]
 

@@ -20,12 +20,12 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from nbdist.autograd import messages
+from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.edges import Node, Received, Sent
+from nbdist.autograd.graph.messages import Head, Mode, PassId, Token, Watching
 from nbdist.autograd.graph.numbers import NodeNumbers
 from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.graph.walk import walk
-from nbdist.autograd.messages import Head, Mode, PassId, Token, Watching
 from nbdist.autograd.passes.leaves import GradientStore
 from nbdist.autograd.passes.ledger import Ledger
 from nbdist.autograd.passes.worker_part import Part

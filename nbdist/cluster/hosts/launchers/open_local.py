@@ -21,8 +21,8 @@ import msgspec
 
 from nbdist.amounts import counted
 from nbdist.cluster.hosts.hub import KeeperMember
+from nbdist.cluster.hosts.launchers.inviting import InvitingLauncher
 from nbdist.cluster.processes.launchers.contract import OnEnd, StartedWorker
-from nbdist.cluster.processes.launchers.inviting import InvitingLauncher
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.errors import ResourceError
 

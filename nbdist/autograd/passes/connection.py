@@ -17,16 +17,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-from nbdist.autograd import messages
-from nbdist.autograd.contexts import Contexts
+from nbdist.autograd.graph import messages
+from nbdist.autograd.graph.messages import Head, PassId, Watching
 from nbdist.autograd.graph.traces import Plan
-from nbdist.autograd.messages import Head, PassId, Watching
-from nbdist.autograd.state import Context, Run
-from nbdist.autograd.watching import inherited_nans
+from nbdist.autograd.passes import inherited_nans, leaves
+from nbdist.autograd.passes.contexts import Contexts
+from nbdist.autograd.passes.state import Context, Run
 from nbdist.autograd.watching.observer import Observer
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.errors import UsageError
@@ -185,7 +185,9 @@ class Observing:
 
         context.number_all()
         explain = partial(inherited_nans.explain, context, self._transport.name, self._transport.name_of)
-        observer = Observer(self._transport.name, context.numbers, watching, send, explain, in_engine=in_engine)
+        # While torch's engine halts, others see the leaves that it has claimed. Steps of pipelines claim none.
+        halts = leaves.halted if in_engine else nullcontext
+        observer = Observer(self._transport.name, context.numbers, watching, send, explain, standing_still=halts)
         observer.note("began")
         observer.flush()  # at once: the watcher steers only workers that it has heard from
         return observer

@@ -35,10 +35,10 @@ from nbdist.errors import NbdistError, RendezvousError, UsageError
 from nbdist.ids import new_incarnation
 from nbdist.rpc import devices
 from nbdist.rpc.agent import Agent
+from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions, time_limit
 from nbdist.rpc.thread_switching import switching
 from nbdist.rpc.world import rendezvous, tcp_store
-from nbdist.rpc.world.members import WorkerInfo
 from nbdist.rpc.world.roster import Roster, Store
 from nbdist.wire.messages import Record
 

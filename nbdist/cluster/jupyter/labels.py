@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ipykernel.compiler import get_file_name
 from IPython import core
 
-from nbdist.cluster.kernels.versions import name_files, show_notes
+from nbdist.cluster.jupyter.versions import name_files, show_notes
 from nbdist.code_places import CELLS, NBDIST, is_nbdists, is_pythons, shown_name
 from nbdist.errors import NbdistError, UsageError
 

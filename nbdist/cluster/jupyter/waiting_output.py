@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 
 from nbdist import amounts
-from nbdist.cluster.kernels import jupyter_wire
+from nbdist.cluster.jupyter import jupyter_wire
 
 __all__ = ["Parcel", "WaitingOutput"]
 
