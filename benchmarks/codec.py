@@ -37,7 +37,7 @@ def message_parts(envelope: Callable[[], Envelope], frames: Sequence[Any]) -> di
     """Return what a message takes beside its body, by part, and in it the parts of both sides."""
     first = encode_envelope(envelope())
     whole = joined([first, *frames])
-    cutter = framing.Cutter(1 << 30)
+    cutter = framing.FrameCutter(1 << 30)
     return {
         "envelope written": microseconds(lambda: encode_envelope(envelope())),
         "frames joined": microseconds(lambda: joined([first, *frames])),

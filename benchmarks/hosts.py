@@ -100,9 +100,9 @@ def join(side: str, rank: int, master: str, host: str, interface: str) -> Any:
         from nbdist.channel import zeromq
 
         if side == "plain":
-            link = zeromq.ZmqChannel._link
-            zeromq.ZmqChannel._secured = lambda self, sock: None  # type: ignore[method-assign]
-            zeromq.ZmqChannel._link = lambda self, address, curve, is_large: link(
+            link = zeromq.ZeroMqChannel._link
+            zeromq.ZeroMqChannel._secured = lambda self, sock: None  # type: ignore[method-assign]
+            zeromq.ZeroMqChannel._link = lambda self, address, curve, is_large: link(
                 self, address, curve=False, is_large=is_large
             )  # type: ignore
         options = rpc.RpcBackendOptions(

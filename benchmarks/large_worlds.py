@@ -45,8 +45,8 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.channel.inprocess import InProcessChannel, InProcessLink, Network
-from nbdist.channel.security import Secret
-from nbdist.channel.zeromq import ZmqChannel, host_identity
+from nbdist.channel.secret import Secret
+from nbdist.channel.zeromq import ZeroMqChannel, host_identity
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.hosts.losses import Losses
 from nbdist.compat import gathering
@@ -637,7 +637,7 @@ def connection(links: int = 300) -> Connection:
     """Measure what encrypted connections take, with two channels of this process and the loopback interface."""
     secret = Secret(b"the secret of this measurement", shared_off_host=True)
     channels = [
-        ZmqChannel(f"measured-{os.getpid()}-{number}", secret, local=False, host="127.0.0.1") for number in range(2)
+        ZeroMqChannel(f"measured-{os.getpid()}-{number}", secret, local=False, host="127.0.0.1") for number in range(2)
     ]
     try:
         sender, receiver = channels

@@ -19,11 +19,11 @@ _sent = itertools.count()
 def begin() -> None:
     """Count what this process sends from now on."""
     global _sent
-    from nbdist.channel.outbox import LocalLink
-    from nbdist.channel.zeromq import ZmqLink
+    from nbdist.channel.local_link import LocalLink
+    from nbdist.channel.zeromq import ZeroMqLink
 
     sent = _sent = itertools.count()
-    for link in (LocalLink, ZmqLink):
+    for link in (LocalLink, ZeroMqLink):
         plain = _plain[link] = link.send
 
         def send(self: Any, frames: Any, kind: str, plain: Callable[..., None] = plain) -> None:

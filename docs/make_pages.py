@@ -12,7 +12,7 @@ from pathlib import Path
 import links
 import messages
 
-from nbdist.magics.commands import DistMagics
+from nbdist.magics.dist_magics import DistMagics
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

@@ -153,26 +153,26 @@ ROOMS: dict[str, str] = {
     "gpus": "order pinned side_streams spans staging support",
     "wire": "devices history messages tensors encoded peer pickling quick few_tensors encoding usual decoding codec",
     "channel": (
-        "contract faulty gate inprocess machine chunks framing outbox resources liveness security shared_memory "
-        "spinning zeromq entrance local"
+        "contract faulty gate inprocess machine assembly framing local_link resources process_watch secret "
+        "shared_memory spinning zeromq entrance local"
     ),
     "rpc": (
-        "devices failures here options recording shared_tensors streams futures core dispatch links references "
+        "devices failures here options recording shared_tensors streams futures core pool links references "
         "calls functions thread_switching world agent asking hosted start api"
     ),
     "autograd": "graph watching passes memory_use recorder api inspection",
     "optim": "parameters local clipping distributed saving optimizer scheduler",
     "nn": (
-        "batches cutting entry losses placement randomness remote_module schedules inbox stage reference timeline "
-        "watched pipeline_part pipeline"
+        "batches cutting shared_inputs losses placement randomness remote_module schedules inbox stage reference "
+        "timeline watched pipeline_part pipeline"
     ),
     "swarm": "carriage history stacking weight_file adapter named_models server client swarm",
     "cluster": (
         "jupyter mending output errors spawning spec processes kernels examination hosts launching lifecycle "
-        "growing standing targets worker executor interrupting cluster asking inspection"
+        "growing lookout targets worker executor interrupting cluster asking inspection"
     ),
     "views": "drawing shown tables cards map passes references timeline workers values widgets displays",
-    "magics": "checking lines overview place completion inspection reruns session commands",
+    "magics": "checking lines overview place completion inspection reruns session dist_magics",
     "compat": (
         "autograd echo faults gathering ipyparallel optimizer options run words agents references rpc substitution"
     ),

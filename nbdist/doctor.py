@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from nbdist import __version__
 from nbdist.amounts import counted, duration, size
 from nbdist.channel import machine
-from nbdist.channel.security import Secret, runtime_directory
+from nbdist.channel.secret import Secret, runtime_directory
 from nbdist.errors import NbdistError, VersionMismatch
 
 if TYPE_CHECKING:

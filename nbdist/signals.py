@@ -10,7 +10,7 @@ import threading
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["Deferral"]
+__all__ = ["DeferredSignals"]
 
 _DEFERRED = tuple(
     getattr(signal, name)
@@ -30,7 +30,7 @@ _HANDLERS_THAT_MAY_RAISE = 1000
 """The number of handlers that may raise an error, one after the other, while the others are restored or run."""
 
 
-class Deferral:
+class DeferredSignals:
     """A context manager: inside of it, the main thread runs no handlers of signals.
 
     A handler whose signal came meanwhile runs at the end. In other threads, which never run handlers, this does
@@ -47,12 +47,12 @@ class Deferral:
         self.is_due = False
         """True once a signal has arrived whose handler waits for the end of the block."""
         self._sleeps = sleeps
-        self._outer: Deferral | None = None
+        self._outer: DeferredSignals | None = None
         self._before: dict[int, Any] = {}
         self._came: list[tuple[int, FrameType | None]] = []
         self._is_over = False
 
-    def __enter__(self) -> Deferral:
+    def __enter__(self) -> DeferredSignals:
         global _deferral
         if threading.get_ident() == _main_thread:
             try:
@@ -120,7 +120,7 @@ class Deferral:
                 del self._came[0]  # only now: if an error keeps a handler from running, it runs later
 
 
-_deferral: Deferral | None = None
+_deferral: DeferredSignals | None = None
 """The innermost deferral of the main thread."""
 
 _main_thread = threading.main_thread().ident

@@ -44,7 +44,7 @@ FAULTS = {
         PROTOCOL,
     ),
     "an acknowledgement is lost": Fault(
-        "autograd/passes/driver.py",
+        "autograd/passes/pass_driver.py",
         "                    run.settled += taken",
         "                    run.settled += taken[1:]",
         PROTOCOL,
@@ -77,7 +77,7 @@ FAULTS = {
         PROTOCOL,
     ),
     "two passes have the same leaf at a time": Fault(
-        "autograd/passes/leaves.py",
+        "autograd/passes/claims.py",
         "            _condition.wait()\n",
         "            break\n",
         "autograd/test_passes.py::test_sixty_concurrent_passes_that_share_parameters",
@@ -233,7 +233,7 @@ FAULTS = {
         "test_signals.py::test_a_handler_that_raises_at_any_moment_leaves_all_others_as_they_were",
     ),
     "a message that Ctrl-C cuts in the middle takes the next one's bytes": Fault(
-        "channel/outbox.py",
+        "channel/local_link.py",
         "                self._shut()\n                raise\n",
         "                raise\n",
         "channel/test_contract.py::test_a_send_that_is_interrupted_spoils_no_other",
@@ -248,7 +248,7 @@ FAULTS = {
         "rpc/test_guest.py::test_a_caller_that_does_not_read_leaves_the_gate_open",
     ),
     "a process that had ended before it was watched is not reported": Fault(
-        "channel/liveness.py",
+        "channel/process_watch.py",
         "        except ProcessLookupError:\n            return True\n",
         "        except ProcessLookupError:\n            return False\n",
         "channel/test_liveness.py::test_a_process_that_has_ended_already_is_reported",

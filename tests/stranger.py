@@ -23,10 +23,10 @@ from datetime import timedelta
 import msgspec
 import torch.distributed as dist
 
-from nbdist.channel.liveness import started_at
-from nbdist.channel.security import Secret
+from nbdist.channel.process_watch import started_at
+from nbdist.channel.secret import Secret
 from nbdist.ids import new_incarnation
-from nbdist.rpc.world import rendezvous
+from nbdist.rpc.world import meeting
 from nbdist.rpc.world.roster import _KEY, _Document
 from nbdist.wire.messages import VERSION, Record
 
@@ -90,7 +90,7 @@ class Stranger:
         return "kept"
 
     def replay(self) -> str:
-        store = rendezvous.prefixed(self._store())
+        store = meeting.prefixed(self._store())
         for _ in range(20):
             present = self._document()[0]
             store.compare_set(_KEY, present, self._kept)
@@ -107,11 +107,11 @@ class Stranger:
     def _put(self, before: str, document: _Document) -> bool:
         """Put a list of members in place of the one from before; return whether that was still there."""
         text = base64.b64encode(msgspec.msgpack.encode(document)).decode()
-        return rendezvous.prefixed(self._store()).compare_set(_KEY, before, text).decode() == text
+        return meeting.prefixed(self._store()).compare_set(_KEY, before, text).decode() == text
 
     def _document(self) -> tuple[str, _Document]:
         """Wait for a list of members, and return it, as text and decoded."""
-        store, deadline = rendezvous.prefixed(self._store()), time.monotonic() + PATIENCE
+        store, deadline = meeting.prefixed(self._store()), time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             text = store.compare_set(_KEY, "", "").decode()
             if text:

@@ -155,7 +155,7 @@ with testing.World(2) as world, world[0].activate():
 WITHOUT_JIT = """
 import sys, torch
 del torch.jit, sys.modules["torch.jit"]
-import nbdist.compat.rpc.internal, nbdist.magics.commands, nbdist.nn, nbdist.optim
+import nbdist.compat.rpc.internal, nbdist.magics.dist_magics, nbdist.nn, nbdist.optim
 from nbdist import autograd, testing, rpc
 
 with testing.World(2) as world, world[0].activate(), autograd.context() as context_id:
@@ -173,7 +173,7 @@ def test_nothing_needs_torch_jit_before_a_script_comes():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("first", ["torch._dynamo", "nbdist.nn, nbdist.optim, nbdist.magics.commands"])
+@pytest.mark.parametrize("first", ["torch._dynamo", "nbdist.nn, nbdist.optim, nbdist.magics.dist_magics"])
 def test_it_does_not_matter_which_is_imported_first(first):
     """And nbdist does not import what compiles, which takes a second and 70 MB. (transformers does, for a swarm.)"""
     done = subprocess.run(

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed.autograd
 import torch.distributed.rpc
 
-from nbdist.magics.commands import DistMagics
+from nbdist.magics.dist_magics import DistMagics
 from nbdist.testing import Faults
 
 with warnings.catch_warnings():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from frontend import Notebook
 
-from nbdist.magics.commands import DistMagics
+from nbdist.magics.dist_magics import DistMagics
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -86,7 +86,7 @@ def test_links_lead_somewhere(page):
 def test_magics_that_are_named_exist(page):
     text = page.read_text() if page == README else here_column(page.read_text())
     named = set(re.findall(r"%%?([a-z]\w+)", text)) - {"load_ext", "debug", "run", "capture", "pip"}  # IPython's own
-    from nbdist.compat.ipyparallel.magics import Px
+    from nbdist.compat.ipyparallel.px import Px
 
     there = {*DistMagics.magics["line"], *DistMagics.magics["cell"], *vars(Px)}
     assert named <= there

@@ -10,7 +10,7 @@ import weakref
 import pytest
 from interrupts import Interrupts
 
-from nbdist.signals import Deferral
+from nbdist.signals import DeferredSignals
 
 
 class Struck(BaseException):
@@ -38,7 +38,7 @@ def strike():
 
 def test_a_handler_runs_at_the_end(came):
     def act():
-        with Deferral() as deferral:
+        with DeferredSignals() as deferral:
             assert not deferral.is_due
             strike()
             assert deferral.is_due
@@ -51,8 +51,8 @@ def test_a_handler_runs_at_the_end(came):
 
 def test_within_another_it_runs_at_the_end_of_the_outer_one(came):
     def act():
-        with Deferral() as outer:
-            with Deferral():
+        with DeferredSignals() as outer:
+            with DeferredSignals():
                 strike()
             assert outer.is_due
             assert came == []
@@ -67,7 +67,7 @@ def test_while_the_thread_sleeps_a_handler_runs_at_once(came):
         signal.raise_signal(signal.SIGUSR1)
         raise AssertionError("slept on")
 
-    with Deferral(sleep.__code__) as deferral:
+    with DeferredSignals(sleep.__code__) as deferral:
         with pytest.raises(Struck):
             sleep()
         assert not deferral.is_due
@@ -79,7 +79,7 @@ def test_two_that_came_run_both_though_the_first_raises(came):
     before = signal.signal(signal.SIGUSR2, lambda *_: seen.append("second"))
 
     def act():
-        with Deferral():
+        with DeferredSignals():
             strike()
             signal.raise_signal(signal.SIGUSR2)
 
@@ -97,7 +97,7 @@ def test_a_handler_that_raises_at_any_moment_leaves_all_others_as_they_were(came
 
     def act():
         for _ in range(4):
-            with Deferral():
+            with DeferredSignals():
                 pass
 
     numbers = (signal.SIGINT, signal.SIGUSR1)  # one is deferred before SIGALRM, one after it
@@ -123,7 +123,7 @@ def test_signals_of_all_kinds_are_deferred(name):
     number, came = getattr(signal, name), []
     before = signal.signal(number, lambda *_: came.append(number))
     try:
-        with Deferral():
+        with DeferredSignals():
             signal.raise_signal(number)
             assert came == []
         assert came == [number]
@@ -135,7 +135,7 @@ def test_very_many_may_come():
     came = []
     before = signal.signal(signal.SIGUSR1, lambda *_: came.append(1))
     try:
-        with Deferral():
+        with DeferredSignals():
             for _ in range(2000):
                 strike()
         assert len(came) == 2000
@@ -147,7 +147,7 @@ def test_a_handler_that_a_handler_sets_stays():
     """Such as one for the first Ctrl-C, after which a second one is to kill."""
     before = signal.signal(signal.SIGUSR1, lambda *_: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
     try:
-        with Deferral():
+        with DeferredSignals():
             strike()
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     finally:
@@ -163,7 +163,7 @@ def test_an_error_at_the_end_keeps_nothing_alive(came):
     def act():
         local = Local()
         kept.append(weakref.ref(local))
-        with Deferral():
+        with DeferredSignals():
             strike()
 
     gc.disable()
@@ -180,7 +180,7 @@ def test_in_another_thread_nothing_is_deferred():
     found = []
 
     def look():
-        with Deferral():
+        with DeferredSignals():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)
@@ -190,7 +190,7 @@ def test_in_another_thread_nothing_is_deferred():
 
 
 def test_a_child_process_has_the_handlers_that_were_there_before(came):
-    with Deferral(), Deferral():
+    with DeferredSignals(), DeferredSignals():
         child = os.fork()
         if not child:
             os._exit(0 if signal.getsignal(signal.SIGUSR1).__name__ == "note" else 1)

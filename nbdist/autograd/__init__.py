@@ -5,7 +5,7 @@ The words for a backward pass, one meaning each; the code uses them as names:
 ============== =================================================================================================
 word           meaning
 ============== =================================================================================================
-context        the record of one iteration, on each worker that it touches (`state.Context`)
+context        the record of one iteration, on each worker that it touches (`passes.context.Context`)
 maker          the worker that made a context, and the only one that ends it
 edge           the two ends of a message with tensors: `Sent` on the sender, `Received` on the
                receiver; the number ``message`` names both. A *graph edge* is torch's: a node of a graph, and
@@ -16,7 +16,7 @@ roots          the tensors on which `backward` is called
 pass           one backward computation from its roots, on all workers that it reaches; a `PassId` names it.
                A *local pass* is torch's own ``backward()``, in one process
 root           of a pass: the worker on which it began
-run            what one worker keeps of one pass: its part, its threads, what it must report (`state.Run`)
+run            what one worker keeps of one pass: its part, its threads, what it must report (`passes.context.Run`)
 part           what one worker computes of one pass (`passes.worker_part.Part`)
 entry          the roots, or the gradient of one slot, which the part has not given to torch's engine yet
 step           one call of torch's engine (`_Step`). A step of a pipeline is something else (`nbdist.nn`)
@@ -35,7 +35,7 @@ settled        of a token: the receiver has done all that follows from the messa
 report         a message to the root: the tokens that a worker has settled, and the tokens that it has sent
 ledger         the root's account of all tokens; it tells when marking, or the whole pass, is over
 given up       of a pass: ended by an error, a lost worker or the user; its gradients are dropped
-claim          the leaves that only one step may use, with their ``.grad`` set aside (`passes.leaves.Claim`)
+claim          the leaves that only one step may use, with their ``.grad`` set aside (`passes.claims.Claim`)
 reduce         average the gradients of a DistributedDataParallel module over its processes (`passes.ddp`)
 turn           the right of one pass to reduce, while others wait (`passes.ddp_turns`)
 watch          the user's view of a context's passes, and the control over them (`watching.watcher.Watch`)
@@ -53,24 +53,23 @@ tensor([3., 3.])
 
 The modules:
 
-- Users call `api`. The agent calls `recorder` for every message in a context. `contexts` finds the context, and `state`
-  stores its record and its passes.
-- `graph`, a subpackage: the record of a forward pass. It has the edges between workers, walks over torch's graphs, and
-  collects both as the data of `trace` and `plan`, which `nbdist.views` draws.
-- `passes`, a subpackage: the backward pass. It decides what each worker can run, has torch's engine run it, exchanges
-  `messages` with other workers, and keeps the gradients.
+- Users call `api`. The agent calls `recorder` for every message in a context. `inspection` has `trace` and `plan`.
+- `graph`, a subpackage: the record of a forward pass. It has the edges between workers, walks over torch's graphs,
+  finds the operation that made a NaN, and defines the `messages` between workers.
+- `passes`, a subpackage: the contexts and their backward passes. It decides what each worker can run, has torch's
+  engine run it, exchanges messages with other workers, and keeps the gradients.
 - `watching`, a subpackage: watches passes for the user, and finds the origin of a NaN.
 """
 
 from __future__ import annotations
 
 from nbdist.autograd.api import ContextId, backward, backward_async, context, get_gradients, open, watch
+from nbdist.autograd.graph.events import Event, Pass
 from nbdist.autograd.graph.inherited import Carried, Inherited
-from nbdist.autograd.graph.records import Event, Pass
 from nbdist.autograd.graph.traces import Plan, Trace
 from nbdist.autograd.inspection import plan, plan_from, trace
-from nbdist.autograd.passes import driver
-from nbdist.autograd.passes.driver import UnusedOutputs
+from nbdist.autograd.passes import pass_driver
+from nbdist.autograd.passes.pass_driver import UnusedOutputs
 from nbdist.autograd.watching.watcher import Watch
 
 __all__ = [
@@ -93,4 +92,4 @@ __all__ = [
     "watch",
 ]
 
-driver.plan_from = plan_from
+pass_driver.plan_from = plan_from

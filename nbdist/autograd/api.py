@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 
 from nbdist.autograd.graph.messages import Mode
-from nbdist.autograd.passes.state import Context, Run
+from nbdist.autograd.passes.context import Context, Run
 from nbdist.autograd.recorder import Recorder
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.errors import Interrupted, UsageError

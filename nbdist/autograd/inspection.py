@@ -18,7 +18,7 @@ from nbdist.autograd.graph.origins import origin_of
 from nbdist.autograd.graph.parameters import ParameterName, names_of
 from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace, planned
 from nbdist.autograd.graph.walk import ACCUMULATE
-from nbdist.autograd.passes.state import Context
+from nbdist.autograd.passes.context import Context
 from nbdist.errors import WorkerLost
 from nbdist.rpc import api as rpc
 from nbdist.rpc.asking import ask_each

@@ -8,7 +8,7 @@ import torch
 
 from nbdist.autograd.graph.saved import saved_by
 from nbdist.autograd.graph.walk import ACCUMULATE
-from nbdist.autograd.passes.state import Context
+from nbdist.autograd.passes.context import Context
 from nbdist.torch_private import no_torch_function
 
 __all__ = ["Place", "kept_by", "storage_of"]

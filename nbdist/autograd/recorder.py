@@ -30,11 +30,11 @@ import torch
 
 from nbdist.autograd.graph import edges, messages
 from nbdist.autograd.graph.edges import Received
-from nbdist.autograd.graph.forward_nans import Check
+from nbdist.autograd.graph.forward_nans import NanCheck
 from nbdist.autograd.graph.noting import noted
+from nbdist.autograd.passes.context import Context, Run
 from nbdist.autograd.passes.contexts import Contexts
-from nbdist.autograd.passes.driver import Passes
-from nbdist.autograd.passes.state import Context, Run
+from nbdist.autograd.passes.pass_driver import Passes
 from nbdist.autograd.passes.worker_part import PassRoots
 from nbdist.code_places import NBDIST
 from nbdist.errors import EncodeError, NbdistError, NotInitialized, UsageError
@@ -44,9 +44,9 @@ from nbdist.rpc import devices
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.core.members import Membership
-from nbdist.rpc.dispatch import Job
 from nbdist.rpc.failures import describe
 from nbdist.rpc.futures import Future, Surroundings, set_carrier
+from nbdist.rpc.pool import Job
 from nbdist.rpc.recording import Attach
 from nbdist.torch_private import set_grad_enabled
 from nbdist.wire import codec
@@ -164,7 +164,7 @@ class Recorder:
         The block raises ForwardNaN for a NaN. The maker enters it when the context opens; a worker enters it while it
         serves a call of the context.
         """
-        return noted(lines=context.lines, check=Check(self.name, self.name_of) if context.check else None)
+        return noted(lines=context.lines, check=NanCheck(self.name, self.name_of) if context.check else None)
 
     def when_opened(self, then: Callable[[Context], None], wants_lines: Callable[[], bool]) -> Callable[[], None]:
         """Call ``then`` with each context that is opened here from now on; return a function that ends that.

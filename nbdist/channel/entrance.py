@@ -26,7 +26,7 @@ import zmq
 
 from nbdist.channel.contract import ChannelError
 from nbdist.channel.resources import require_files
-from nbdist.channel.security import CurveKeys
+from nbdist.channel.secret import CurveKeys
 from nbdist.channel.zeromq import in_brackets
 from nbdist.errors import ProtocolError
 

@@ -7,7 +7,7 @@ A message in the stream::
     sizes    8 bytes each: the length of each frame
     frames   one after the other
 
-If a message has arrived as a whole, it is cut at once (`Cutter.feed`). For any other message, the cutter allocates
+If a message has arrived as a whole, it is cut at once (`FrameCutter.feed`). For any other message, the cutter allocates
 memory of the message's length as soon as it has read the length, and the caller reads the rest from the socket into
 this memory::
 
@@ -26,7 +26,7 @@ from nbdist.channel import machine
 from nbdist.errors import ProtocolError
 from nbdist.large_memory import unfilled
 
-__all__ = ["Cutter", "Large", "head"]
+__all__ = ["FrameCutter", "Large", "head"]
 
 _HEAD = struct.Struct("<QI")
 _SIZE = 8
@@ -36,7 +36,7 @@ _HEADS = [struct.Struct(f"<QI{count}Q") for count in range(8)]
 
 
 def head(sizes: Sequence[int]) -> bytes:
-    """Return the bytes to write before the frames of a message, from which `Cutter` learns where each frame ends.
+    """Return the bytes to write before the frames of a message, from which `FrameCutter` learns where each frame ends.
 
     ``sizes`` has the size of each frame, in bytes.
     """
@@ -59,7 +59,7 @@ class Large:
         return _copy_frames(self._whole, 0, *_HEAD.unpack_from(self._whole))
 
 
-class Cutter:
+class FrameCutter:
     """Cuts the bytes of one connection into messages. Only one thread at a time may use it."""
 
     def __init__(self, max_message: int) -> None:

@@ -36,11 +36,11 @@ from typing import NamedTuple
 
 from nbdist.channel import machine
 from nbdist.channel.contract import ChannelError, Link, TooManyFiles
-from nbdist.channel.framing import Cutter, Large
+from nbdist.channel.framing import FrameCutter, Large
 from nbdist.channel.gate import Gate
-from nbdist.channel.outbox import LocalLink, Outbox, peer_of
+from nbdist.channel.local_link import LocalLink, Outbox, peer_of
 from nbdist.channel.spinning import POLL_SECONDS, Spinning
-from nbdist.channel.zeromq import ZmqChannel
+from nbdist.channel.zeromq import ZeroMqChannel
 from nbdist.errors import ProtocolError
 from nbdist.finalisers import this_thread
 
@@ -82,7 +82,7 @@ os.register_at_fork(after_in_child=_after_fork)
 class LocalChannel:
     """Reaches the agents of this host over unix sockets, and all others over a ZeroMQ channel."""
 
-    def __init__(self, beside: ZmqChannel, *, max_message: int) -> None:
+    def __init__(self, beside: ZeroMqChannel, *, max_message: int) -> None:
         """Listen at a unix socket in the directory of ``beside``, which is closed together with this channel.
 
         ``max_message`` is the most bytes of a message. Raises ChannelError if the socket cannot be made.
@@ -383,7 +383,7 @@ class LocalChannel:
                     time.monotonic() + _ACCEPT_AGAIN_AFTER
                 )  # the kernel does not report waiting connections again
                 return
-            self._incoming[sock.fileno()] = _Incoming(sock, Cutter(self._max_message))
+            self._incoming[sock.fileno()] = _Incoming(sock, FrameCutter(self._max_message))
 
     def _cut_into_frames(self, message: _Uncut) -> list[bytes] | None:
         """Cut a large message into frames without holding a lock.
@@ -491,13 +491,13 @@ class LocalChannel:
 
 
 WAITING_CODE = LocalChannel._wait.__code__
-"""The code in which a thread sleeps until a message arrives. `nbdist.signals.Deferral` runs signal handlers there."""
+"""The code in which a thread sleeps until a message arrives. `nbdist.signals` runs signal handlers there."""
 
 
 class _Incoming:
     """A connection that another agent has made, on which it sends messages to this agent."""
 
-    def __init__(self, sock: socket.socket, cutter: Cutter) -> None:
+    def __init__(self, sock: socket.socket, cutter: FrameCutter) -> None:
         self.socket = sock
         self.is_empty = False
         """True if the last `read` took all bytes: then the kernel reports when more have arrived."""
@@ -508,7 +508,7 @@ class _Incoming:
     def read(self) -> Sequence[list[bytes] | _Uncut]:
         """Read some of the bytes that have arrived, without waiting; return the messages that are whole now.
 
-        Raises EOFError at the end of the connection, and the errors of `Cutter.feed`.
+        Raises EOFError at the end of the connection, and the errors of `FrameCutter.feed`.
         """
         cutter = self._cutter
         try:

@@ -3,18 +3,18 @@
 A channel has two PULL sockets, at which all other agents reach it, and a PUSH socket for each link::
 
     agent A                                          agent B
-    ZmqLink ────── ipc://…/agent-B/in ─────────────> inbox              agents on one host
-    ZmqLink ────── tcp://host:port, CURVE ─────────> the same inbox     agents on different hosts
-    LargeZmqLink ─ ipc://…/agent-B/large#large ────> large inbox ─┐
-    LargeZmqLink ─ tcp://host:port#large, CURVE ───> large inbox  │ its thread puts the chunks together, and
-                                                     inbox <──────┘ announces each whole message
+    ZeroMqLink ────── ipc://…/agent-B/in ─────────────> inbox              agents on one host
+    ZeroMqLink ────── tcp://host:port, CURVE ─────────> the same inbox     agents on different hosts
+    LargeZeroMqLink ─ ipc://…/agent-B/large#large ────> large inbox ─┐
+    LargeZeroMqLink ─ tcp://host:port#large, CURVE ───> large inbox  │ its thread puts the chunks together, and
+                                                        inbox <──────┘ announces each whole message
 
 Large messages have links, an inbox and two threads of their own, one of ZeroMQ's and one of Python's: encrypting and
 copying takes long, and a small message that arrives meanwhile must not wait.
 
 Sending and receiving never share a socket, so a thread can wait in `receive` while others send. The ``ipc://`` files
 are in the agent's own directory (mode 0700). The CURVE keys of TCP come from the cluster's secret
-(`nbdist.channel.security`).
+(`nbdist.channel.secret`).
 
 The directory contains a file that its agent has locked. When an agent starts, it removes each directory whose lock is
 free, because the agent of that directory has died (`sweep`).
@@ -43,15 +43,15 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from nbdist.channel import machine
-from nbdist.channel.chunks import NOT_COPIED_FROM, Assembly, chunks
+from nbdist.channel.assembly import NOT_COPIED_FROM, Assembly, chunks
 from nbdist.channel.contract import Buffer, Channel, ChannelError, TooManyFiles
 from nbdist.channel.resources import require_files
-from nbdist.channel.security import Secret, runtime_directory
+from nbdist.channel.secret import Secret, runtime_directory
 from nbdist.errors import ResourceError
 from nbdist.finalisers import this_thread
-from nbdist.signals import Deferral
+from nbdist.signals import DeferredSignals
 
-__all__ = ["LockedDirectory", "ZmqChannel", "host_identity", "sweep", "sweep_directories"]
+__all__ = ["LockedDirectory", "ZeroMqChannel", "host_identity", "sweep", "sweep_directories"]
 
 _FOR_LARGE = "#large"
 """The end of the addresses at which an agent takes large messages."""
@@ -179,7 +179,7 @@ def _age(path: Path) -> float:
     return time.time() - path.stat().st_mtime
 
 
-class ZmqChannel(Channel):
+class ZeroMqChannel(Channel):
     """Receives messages over ZeroMQ, from agents of this host and of others. It has one reader and no guest."""
 
     def __init__(
@@ -207,7 +207,7 @@ class ZmqChannel(Channel):
         self._closed = False
         self._lock = threading.Lock()
         self._receiving = threading.Lock()
-        self._links: weakref.WeakSet[ZmqLink] = weakref.WeakSet()
+        self._links: weakref.WeakSet[ZeroMqLink] = weakref.WeakSet()
         self._resources = contextlib.ExitStack()
         require_files(_FILES_AT_START, "ZeroMQ cannot start")  # without files, ZeroMQ would abort this process
         with contextlib.ExitStack() as undo:
@@ -309,7 +309,7 @@ class ZmqChannel(Channel):
         """
         return list(self._addresses)
 
-    def connect(self, addresses: Sequence[str], is_large: bool = False) -> ZmqLink:
+    def connect(self, addresses: Sequence[str], is_large: bool = False) -> ZeroMqLink:
         """Return a link to the first address that is TCP, or an ipc file that exists on this host.
 
         With ``is_large``, it is a link for large messages. Raises ChannelError if there is no such address or the
@@ -330,7 +330,7 @@ class ZmqChannel(Channel):
             "RpcBackendOptions(host=...)"
         )
 
-    def _link(self, address: str, *, curve: bool, is_large: bool) -> ZmqLink:
+    def _link(self, address: str, *, curve: bool, is_large: bool) -> ZeroMqLink:
         """Return a new link by a PUSH socket to an address; ``curve`` encrypts it with the keys that all members share.
 
         ``is_large`` makes it a link for large messages. Raises ChannelError if the channel is closed or the address is
@@ -360,7 +360,7 @@ class ZmqChannel(Channel):
                     f"the address {address} of another worker cannot be used: {error}. Give that worker another one: "
                     "NBDIST_HOST, or RpcBackendOptions(host=...)"
                 ) from error
-            link = LargeZmqLink(sock) if is_large else ZmqLink(sock)
+            link = LargeZeroMqLink(sock) if is_large else ZeroMqLink(sock)
             self._links.add(link)
             return link
 
@@ -522,7 +522,7 @@ class _LargeInbox:
         if self._closing:
             return
         self._closing = True
-        with Deferral():  # after Ctrl-C, the thread would still use the sockets
+        with DeferredSignals():  # after Ctrl-C, the thread would still use the sockets
             os.eventfd_write(self._stop, 1)
             self._thread.join()
         self._to_inbox.close(0)
@@ -530,7 +530,7 @@ class _LargeInbox:
         os.close(self._stop)
 
 
-class ZmqLink:
+class ZeroMqLink:
     """A `Link` over a PUSH socket. Every message is copied, and sent as a whole. Threads take turns at it."""
 
     def __init__(self, sock: zmq.Socket[bytes]) -> None:
@@ -559,7 +559,7 @@ class ZmqLink:
             self._socket.close(0 if at_once else None)
 
 
-class LargeZmqLink(ZmqLink):
+class LargeZeroMqLink(ZeroMqLink):
     """A `Link` over a PUSH socket to a large inbox. Every message is sent in chunks. Threads take turns at it."""
 
     def __init__(self, sock: zmq.Socket[bytes]) -> None:
@@ -573,7 +573,10 @@ class LargeZmqLink(ZmqLink):
 
         Raises ChannelError if the link or the channel is closed. A message may be lost without an error.
         """
-        with Deferral(), self._lock:  # if Ctrl-C cut a chunk in two, the next chunk's parts would be appended to it
+        with (
+            DeferredSignals(),
+            self._lock,
+        ):  # if Ctrl-C cut a chunk in two, the next chunk's parts would be appended to it
             try:
                 for head, data in chunks(frames, self._name, next(self._numbers)):
                     self._socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)

@@ -12,7 +12,7 @@ mending      requests of workers that concern their process group
 spawning     says what to write in place of ``torch.multiprocessing.spawn``
 executor     calls functions on the first free worker, as an executor of `concurrent.futures` does
 asking       completion and inspection of code in a cell for workers
-standing     the line below a cell that says what its workers wait for
+lookout      the line below a cell that says what its workers wait for
 errors       the errors with which cells fail
 subpackages
 jupyter      Jupyter's messages and kernels, and the differences between its versions
@@ -25,7 +25,7 @@ inspection   looks into workers: their work, their objects and their memory
 examination  finds faults of the machines and of the links between them, and says what to do
 ============ ==================================================================================================
 
-The path of a cell: `cluster.execute` → `jupyter.connection` → the worker's ipykernel. Its output comes back through
-`jupyter.connection` → `kernels.routing` → `kernels.cells` → `output.arranger` → `output.sinks`. All of this runs in the
-kernel thread, while the thread that waits for the cell sleeps.
+The path of a cell: `cluster.execute` → `jupyter.kernel_connection` → the worker's ipykernel. Its output comes back
+through `jupyter.kernel_connection` → `kernels.routing` → `kernels.cells` → `output.arranger` → `output.sinks`. All of
+this runs in the kernel thread, while the thread that waits for the cell sleeps.
 """

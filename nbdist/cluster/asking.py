@@ -9,7 +9,7 @@ from nbdist.errors import NbdistError
 
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
-    from nbdist.cluster.jupyter.connection import Message
+    from nbdist.cluster.jupyter.kernel_connection import Message
     from nbdist.cluster.kernels.workers import Worker
 
 __all__ = ["complete", "inspect"]

@@ -39,20 +39,20 @@ from nbdist.cluster.growing import Growth
 from nbdist.cluster.hosts.losses import Losses
 from nbdist.cluster.interrupting import interrupt_cell, interrupt_workers
 from nbdist.cluster.jupyter import labels
-from nbdist.cluster.jupyter.connection import KernelThread, Message
 from nbdist.cluster.jupyter.jupyter_wire import pack
+from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
 from nbdist.cluster.kernels.cells import Cell, CellPart
 from nbdist.cluster.kernels.routing import Router
 from nbdist.cluster.kernels.workers import StartError, Worker, lost_error
 from nbdist.cluster.launching import launcher_of
 from nbdist.cluster.lifecycle import Lifecycle
+from nbdist.cluster.lookout import Lookout
 from nbdist.cluster.output.outlet import make_arranger
 from nbdist.cluster.output.sinks import Sink, current_sink
 from nbdist.cluster.processes import process_memory
 from nbdist.cluster.processes.probe import Probe
 from nbdist.cluster.processes.setup import AUTO, choose_backend
 from nbdist.cluster.spec import Spec, default_count, rpc_arguments
-from nbdist.cluster.standing import Lookout
 from nbdist.cluster.targets import means_all, means_one, parse_targets
 from nbdist.cluster.worker import collectives
 from nbdist.cluster.worker.output import METADATA, drop_value, fence, take_last_value

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nbdist.cluster.jupyter.connection import KernelThread
+from nbdist.cluster.jupyter.kernel_connection import KernelThread
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.worker.tasks import now, run
 from nbdist.errors import UsageError, WorkerLost

@@ -43,7 +43,7 @@ from nbdist.rpc.asking import ask_each
 from nbdist.rpc.calls.stopping import BREAK_OFF_AFTER, NAME_AFTER
 
 if TYPE_CHECKING:  # workers import this module for `stop_served_calls`, but not the notebook's side of cells
-    from nbdist.cluster.jupyter.connection import KernelThread
+    from nbdist.cluster.jupyter.kernel_connection import KernelThread
     from nbdist.cluster.kernels.cells import Cell, CellPart
     from nbdist.cluster.kernels.workers import Worker
     from nbdist.rpc.futures import Future

@@ -27,7 +27,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from nbdist.channel.resources import full_disk_in_words
-from nbdist.cluster.jupyter.connection import KernelThread, Message
+from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
 from nbdist.cluster.kernels.workers import StartError, Worker, first_error, lost_error
 from nbdist.cluster.processes.generations import Generations
 from nbdist.cluster.processes.launchers.contract import GIVEN_UP, Launcher, StartedWorker

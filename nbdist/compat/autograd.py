@@ -6,7 +6,7 @@ from typing import Any
 
 from nbdist.autograd.api import backward, context, get_gradients, recorder
 from nbdist.autograd.graph.edges import Sent
-from nbdist.autograd.passes.state import Context
+from nbdist.autograd.passes.context import Context
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from nbdist.gpus.order import BUFFERS
-from nbdist.signals import Deferral
+from nbdist.signals import DeferredSignals
 
 __all__ = ["PinnedLane", "empty_like", "is_capturing", "on"]
 
@@ -65,7 +65,7 @@ class PinnedLane:
 
     def queue(self, buffer: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Ask the GPU to copy bytes, between a buffer and the GPU's memory. Returns at once."""
-        with Deferral(), torch.cuda.stream(self._stream):  # Ctrl-C must not leave the thread on this stream
+        with DeferredSignals(), torch.cuda.stream(self._stream):  # Ctrl-C must not leave the thread on this stream
             target.copy_(source, non_blocking=True)
             self._events[buffer].record(self._stream)
 

@@ -1,16 +1,16 @@
 """The magics of the notebook. Each reads a line, makes one call of `nbdist.cluster`, and shows one view.
 
-============  ====================================================================
-`commands`    defines the magics; their docstrings are the help for users
-`lines`       parses their lines
-`overview`    the text of `%dist`
-`checking`    checks a cell for workers before it is sent
-`session`     the state of one shell, and the functions that run with every cell
-`reruns`      a cell that is run again while its earlier run is still running
-`place`       finds the code for workers in a cell's text
-`completion`  completes code for workers (Tab)
-`inspection`  shows help on a name in code for workers (Shift-Tab)
-============  ====================================================================
+=============  ====================================================================
+`dist_magics`  defines the magics; their docstrings are the help for users
+`lines`        parses their lines
+`overview`     the text of `%dist`
+`checking`     checks a cell for workers before it is sent
+`session`      the state of one shell, and the functions that run with every cell
+`reruns`       a cell that is run again while its earlier run is still running
+`place`        finds the code for workers in a cell's text
+`completion`   completes code for workers (Tab)
+`inspection`   shows help on a name in code for workers (Shift-Tab)
+=============  ====================================================================
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def load(shell: InteractiveShell) -> None:
     if "torch" not in sys.modules:
         tell("nbdist imports torch ...")
     from nbdist.cluster.jupyter.versions import answer_through_stream
-    from nbdist.magics.commands import DistMagics
+    from nbdist.magics.dist_magics import DistMagics
     from nbdist.magics.session import NotebookSession
     from nbdist.views import displays
 

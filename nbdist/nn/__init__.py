@@ -11,7 +11,7 @@ module           contents
 `pipeline_part`  the part of a pipeline on one worker: the worker's stages, and its share of each step
 `inbox`          the values that other workers send to that part, and the wait for them
 `stage`          one stage's forward computation, with checkpoints and reproducible random numbers
-`entry`          starts a new graph at the input of a stage, and catches the gradient of the input
+`shared_inputs`  starts a new graph at the input of a stage, and catches the gradient of the input
 `randomness`     the seed of each stage and micro-batch; saves and restores random generators
 `batches`        splits a batch into micro-batches, joins their outputs
 `losses`         computes a micro-batch's share of the loss, adds the shares

@@ -14,8 +14,8 @@ schedule, one operation after the other. Activations and gradients go directly f
 In every state, `abandon_step` withdraws the gradients that this worker has added to the context for the step.
 
 `Pipeline.train_step` does not record its calls for distributed autograd. Each stage keeps the graph of each
-micro-batch, which ends at the stage's input (`nbdist.nn.entry`), until the gradient of its output arrives. Then the
-stage runs backward and sends the gradient of its input on. So the schedule fixes the order of all sums.
+micro-batch, which ends at the stage's input (`nbdist.nn.shared_inputs`), until the gradient of its output arrives. Then
+the stage runs backward and sends the gradient of its input on. So the schedule fixes the order of all sums.
 `Pipeline.forward` cannot know what the user will do with its output. So its calls are recorded like all other calls in
 a context, and `nbdist.autograd.passes.ordering` fixes the order of the sums.
 """
@@ -38,16 +38,16 @@ from torch.nn.parameter import is_lazy
 from nbdist import trace
 from nbdist.autograd.api import recorder
 from nbdist.autograd.graph.messages import Head
-from nbdist.autograd.passes.leaves import GradientStore, lent
+from nbdist.autograd.passes.claims import GradientStore, lent
 from nbdist.autograd.passes.ordering import ordered
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.gpus import spans
 from nbdist.nn.batches import Values, as_tuple
-from nbdist.nn.entry import SharedInputs, enter
 from nbdist.nn.inbox import Abandoned, Inbox
 from nbdist.nn.losses import Reduction, loss_of
 from nbdist.nn.randomness import random_state, restore_random_state
 from nbdist.nn.schedules import Op, OpTimes
+from nbdist.nn.shared_inputs import SharedInputs, enter
 from nbdist.nn.stage import Stage, shapes_of
 from nbdist.nn.watched import WatchedShare
 from nbdist.optim.local import on_cpu

@@ -12,8 +12,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nbdist.nn.batches import Values, as_tuple
-from nbdist.nn.entry import SharedInputs
 from nbdist.nn.randomness import seed_of, seeded
+from nbdist.nn.shared_inputs import SharedInputs
 
 __all__ = ["Stage", "shapes_of"]
 

@@ -8,7 +8,7 @@
 
 A node waits for the operation whose output it needs; if that runs on another worker, for its message. The workers
 report their operations to the watcher, and halt before a node if the watcher says so. They use the messages of a pass
-(`nbdist.autograd.passes.connection`). A step that nobody watches does none of this, and neither does
+(`nbdist.autograd.passes.observing`). A step that nobody watches does none of this, and neither does
 `Pipeline.forward`.
 
 The pipeline's owner has a `WatchedStep`, each worker of the pipeline a `WatchedShare`.

@@ -11,7 +11,7 @@ import torch
 
 from nbdist import trace
 from nbdist.autograd.api import recorder
-from nbdist.autograd.passes.leaves import lent
+from nbdist.autograd.passes.claims import lent
 from nbdist.errors import NbdistError, UsageError
 from nbdist.gpus import spans
 from nbdist.optim.parameters import name_of

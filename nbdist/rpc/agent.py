@@ -4,7 +4,7 @@ Every message passes here. `Agent.post` (the method of `Links`) numbers it, keep
 thread. One or two threads of the pool run `Agent.read`, which receives messages. Then, one thread at a time, the reader
 asks the `Peer` whether the message is new, and calls the handler for the message's type. A handler is quick and runs no
 user code. If user code must run, the handler returns a job, and the thread that has read the message runs it. Another
-thread reads the next message meanwhile, unless the job is short (`nbdist.rpc.dispatch`).
+thread reads the next message meanwhile, unless the job is short (`nbdist.rpc.pool`).
 
 The locks on the way of a call:
 
@@ -39,7 +39,7 @@ from typing import Any
 
 from nbdist import registry, trace
 from nbdist.channel.contract import Channel
-from nbdist.channel.liveness import ProcessWatch
+from nbdist.channel.process_watch import ProcessWatch
 from nbdist.channel.shared_memory.arena import Arena
 from nbdist.channel.shared_memory.gpu_arena import Gpus
 from nbdist.errors import NbdistError
@@ -52,22 +52,22 @@ from nbdist.rpc.calls.outcomes import Outcomes
 from nbdist.rpc.calls.repeats import Repeats
 from nbdist.rpc.calls.sender import Sender
 from nbdist.rpc.calls.stopping import Stopping
-from nbdist.rpc.calls.waiting_reader import Guest
+from nbdist.rpc.calls.waiting_reader import WaitingReader
 from nbdist.rpc.core.exchange import Exchange
 from nbdist.rpc.core.members import Membership
 from nbdist.rpc.core.pending import Pending
-from nbdist.rpc.dispatch import Job, Pool
 from nbdist.rpc.futures import Future, Latch, Promise
 from nbdist.rpc.here import Active, here
 from nbdist.rpc.links import Links
 from nbdist.rpc.options import RpcBackendOptions
+from nbdist.rpc.pool import Job, Pool
 from nbdist.rpc.recording import CallRecorder
+from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.references.rref import Home, refer
-from nbdist.rpc.references.table import References
 from nbdist.rpc.shared_tensors import Sharing
 from nbdist.rpc.thread_switching import switching
 from nbdist.rpc.world.handshake import Handshake
-from nbdist.rpc.world.shutdown import Ending
+from nbdist.rpc.world.shutdown import Shutdown
 from nbdist.wire.messages import (
     NOT_A_MESSAGE,
     AskShutdown,
@@ -185,7 +185,7 @@ class Agent:
         self._turn = threading.RLock()
         """Held while a message is handled, a timer is run, or a member is lost: one of these at a time.
 
-        `Ending` also holds it while it counts unfinished calls and messages here, so that no message is half handled
+        `Shutdown` also holds it while it counts unfinished calls and messages here, so that no message is half handled
         while it counts.
         """
         self.membership = Membership(me)
@@ -261,7 +261,7 @@ class Agent:
         self.references.refer = partial(refer, self.home)
         self.find, self.timeout_of = self.caller.find, self.sender.timeout_of
         if channel.readers > 1:
-            self.caller.read_as_guest = Guest(channel, self.links, self._read_as_guest, self.submit).read
+            self.caller.read_as_guest = WaitingReader(channel, self.links, self._read_as_guest, self.submit).read
             self.caller.expect, self.sender.expect_no_more = channel.expect, channel.expect_no_more
         self.stopping = self.executor.stopping = Stopping(
             me,
@@ -283,7 +283,7 @@ class Agent:
             lost_after=options.lost_after,
         )
         """Joins the world, and lets new members in."""
-        self.ending = Ending(self.membership, self.links, self.exchange, self.references, self._turn)
+        self.ending = Shutdown(self.membership, self.links, self.exchange, self.references, self._turn)
         """Ends the world in order."""
         self._on_lost += [self.handshake.on_lost, self.ending.on_lost]
         self._handlers: dict[type, Handler] = {

@@ -10,7 +10,7 @@ class      who waits                                               where it is u
 
 `Future` is a `torch.futures.Future`, so ``torch.futures.wait_all`` and ``collect_all`` accept it. But torch's ``wait``
 sleeps in C++, where neither Ctrl-C nor a time limit ends it. Ours sleeps on a Python lock, and tells the pool of the
-thread that it blocks, so that the pool can start another one (`nbdist.rpc.dispatch`).
+thread that it blocks, so that the pool can start another one (`nbdist.rpc.pool`).
 
 `nbdist.rpc.calls.collecting` waits for a list of such futures.
 

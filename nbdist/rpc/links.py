@@ -5,7 +5,7 @@ channel to it: one state and one link for messages of 256 KiB or more, and one o
 message waits behind a large one. Many threads send, so the lock is here. The clock is here, too: if a thread that sends
 makes something due earlier, it may have to wake the sleeping reader.
 
-The *reader* is the thread of the agent that waits for messages (`nbdist.rpc.dispatch`). A *tick* is one look of the
+The *reader* is the thread of the agent that waits for messages (`nbdist.rpc.pool`). A *tick* is one look of the
 reader at all connections, in which it does what is due.
 """
 
@@ -33,7 +33,7 @@ from nbdist.rpc.core.members import Membership, lost_error
 from nbdist.rpc.core.pending import Pending, PendingCalls
 from nbdist.rpc.core.watching import ALL_WATCH_ALL, watched_by
 from nbdist.rpc.shared_tensors import Sharing
-from nbdist.signals import Deferral
+from nbdist.signals import DeferredSignals
 from nbdist.wire.devices import Devices
 from nbdist.wire.messages import (
     Call,
@@ -289,7 +289,7 @@ class Links:
             try:
                 # 1. Find the blocks of shared memory that the message returns to the receiver.
                 if (sharing.ended or sharing.owing) and message.gives_back:
-                    with Deferral():
+                    with DeferredSignals():
                         back = sharing.owed(to)
                 with self._lock:
                     # 2. Number the message and keep a copy.

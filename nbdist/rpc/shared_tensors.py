@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from nbdist.channel.liveness import is_alive
+from nbdist.channel.process_watch import is_alive
 from nbdist.channel.shared_memory.arena import Arena, ArenaSpace
 from nbdist.channel.shared_memory.gpu_arena import Gpus
 from nbdist.channel.shared_memory.gpu_memory import GpuBytes

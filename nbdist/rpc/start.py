@@ -2,8 +2,8 @@
 
 The steps of `start_agent`::
 
-    1  rendezvous.parse, settle       choose the place to meet; refuse one that other machines reach without a secret
-    2  ZmqChannel, LocalChannel       open the sockets at which others reach this agent
+    1  meeting.parse, settle          choose the place to meet; refuse one that other machines reach without a secret
+    2  ZeroMqChannel, LocalChannel    open the sockets at which others reach this agent
     3  open_arena, open_gpus          open shared memory for large tensors, on the CPU and on GPUs, if the system has it
     4  Agent.start                    start the threads that receive messages
     5  Roster.form or join            register in the list of members in the store; check the device maps
@@ -26,11 +26,11 @@ import torch
 
 from nbdist.channel import local
 from nbdist.channel.contract import Channel
-from nbdist.channel.liveness import started_at
-from nbdist.channel.security import Secret
+from nbdist.channel.process_watch import started_at
+from nbdist.channel.secret import Secret
 from nbdist.channel.shared_memory.arena import open_arena
 from nbdist.channel.shared_memory.gpu_arena import open_gpus
-from nbdist.channel.zeromq import ZmqChannel, host_identity, sweep
+from nbdist.channel.zeromq import ZeroMqChannel, host_identity, sweep
 from nbdist.errors import NbdistError, RendezvousError, UsageError
 from nbdist.ids import new_incarnation
 from nbdist.rpc import devices
@@ -38,7 +38,7 @@ from nbdist.rpc.agent import Agent
 from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions, time_limit
 from nbdist.rpc.thread_switching import switching
-from nbdist.rpc.world import rendezvous, tcp_store
+from nbdist.rpc.world import meeting, tcp_store
 from nbdist.rpc.world.roster import Roster, Store
 from nbdist.wire.messages import Record
 
@@ -79,8 +79,8 @@ def start_agent(
     deadline = time.monotonic() + timeout
     WorkerInfo(name, 0)  # raises UsageError for a bad name
     has_meeting = store is None and present is None
-    meeting = rendezvous.parse(options.init_method, rank, world_size) if has_meeting else None
-    rank = meeting.rank if meeting is not None else rank
+    place = meeting.parse(options.init_method, rank, world_size) if has_meeting else None
+    rank = place.rank if place is not None else rank
     for what, number in (("world_size", world_size or 0), ("rank", rank)):
         if number > _LARGEST_NUMBER:
             raise UsageError(f"{what} must not be larger than {_LARGEST_NUMBER}")
@@ -88,11 +88,11 @@ def start_agent(
         raise UsageError(f"rank must be from 0 to world_size - 1 ({world_size - 1}), not {rank}")
     host = options.host or os.environ.get("NBDIST_HOST")
     secret = Secret.find(options.secret)
-    if meeting is not None:
-        rendezvous.settle(meeting, secret.shared_off_host, host)
+    if place is not None:
+        meeting.settle(place, secret.shared_off_host, host)
     incarnation = new_incarnation()
     with contextlib.ExitStack() as undo:
-        zeromq = ZmqChannel(
+        zeromq = ZeroMqChannel(
             f"{os.getpid()}-{incarnation:x}", secret, host=host, max_message=options.max_message, directory=directory
         )
         undo.callback(zeromq.close)
@@ -137,7 +137,7 @@ def start_agent(
                 raise RendezvousError(f"no answer from {names}: see whether its host can be reached from here")
             undo.pop_all()
             return agent
-        roster = Roster(lambda: _open(meeting, store, timeout, secret), secret, me.host)
+        roster = Roster(lambda: _open(place, store, timeout, secret), secret, me.host)
         undo.callback(tcp_store.end_server)  # the next try needs a new store: the contents may have caused the failure
         undo.callback(roster.close)
         undo.callback(roster.leave, me)
@@ -146,19 +146,19 @@ def start_agent(
             try:
                 devices.check(members)  # before any member is met: all members raise the same error, and none waits
             except UsageError:
-                if meeting is not None and meeting.serves:
+                if place is not None and place.serves:
                     roster.wait_for_others(me, time.monotonic() + _WAIT_FOR_OTHERS_TO_LEAVE)
                 raise
             agent.handshake.join_fixed(members, deadline)
         else:
             dead = agent.handshake.join_dynamic(roster.join(me, deadline), deadline)
-            if dead and not (meeting is not None and meeting.is_kept):
+            if dead and not (place is not None and place.is_kept):
                 roster.leave(*dead)
             devices.check(agent.members())
-        agent.at_close(lambda: _leave(agent, roster, meeting))
+        agent.at_close(lambda: _leave(agent, roster, place))
         agent.at_close(switching.shorten(options.switch_interval))
         agent.on_lost(lambda record, why: _clean_after(agent, record))
-        if meeting is not None and meeting.keeps_list:  # else a new worker could not take the lost member's name
+        if place is not None and place.keeps_list:  # else a new worker could not take the lost member's name
             agent.on_lost(lambda record, why: roster.leave(record))
         undo.pop_all()
     return agent
@@ -173,19 +173,19 @@ def _uses_gpus(options: RpcBackendOptions, device: str) -> bool:
     return device.startswith("cuda") or any(each.type == "cuda" for each in named)
 
 
-def _open(meeting: rendezvous.Meeting | None, store: Any, timeout: float, secret: Secret) -> Store:
-    """Open the store of a meeting; without a meeting, return the given store, with a prefix before nbdist's key."""
-    return meeting.open(timeout, secret) if meeting is not None else rendezvous.prefixed(store)
+def _open(place: meeting.Meeting | None, store: Any, timeout: float, secret: Secret) -> Store:
+    """Open the store of a meeting; without one, return the given store, with a prefix before nbdist's key."""
+    return place.open(timeout, secret) if place is not None else meeting.prefixed(store)
 
 
-def _leave(agent: Agent, roster: Roster, meeting: rendezvous.Meeting | None) -> None:
+def _leave(agent: Agent, roster: Roster, place: meeting.Meeting | None) -> None:
     """Remove this member from the roster, if the store still exists, and close the store.
 
     After an orderly end, the member that serves the store first waits up to `_WAIT_FOR_OTHERS_TO_LEAVE` seconds until
     the others have left.
     """
-    if meeting is None or meeting.is_open():
-        if meeting is not None and meeting.serves and agent.ending.completed:
+    if place is None or place.is_open():
+        if place is not None and place.serves and agent.ending.completed:
             roster.wait_for_others(agent.me, time.monotonic() + _WAIT_FOR_OTHERS_TO_LEAVE)
         roster.leave(agent.me)
     roster.close()

@@ -20,7 +20,7 @@ from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.model import remote_model
 from nbdist.swarm.client.routing import Span, named
 from nbdist.swarm.client.sequential import RemoteSequential
-from nbdist.swarm.client.servers import Crew, Gone
+from nbdist.swarm.client.servers import Gone, Servers
 from nbdist.swarm.client.session import Recover, Session, check_recover
 from nbdist.swarm.client.sessions import Sessions
 from nbdist.swarm.named_models import folder_of
@@ -194,7 +194,7 @@ class Swarm:
                 f"{size(checkpoint.weights.copied)} of weights are copied when they are loaded, not mapped: in "
                 f"{checkpoint.folder} they do not begin at multiples of 64 bytes"
             )
-        self.crew = Crew(
+        self.crew = Servers(
             checkpoint,
             folder,
             self.sizes,
@@ -289,7 +289,7 @@ class Swarm:
         return "\n".join(lines)
 
     def _describe_members(self) -> list[dict[str, Any]]:
-        """Describe each server that was ever in the swarm, as a dict of JSON values (`Member.told`), for the map."""
+        """Describe each server that was ever in the swarm, as a dict of JSON values, for the map."""
         now = time.monotonic()
         return [member.told(now, self.sizes, self.crew.options.cache_bytes) for member in self.crew.members]
 

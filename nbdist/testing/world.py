@@ -14,11 +14,11 @@ from typing import Literal
 from nbdist.channel.contract import Channel
 from nbdist.channel.faulty import Faults, FaultyChannel
 from nbdist.channel.inprocess import Network
-from nbdist.channel.liveness import started_at
 from nbdist.channel.local import LocalChannel
-from nbdist.channel.security import Secret
+from nbdist.channel.process_watch import started_at
+from nbdist.channel.secret import Secret
 from nbdist.channel.shared_memory.arena import open_arena
-from nbdist.channel.zeromq import ZmqChannel, host_identity
+from nbdist.channel.zeromq import ZeroMqChannel, host_identity
 from nbdist.errors import UsageError
 from nbdist.ids import new_incarnation
 from nbdist.rpc.agent import Agent
@@ -157,7 +157,7 @@ class World:
         if self._channel == "inprocess":
             channel = self._network.open()
         else:
-            channel = zeromq = ZmqChannel(label, self._secret)
+            channel = zeromq = ZeroMqChannel(label, self._secret)
             if self._channel == "local":
                 channel = LocalChannel(zeromq, max_message=self._options.max_message)
         return channel if self.faults is None else FaultyChannel(channel, self.faults)

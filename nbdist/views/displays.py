@@ -96,7 +96,7 @@ def _prepare() -> None:
     import nbdist.views.widgets.card
     import nbdist.views.widgets.map
     import nbdist.views.widgets.panel
-    import nbdist.views.widgets.references  # noqa: F401
+    import nbdist.views.widgets.rref_table  # noqa: F401
 
 
 def _print(rref: RRef[Any], printer: Any, _: bool) -> None:
@@ -201,7 +201,7 @@ def _live_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> None:
     rrefs = value.values() if isinstance(value, dict) else value
     if all(facts_of(rref).standing in FINAL_STANDINGS for rref in rrefs):
         raise NotImplementedError
-    from nbdist.views.widgets.references import LIVE, RRefTable
+    from nbdist.views.widgets.rref_table import LIVE, RRefTable
 
     table = RRefTable(value)
     LIVE.keep(table)
@@ -276,14 +276,14 @@ def _part_with_cluster() -> None:
 
 def _leave_pictures(known: weakref.ref[Cluster]) -> None:
     """Turn all live views into pictures, because the cluster ``known``, which they show, is about to end."""
-    from nbdist.views.widgets import card, references
+    from nbdist.views.widgets import card, rref_table
 
     while _views:
         _views.popleft().leave()
     cluster = known()
     if cluster is not None:
         _parting.discard(cluster)
-        for live in (card.LIVE, references.LIVE):
+        for live in (card.LIVE, rref_table.LIVE):
             live.leave(cluster.agent.me.incarnation)
 
 

@@ -37,7 +37,7 @@ few more. A peer that gets no heartbeats need not speak, so its silence proves n
 call of `Peer.watch` on.
 
 A peer on this host may be silent only because it is in a long call into C. So its silence does not count;
-`nbdist.channel.liveness` watches its process instead.
+`nbdist.channel.process_watch` watches its process instead.
 """
 
 from __future__ import annotations

@@ -682,7 +682,7 @@ def _can_stay(frame: Buffer, length: int) -> bool:
     """Return whether a storage of ``length`` bytes can stay in its frame, without a copy.
 
     It can if the frame has nothing else in it, and nothing else writes to its memory. Channels pass such memory on as a
-    writable view (`nbdist.channel.chunks`).
+    writable view (`nbdist.channel.assembly`).
     """
     return isinstance(frame, memoryview) and not frame.readonly and len(frame) == length
 

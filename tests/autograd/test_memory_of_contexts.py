@@ -13,7 +13,7 @@ from autograd_functions import forward_and_own, kilobytes, stage
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.passes.state import Run
+from nbdist.autograd.passes.context import Run
 from nbdist.autograd.passes.worker_part import Part
 
 ALLOWED = 1500

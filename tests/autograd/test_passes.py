@@ -17,7 +17,7 @@ from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.autograd import UnusedOutputs
 from nbdist.autograd.graph.edges import Sent
-from nbdist.autograd.passes.leaves import GradientStore
+from nbdist.autograd.passes.claims import GradientStore
 from nbdist.autograd.passes.worker_part import Part
 from nbdist.errors import EncodeError
 from nbdist.testing import World
@@ -565,7 +565,8 @@ def test_sixty_concurrent_passes_that_share_parameters(world):
 
 def test_nothing_is_left_of_contexts(world):
     from nbdist.autograd.graph import edges
-    from nbdist.autograd.passes import state, worker_part
+    from nbdist.autograd.passes import context as state
+    from nbdist.autograd.passes import worker_part
 
     kinds = (state.Context, edges.EdgeSlot, edges.Received, edges.Sent, worker_part.Part, state.Run, edges.RECEIVE)
 

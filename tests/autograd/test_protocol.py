@@ -15,8 +15,8 @@ from nbdist.autograd.graph import edges, messages
 from nbdist.autograd.graph.messages import Missing, PassId, Report, Token
 from nbdist.autograd.passes.contexts import Contexts
 from nbdist.autograd.passes.ddp_turns import Turns
-from nbdist.autograd.passes.driver import Passes
 from nbdist.autograd.passes.ledger import Ledger
+from nbdist.autograd.passes.pass_driver import Passes
 from nbdist.autograd.passes.worker_part import Part, PassRoots
 from nbdist.rpc.futures import Future
 

@@ -14,7 +14,7 @@ from hypothesis import given
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.passes import ddp, driver, leaves, worker_part
+from nbdist.autograd.passes import claims, ddp, pass_driver, worker_part
 from nbdist.testing import Faults, World
 
 PATIENCE = 20
@@ -30,7 +30,7 @@ def threads(monkeypatch):
     """So many may run a pass on a worker."""
 
     def limit(most):
-        monkeypatch.setattr(driver, "_most_threads", lambda: most)
+        monkeypatch.setattr(pass_driver, "_most_threads", lambda: most)
         monkeypatch.setattr(ddp, "living", {})  # with such modules a pass has one thread, and other tests have some
 
     return limit
@@ -186,7 +186,7 @@ def disorderly():
 @given(program=programs)
 def test_any_program_with_many_threads(disorderly, program):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_most_threads", lambda: 4)
+        patch.setattr(pass_driver, "_most_threads", lambda: 4)
         run, moments = worker_part.run_backward, random.Random(0)
 
         def slowly(*args, **options):
@@ -204,7 +204,7 @@ def accumulator(leaf):
 
 def test_a_leaf_that_lies_where_another_one_has_died_is_not_taken_for_it():
     """Checkpoints make leaves that live no longer than their own call; Python gives their place to others."""
-    one, other = (leaves.Claim([], leaves.GradientStore(), "group") for _ in range(2))
+    one, other = (claims.Claim([], claims.GradientStore(), "group") for _ in range(2))
     for _ in range(1000):
         leaf = torch.ones(1, requires_grad=True)
         place = id(leaf)

@@ -12,9 +12,9 @@ import torch
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.graph import waiting
+from nbdist.autograd.graph import countdown as waiting
+from nbdist.autograd.graph.countdown import Countdown, devices_of
 from nbdist.autograd.graph.edges import HeldBack
-from nbdist.autograd.graph.waiting import Countdown, devices_of
 from nbdist.autograd.passes import worker_part
 
 

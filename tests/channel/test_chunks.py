@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbdist.channel import chunks as module
-from nbdist.channel.chunks import Assembly, chunks
+from nbdist.channel import assembly as module
+from nbdist.channel.assembly import Assembly, chunks
 from nbdist.large_memory import unfilled
 
 A, B = b"link   A", b"link   B"

@@ -10,8 +10,8 @@ from interrupts import Interrupts
 
 from nbdist.channel.contract import Channel, ChannelError
 from nbdist.channel.local import LocalChannel
-from nbdist.channel.security import Secret
-from nbdist.channel.zeromq import ZmqChannel
+from nbdist.channel.secret import Secret
+from nbdist.channel.zeromq import ZeroMqChannel
 from nbdist.testing import Faults, FaultyChannel, Network
 
 SOON = 30.0  # seconds; only a failing test waits that long
@@ -29,23 +29,23 @@ def inprocess():
 
 
 def ipc():
-    return lambda: ZmqChannel(label(), SECRET)
+    return lambda: ZeroMqChannel(label(), SECRET)
 
 
 def tcp():
-    return lambda: ZmqChannel(label(), SECRET, local=False, host="127.0.0.1")
+    return lambda: ZeroMqChannel(label(), SECRET, local=False, host="127.0.0.1")
 
 
 def both():
-    return lambda: ZmqChannel(label(), SECRET, host="127.0.0.1")
+    return lambda: ZeroMqChannel(label(), SECRET, host="127.0.0.1")
 
 
 def local():
-    return lambda: LocalChannel(ZmqChannel(label(), SECRET), max_message=1 << 40)
+    return lambda: LocalChannel(ZeroMqChannel(label(), SECRET), max_message=1 << 40)
 
 
 def local_and_tcp():
-    return lambda: LocalChannel(ZmqChannel(label(), SECRET, host="127.0.0.1"), max_message=1 << 40)
+    return lambda: LocalChannel(ZeroMqChannel(label(), SECRET, host="127.0.0.1"), max_message=1 << 40)
 
 
 def faulty():

@@ -8,7 +8,7 @@ import threading
 import file_table
 import pytest
 
-from nbdist.channel.liveness import ProcessWatch, is_alive, started_at
+from nbdist.channel.process_watch import ProcessWatch, is_alive, started_at
 
 SOON = 30.0
 

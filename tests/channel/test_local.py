@@ -23,12 +23,12 @@ import workers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.channel import local, machine, outbox
+from nbdist.channel import local, local_link, machine
 from nbdist.channel.contract import ChannelError
-from nbdist.channel.framing import Cutter, Large, head
+from nbdist.channel.framing import FrameCutter, Large, head
 from nbdist.channel.local import LocalChannel
-from nbdist.channel.security import Secret
-from nbdist.channel.zeromq import ZmqChannel, sweep
+from nbdist.channel.secret import Secret
+from nbdist.channel.zeromq import ZeroMqChannel, sweep
 from nbdist.errors import ProtocolError
 
 SOON = 30.0
@@ -49,7 +49,7 @@ def channels(*names, max_message=1 << 40):
     with contextlib.ExitStack() as closing:
         opened = []
         for name in names:
-            opened.append(LocalChannel(ZmqChannel(name, SECRET), max_message=max_message))
+            opened.append(LocalChannel(ZeroMqChannel(name, SECRET), max_message=max_message))
             closing.callback(opened[-1].close)
         yield opened
 
@@ -97,7 +97,7 @@ def in_thread(function):
 @given(st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=5), max_size=8), st.data())
 def test_messages_are_cut_out_of_pieces_of_any_size(messages, data):
     stream = b"".join(whole(*frames) for frames in messages)
-    cutter, cut = Cutter(1 << 20), []
+    cutter, cut = FrameCutter(1 << 20), []
     while stream:
         room = None if cutter.large is None else cutter.room
         most = len(stream) if room is None else min(len(stream), len(room))
@@ -125,7 +125,7 @@ def test_messages_are_cut_out_of_pieces_of_any_size(messages, data):
 )
 def test_garbage_ends_its_connection_and_no_other(garbage, caplog):
     with pytest.raises(ProtocolError):
-        Cutter(1 << 30).feed(garbage)
+        FrameCutter(1 << 30).feed(garbage)
     with channels("door", max_message=1 << 30) as [door]:
         good, bad = raw(door), raw(door)
         bad.sendall(garbage)
@@ -356,7 +356,7 @@ def test_another_users_process_is_turned_away(monkeypatch, caplog):
         link.send([b"let me in"], "call")
         assert there.receive(0.05) is None
         assert "another user" in caplog.text
-        monkeypatch.setattr(outbox, "peer_of", lambda sock: (0, -1))  # as who knocks sees the door
+        monkeypatch.setattr(local_link, "peer_of", lambda sock: (0, -1))  # as who knocks sees the door
         with pytest.raises(ChannelError):
             here.connect(there.addresses[:1])
 
@@ -454,10 +454,10 @@ def test_half_a_message_of_one_that_has_gone_is_nothing():
 CHILD = """
 import os, sys, time
 from nbdist.channel.local import LocalChannel
-from nbdist.channel.security import Secret
-from nbdist.channel.zeromq import ZmqChannel
+from nbdist.channel.secret import Secret
+from nbdist.channel.zeromq import ZeroMqChannel
 secret = Secret(b"the secret of the tests", shared_off_host=True)
-channel = LocalChannel(ZmqChannel(str(os.getpid()), secret), max_message=1 << 40)
+channel = LocalChannel(ZeroMqChannel(str(os.getpid()), secret), max_message=1 << 40)
 """
 
 

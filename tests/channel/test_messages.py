@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nbdist.channel import security
+from nbdist.channel import secret
 from nbdist.channel.local import LocalChannel
 from nbdist.channel.shared_memory import mapping
 from nbdist.errors import DecodeError, EncodeError, NbdistError, UsageError
@@ -29,14 +29,14 @@ from nbdist.wire.devices import Devices
 def test_runtime_directories_that_cannot_be(monkeypatch, directory, text):
     monkeypatch.setenv("NBDIST_RUNTIME_DIR", directory)
     with pytest.raises(UsageError, match=text):
-        security.runtime_directory()
+        secret.runtime_directory()
 
 
 def test_a_runtime_directory_that_cannot_be_written_to(monkeypatch, tmp_path):
     monkeypatch.setenv("NBDIST_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
     with pytest.raises(UsageError, match=r"this process cannot write to the runtime directory /tmp/"):
-        security.runtime_directory()
+        secret.runtime_directory()
 
 
 def test_no_temporary_directory(monkeypatch):
@@ -46,7 +46,7 @@ def test_no_temporary_directory(monkeypatch):
     monkeypatch.delenv("NBDIST_RUNTIME_DIR")
     monkeypatch.setattr(tempfile, "gettempdir", full)
     with pytest.raises(UsageError, match=r"no temporary directory can be written to \(No usable temporary directory"):
-        security.runtime_directory()
+        secret.runtime_directory()
 
 
 def test_a_channel_without_a_directory():

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from nbdist import SecurityError
-from nbdist.channel.security import Secret, runtime_directory
+from nbdist.channel.secret import Secret, runtime_directory
 
 KEY = b"sixteen bytes or more"
 
@@ -159,7 +159,7 @@ def test_every_purpose_has_bytes_of_its_own():
 
 
 def test_what_is_derived_is_the_same_in_every_process():
-    code = f"from nbdist.channel.security import Secret; print(Secret.find({KEY!r}).derive('x').hex())"
+    code = f"from nbdist.channel.secret import Secret; print(Secret.find({KEY!r}).derive('x').hex())"
     path = os.pathsep.join(filter(None, sys.path))
     other = subprocess.run(
         [sys.executable, "-c", code],

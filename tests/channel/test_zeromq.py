@@ -18,8 +18,8 @@ import pytest
 import zmq
 
 from nbdist.channel.contract import ChannelError
-from nbdist.channel.security import Secret, runtime_directory
-from nbdist.channel.zeromq import ZmqChannel, host_identity, sweep
+from nbdist.channel.secret import Secret, runtime_directory
+from nbdist.channel.zeromq import ZeroMqChannel, host_identity, sweep
 
 SOON = 60.0
 SECRET = Secret(b"the secret of the tests", shared_off_host=True)
@@ -41,9 +41,9 @@ def agents(runtime):
 
 CHILD = """
 import os, signal, sys
-from nbdist.channel.security import Secret
-from nbdist.channel.zeromq import ZmqChannel
-channel = ZmqChannel(str(os.getpid()), Secret(b"the secret of the tests", shared_off_host=True))
+from nbdist.channel.secret import Secret
+from nbdist.channel.zeromq import ZeroMqChannel
+channel = ZeroMqChannel(str(os.getpid()), Secret(b"the secret of the tests", shared_off_host=True))
 """
 
 
@@ -76,7 +76,7 @@ WAIT = "print('ready', flush=True); sys.stdin.read()"
 
 def test_the_directories_are_for_this_user_alone(runtime):
     os.chmod(runtime, 0o755)
-    channel = ZmqChannel("x", SECRET)
+    channel = ZeroMqChannel("x", SECRET)
     try:
         assert len(channel.addresses) == 2
         for address in channel.addresses:
@@ -91,10 +91,10 @@ def test_the_directories_are_for_this_user_alone(runtime):
 
 
 def test_a_name_is_taken_once():
-    channel = ZmqChannel("x", SECRET)
+    channel = ZeroMqChannel("x", SECRET)
     try:
         with pytest.raises(OSError, match="x"):
-            ZmqChannel("x", SECRET)
+            ZeroMqChannel("x", SECRET)
         channel.connect(channel.addresses).send([b"still here"], "call")
         assert channel.receive(SOON) == [b"still here"]
     finally:
@@ -105,13 +105,13 @@ def test_a_channel_that_cannot_listen_leaves_nothing(runtime):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(ChannelError, match=r"cannot listen at tcp://192\.0\.2\.1"):
-            ZmqChannel("x", SECRET, host="192.0.2.1")
+            ZeroMqChannel("x", SECRET, host="192.0.2.1")
     assert agents(runtime) == []
     assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
 def test_an_address_that_cannot_be_used(runtime):
-    channel = ZmqChannel("x", SECRET)
+    channel = ZeroMqChannel("x", SECRET)
     try:
         with pytest.raises(ChannelError, match=r"the address tcp://nowhere of another worker cannot be used: Invalid"):
             channel.connect(["tcp://nowhere"])
@@ -124,7 +124,7 @@ def test_channels_come_and_go_without_leaving_anything(runtime):
         return len(os.listdir("/proc/self/fd"))
 
     def come_and_go():
-        one, other = ZmqChannel("one", SECRET), ZmqChannel("other", SECRET, host="127.0.0.1")
+        one, other = ZeroMqChannel("one", SECRET), ZeroMqChannel("other", SECRET, host="127.0.0.1")
         one.connect(other.addresses).send([b"x"], "call")
         assert other.receive(SOON) == [b"x"]
         one.close()
@@ -142,7 +142,7 @@ def test_channels_come_and_go_without_leaving_anything(runtime):
 
 
 def test_what_a_killed_process_left_is_swept_and_the_living_are_not(runtime):
-    living = ZmqChannel("living", SECRET)
+    living = ZeroMqChannel("living", SECRET)
     try:
         with process(WAIT) as dead, process(WAIT) as alive:
             dead.send_signal(signal.SIGKILL)
@@ -161,7 +161,7 @@ def test_opening_a_channel_sweeps(runtime):
     with process(WAIT) as dead:
         dead.send_signal(signal.SIGKILL)
         dead.wait(SOON)
-    channel = ZmqChannel("next", SECRET)
+    channel = ZeroMqChannel("next", SECRET)
     assert agents(runtime) == ["agent-next"]
     channel.close()
 
@@ -219,9 +219,8 @@ def test_sweeping_touches_nothing_else(runtime):
 
 
 def test_many_processes_that_start_and_sweep_at_once_leave_each_other_alone(runtime):
-    code = (
-        "for n in range(30):\n    ZmqChannel(f'{os.getpid()}-{n}', Secret(b'x' * 16, shared_off_host=True)).close()\n"
-    )
+    code = "secret = Secret(b'x' * 16, shared_off_host=True)\n"
+    code += "for n in range(30):\n    ZeroMqChannel(f'{os.getpid()}-{n}', secret).close()\n"
     with process(code + "print('done', flush=True)") as one, process(code + "print('done', flush=True)") as other:
         assert one.first == other.first == "done"
         assert one.wait(SOON) == other.wait(SOON) == 0
@@ -231,8 +230,8 @@ def test_many_processes_that_start_and_sweep_at_once_leave_each_other_alone(runt
 
 
 def test_the_best_way_is_chosen():
-    local, both = ZmqChannel("local", SECRET), ZmqChannel("both", SECRET, host="127.0.0.1")
-    far = ZmqChannel("far", SECRET, local=False, host="127.0.0.1")
+    local, both = ZeroMqChannel("local", SECRET), ZeroMqChannel("both", SECRET, host="127.0.0.1")
+    far = ZeroMqChannel("far", SECRET, local=False, host="127.0.0.1")
     try:
         assert [address.partition(":")[0] for address in both.addresses] == ["ipc", "ipc", "tcp", "tcp"]
         assert [address.partition(":")[0] for address in far.addresses] == ["tcp", "tcp"]
@@ -251,7 +250,7 @@ def test_the_best_way_is_chosen():
 
 
 def test_a_tcp_door_is_on_the_address_that_was_given():
-    channel = ZmqChannel("x", SECRET, host="127.0.0.1")
+    channel = ZeroMqChannel("x", SECRET, host="127.0.0.1")
     try:
         assert all(address.startswith("tcp://127.0.0.1:") for address in channel.addresses[2:])
     finally:
@@ -267,7 +266,7 @@ def has_ipv6():
 
 @pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
 def test_ipv6():
-    here, there = (ZmqChannel(name, SECRET, local=False, host="::1") for name in ("here", "there"))
+    here, there = (ZeroMqChannel(name, SECRET, local=False, host="::1") for name in ("here", "there"))
     try:
         here.connect(there.addresses).send([b"x"], "call")
         assert there.receive(SOON) == [b"x"]
@@ -290,8 +289,8 @@ def knock(address, keys=None):
 
 def test_strangers_do_not_get_in_over_tcp():
     """With another secret, other keys, none at all, or garbage instead of the protocol."""
-    member, door = ZmqChannel("member", SECRET), ZmqChannel("door", SECRET, local=False, host="127.0.0.1")
-    stranger = ZmqChannel("stranger", OTHER, local=False, host="127.0.0.1")
+    member, door = ZeroMqChannel("member", SECRET), ZeroMqChannel("door", SECRET, local=False, host="127.0.0.1")
+    stranger = ZeroMqChannel("stranger", OTHER, local=False, host="127.0.0.1")
     knocking = []
     try:
         own, public = zmq.curve_keypair(), SECRET.curve("door").public
@@ -323,8 +322,8 @@ def test_strangers_do_not_get_in_over_tcp():
 
 
 def test_a_message_that_is_too_long_ends_its_connection_and_no_other():
-    door = ZmqChannel("door", SECRET, max_message=100_000)
-    long, short = ZmqChannel("long", SECRET), ZmqChannel("short", SECRET)
+    door = ZeroMqChannel("door", SECRET, max_message=100_000)
+    long, short = ZeroMqChannel("long", SECRET), ZeroMqChannel("short", SECRET)
     try:
         long.connect(door.addresses).send([b"head", bytes(200_000)], "call")
         short.connect(door.addresses).send([b"short"], "call")
@@ -335,7 +334,7 @@ def test_a_message_that_is_too_long_ends_its_connection_and_no_other():
 
 
 def test_garbage_among_large_messages_is_nothing():
-    door = ZmqChannel("door", SECRET)
+    door = ZeroMqChannel("door", SECRET)
     context = zmq.Context()
     sock = context.socket(zmq.PUSH)
     try:
@@ -358,7 +357,7 @@ def test_garbage_among_large_messages_is_nothing():
     ids=repr,
 )
 def test_garbage_in_one_part_is_nothing(garbage):
-    door = ZmqChannel("door", SECRET)
+    door = ZeroMqChannel("door", SECRET)
     context = zmq.Context()
     sock = context.socket(zmq.PUSH)
     try:
@@ -381,7 +380,7 @@ def test_a_host_is_told_from_another():
 
 def test_a_channel_closes_while_large_messages_arrive():
     for wait in (0.0, 0.01, 0.03):
-        door, sender = ZmqChannel("door", SECRET), ZmqChannel("sender", SECRET)
+        door, sender = ZeroMqChannel("door", SECRET), ZeroMqChannel("sender", SECRET)
         link = sender.connect(door.addresses, is_large=True)
         for _ in range(100):
             link.send([b"head", bytes(300_000)], "call")
@@ -404,7 +403,7 @@ from nbdist.errors import ResourceError
 SECRET = Secret(b"the secret of the tests", shared_off_host=True)
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1 + {free},) * 2)
 try:
-    channel = ZmqChannel('few', SECRET, host={host!r})
+    channel = ZeroMqChannel('few', SECRET, host={host!r})
     try:
         channel.connect(channel.addresses, is_large=True).send([bytes(1_000_000)], 'call')
         print('sent', flush=True)

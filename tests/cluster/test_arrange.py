@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbdist.cluster.output import one_place
+from nbdist.cluster.output import screen
 from nbdist.cluster.output.arranger import FOLD_AFTER, Published, Straight, say_names
 from nbdist.cluster.output.line_cutting import Lines
 from nbdist.cluster.output.live_order import Live
-from nbdist.cluster.output.log_order import Grouped
+from nbdist.cluster.output.log_order import LogOrder
 
 TWO = ["worker0", "worker1"]
 FOUR = ["worker0", "worker1", "worker2", "worker3"]
@@ -305,7 +305,7 @@ def test_updates_reach_their_display_only():
 
 def test_updates_of_earlier_cells_displays_go_on():
     assert live().feed("worker0", update("new", "0" * 32), 0.0) == [update("new", "0" * 32)]
-    assert Grouped(TWO).feed("worker0", update("new", "0" * 32), 0.0) == [update("new", "0" * 32)]
+    assert LogOrder(TWO).feed("worker0", update("new", "0" * 32), 0.0) == [update("new", "0" * 32)]
 
 
 def test_a_display_that_waits_is_shown_with_its_update():
@@ -341,7 +341,7 @@ def test_a_shown_error_has_a_name():
 def test_kinds_that_are_not_output_go_on():
     other = Published("debug_event", {"event": "stopped"})
     assert live().feed("worker0", other, 0.0) == [other]
-    assert Grouped(TWO).feed("worker0", other, 0.0) == [other]
+    assert LogOrder(TWO).feed("worker0", other, 0.0) == [other]
 
 
 # -- progress bars and dots ---------------------------------------------------------------------
@@ -380,8 +380,8 @@ def test_a_bar_that_wiped_itself_leaves_nothing():
     arranger.flush(0.1)
     arranger.feed("worker0", err("\r   \r"), 0.2)
     assert end(arranger, 0.3) == [bars("")]
-    assert Grouped(TWO).finish(0.0) == []
-    assert held(Grouped(TWO), ("worker0", err("\r10%")), ("worker0", err("\r   \r"))) == []
+    assert LogOrder(TWO).finish(0.0) == []
+    assert held(LogOrder(TWO), ("worker0", err("\r10%")), ("worker0", err("\r   \r"))) == []
 
 
 def test_lines_of_the_other_stream_pass_a_bar():
@@ -450,7 +450,7 @@ def test_dots_of_one_do_not_show_what_another_has_only_begun():
     ],
 )
 def test_carriage_returns_write_over_what_was_there(written, seen):
-    assert held(Grouped(TWO), ("worker0", out(written))) == [out(f"[worker0] {seen}\n")]
+    assert held(LogOrder(TWO), ("worker0", out(written))) == [out(f"[worker0] {seen}\n")]
 
 
 def test_a_bar_takes_no_more_room_the_more_it_moves():
@@ -544,7 +544,7 @@ def test_wiping_nothing_disturbs_nobody():
 
 
 @pytest.mark.parametrize("wait", [False, True])
-@pytest.mark.parametrize("kind", [live, lambda: Grouped(TWO)])
+@pytest.mark.parametrize("kind", [live, lambda: LogOrder(TWO)])
 def test_a_line_that_has_begun_is_wiped_too(kind, wait):
     arranger = kind()
     arranger.feed("worker0", out("gone"), 0.0)
@@ -582,7 +582,7 @@ def test_a_display_is_shown_again_as_it_was_updated():
 
 
 def test_what_is_remembered_for_that_has_a_limit(monkeypatch):
-    monkeypatch.setattr(one_place, "_CHARACTERS_KEPT", 10_000)
+    monkeypatch.setattr(screen, "_CHARACTERS_KEPT", 10_000)
     arranger = live()
     for number in range(100):
         arranger.feed("worker0", picture("x" * 1000, f"{number:032}"), number)
@@ -599,13 +599,17 @@ def test_what_is_remembered_for_that_has_a_limit(monkeypatch):
 
 def test_output_comes_at_the_end_by_worker():
     assert held(
-        Grouped(TWO), ("worker1", out("b\n")), ("worker0", out("a\n")), ("worker1", out("d\n")), ("worker0", out("c\n"))
+        LogOrder(TWO),
+        ("worker1", out("b\n")),
+        ("worker0", out("a\n")),
+        ("worker1", out("d\n")),
+        ("worker0", out("c\n")),
     ) == [out("[worker0] a\n[worker0] c\n[worker1] b\n[worker1] d\n")]
 
 
 def test_workers_that_said_the_same_are_shown_together():
     said = [(name, message) for name in FOUR for message in (out("a\nb\n"), result("3"), picture("p"))]
-    assert held(Grouped(FOUR), *said) == [
+    assert held(LogOrder(FOUR), *said) == [
         out("[worker0-3] a\n[worker0-3] b\n[worker0-3] 3\n[worker0-3]\n"),
         picture("p"),
     ]
@@ -613,17 +617,17 @@ def test_workers_that_said_the_same_are_shown_together():
 
 def test_groups_are_in_the_order_of_their_first_workers():
     said = [(name, out(f"{int(name[-1]) % 2}\n")) for name in reversed(FOUR)]
-    assert held(Grouped(FOUR), *said) == [out("[worker0,2] 0\n[worker1,3] 1\n")]
+    assert held(LogOrder(FOUR), *said) == [out("[worker0,2] 0\n[worker1,3] 1\n")]
 
 
 def test_workers_that_said_nothing_are_not_mentioned():
-    assert held(Grouped(FOUR), ("worker2", out("x\n"))) == [out("[worker2] x\n")]
-    assert Grouped(FOUR).finish(0.0) == []
+    assert held(LogOrder(FOUR), ("worker2", out("x\n"))) == [out("[worker2] x\n")]
+    assert LogOrder(FOUR).finish(0.0) == []
 
 
 def test_displays_that_may_be_updated_are_each_shown():
     said = [(name, picture("p", name[-1] * 32)) for name in TWO]
-    assert held(Grouped(TWO), *said) == [
+    assert held(LogOrder(TWO), *said) == [
         out("[worker0]\n"),
         picture("p", "0" * 32),
         out("[worker1]\n"),
@@ -633,7 +637,7 @@ def test_displays_that_may_be_updated_are_each_shown():
 
 def test_held_displays_are_shown_as_they_were_updated():
     said = [(name, message) for name in TWO for message in (picture("begin", "d"), update(f"end of {name}", "d"))]
-    assert held(Grouped(TWO), *said) == [
+    assert held(LogOrder(TWO), *said) == [
         out("[worker0]\n"),
         picture("end of worker0", "worker0:d"),
         out("[worker1]\n"),
@@ -642,14 +646,14 @@ def test_held_displays_are_shown_as_they_were_updated():
 
 
 def test_displays_that_have_been_shown_can_be_updated():
-    arranger = Grouped(TWO)
+    arranger = LogOrder(TWO)
     held(arranger, ("worker0", picture("begin", "d")))
     assert arranger.feed("worker0", update("end", "d"), 1.0) == [update("end", "worker0:d")]
 
 
 def test_the_order_between_streams_is_that_of_displays():
     assert held(
-        Grouped(TWO),
+        LogOrder(TWO),
         ("worker0", err("e1\n")),
         ("worker0", out("o1\n")),
         ("worker0", picture("p")),
@@ -667,7 +671,7 @@ def test_the_order_between_streams_is_that_of_displays():
 
 def test_held_output_is_wiped():
     assert held(
-        Grouped(TWO),
+        LogOrder(TWO),
         ("worker0", out("gone\n")),
         ("worker1", out("stays\n")),
         ("worker0", clear(wait=True)),
@@ -679,12 +683,12 @@ def test_held_output_is_wiped():
 
 
 def test_messages_of_widgets_are_not_held():
-    arranger = Grouped(TWO)
+    arranger = LogOrder(TWO)
     assert arranger.feed("worker0", comm(), 0.0) == [comm()]
 
 
 def test_what_comes_after_the_end_is_not_lost_where_nobody_watches():
-    arranger = Grouped(TWO)
+    arranger = LogOrder(TWO)
     assert held(arranger, ("worker0", out("a\n"))) == [out("[worker0] a\n")]
     assert arranger.next_flush() is None
     for name in TWO:
@@ -928,8 +932,8 @@ def test_live_shows_each_worker_what_it_said_once_in_order_and_as_its_own(data):
 
 
 def gathered(draw, work):
-    """What Grouped makes of it in the end, for one way in which the messages may come."""
-    arranger = Grouped(list(work))
+    """What LogOrder makes of it in the end, for one way in which the messages may come."""
+    arranger = LogOrder(list(work))
     mine = [[(name, *step) for step in performed(draw, program)] for name, program in work.items()]
     for name, kind, value in interleaved(draw, *mine):
         for message in arranger.feed(name, message_of(kind, value), 0.0):
@@ -991,7 +995,7 @@ def test_live_cuts_lines_alike_however_they_come(data):
 # -- much ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [live, Grouped])
+@pytest.mark.parametrize("kind", [live, LogOrder])
 @pytest.mark.parametrize("chunk", [5, 10_000])
 def test_many_lines_all_come_and_in_few_messages(kind, chunk):
     arranger, front, shown = kind(FOUR), FrontEnd(), 0

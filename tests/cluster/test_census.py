@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nbdist.cluster.inspection import variables
-from nbdist.cluster.inspection.census import Census, Walk
+from nbdist.cluster.inspection.census import Census, CensusWalk
 from nbdist.cluster.inspection.roots import NamedValue
 from nbdist.cluster.processes.process_memory import Regions, measure, own_bytes, parse_smaps, resident_bytes
 from nbdist.rpc.references.describing import describe_value
@@ -21,7 +21,7 @@ KB = 1000
 
 
 def walked(value, census=None, most=10**6):
-    walk = Walk(census or Census(), "variables", value)
+    walk = CensusWalk(census or Census(), "variables", value)
     walk.go(most)
     return walk
 
@@ -236,7 +236,7 @@ def test_many_variables_fit_into_the_answer():
 
 def test_a_dict_that_changes_meanwhile():
     changing = {number: [number] for number in range(100)}
-    walk = Walk(Census(), "variables", [changing, torch.ones(1000)])
+    walk = CensusWalk(Census(), "variables", [changing, torch.ones(1000)])
     walk.go(10)
     changing["more"] = 1
     walk.go(1000)

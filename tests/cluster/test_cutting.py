@@ -11,8 +11,8 @@ from frontend import Notebook
 import nbdist
 from nbdist.cluster.output import print_log
 from nbdist.cluster.output.arranger import Published
+from nbdist.cluster.output.output_cutter import OutputCutter
 from nbdist.cluster.output.print_log import PrintLog
-from nbdist.cluster.output.shortening import OutputCutter
 from nbdist.errors import UsageError
 from nbdist.magics.lines import parse_log
 from nbdist.views.workers.printed import LineRange, say

@@ -19,7 +19,7 @@ from other_hosts import can_make_hosts
 
 from nbdist.channel.contract import ChannelError
 from nbdist.channel.entrance import knock
-from nbdist.channel.security import Secret
+from nbdist.channel.secret import Secret
 from nbdist.cluster.hosts import hub as hubs
 from nbdist.cluster.hosts.group_board import Boards, BoardStore
 from nbdist.cluster.hosts.interfaces import interface_of, own_address_towards

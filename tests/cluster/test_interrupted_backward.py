@@ -13,7 +13,7 @@ import pytest
 from frontend import COLOUR
 
 import nbdist
-from nbdist.cluster.standing import place
+from nbdist.cluster.lookout import place
 
 LIMIT = 20
 """Seconds for what a test waits for."""

@@ -22,7 +22,7 @@ from nbdist import rpc
 from nbdist.__main__ import main
 from nbdist.channel.contract import ChannelError
 from nbdist.channel.entrance import Entrance, Visit, knock
-from nbdist.channel.security import Secret
+from nbdist.channel.secret import Secret
 from nbdist.cluster.hosts import admission, hub
 from nbdist.cluster.hosts.admission import check_versions, describe_myself
 from nbdist.cluster.hosts.invitations import Invitations, read_invitation

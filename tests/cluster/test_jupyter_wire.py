@@ -5,8 +5,8 @@ import datetime
 import pytest
 from jupyter_client.session import Session
 
-from nbdist.cluster.jupyter.connection import KernelThread
 from nbdist.cluster.jupyter.jupyter_wire import decode, encode, new_header, pack, unpack
+from nbdist.cluster.jupyter.kernel_connection import KernelThread
 from nbdist.errors import ProtocolError
 
 KEY = b"a key of this test"

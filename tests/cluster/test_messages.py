@@ -15,7 +15,7 @@ from nbdist import rpc
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.executor import WorkerExecutor
 from nbdist.cluster.jupyter import jupyter_wire
-from nbdist.cluster.jupyter.connection import Kernel
+from nbdist.cluster.jupyter.kernel_connection import Kernel
 from nbdist.cluster.kernels.workers import lost_error
 from nbdist.cluster.launching import find_launcher
 from nbdist.cluster.processes import run_directory

@@ -24,7 +24,7 @@ from joined import cluster_on, until
 from other_hosts import can_make_hosts, hosts
 
 from nbdist import rpc
-from nbdist.channel.security import Secret
+from nbdist.channel.secret import Secret
 from nbdist.rpc.world.shared_store import ENTRANCE
 from nbdist.wire import codec
 from nbdist.wire.messages import Call, Envelope, encode_envelope

@@ -17,7 +17,7 @@ import torch
 import zmq
 
 import nbdist
-import nbdist.channel.security
+import nbdist.channel.secret
 from nbdist.cluster.errors import CellError
 from nbdist.cluster.jupyter.jupyter_wire import decode, encode, new_header, pack
 from nbdist.errors import ProtocolError
@@ -188,7 +188,7 @@ def test_no_secret_is_where_others_may_read_it(monkeypatch, tmp_path):
         secrets = [secret, *(json.loads(found.read_text())["key"] for found in folder.glob("worker*.json"))]
         own = Path(os.environ["NBDIST_RUNTIME_DIR"]) / "secret"
         secrets += [own.read_text()] if own.exists() else []
-        derived = nbdist.channel.security.Secret.find(None)
+        derived = nbdist.channel.secret.Secret.find(None)
         for role in ("door", "member"):
             secrets.append(derived.curve(role).private.decode())
         secrets += [derived.derive("sign").hex()]

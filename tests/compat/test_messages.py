@@ -13,7 +13,7 @@ from nbdist import rpc
 from nbdist.compat import agents, gathering, run, substitution, words
 from nbdist.compat import autograd as compat_autograd
 from nbdist.compat import rpc as compat_rpc
-from nbdist.compat.ipyparallel import client, closed, load_ipython_extension, magics
+from nbdist.compat.ipyparallel import client, closed, load_ipython_extension, px
 from nbdist.compat.options import TensorPipeRpcBackendOptions
 from nbdist.compat.rpc import backend_registry
 from nbdist.errors import DecodeError, EncodeError, NotInitialized, RpcTimeout, RRefError, UsageError
@@ -79,7 +79,7 @@ class Engines(list):
         ),
         (lambda: client.Cluster(engines="mpi"), UsageError, r"engines='mpi': nbdist starts workers on this host"),
         (
-            lambda: magics.Px.pxresult(SimpleNamespace(_last=None), ""),
+            lambda: px.Px.pxresult(SimpleNamespace(_last=None), ""),
             UsageError,
             r"%pxresult has no cell to wait for: none was sent with %%px --noblock",
         ),
@@ -174,9 +174,9 @@ def test_the_notebook_has_imported_ipyparallel_itself(monkeypatch):
 
 
 def test_px_outside_of_a_notebook(monkeypatch):
-    monkeypatch.setattr(magics, "get_ipython", lambda: None)
+    monkeypatch.setattr(px, "get_ipython", lambda: None)
     with pytest.raises(UsageError, match=r"%px needs a notebook, and this program has none; view.execute\(code\)"):
-        magics.activate()
+        px.activate()
 
 
 def test_flags_that_hide_pythonpath(monkeypatch):

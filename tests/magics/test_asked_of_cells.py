@@ -155,7 +155,7 @@ def test_all_magics_are_listed_by_question(notebook):
     (page,) = notebook.run("%dist?").reply["content"]["payload"]
     assert "It hangs: where does each worker stand?" in page["data"]["text/plain"]
     names = notebook.run(
-        "from nbdist.magics.commands import DistMagics\n"
+        "from nbdist.magics.dist_magics import DistMagics\n"
         "sorted({m for kind in get_ipython().magics_manager.registry['DistMagics'].magics.values() for m in kind})"
     ).result
     for name in eval(names):

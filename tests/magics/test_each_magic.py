@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.magics import overview
-from nbdist.magics.commands import DistMagics
+from nbdist.magics.dist_magics import DistMagics
 from nbdist.magics.lines import READERS
 
 DOCS = Path(__file__).parents[2] / "docs"

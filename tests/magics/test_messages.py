@@ -8,8 +8,8 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.errors import UsageError
-from nbdist.magics import commands, lines
-from nbdist.magics.commands import DistMagics
+from nbdist.magics import dist_magics, lines
+from nbdist.magics.dist_magics import DistMagics
 from nbdist.magics.session import NotebookSession
 
 SESSION = SimpleNamespace(cluster=lambda: None)
@@ -17,7 +17,7 @@ SESSION = SimpleNamespace(cluster=lambda: None)
 
 @pytest.fixture
 def magics(monkeypatch):
-    monkeypatch.setattr(commands, "read_logs", lambda *_: [])
+    monkeypatch.setattr(dist_magics, "read_logs", lambda *_: [])
     return DistMagics(InteractiveShell(), SESSION)
 
 

@@ -10,8 +10,8 @@ import workers
 import nbdist
 from nbdist import rpc
 from nbdist.channel.contract import ChannelError
-from nbdist.channel.outbox import LocalLink
-from nbdist.channel.zeromq import LargeZmqLink, ZmqLink
+from nbdist.channel.local_link import LocalLink
+from nbdist.channel.zeromq import LargeZeroMqLink, ZeroMqLink
 from nbdist.rpc import api
 from nbdist.testing import World
 
@@ -32,7 +32,7 @@ def call_back_and_forth():
 
 
 @pytest.mark.parametrize(
-    ("channel", "link", "large"), [("auto", LocalLink, LocalLink), ("zeromq", ZmqLink, LargeZmqLink)]
+    ("channel", "link", "large"), [("auto", LocalLink, LocalLink), ("zeromq", ZeroMqLink, LargeZeroMqLink)]
 )
 def test_a_world_of_one_kind(channel, link, large, monkeypatch):
     monkeypatch.delenv("NBDIST_CHANNEL", raising=False)
@@ -90,7 +90,7 @@ def test_a_mixed_world():
         others.start("worker1", workers.member("worker1", 1, 2, store, "channel='zeromq'"))
         options = rpc.RpcBackendOptions(init_method=f"file://{store}", channel="auto")
         rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
-        assert links() == {"worker0": LocalLink, "worker1": ZmqLink}
+        assert links() == {"worker0": LocalLink, "worker1": ZeroMqLink}
         call_back_and_forth()
         rpc.shutdown()
         _, errors = others.output("worker1")

@@ -18,7 +18,7 @@ import workers
 
 import nbdist
 from nbdist import rpc
-from nbdist.channel.security import runtime_directory
+from nbdist.channel.secret import runtime_directory
 from nbdist.channel.zeromq import sweep
 from nbdist.rpc.api import current_agent
 from nbdist.testing import World

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from nbdist.rpc.calls.collecting import wait_all
-from nbdist.rpc.dispatch import Pool
 from nbdist.rpc.futures import Future, blocking_wait
+from nbdist.rpc.pool import Pool
 
 SOON = 20.0  # seconds; only a failing test waits that long
 
@@ -82,7 +82,7 @@ def test_jobs_run(way):
 @pytest.fixture
 def nothing_is_stuck(monkeypatch):
     """The pool does not grow for a job that takes long."""
-    monkeypatch.setattr("nbdist.rpc.dispatch.STUCK_AFTER_SECONDS", 1000.0)
+    monkeypatch.setattr("nbdist.rpc.pool.STUCK_AFTER_SECONDS", 1000.0)
 
 
 def test_no_more_jobs_run_at_a_time_than_the_size_says(nothing_is_stuck):
@@ -394,7 +394,7 @@ def test_jobs_that_wait_for_jobs_at_hand_do_not_wait_long(pool_of_either):
 def test_one_thread_reads_and_runs_all_quick_jobs(monkeypatch):
     """No other thread is woken for a message, but for the guard."""
     for name in ("QUICK", "TINY"):  # so that a job that a busy machine holds up is quick, too
-        monkeypatch.setattr(f"nbdist.rpc.dispatch.{name}_JOB_SECONDS", 1000.0)
+        monkeypatch.setattr(f"nbdist.rpc.pool.{name}_JOB_SECONDS", 1000.0)
     with pool_of_one_reader(4) as (pool, inbox):
         call(inbox.put, int).wait(SOON)
         while pool.active:  # until the pool has noted that the first job was quick

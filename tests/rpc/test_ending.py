@@ -220,7 +220,7 @@ def test_a_worker_that_called_shutdown_and_serves_is_silent_until_the_calls_stop
 
 def test_a_call_whose_answer_has_come_and_is_not_read_yet_ends_with_its_agent(monkeypatch):
     """A wait without a limit did not end: the answer was awaited no more, and the job to read it never ran."""
-    monkeypatch.setattr("nbdist.rpc.dispatch.STUCK_AFTER_SECONDS", 1000.0)  # no other thread reads it
+    monkeypatch.setattr("nbdist.rpc.pool.STUCK_AFTER_SECONDS", 1000.0)  # no other thread reads it
     with World(2, options=rpc.RpcBackendOptions(num_worker_threads=1)) as world, world[0].activate():
         busy, go_on = threading.Event(), threading.Event()
         world[0].submit(lambda: (busy.set(), go_on.wait(20)))

@@ -13,7 +13,7 @@ import workers
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.channel.outbox import LocalLink
+from nbdist.channel.local_link import LocalLink
 from nbdist.channel.shared_memory.arena import Arena
 from nbdist.errors import UsageError
 from nbdist.rpc.core.forks import Forks

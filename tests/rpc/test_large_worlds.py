@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nbdist.rpc.links
-from nbdist.cluster.jupyter.connection import Kernel, KernelThread
+from nbdist.cluster.jupyter.kernel_connection import Kernel, KernelThread
 from nbdist.rpc.core.watching import ALL_WATCH_ALL, EACH_SIDE
 from nbdist.rpc.world.shutdown import _NAMES_SHOWN
 

@@ -14,8 +14,8 @@ import pytest
 
 import nbdist
 from nbdist import rpc
-from nbdist.channel.liveness import started_at
-from nbdist.channel.security import Secret
+from nbdist.channel.process_watch import started_at
+from nbdist.channel.secret import Secret
 from nbdist.ids import new_incarnation
 from nbdist.rpc.world.meeting_file import MeetingFile
 from nbdist.rpc.world.roster import Roster

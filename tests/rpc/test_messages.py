@@ -28,8 +28,8 @@ from nbdist.errors import (
 from nbdist.rpc import api, hosted
 from nbdist.rpc.calls.stopping import Stopping
 from nbdist.rpc.futures import Latch
-from nbdist.rpc.references import table
-from nbdist.rpc.world import rendezvous, tcp_store
+from nbdist.rpc.references import reference_table
+from nbdist.rpc.world import meeting, tcp_store
 from nbdist.rpc.world.handshake import Handshake
 from nbdist.rpc.world.meeting_file import MeetingFile
 from nbdist.testing import World
@@ -135,7 +135,7 @@ def options(**given):
             "world_size must not be larger than 9223372036854775807",
         ),
         (
-            lambda: rendezvous.parse("tcp://", 0, 2),
+            lambda: meeting.parse("tcp://", 0, 2),
             ValueError,
             "Error initializing torch.distributed using tcp:// rendezvous: ",
         ),
@@ -216,7 +216,7 @@ def test_a_nested_call_whose_caller_was_interrupted():
 
 def test_a_value_that_does_not_exist_any_more():
     with pytest.raises(RRefError, match=r"the value of this RRef is gone: a worker that passed it on was lost"):
-        table._failed_promise().wait()
+        reference_table._failed_promise().wait()
 
 
 def test_a_call_that_ctrl_c_ends(two, caller, monkeypatch):

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from nbdist import NotUnique, RendezvousError, SecurityError, VersionMismatch
-from nbdist.channel.liveness import started_at
-from nbdist.channel.security import Secret
+from nbdist.channel.process_watch import started_at
+from nbdist.channel.secret import Secret
 from nbdist.rpc.futures import Future
 from nbdist.rpc.world.roster import Roster
 from nbdist.wire.messages import VERSION, Record

@@ -20,7 +20,7 @@ import zmq
 
 import nbdist
 from nbdist import rpc
-from nbdist.channel.security import Secret
+from nbdist.channel.secret import Secret
 from nbdist.ids import new_incarnation
 from nbdist.rpc import api
 from nbdist.rpc.world.roster import Roster

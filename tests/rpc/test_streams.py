@@ -10,7 +10,7 @@ import torch
 
 from nbdist import rpc
 from nbdist.rpc import futures, streams
-from nbdist.rpc.references import table
+from nbdist.rpc.references import reference_table
 from nbdist.testing import World
 from nbdist.wire import tensors
 
@@ -64,7 +64,7 @@ def calls(monkeypatch):
         "device": device,
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    for module in (futures, table):
+    for module in (futures, reference_table):
         monkeypatch.setattr(module, "CUDA_IS_BUILT", True)
     return found
 

@@ -483,7 +483,7 @@ def test_who_dies_while_it_is_relieved_is_gone(world, monkeypatch):
 def test_a_session_that_comes_just_as_the_thread_would_end_is_looked_after(world, monkeypatch, tmp_path):
     model = swarm_models.make("llama")
     adapter.write_checkpoint(model, tmp_path)
-    monkeypatch.setattr("nbdist.swarm.server.computing._IDLE_SECONDS", 0.3)
+    monkeypatch.setattr("nbdist.swarm.server.runtime._IDLE_SECONDS", 0.3)
     server = Server(offer(adapter.Checkpoint(tmp_path)), Options(session_timeout=0.2), "just")
     came = []
 

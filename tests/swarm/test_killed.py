@@ -23,7 +23,7 @@ from nbdist.errors import UsageError, WorkerLost
 from nbdist.rpc import api
 from nbdist.swarm import adapter, named_models, serve
 from nbdist.swarm.client.routing import NoRoute
-from nbdist.swarm.client.servers import Crew, Gone
+from nbdist.swarm.client.servers import Gone, Servers
 from nbdist.swarm.server.server import Options, Server
 from nbdist.swarm.server.sources import offer
 
@@ -379,7 +379,7 @@ def test_a_worker_that_was_killed_a_moment_ago_is_lost_and_not_unknown(three):
 
 
 def test_a_worker_that_is_killed_while_it_loads_is_lost(three, monkeypatch):
-    send, pid = Crew.send, three.workers[1].pid
+    send, pid = Servers.send, three.workers[1].pid
 
     def sending(crew, member, *args, **options):
         if member.name == "worker1":
@@ -389,7 +389,7 @@ def test_a_worker_that_is_killed_while_it_loads_is_lost(three, monkeypatch):
             os.kill(pid, signal.SIGKILL)
         return sent
 
-    monkeypatch.setattr(Crew, "send", sending)
+    monkeypatch.setattr(Servers, "send", sending)
     with pytest.raises(WorkerLost, match="worker1 was killed by SIGKILL"):
         serve(swarm_models.make("llama"), workers=[0, 1, 2])
 

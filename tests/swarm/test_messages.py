@@ -15,7 +15,7 @@ from nbdist import swarm
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter, named_models
 from nbdist.swarm.client.routing import NoRoute
-from nbdist.swarm.client.servers import Crew, Gone
+from nbdist.swarm.client.servers import Gone, Servers
 from nbdist.swarm.client.session import Session, check_recover
 from nbdist.swarm.server.server import NotHere, Server
 from nbdist.testing import World
@@ -47,11 +47,11 @@ class Flat(nn.Module):
             r"there is no folder 'gpt9', and no model of that name; known names: ",
         ),
         (
-            lambda: Crew.kill(SimpleNamespace(_agent=SimpleNamespace(member=lambda _: None)), GONE),
+            lambda: Servers.kill(SimpleNamespace(_agent=SimpleNamespace(member=lambda _: None)), GONE),
             r"worker1 is gone already",
         ),
         (
-            lambda: Crew.relieve(SimpleNamespace(_arranging=threading.Lock(), _changed=threading.Lock()), GONE),
+            lambda: Servers.relieve(SimpleNamespace(_arranging=threading.Lock(), _changed=threading.Lock()), GONE),
             r"worker1 is gone, so it cannot leave now",
         ),
     ],

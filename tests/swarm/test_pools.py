@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.swarm.server.queues import Pools, QueuedRequest, TooLarge, prioritize
+from nbdist.swarm.server.queues import QueuedRequest, RequestQueues, TooLarge, prioritize
 
 
 def request(kind="forward", size=1, priority=0.0, together=None):
@@ -12,7 +12,7 @@ def request(kind="forward", size=1, priority=0.0, together=None):
 
 
 def test_text_before_training_and_then_who_came_first():
-    pools = Pools()
+    pools = RequestQueues()
     train, text, back, text2 = (
         request(kind, priority=prioritize(kind, 1, 0.0)) for kind in ("forward", "step", "backward", "step")
     )
@@ -28,7 +28,7 @@ def test_points_come_first_within_a_kind_only():
 
 
 def test_what_is_alike_is_done_together_up_to_a_size():
-    pools = Pools(batch=10)
+    pools = RequestQueues(batch=10)
     a, b, c, d, e = (request(size=4, together="x") for _ in range(5))
     other, alone = request(size=1, together="y"), request(size=1)
     step = request("step", size=1, priority=-1.0, together="x")
@@ -39,7 +39,7 @@ def test_what_is_alike_is_done_together_up_to_a_size():
 
 
 def test_too_large_is_an_error_and_what_is_withdrawn_is_not_done():
-    pools = Pools(largest=8)
+    pools = RequestQueues(largest=8)
     with pytest.raises(TooLarge, match="forward of 9 tokens is more than the 8"):
         pools.submit(request(size=9))
     a, b = request(), request()
@@ -61,7 +61,7 @@ def test_too_large_is_an_error_and_what_is_withdrawn_is_not_done():
     )
 )
 def test_each_is_done_once_and_the_first_of_a_batch_is_the_first_of_all(told):
-    pools = Pools(batch=8)
+    pools = RequestQueues(batch=8)
     requests = [request(kind, size, float(priority), together) for kind, size, priority, together in told]
     for each in requests:
         pools.submit(each)

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from nbdist.autograd.graph.records import Event
+from nbdist.autograd.graph.events import Event
 from nbdist.autograd.graph.traces import Edge, NodeInfo, Trace, planned
 from nbdist.views.passes import page, remarks, report
 from nbdist.views.passes.backward import Backward

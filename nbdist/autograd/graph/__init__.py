@@ -9,11 +9,11 @@
 `numbers`       the numbers by which nodes are shown
 `saved`         reads the tensors that nodes have saved
 `origins`       which module and which line made a node
-`waiting`       keeps an engine call going until nodes on all devices have run
+`countdown`     keeps an engine call going until nodes on all devices have run
 `forward_nans`  the operation that made the first NaN of a forward pass
 `noting`        notes the origins while the forward pass runs
 `messages`      the messages of contexts and passes
-`records`       what a watched pass shows, as data
+`events`        what a watched pass shows, as data
 `traces`        all of it as plain data
 ==============  ==============================================================
 """

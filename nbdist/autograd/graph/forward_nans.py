@@ -1,6 +1,6 @@
 """Finds the operation of a forward pass that makes the first NaN: ``context(check="nan")``.
 
-`nbdist.autograd.graph.noting` calls a `Check` around every function of torch that runs in such a context.
+`nbdist.autograd.graph.noting` calls a `NanCheck` around every function of torch that runs in such a context.
 
 ============================== ========================= ========================================================
 the inputs of an operation     its outputs               what happens
@@ -34,7 +34,7 @@ from nbdist.errors import ForwardNaN
 from nbdist.torch_private import graph_task, is_transforming, no_torch_function, without_dispatch_modes
 from nbdist.wire.pickling.scripts import is_tracing
 
-__all__ = ["Check", "holds_nan", "tensors_in"]
+__all__ = ["NanCheck", "holds_nan", "tensors_in"]
 
 _NAMES = """
     __get__ __set__ __getitem__ __setitem__ backward grad is_complex item numpy tolist requires_grad_ retain_grad
@@ -107,8 +107,8 @@ def _holds_nan(values: torch.Tensor) -> bool:
     return total != total and bool(values.isnan().any())  # the sum is also NaN for Inf - Inf
 
 
-class Check:
-    """Checks the results of one worker in a context for NaN; each thread that enters the context uses one `Check`."""
+class NanCheck:
+    """Checks the results of one worker in a context for NaN; each thread that enters the context uses one of these."""
 
     def __init__(self, worker: str, name_of: Callable[[int], str]) -> None:
         """Set the name of this worker for error messages; ``name_of`` returns a worker's name by its incarnation."""

@@ -4,7 +4,7 @@ One mode of torch does two jobs: it notes lines, and it checks every operation f
 (`nbdist.autograd.graph.forward_nans`). The errors of the check name the module and the line::
 
     context(lines=True)   `noted` enters a `_Noting` mode   `_note_nodes` puts a `NodeOrigin` on each new node
-    context(check="nan")  `noted` enters a `_Noting` mode   `Check.after` reads what was returned
+    context(check="nan")  `noted` enters a `_Noting` mode   `NanCheck.after` reads what was returned
 
 Noting takes about 50 microseconds for each operation. So it happens only in contexts that ask for it, in the threads
 that run in such a context, on all workers.
@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from nbdist.autograd.graph.edges import Node
-from nbdist.autograd.graph.forward_nans import Check, tensors_in
+from nbdist.autograd.graph.forward_nans import NanCheck, tensors_in
 from nbdist.autograd.graph.origins import ORIGIN_KEY, NodeOrigin, users_line
 from nbdist.autograd.graph.parameters import walk
 from nbdist.torch_private import function_modes, pop_function_mode, push_function_mode
@@ -56,7 +56,7 @@ _module_hooks: list[Any] = []
 
 
 @contextlib.contextmanager
-def noted(*, lines: bool = True, check: Check | None = None) -> Iterator[None]:
+def noted(*, lines: bool = True, check: NanCheck | None = None) -> Iterator[None]:
     """Note the origins of the nodes that the calling thread makes in the block, which may end on another thread.
 
     If the block ends on another thread, the noting stops at once. But the block's torch function mode stays on the
@@ -170,7 +170,7 @@ class _Noting(TorchFunctionMode):
     is_over = False
     """True once the `noted` block has ended; then the mode does nothing."""
 
-    def __init__(self, lines: bool, check: Check | None) -> None:
+    def __init__(self, lines: bool, check: NanCheck | None) -> None:
         super().__init__()
         self.check = check
         self._lines = lines

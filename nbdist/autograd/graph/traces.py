@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist import registry
+from nbdist.autograd.graph.events import Key, Pass
 from nbdist.autograd.graph.messages import Mode
 from nbdist.autograd.graph.origins import NodeOrigin
-from nbdist.autograd.graph.records import Key, Pass
 
 __all__ = ["Edge", "NodeInfo", "Plan", "Trace", "planned"]
 

@@ -4,14 +4,14 @@
 `ledger`          tells the root of a pass what workers still have to do
 `ordering`        puts gradients that arrive in any order into a fixed one
 `ddp`             the leaves that DistributedDataParallel averages
-`leaves`          keeps gradients out of ``.grad``
+`claims`          keeps gradients out of ``.grad``
 `engine`          calls torch's engine for `worker_part`
 `worker_part`     decides what can run now on this worker
-`state`           a context, and a pass in it, on one worker
+`context`         a context, and a pass in it, on one worker
 `contexts`        the contexts of one worker
 `ddp_turns`       lets one pass at a time average
 `inherited_nans`  finds the value of the forward pass that a NaN came from
-`connection`      connects a watch with the workers that run its passes
-`driver`          runs passes, in SMART and FAST mode
+`observing`       connects a watch with the workers that run its passes
+`pass_driver`     runs passes, in SMART and FAST mode
 ================  ========================================================
 """

@@ -28,7 +28,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
-from nbdist.autograd.passes.state import Context
+from nbdist.autograd.passes.context import Context
 from nbdist.errors import UsageError
 
 __all__ = ["Contexts"]

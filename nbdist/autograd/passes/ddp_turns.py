@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.messages import PassId
+from nbdist.autograd.passes.context import Run
 from nbdist.autograd.passes.ledger import Ledger
-from nbdist.autograd.passes.state import Run
 
 if TYPE_CHECKING:
     from typing import Protocol

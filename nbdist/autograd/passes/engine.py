@@ -24,7 +24,7 @@ import torch
 from nbdist import torch_private
 from nbdist.autograd.graph.edges import current_part
 from nbdist.autograd.graph.walk import walk
-from nbdist.autograd.passes.leaves import current_claim, halted_leaves
+from nbdist.autograd.passes.claims import current_claim, halted_leaves
 from nbdist.errors import UsageError
 
 __all__ = ["run_backward"]

@@ -26,8 +26,8 @@ from nbdist.autograd.graph.inherited import Carried, Inherited
 from nbdist.autograd.graph.measuring import is_finite
 from nbdist.autograd.graph.saved import Saved, saved_by
 from nbdist.autograd.graph.walk import ACCUMULATE, walk
+from nbdist.autograd.passes.context import Context
 from nbdist.autograd.passes.contexts import Contexts
-from nbdist.autograd.passes.state import Context
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent, rpc_async
 

@@ -59,13 +59,13 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from nbdist.autograd.graph.countdown import Countdown, devices_of
 from nbdist.autograd.graph.edges import RECEIVE, EdgeSlot, HeldBack, Node, Received, Sent, swap_part
 from nbdist.autograd.graph.messages import Head
-from nbdist.autograd.graph.waiting import Countdown, devices_of
 from nbdist.autograd.graph.walk import ACCUMULATE, Region, walk
 from nbdist.autograd.passes import ddp
+from nbdist.autograd.passes.claims import Claim, GradientStore
 from nbdist.autograd.passes.engine import run_backward
-from nbdist.autograd.passes.leaves import Claim, GradientStore
 from nbdist.autograd.passes.ordering import GateQueues
 from nbdist.autograd.watching.node_hooks import CallHooks
 from nbdist.autograd.watching.observer import Observer

@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.edges import Node
+from nbdist.autograd.graph.events import Event, Key, Pass, Share
 from nbdist.autograd.graph.messages import Control, Happening, Mode, PassId, Watching
-from nbdist.autograd.graph.records import Event, Key, Pass, Share
 from nbdist.autograd.graph.traces import Plan
 from nbdist.errors import UsageError
 from nbdist.rpc.futures import blocking_wait

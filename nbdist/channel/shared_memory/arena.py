@@ -34,7 +34,7 @@ from nbdist.channel.shared_memory.mapping import MemoryFailure
 from nbdist.finalisers import this_thread
 from nbdist.gpus import staging
 from nbdist.holds import Hold, Holds
-from nbdist.signals import Deferral
+from nbdist.signals import DeferredSignals
 from nbdist.wire.messages import Place
 
 __all__ = ["PROBE", "Arena", "ArenaSlot", "default_bound", "file_name", "open_arena"]
@@ -105,7 +105,7 @@ class ArenaSlot:
 
         Call this before the message that names `place` is sent.
         """
-        with Deferral():  # Ctrl-C in the middle would leave a block that is neither free nor lent
+        with DeferredSignals():  # Ctrl-C in the middle would leave a block that is neither free nor lent
             self._arena.send(self._block, self._hold, self._receiver)
 
     def take_back(self) -> None:
@@ -231,7 +231,7 @@ class Arena:
         was_closed = this_thread.is_closed
         try:
             this_thread.is_closed = True
-            with Deferral(), self._lock:
+            with DeferredSignals(), self._lock:
                 block = None if self._is_closed else self._take_block(length)
                 if block is None:
                     self.falls_back += 1
@@ -271,7 +271,7 @@ class Arena:
 
         Blocks that are not lent to it, or were given back before, are ignored.
         """
-        with Deferral(), self._lock:
+        with DeferredSignals(), self._lock:
             for segment, offset in blocks:
                 self._carry_out(self._blocks.give_back(receiver, segment, offset))
 
@@ -352,7 +352,7 @@ class Arena:
 
     def statistics(self) -> dict[str, int]:
         """Return counters for `nbdist.views`: bytes held and used, blocks lent, segments, and failed `put` calls."""
-        with Deferral(), self._lock:
+        with DeferredSignals(), self._lock:
             self._collect()
             return {
                 "arena_bytes": self._blocks.held,

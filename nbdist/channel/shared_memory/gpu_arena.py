@@ -18,7 +18,7 @@ from nbdist.channel.shared_memory.arena import Arena, ArenaSlot
 from nbdist.channel.shared_memory.descriptors import Descriptors
 from nbdist.channel.shared_memory.gpu_memory import GRANULE, GpuMapping
 from nbdist.channel.shared_memory.mapping import MemoryFailure
-from nbdist.signals import Deferral
+from nbdist.signals import DeferredSignals
 from nbdist.wire.messages import Place
 
 __all__ = ["FIRST_GPU_SEGMENT", "GpuArena", "Gpus", "open_gpus"]
@@ -62,7 +62,7 @@ class GpuArena(Arena):
 
     def _introduce(self, place: Place, receiver: int) -> bool:
         """Send a receiver the descriptor of a place's segment, unless it has it; return whether it has it now."""
-        with Deferral(), self._lock:
+        with DeferredSignals(), self._lock:
             known = self._known.get(receiver, set())
             if place.segment in known:
                 return True
@@ -87,7 +87,7 @@ class GpuArena(Arena):
     def trim(self) -> None:
         """Free memory that was not used lately, and tell receivers of closed segments, so that they free it, too."""
         super().trim()
-        with Deferral(), self._lock:
+        with DeferredSignals(), self._lock:
             untold, self._untold = self._untold, []
             for receiver, segment in untold:
                 try:

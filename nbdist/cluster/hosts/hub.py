@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from nbdist.channel.entrance import Entrance
-from nbdist.channel.security import Secret
+from nbdist.channel.secret import Secret
 from nbdist.cluster.hosts.admission import (
     NEWCOMER,
     QUESTION,

@@ -8,7 +8,7 @@ import sys
 import threading
 
 from nbdist.amounts import counted
-from nbdist.channel.liveness import ProcessWatch, started_at
+from nbdist.channel.process_watch import ProcessWatch, started_at
 from nbdist.cluster.hosts.invitations import read_invitation
 from nbdist.cluster.hosts.keeper import Keeper
 from nbdist.cluster.processes.launchers.local import prepare

@@ -1,7 +1,7 @@
 """Counts the memory of objects: every buffer and object once, without calling any code of their classes.
 
-A `Census` is one look at one process. A `Walk` visits what one value holds, a bounded number of objects at a time, so
-that a look ends soon however much there is::
+A `Census` is one look at one process. A `CensusWalk` visits what one value holds, a bounded number of objects at a
+time, so that a look ends soon however much there is::
 
     value ── children ──> containers, fields, closures ──> ...     by iterators of the base classes and by
                 │                                                  Python's garbage collector
@@ -32,7 +32,7 @@ from nbdist.rpc.futures import Promise
 from nbdist.rpc.references import inert
 from nbdist.torch_private import no_torch_function
 
-__all__ = ["Amount", "Census", "Walk"]
+__all__ = ["Amount", "Census", "CensusWalk"]
 
 _SKIPPED_PACKAGES = ("IPython", "ipykernel", "traitlets", "zmq", "jupyter_client", "asyncio", "_asyncio", "logging")
 """Packages whose objects a walk skips, because they lead to everything that the kernel holds."""
@@ -94,7 +94,7 @@ class _Kind(NamedTuple):
         """Return the `_Kind` of a class: how to size its instances, and which base class's methods read them."""
         size_of, ndarray = inert.sizer_of(what), inert.array_class()
         if ndarray is not None and issubclass(what, ndarray):
-            return cls(what, object.__sizeof__, ndarray)  # `Walk._array` counts the buffer
+            return cls(what, object.__sizeof__, ndarray)  # `CensusWalk._array` counts the buffer
         for base in (torch.Tensor, FunctionType, type):
             if issubclass(what, base):
                 return cls(what, size_of, base)
@@ -119,7 +119,7 @@ class Census:
     objects: dict[str, int] = field(default_factory=dict)
     """Bytes of Python objects, by category."""
     watched: dict[int | Place, int] = field(default_factory=dict)
-    """Numbers of objects (by ``id``) and buffers (by place). A walk adds the numbers that it meets to `Walk.met`."""
+    """Numbers of objects (by ``id``) and buffers (by place). A walk adds those that it meets to `CensusWalk.met`."""
     seen: set[int] = field(default_factory=set)
     """The ``id`` of every object that was visited, or that `skip` excludes."""
     nodes: dict[int, Any] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class Census:
         return found
 
 
-class Walk:
+class CensusWalk:
     """Visits all objects that one value holds; counts an object unless a walk of the same census has visited it."""
 
     def __init__(self, census: Census, category: str, value: object) -> None:

@@ -23,7 +23,7 @@ import torch
 from nbdist.autograd.api import recorder
 from nbdist.autograd.memory_use import Place, kept_by, storage_of
 from nbdist.cluster.inspection import pins, variables
-from nbdist.cluster.inspection.census import Amount, Census, Walk
+from nbdist.cluster.inspection.census import Amount, Census, CensusWalk
 from nbdist.cluster.inspection.pins import Pin
 from nbdist.cluster.inspection.roots import NamedValue, named_values, names_by_value, references, roots_of
 from nbdist.cluster.inspection.status_report import gpu_memory
@@ -296,7 +296,7 @@ def _count_value(
         return _Value(id_, users, agent.references.forks.state(id_, None)), 0
     value = promise.value()
     state = describe_value(value)
-    walk = Walk(census, "references", value)
+    walk = CensusWalk(census, "references", value)
     spent = walk.go(most)
     known = state.nbytes if state.nbytes is not None and not walk.gpu else 0
     nbytes = max(walk.nbytes, known) if walk.nbytes or known or state.nbytes is not None else None
@@ -310,7 +310,7 @@ def _count_value(
 def _watch(census: Census, values: list[_Value]) -> list[int]:
     """Make the census note which variables lead to these values; return a number for each value.
 
-    A later walk that meets the object of a value, or a tensor's buffer, has the value's number in `Walk.met`. Two
+    A later walk that meets the object of a value, or a tensor's buffer, has the value's number in `CensusWalk.met`. Two
     references to one object share a number.
     """
     numbers = []

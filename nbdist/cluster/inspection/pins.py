@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from nbdist.rpc.agent import Agent
+from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.references.rref import Home
-from nbdist.rpc.references.table import References
 
 __all__ = ["Pin", "Roots", "chain_of", "find", "frames_of", "name_of", "namespace_of", "told", "variable"]
 

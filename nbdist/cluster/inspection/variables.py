@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from nbdist.cluster.inspection.census import Census, Walk
+from nbdist.cluster.inspection.census import Census, CensusWalk
 from nbdist.cluster.inspection.roots import NamedValue
 from nbdist.rpc.references import inert
 from nbdist.rpc.references.describing import describe_value
@@ -48,7 +48,7 @@ def count(census: Census, named: list[NamedValue]) -> tuple[list[Variable], dict
     `MOST_OBJECTS` were. The second result has, for each object that `Census.watched` numbers and that was met, the
     values that lead to it, by that number.
     """
-    walks = [(each, Walk(census, "variables", each.value)) for each in named]
+    walks = [(each, CensusWalk(census, "variables", each.value)) for each in named]
     left = MOST_OBJECTS
     turn = collections.deque(walk for _, walk in walks)
     while turn and left > 0:

@@ -30,8 +30,8 @@ from typing import Any
 from nbdist import durations
 from nbdist.cluster.errors import CellInterrupted, CellTimeout, WorkerError, make_error
 from nbdist.cluster.jupyter import labels
-from nbdist.cluster.jupyter.connection import KernelThread, Message
 from nbdist.cluster.jupyter.jupyter_wire import new_id
+from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
 from nbdist.cluster.jupyter.page_lines import moved_down
 from nbdist.cluster.kernels.notices import say_failed, say_stopped
 from nbdist.cluster.kernels.output_widgets import own_request

@@ -17,7 +17,7 @@ from typing import Any
 
 from IPython import get_ipython
 
-from nbdist.cluster.jupyter.connection import KernelThread, Message
+from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
 from nbdist.cluster.kernels.output_widgets import own_request
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.output.arranger import Published

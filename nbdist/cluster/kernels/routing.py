@@ -18,8 +18,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from nbdist.cluster.jupyter.connection import KernelThread, Message
 from nbdist.cluster.jupyter.jupyter_wire import FENCE, NAMES
+from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
 from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.comms import Comms
 from nbdist.cluster.kernels.workers import Worker

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.cluster.jupyter import labels
-from nbdist.cluster.jupyter.connection import Kernel, KernelThread, Message
+from nbdist.cluster.jupyter.kernel_connection import Kernel, KernelThread, Message
 from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.output.print_log import PrintLog
 from nbdist.cluster.output.tail import Tail

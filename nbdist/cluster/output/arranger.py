@@ -5,7 +5,7 @@ Three arrangers do this; `nbdist.cluster.output.outlet.make_arranger` picks one:
     Straight   one worker            messages pass as they come
     Live       several, watched      every line gets its worker's name; identical lines are shown once; each worker
                                      has a line of its own for its progress bar
-    Grouped    several, not watched  all output is held back to the end and shown by worker, in the workers' order, so
+    LogOrder   several, not watched  all output is held back to the end and shown by worker, in the workers' order, so
                                      that it is the same from one run to the next
 
 This module holds the interface of the arrangers, `Straight`, and the helpers that all share.

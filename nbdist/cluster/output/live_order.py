@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from nbdist.cluster.output import arranger
 from nbdist.cluster.output.arranger import OUTPUT, Arranger, Published, label_of
 from nbdist.cluster.output.line_cutting import Lines
-from nbdist.cluster.output.one_place import Screen
 from nbdist.cluster.output.pieces import OutputItem, display_id, merged, updated, with_own_id
+from nbdist.cluster.output.screen import Screen
 
 __all__ = ["Live"]
 

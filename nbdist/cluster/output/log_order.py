@@ -12,7 +12,7 @@ from nbdist.cluster.output.arranger import OUTPUT, Arranger, Published
 from nbdist.cluster.output.line_cutting import Lines
 from nbdist.cluster.output.pieces import OutputItem, display_id, merged, updated, with_own_id
 
-__all__ = ["Grouped"]
+__all__ = ["LogOrder"]
 
 
 class _Held:
@@ -48,7 +48,7 @@ class _Held:
         return bool(places)
 
 
-class Grouped(Arranger):
+class LogOrder(Arranger):
     """Holds all output back to the end, and shows it by worker.
 
     Threads that a cell has left running may print after the end. That output is shown `arranger.FOLD_AFTER` seconds

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from nbdist.cluster.jupyter import labels
-from nbdist.cluster.jupyter.connection import KernelThread, Message
+from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
 from nbdist.cluster.jupyter.versions import send_text
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.outlet import Outlet, make_arranger

@@ -3,7 +3,7 @@
 The first lines of a worker go straight to the arranger. Once there are too many for the page, the last few of them are
 shown in one place and replaced every half second, until the worker ends the cell::
 
-    message ── Cutter ──> Arranger ──> Sink
+    message ── OutputCutter ──> Arranger ──> Sink
                   └─ held lines ─────> InPlace
 """
 
@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterable, Sequence
 
 from nbdist.amounts import counted
-from nbdist.cluster.jupyter.connection import KernelThread
+from nbdist.cluster.jupyter.kernel_connection import KernelThread
 from nbdist.cluster.output.arranger import Arranger, Published, Straight, label_of
 from nbdist.cluster.output.in_place import InPlace
 from nbdist.cluster.output.live_order import Live
-from nbdist.cluster.output.log_order import Grouped
-from nbdist.cluster.output.shortening import OutputCutter
+from nbdist.cluster.output.log_order import LogOrder
+from nbdist.cluster.output.output_cutter import OutputCutter
 from nbdist.cluster.output.sinks import Sink
 
 __all__ = ["Outlet", "make_arranger"]
@@ -42,7 +42,7 @@ def make_arranger(names: Sequence[str], sink: Sink, *, grouped: bool = False, la
     """
     if len(names) == 1 and not labels:
         return Straight()
-    return Grouped(names) if grouped or not sink.interactive else Live(names, sink.captured)
+    return LogOrder(names) if grouped or not sink.interactive else Live(names, sink.captured)
 
 
 class Outlet:

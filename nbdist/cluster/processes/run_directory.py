@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from nbdist.channel.resources import refusals_in_words
-from nbdist.channel.security import runtime_directory
+from nbdist.channel.secret import runtime_directory
 from nbdist.channel.zeromq import LockedDirectory, sweep_directories
 from nbdist.errors import UsageError
 

@@ -49,7 +49,7 @@ from nbdist.cluster.worker.gloo_waits import CutTransfers
 from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, NbdistError, RendezvousError, WorkerLost
 from nbdist.rpc.asking import ask_each
-from nbdist.signals import Deferral
+from nbdist.signals import DeferredSignals
 from nbdist.torch_private import groups_by_name, is_process_group_known, process_groups, restart_group_numbers
 
 if TYPE_CHECKING:
@@ -192,7 +192,9 @@ def initialise(told: WorkerSetup, generation: int | None, backend: str | None = 
     _spans_hosts = told.secret is not None
     if generation is None:
         assert _agent is not None
-        with Deferral():  # else an interrupt might lose the number, without which the notebook forms no other group
+        with (
+            DeferredSignals()
+        ):  # else an interrupt might lose the number, without which the notebook forms no other group
             generation = _generation = _agent.call(_driver, mending.enter_group, told.name).wait()
     with _breaking:
         if dist.is_initialized():

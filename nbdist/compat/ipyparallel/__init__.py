@@ -9,7 +9,7 @@ In ipyparallel, a worker is called an *engine*.
 
 =========  =============================================
 `closed`   ipyparallel's other names, which raise errors
-`magics`   ``%px`` and its kin
+`px`       ``%px`` and its kin
 `results`  the handle of several tasks
 `tasks`    one task of a view, on a worker
 `views`    several workers as one object
@@ -45,7 +45,7 @@ def load_ipython_extension(shell: Any) -> None:
 
     Raises UsageError if the notebook has imported ipyparallel itself.
     """
-    from nbdist.compat.ipyparallel.magics import activate
+    from nbdist.compat.ipyparallel.px import activate
 
     here = sys.modules[__name__]
     if sys.modules.setdefault("ipyparallel", here) is not here:

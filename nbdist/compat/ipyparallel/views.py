@@ -231,7 +231,7 @@ class DirectView(View):
 
     def activate(self, suffix: str = "") -> DirectView:
         """Make ``%px`` run code on this view's workers; with a suffix "0", the magic is ``%px0``. Returns the view."""
-        from nbdist.compat.ipyparallel.magics import activate
+        from nbdist.compat.ipyparallel.px import activate
 
         activate("all" if self._targets is None else ",".join(map(str, self._targets)), suffix)
         return self

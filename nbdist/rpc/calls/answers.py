@@ -16,7 +16,7 @@ from nbdist.rpc.futures import Promise, outcome_of
 from nbdist.rpc.links import Links
 from nbdist.rpc.recording import Served
 from nbdist.rpc.references.forker import MessageForker
-from nbdist.rpc.references.table import References
+from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.shared_tensors import Sharing
 from nbdist.torch_private import is_torch_future
 from nbdist.wire import codec

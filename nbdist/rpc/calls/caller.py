@@ -15,8 +15,8 @@ from nbdist.rpc.calls.outcomes import Outcomes
 from nbdist.rpc.calls.sender import Sender
 from nbdist.rpc.core.members import Membership, WorkerInfo, lost_error
 from nbdist.rpc.futures import Future, Latch, Promise
+from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.references.rref import RRef, local_type
-from nbdist.rpc.references.table import References
 from nbdist.wire.messages import Fork, Mode, Record
 from nbdist.wire.pickling import names
 

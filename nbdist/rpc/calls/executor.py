@@ -23,11 +23,11 @@ from nbdist.errors import MissingDefinition, NbdistError, UsageError, WorkerLost
 from nbdist.rpc.calls.answers import Answers, Asked
 from nbdist.rpc.core.exchange import Exchange
 from nbdist.rpc.core.members import Membership
-from nbdist.rpc.dispatch import Job
 from nbdist.rpc.links import Links
+from nbdist.rpc.pool import Job
 from nbdist.rpc.recording import Attach, Served
+from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.references.rref import RRef
-from nbdist.rpc.references.table import References
 from nbdist.wire import codec
 from nbdist.wire.messages import Call, Mode
 from nbdist.wire.pickling import definitions, names

@@ -21,8 +21,8 @@ from nbdist.rpc.links import Links
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, time_limit
 from nbdist.rpc.recording import Calling
 from nbdist.rpc.references.forker import MessageForker
+from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.references.rref import RRef
-from nbdist.rpc.references.table import References
 from nbdist.rpc.shared_tensors import Sharing
 from nbdist.wire import codec
 from nbdist.wire.devices import CPU_ONLY

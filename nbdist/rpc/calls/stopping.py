@@ -33,9 +33,9 @@ from nbdist.errors import Interrupted, NbdistError
 from nbdist.rpc.calls.executor import Request
 from nbdist.rpc.core.exchange import Exchange
 from nbdist.rpc.core.pending import Pending
-from nbdist.rpc.dispatch import Job
 from nbdist.rpc.here import here
 from nbdist.rpc.links import Links
+from nbdist.rpc.pool import Job
 from nbdist.wire.messages import Record, Stop
 
 __all__ = ["BREAK_OFF_AFTER", "NAME_AFTER", "Stopping"]
@@ -81,7 +81,7 @@ class Stopping:
         """Start with nothing to stop.
 
         ``call`` is `nbdist.rpc.calls.caller.Caller.sync`. ``give_up(calls, error)`` fails calls of this agent,
-        which ends the waits for them. ``submit`` and ``is_blocked`` are those of `nbdist.rpc.dispatch.Pool`.
+        which ends the waits for them. ``submit`` and ``is_blocked`` are those of `nbdist.rpc.pool.Pool`.
         """
         self.patience = NAME_AFTER
         """Seconds that `on_interrupt` waits before it names the calls that still run."""

@@ -22,13 +22,13 @@ from collections.abc import Callable
 
 from nbdist.channel.contract import Channel
 from nbdist.channel.local import WAITING_CODE
-from nbdist.rpc.dispatch import Job
 from nbdist.rpc.futures import Latch
 from nbdist.rpc.links import Links
-from nbdist.signals import Deferral
+from nbdist.rpc.pool import Job
+from nbdist.signals import DeferredSignals
 from nbdist.torch_private import is_in_a_mode
 
-__all__ = ["Guest"]
+__all__ = ["WaitingReader"]
 
 _MOST_SKIPS = 64
 """The most waits that sleep on a lock before a thread becomes a guest again."""
@@ -36,7 +36,7 @@ _MOST_SKIPS = 64
 _log = logging.getLogger("nbdist.rpc")
 
 
-class Guest:
+class WaitingReader:
     """Lets one thread at a time, the guest, read messages itself until the answer for which it waits has come."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Guest:
 
         Returns at once if another thread is the guest. `_read_less_often` says when reading did not save time.
         """
-        with Deferral(WAITING_CODE) as deferral:
+        with DeferredSignals(WAITING_CODE) as deferral:
             if not self._free.acquire(blocking=False):
                 return
             self._thread = threading.get_ident()

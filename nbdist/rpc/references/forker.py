@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.references.rref import RRef
-from nbdist.rpc.references.table import References
 from nbdist.wire.messages import Fork
 
 __all__ = ["MessageForker"]

@@ -34,7 +34,7 @@ from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.references.describing import error_line
 from nbdist.rpc.references.peeking import Peek, look
-from nbdist.rpc.references.table import References, creation_error
+from nbdist.rpc.references.reference_table import References, creation_error
 from nbdist.wire.messages import Fork, State
 from nbdist.wire.pickling.registered import register_reference
 

@@ -8,6 +8,6 @@
 `shutdown`      the orderly end: no member leaves while calls are running
 `meeting_file`  a text in a file that many processes change by compare-and-set
 `tcp_store`     torch's TCPStore, at one address
-`rendezvous`    opens the store at which members meet
+`meeting`       opens the store at which members meet
 ==============  ==============================================================
 """

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nbdist.channel.contract import ChannelError, TooManyFiles
-from nbdist.channel.liveness import is_alive
+from nbdist.channel.process_watch import is_alive
 from nbdist.errors import NbdistError, NotUnique, RendezvousError, VersionMismatch, WorkerLost
 from nbdist.rpc.core.members import Membership
 from nbdist.rpc.futures import blocking_wait

@@ -22,8 +22,8 @@ from typing import Protocol
 
 import msgspec
 
-from nbdist.channel.liveness import is_alive
-from nbdist.channel.security import Secret
+from nbdist.channel.process_watch import is_alive
+from nbdist.channel.secret import Secret
 from nbdist.errors import NotUnique, RendezvousError, VersionMismatch
 from nbdist.wire.messages import VERSION, Record
 

@@ -15,7 +15,7 @@ import weakref
 import msgspec
 
 from nbdist.channel.entrance import knock
-from nbdist.channel.security import Secret
+from nbdist.channel.secret import Secret
 
 __all__ = ["ENTRANCE", "STORE", "SharedStore", "Texts", "is_here"]
 

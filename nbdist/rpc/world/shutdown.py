@@ -7,8 +7,8 @@ The member with the lowest id leads. The rounds, in the names of the constants::
                                                                               about references is
                                                                               under way
 
-`Survey` decides when a round is over; `Ending` asks the members and answers the leader. If a member is lost meanwhile,
-the leader does not wait for it, but `shutdown` of the others raises an error that names it.
+`Survey` decides when a round is over; `Shutdown` asks the members and answers the leader. If a member is lost
+meanwhile, the leader does not wait for it, but `shutdown` of the others raises an error that names it.
 
 Members answer at different moments, so the leader looks twice. A *look* is one answer of every member. The leader asks
 for the second look after the last answer of the first look has arrived. The round is over if in both looks no member
@@ -32,10 +32,10 @@ from nbdist.errors import NbdistError, RendezvousError, WorkerLost
 from nbdist.rpc.core.exchange import Exchange
 from nbdist.rpc.core.members import Membership
 from nbdist.rpc.links import Links
-from nbdist.rpc.references.table import References
+from nbdist.rpc.references.reference_table import References
 from nbdist.wire.messages import AskShutdown, Record, ShutdownState
 
-__all__ = ["Ending", "Reminder", "Survey"]
+__all__ = ["Shutdown", "Reminder", "Survey"]
 
 RUNNING, DRAINING, RELEASING, CLOSING = range(4)
 
@@ -138,7 +138,7 @@ class Reminder:
         return True
 
 
-class Ending:
+class Shutdown:
     """One agent's part in ending the world: `shutdown` waits here until no member has anything under way."""
 
     def __init__(

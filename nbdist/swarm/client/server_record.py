@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from nbdist.swarm.server.server import Server
     from nbdist.swarm.server.session_caches import StepReply
 
-__all__ = ["Member"]
+__all__ = ["ServerRecord"]
 
 State = Literal["joining", "online", "draining", "offline", "gone"]
 _NEWEST_WEIGHT = 0.2
-"""The weight of the newest measurement in the moving averages of `Member.hop` and `Member.pace`."""
+"""The weight of the newest measurement in the moving averages of `ServerRecord.hop` and `ServerRecord.pace`."""
 _LONGEST_BAN_SECONDS = 300.0
 """The longest time, in seconds, for which a server is banned."""
 
 
 @dataclass(eq=False)
-class Member:
+class ServerRecord:
     """One server of a swarm, as the client knows it; `nbdist.swarm.client.servers` draws its states.
 
     The crew changes state and blocks under its lock. Threads whose calls have ended update the other numbers.

@@ -1,6 +1,6 @@
 """The client's side of all servers: loads blocks on them, finds routes, calls them, and notices when one is lost.
 
-The states of a server (`Member.state`), and the methods of `Crew` that change them::
+The states of a server (`ServerRecord.state`), and the methods of `Servers` that change them::
 
     start, join            load is done           relieve              dismiss
     ──────────► "joining" ──────────────► "online" ───────► "draining" ─────────► "offline"
@@ -14,7 +14,7 @@ server is "gone" or "offline".
 
 A *member* is the client's record of a server (`nbdist.swarm.client.server_record`). When a call fails, the crew notes
 that the server is lost (`lose`) or does not answer (`_ban`), and raises `Gone`; the caller then asks for a new route.
-`Crew.way` lets a server load blocks that no server has any more (`_mend`).
+`Servers.way` lets a server load blocks that no server has any more (`_mend`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from nbdist.swarm.carriage import carriage, seconds_for
 from nbdist.swarm.client import routing
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.routing import NoRoute, Span, named
-from nbdist.swarm.client.server_record import Member
+from nbdist.swarm.client.server_record import ServerRecord
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.server import NotHere, Options, Server
 from nbdist.swarm.server.session_caches import NoSession, StepReply
@@ -53,7 +53,7 @@ from nbdist.trace import Steps
 if TYPE_CHECKING:
     from nbdist.wire.messages import Record
 
-__all__ = ["Crew", "Forgotten", "Gone"]
+__all__ = ["Servers", "Forgotten", "Gone"]
 
 _numbers = itertools.count()
 _LOADING_SECONDS = 300.0
@@ -61,7 +61,7 @@ _LOADING_SECONDS = 300.0
 _NEW_WORKER_SECONDS = 15.0
 """The shortest time limit, in seconds, for a new worker to answer: importing transformers delays its other threads."""
 _FIRST_BAN_SECONDS = 5.0
-"""Seconds for which a server that did not answer is not called; `Member.ban` doubles them for each failure in a row."""
+"""Seconds for which a server that did not answer is not called; `ServerRecord.ban` doubles them with each failure."""
 
 
 class Gone(NbdistError):
@@ -72,7 +72,7 @@ class Forgotten(Gone):
     """A server answers, but no longer has the session or block."""
 
 
-class Crew:
+class Servers:
     """All servers of a swarm, including those that are gone.
 
     Any thread may use it. Call methods that call servers within `working`.
@@ -111,7 +111,7 @@ class Crew:
         self._journal = journal
         self._room = room
         self._route_timeout = route_timeout
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, ServerRecord] = {}
         """The members by name of the worker, in the order in which they joined."""
         self._choose = random.Random(0)
         self._changed = threading.Condition(threading.RLock())
@@ -127,17 +127,17 @@ class Crew:
     # -- who there is -------------------------------------------------------------------------
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[ServerRecord]:
         """All members, including those that are gone. If a worker has had several, the last one."""
         with self._changed:
             return list(self._members.values())
 
     @property
-    def there(self) -> list[Member]:
+    def there(self) -> list[ServerRecord]:
         """The members that can be called: online, banned or draining."""
         return [member for member in self.members if member.there]
 
-    def member(self, worker: int | str) -> Member:
+    def member(self, worker: int | str) -> ServerRecord:
         """Return the member on a worker, given by name or id; raise UsageError if no server serves there (any more)."""
         name = self._name_of(worker)
         with self._changed:
@@ -171,7 +171,7 @@ class Crew:
         if member is not None:
             self._lose(member, why)
 
-    def _lose(self, member: Member, why: object) -> None:
+    def _lose(self, member: ServerRecord, why: object) -> None:
         """Mark one server as "gone", as `lose` does. Threads whose call to the server failed call this.
 
         They may hold the record of a server that has left, while a newer server of the same worker is healthy. So this
@@ -186,7 +186,7 @@ class Crew:
             member.rest("gone", str(why).splitlines()[0] if str(why) else "")
         self._journal.tell(f"{member.name}, which had {named(blocks)}, is gone: {member.note}")
 
-    def kill(self, member: Member) -> None:
+    def kill(self, member: ServerRecord) -> None:
         """Kill the process of a member's worker with SIGKILL. A worker on another host kills itself.
 
         Does not wait until the process has ended. Raises UsageError if the member is gone already, or is this process.
@@ -203,7 +203,7 @@ class Crew:
         else:
             api.rpc_async(member.name, _die)
 
-    def _ban(self, member: Member, why: str = "") -> None:
+    def _ban(self, member: ServerRecord, why: str = "") -> None:
         """Stop calling a server for a while. ``why`` completes its name in the log, by default "did not answer ...".
 
         Does nothing for a server that is banned already, that is still joining, or that has left or is gone.
@@ -244,7 +244,7 @@ class Crew:
             self._wait_until_loaded(member, self._send_load(member, begin, end))
         tell(f"join: {member.name} serves {named(member.blocks)}.")
 
-    def _make_server(self, worker: int | str) -> Member:
+    def _make_server(self, worker: int | str) -> ServerRecord:
         """Make a new server on a worker, without waiting for it, and return its record, which `_joining` adds.
 
         Raises UnknownWorker or WorkerLost if there is no such worker (any more).
@@ -252,10 +252,10 @@ class Crew:
         record = self._agent.find(worker)
         address = Address(record.name, f"{self.incarnation}.{next(_numbers)}")
         server: RRef[Server] = api.remote(record.name, Server, (self._source, self.options, address.key))
-        return Member(record.name, record.incarnation, server, address, self._room)
+        return ServerRecord(record.name, record.incarnation, server, address, self._room)
 
     @contextlib.contextmanager
-    def _joining(self, members: Sequence[Member]) -> Iterator[None]:
+    def _joining(self, members: Sequence[ServerRecord]) -> Iterator[None]:
         """Return a context manager for new servers: it adds their records, in the state "joining", to the members.
 
         They replace older members of the same names. If the ``with`` block fails or is interrupted, the servers that
@@ -278,14 +278,14 @@ class Crew:
                     self._release(member)
             raise
 
-    def _send_load(self, member: Member, begin: int, end: int) -> Future[list[int]]:
+    def _send_load(self, member: ServerRecord, begin: int, end: int) -> Future[list[int]]:
         """Ask a server to load the blocks from ``begin`` to before ``end``; `outwait` waits for the future."""
         record = self._agent.member(member.incarnation)
         far = record is not None and record.host != self._agent.me.host  # it may have to read them from this process
         extra = _LOADING_SECONDS + (seconds_for(sum(self.sizes)) if far else 0.0)  # others may load at the same time
         return self.send(member, "load", begin, end, extra=extra)
 
-    def _wait_until_loaded(self, member: Member, asked: Future[list[int]]) -> None:
+    def _wait_until_loaded(self, member: ServerRecord, asked: Future[list[int]]) -> None:
         """Wait until a server has loaded its blocks, and let it serve them. ``asked`` is the future of that call.
 
         Call it within `_joining` for a new server. Raises WorkerLost if the worker died, UsageError if the swarm was
@@ -309,7 +309,7 @@ class Crew:
             raise Gone(f"{member.name} has loaded its blocks, but is {member.state} meanwhile: it left, or died")
         self._journal.tell(f"{member.name} serves {named(blocks)}")
 
-    def relieve(self, member: Member) -> None:
+    def relieve(self, member: ServerRecord) -> None:
         """Let other servers load a server's blocks, and send no new work to it: its state becomes "draining".
 
         Its sessions are not moved by this. If no server can take its blocks, it is online again, and this raises
@@ -332,7 +332,7 @@ class Crew:
                         member.state = "online"
                 raise
 
-    def dismiss(self, member: Member) -> None:
+    def dismiss(self, member: ServerRecord) -> None:
         """Remove a server that has been relieved: it becomes "offline", and frees its blocks and caches."""
         with self._changed:
             member.rest("offline")
@@ -340,12 +340,12 @@ class Crew:
         self._journal.tell(f"{member.name} has left")
 
     @staticmethod
-    def _release(member: Member) -> None:
+    def _release(member: ServerRecord) -> None:
         """Release the reference to a server, so that its worker frees it."""
         with contextlib.suppress(NbdistError):  # the worker may be gone
             member.server.release()
 
-    def shift(self, begin: int, end: int, member: Member) -> list[Member]:
+    def shift(self, begin: int, end: int, member: ServerRecord) -> list[ServerRecord]:
         """Load these blocks on a server and take them away from all others; return those others.
 
         The others keep the weights until `unload`, so that running steps can end and sessions can move. If the server
@@ -364,7 +364,7 @@ class Crew:
             self._journal.tell(f"{member.name} takes {named(range(begin, end))}")
         return relieved
 
-    def unload(self, members: Sequence[Member]) -> None:
+    def unload(self, members: Sequence[ServerRecord]) -> None:
         """Free the weights of the blocks that these servers no longer serve. A server that is lost is skipped."""
         with self._arranging:
             for member in members:
@@ -397,7 +397,7 @@ class Crew:
 
     # -- ways ---------------------------------------------------------------------------------
 
-    def way(self, begin: int, end: int, *, spread: bool = False) -> list[tuple[Span, Member]]:
+    def way(self, begin: int, end: int, *, spread: bool = False) -> list[tuple[Span, ServerRecord]]:
         """Return a route through these blocks: the fastest one, or a random one that spreads the load (``spread``).
 
         The route is a list of spans, each with its server. If no server has a block, a server loads it first. If no
@@ -425,7 +425,7 @@ class Crew:
                 continue  # a server has been lost since `_load_unserved`
             return [(span, members[span.server]) for span in spans]
 
-    def _serving(self) -> dict[str, Member]:
+    def _serving(self) -> dict[str, ServerRecord]:
         """Return the members that may get new work, by name: those that are online and not banned."""
         now = time.monotonic()
         return {member.name: member for member in self.members if member.serves(now)}
@@ -510,7 +510,7 @@ class Crew:
         with self._agent.activate(), recorder().contexts.outside():
             yield
 
-    def send(self, member: Member, method: str, *args: Any, extra: float = 0.0, **kwargs: Any) -> Future[Any]:
+    def send(self, member: ServerRecord, method: str, *args: Any, extra: float = 0.0, **kwargs: Any) -> Future[Any]:
         """Call a method of a server, without waiting; pass the returned future to `answer`.
 
         The call times out after `step_timeout` plus ``extra`` seconds. For a server that is known to be lost, returns a
@@ -525,7 +525,7 @@ class Crew:
             found.set_exception(error.with_traceback(None))
         return found
 
-    def answer(self, member: Member, asked: Future[Any], within: float | None = None) -> Any:
+    def answer(self, member: ServerRecord, asked: Future[Any], within: float | None = None) -> Any:
         """Wait for a call's result and return it.
 
         If the call failed, notes what that says about the server. Errors of the computation itself are raised
@@ -564,7 +564,7 @@ class Crew:
             except (NoSession, TimeoutError) as error:
                 raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
 
-    def outwait(self, member: Member, asked: Future[Any], within: float | None = None) -> Any:
+    def outwait(self, member: ServerRecord, asked: Future[Any], within: float | None = None) -> Any:
         """Wait for a call that may take long, like `answer`, as long as its worker answers other calls meanwhile.
 
         Calls the worker every ``within`` seconds, by default `step_timeout`. If it does not answer, raises `Gone`.
@@ -578,7 +578,7 @@ class Crew:
                     self.answer(member, api.rpc_async(member.name, _do_nothing, timeout=within))
         return self.answer(member, asked)
 
-    def ask(self, member: Member, method: str, *args: Any, **kwargs: Any) -> Any:
+    def ask(self, member: ServerRecord, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a server and wait for its result: `send`, then `answer`.
 
         Raises the errors of `answer`: `Gone` if the server is lost or does not answer; its subclass `Forgotten` if it
@@ -586,7 +586,7 @@ class Crew:
         """
         return self.answer(member, self.send(member, method, *args, **kwargs))
 
-    def compute(self, member: Member, method: str, tokens: int, blocks: int, *args: Any) -> Any:
+    def compute(self, member: ServerRecord, method: str, tokens: int, blocks: int, *args: Any) -> Any:
         """Call a server's `forward` or `backward` and return its result; note how fast the server was.
 
         ``tokens`` is the size of the request, ``blocks`` the number of blocks that it goes through. Raises the errors
@@ -597,7 +597,7 @@ class Crew:
         member.answered(reply, time.perf_counter() - began, tokens, blocks)
         return reply.result
 
-    def abandon(self, session: str, members: Sequence[Member] | None = None, begin: int | None = None) -> None:
+    def abandon(self, session: str, members: Sequence[ServerRecord] | None = None, begin: int | None = None) -> None:
         """Tell all servers, or ``members``, to drop a session, or only its span that begins with ``begin``.
 
         Does not wait. Servers without the session ignore the call.
@@ -611,7 +611,7 @@ class Crew:
 class _Listener:
     """The agent's listener that tells a crew about lost workers. It refers to the crew weakly."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Servers) -> None:
         self._crew = weakref.ref(crew)
 
     def __call__(self, record: Record, why: str) -> None:
@@ -625,11 +625,11 @@ def _do_nothing() -> None:
 
 
 def _die() -> None:
-    """Kill this process. Runs on the worker that `Crew.kill` kills."""
+    """Kill this process. Runs on the worker that `Servers.kill` kills."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _lacks_block(members: dict[str, Member], begin: int, end: int) -> bool:
+def _lacks_block(members: dict[str, ServerRecord], begin: int, end: int) -> bool:
     """Return whether a block in the range is missing on all of these members."""
     known = {number for member in members.values() for number in member.blocks}
     return any(number not in known for number in range(begin, end))

@@ -24,7 +24,7 @@ Session.state when
 "recovering"  in a step, or in `Session.settle`, while a span gets another server
 ============= =================================================================
 
-Order of locks: first a session's lock, then `Crew._arranging`, then `Crew._changed`.
+Order of locks: first a session's lock, then `Servers._arranging`, then `Servers._changed`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from nbdist.swarm.carriage import carriage
 from nbdist.swarm.client import merging
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.routing import NoRoute, Span, named
-from nbdist.swarm.client.server_record import Member
-from nbdist.swarm.client.servers import Crew, Gone
+from nbdist.swarm.client.server_record import ServerRecord
+from nbdist.swarm.client.servers import Gone, Servers
 from nbdist.swarm.history import History, Operation, Step
 from nbdist.swarm.server.session_caches import REPLAYED, StepReply
 
@@ -72,7 +72,7 @@ class _Part:
     """A span of the route, the server of that span, and the inputs that it has received."""
 
     span: Span
-    member: Member
+    member: ServerRecord
     history: History
     used: bool = False
     """True if the server may have computed something for the session, so that its caches may not be empty."""
@@ -95,7 +95,7 @@ class Session:
 
     def __init__(
         self,
-        crew: Crew,
+        crew: Servers,
         journal: Journal,
         empty: Any,
         *,
@@ -320,7 +320,7 @@ class Session:
         wait for a push that got lost, so the client pushes the input after `_PUSH_SECONDS` seconds.
         """
         if not first:
-            with contextlib.suppress(Exception):  # an error of the call is raised by `Crew.answer` below
+            with contextlib.suppress(Exception):  # an error of the call is raised by `Servers.answer` below
                 asked.wait(_PUSH_SECONDS + carriage(own.hidden))
             if not asked.done():
                 self._push_input(part, self._number, own.hidden)

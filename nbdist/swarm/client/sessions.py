@@ -18,7 +18,7 @@ from typing import Any
 from nbdist.errors import EncodeError
 from nbdist.swarm import adapter
 from nbdist.swarm.client.journal import Journal
-from nbdist.swarm.client.servers import Crew
+from nbdist.swarm.client.servers import Servers
 from nbdist.swarm.client.session import Recover, Session, check_recover
 
 __all__ = ["Sessions"]
@@ -31,7 +31,7 @@ class Sessions:
     """
 
     def __init__(
-        self, crew: Crew, journal: Journal, *, recover: Recover, chunk: int | None, cache_timeout: float
+        self, crew: Servers, journal: Journal, *, recover: Recover, chunk: int | None, cache_timeout: float
     ) -> None:
         self.crew = crew
         self.recover: Recover = recover

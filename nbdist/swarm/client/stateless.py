@@ -20,7 +20,7 @@ import torch
 from nbdist.rpc.futures import blocking_wait
 from nbdist.swarm import stacking
 from nbdist.swarm.client.routing import NoRoute
-from nbdist.swarm.client.servers import Crew, Gone
+from nbdist.swarm.client.servers import Gone, Servers
 from nbdist.swarm.stacking import StackInput
 
 __all__ = ["forward", "through"]
@@ -40,7 +40,7 @@ class _Entrance(NamedTuple):
 
 
 def through(
-    crew: Crew, begin: int, hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
+    crew: Servers, begin: int, hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
 ) -> torch.Tensor:
     """Take hidden states through the blocks from ``begin`` on, one for each of ``calls``; return the hidden states.
 
@@ -56,8 +56,8 @@ def through(
     return forward(crew, begin, StackInput(hidden.detach(), tuple(calls), _detached(prompts), None, crew.layout))[0]
 
 
-def forward(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
-    """Take an item, the input of the blocks from ``begin`` on, through them in micro-batches (`Crew.micro_batch`).
+def forward(crew: Servers, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
+    """Take an item, the input of the blocks from ``begin`` on, through them in micro-batches (`Servers.micro_batch`).
 
     Returns the hidden states behind the blocks, and the entrances of each micro-batch, which the backward pass sends
     again. Raises `NoRoute` if no server can serve a block, or too many servers failed.
@@ -67,7 +67,7 @@ def forward(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, lis
     return torch.cat([result for result, _ in found]), [way for _, way in found]
 
 
-def _one_micro_batch(crew: Crew, begin: int, item: StackInput) -> tuple[torch.Tensor, list[_Entrance]]:
+def _one_micro_batch(crew: Servers, begin: int, item: StackInput) -> tuple[torch.Tensor, list[_Entrance]]:
     """Take one micro-batch through its blocks. When a server is lost, take a new route from its span on.
 
     Returns the hidden states and the input of each span. Raises `NoRoute` after more than `_TRIES` lost servers.
@@ -118,7 +118,7 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, prompts: torch.Tensor | None, crew: Crew, begin: int, calls: Sequence[Any]
+        ctx: Any, hidden: torch.Tensor, prompts: torch.Tensor | None, crew: Servers, begin: int, calls: Sequence[Any]
     ) -> torch.Tensor:
         """Compute the blocks; keep the inputs of all spans for the backward pass."""
         item = StackInput(hidden.detach(), tuple(calls), _detached(prompts), None, crew.layout)
@@ -146,7 +146,9 @@ class _Through(torch.autograd.Function):
         return torch.cat([part for part, _ in found]), prompts, None, None, None
 
 
-def _backpropagate(crew: Crew, way: list[_Entrance], gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _backpropagate(
+    crew: Servers, way: list[_Entrance], gradient: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Backpropagate one micro-batch through all its spans. ``way`` has the input of each span, in forward order.
 
     ``gradient`` is the gradient of the micro-batch's output. Returns the gradient of its input, and the gradients of
@@ -159,7 +161,9 @@ def _backpropagate(crew: Crew, way: list[_Entrance], gradient: torch.Tensor) -> 
     return gradient, prompts
 
 
-def _back_through(crew: Crew, entrance: _Entrance, gradient: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _back_through(
+    crew: Servers, entrance: _Entrance, gradient: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Backpropagate through one span of the forward pass, on the servers that have its blocks now.
 
     ``entrance`` is the span and its input. If several servers have its blocks now, the inputs of all but the first are
@@ -196,7 +200,7 @@ def _back_through(crew: Crew, entrance: _Entrance, gradient: torch.Tensor) -> tu
             return found, prompts
 
 
-def _run_each(crew: Crew, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
+def _run_each(crew: Servers, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
     """Run all (function, arguments), up to 8 at a time, each on a thread; return the results in order.
 
     A single job runs in the calling thread. If jobs fail, the error of the first of them in order is raised, as soon as

@@ -7,7 +7,7 @@
 `cache_budget`    grants memory for caches; pure
 `cache_room`      waits for such memory
 `queues`          the requests in order
-`computing`       the one thread that computes
+`runtime`         the one thread that computes
 `server`          the calls that clients make
 ================  =====================================================
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 from nbdist.errors import NbdistError
 
-__all__ = ["Pools", "QueuedRequest", "TooLarge", "prioritize"]
+__all__ = ["RequestQueues", "QueuedRequest", "TooLarge", "prioritize"]
 
 
 class TooLarge(NbdistError):
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 class QueuedRequest:
     """One request to compute something.
 
-    The queue does not use ``work``; `nbdist.swarm.server.computing` puts its job into it.
+    The queue does not use ``work``; `nbdist.swarm.server.runtime` puts its job into it.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class QueuedRequest:
     together: Hashable = None
     """A key: requests of one kind with equal keys can be computed together. None: this one is computed alone."""
     number: int = -1
-    """The position in the order of arrival, set by `Pools.submit`."""
+    """The position in the order of arrival, set by `RequestQueues.submit`."""
 
     @property
     def order(self) -> tuple[float, int]:
@@ -56,7 +56,7 @@ def prioritize(kind: str, tokens: int, points: float) -> float:
     return (0.0 if kind == "step" else 1.0) - points / (1.0 + abs(points)) / 2
 
 
-class Pools:
+class RequestQueues:
     """The waiting requests. Not thread-safe: `Runtime` has the lock."""
 
     def __init__(self, largest: int | None = None, batch: int = 4096) -> None:

@@ -2,7 +2,7 @@
 
 A `Server` is an object on the worker. Clients call it through a remote reference, so its methods run on the threads of
 the worker's RPC agent. These threads only queue work and wait. One other thread computes
-(`nbdist.swarm.server.computing`), so a server that computes still answers other calls. The output of a step goes to the
+(`nbdist.swarm.server.runtime`), so a server that computes still answers other calls. The output of a step goes to the
 session's next server at once, and also to the client, which keeps it in case a server dies.
 
 How a step of a session proceeds::
@@ -36,9 +36,9 @@ from nbdist.swarm import adapter, stacking
 from nbdist.swarm.history import Step
 from nbdist.swarm.server import neighbours
 from nbdist.swarm.server.cache_room import Room
-from nbdist.swarm.server.computing import Runtime
 from nbdist.swarm.server.neighbours import Address
-from nbdist.swarm.server.queues import Pools, QueuedRequest, prioritize
+from nbdist.swarm.server.queues import QueuedRequest, RequestQueues, prioritize
+from nbdist.swarm.server.runtime import Runtime
 from nbdist.swarm.server.session_caches import NoSession, ServerSession, StepCall, StepReply
 from nbdist.swarm.server.sources import Source
 
@@ -136,7 +136,7 @@ class Server:
         self._per_token = 0.0
         """Bytes of cache for one token of one sequence in one block; 0 until the first step has shown the size."""
         self._steps = 0
-        self._runtime = Runtime(Pools(self._options.largest), _compute, partial(_look, weakref.ref(self)))
+        self._runtime = Runtime(RequestQueues(self._options.largest), _compute, partial(_look, weakref.ref(self)))
         neighbours.register(key, self)
         weakref.finalize(self, self._agent.on_lost(partial(_lost, weakref.ref(self)))).atexit = False
 
@@ -703,7 +703,7 @@ _Work = tuple[Callable[..., Any], stacking.StackInput | None]
 
 
 def _compute(works: Sequence[_Work]) -> list[Any]:
-    """Compute requests that `Pools.take` returned together, on the computing thread; return a result or error for each.
+    """Compute requests that were taken together, on the computing thread; return a result or an error for each.
 
     They are stacked into one call if possible. If that call fails, each is computed alone, so that only the faulty
     request gets an error.

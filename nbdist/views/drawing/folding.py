@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from nbdist.autograd.graph.records import Key
+from nbdist.autograd.graph.events import Key
 
 if TYPE_CHECKING:
     from nbdist.autograd.graph.traces import Edge, NodeInfo, Trace

@@ -15,7 +15,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from nbdist.amounts import counted
-from nbdist.autograd.graph.records import Key
+from nbdist.autograd.graph.events import Key
 from nbdist.views.drawing.folding import TIMES, Box, Diagram, DrawnLine, diagram_of, name_of
 from nbdist.views.drawing.layout import BOX, Layout, NodePlace, Point, lay_out
 from nbdist.views.drawing.mirrored import mirrored

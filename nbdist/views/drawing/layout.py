@@ -27,7 +27,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from nbdist.autograd.graph.records import Key
+from nbdist.autograd.graph.events import Key
 from nbdist.views.drawing.folding import Box, Diagram
 
 __all__ = ["BOX", "Lane", "Layout", "BreakMark", "NodePlace", "Point", "lay_out"]

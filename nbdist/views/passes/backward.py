@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 
+from nbdist.autograd.graph.events import Event, Key
 from nbdist.autograd.graph.inherited import Inherited
-from nbdist.autograd.graph.records import Event, Key
 from nbdist.autograd.graph.traces import NodeInfo, Plan
 from nbdist.rpc.references.peeking import Histogram
 from nbdist.views.drawing.graph import name_of

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from nbdist.autograd.graph.records import Key
+from nbdist.autograd.graph.events import Key
 from nbdist.views.drawing.graph import name_of
 from nbdist.views.passes.backward import Backward
 from nbdist.views.passes.remarks import remarks

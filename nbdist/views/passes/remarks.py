@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nbdist.amounts import counted, duration
+from nbdist.autograd.graph.events import Key
 from nbdist.autograd.graph.inherited import Inherited, told
-from nbdist.autograd.graph.records import Key
 from nbdist.views.drawing.graph import name_of
 from nbdist.views.passes.backward import Backward
 

@@ -34,7 +34,7 @@ from nbdist.autograd.graph.edges import Node
 from nbdist.autograd.graph.messages import Watching
 from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.inspection import plan_from
-from nbdist.autograd.passes.state import Context
+from nbdist.autograd.passes.context import Context
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.asking import ask_each

@@ -32,11 +32,11 @@ from weakref import WeakValueDictionary
 
 from nbdist.autograd import api
 from nbdist.autograd.graph.edges import Node
+from nbdist.autograd.graph.events import Event, Pass
 from nbdist.autograd.graph.messages import PassId, Watching
-from nbdist.autograd.graph.records import Event, Pass
 from nbdist.autograd.graph.traces import Plan, Trace, planned
 from nbdist.autograd.inspection import plan_from, trace
-from nbdist.autograd.passes.state import Context
+from nbdist.autograd.passes.context import Context
 from nbdist.autograd.watching.watcher import Until, Watch
 from nbdist.errors import UsageError
 from nbdist.rpc.futures import blocking_wait

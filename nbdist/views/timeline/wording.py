@@ -22,7 +22,7 @@ _HIDDEN = (
     "nbdist.cluster.worker.collectives",
     "nbdist.cluster.inspection.holdings",
     "nbdist.cluster.interrupting",
-    "nbdist.cluster.standing",
+    "nbdist.cluster.lookout",
     "nbdist.cluster.inspection.status_report",
 )
 """The beginnings of the names of modules whose calls only look or interrupt: a timeline leaves these calls out."""

@@ -1,12 +1,12 @@
 """Live views, which change in the page: the only modules that import ipywidgets and anywidget.
 
-============  ==================================================================================================
+============  =======================================================
 `view`        the base class of all live views
 `live`        limits the number of live cards and tables
-`card`        one remote reference; `references`: several, in a table
+`card`        one remote reference; `rref_table`: several, in a table
 `backward`    a backward pass, with buttons to pause and step it
 `panel`       the workers of a cluster: `%dist_panel`
 `map`         a swarm
-`references`  the live table of several remote references
-============  ==================================================================================================
+`rref_table`  the live table of several remote references
+============  =======================================================
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 import traitlets
 
-from nbdist.autograd.graph.records import Key
+from nbdist.autograd.graph.events import Key
 from nbdist.errors import UsageError
 from nbdist.views.passes import page
 from nbdist.views.passes.watching import Watcher

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from nbdist.amounts import counted, plural
 from nbdist.cluster.output.arranger import label_of
+from nbdist.cluster.output.output_cutter import LINES_KEPT
 from nbdist.cluster.output.print_log import Printed
-from nbdist.cluster.output.shortening import LINES_KEPT
 
 __all__ = ["LineRange", "save", "say"]
 

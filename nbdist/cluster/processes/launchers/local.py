@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.channel import machine
-from nbdist.channel.liveness import is_alive, started_at
+from nbdist.channel.process_watch import is_alive, started_at
 from nbdist.channel.resources import require_files
 from nbdist.cluster.processes.launchers.contract import GIVEN_UP, OnEnd, StartedWorker
 from nbdist.cluster.processes.probe import Probe, probe

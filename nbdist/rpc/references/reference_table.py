@@ -17,13 +17,13 @@ from nbdist.rpc.core.arrivals import Arrival
 from nbdist.rpc.core.exchange import Exchange
 from nbdist.rpc.core.forks import Drop, Instruction, Send
 from nbdist.rpc.core.members import Membership
-from nbdist.rpc.dispatch import Job
 from nbdist.rpc.failures import Failure
 from nbdist.rpc.futures import Promise
 from nbdist.rpc.links import Links
+from nbdist.rpc.pool import Job
 from nbdist.rpc.references.describing import describe_error, describe_value
 from nbdist.rpc.references.news import News
-from nbdist.signals import Deferral
+from nbdist.signals import DeferredSignals
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
 
 __all__ = ["References", "creation_error"]
@@ -354,7 +354,7 @@ class References:
 
     def reap(self) -> None:
         """Release the forks and values to which nothing here refers any more. Ctrl-C is deferred meanwhile."""
-        with Deferral():  # else Ctrl-C in between would keep some of the values for ever
+        with DeferredSignals():  # else Ctrl-C in between would keep some of the values for ever
             self.release_ended()
 
     def release_ended(self) -> None:

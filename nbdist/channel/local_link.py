@@ -155,7 +155,7 @@ class LocalLink:
             if self._closed:
                 raise ChannelError("the link is closed: its worker is gone, or RPC has been shut down in this process")
             if self._socket is None:
-                # The connection broke. If the other process has died, `nbdist.channel.liveness` reports that.
+                # The connection broke. If the other process has died, `nbdist.channel.process_watch` reports that.
                 with contextlib.suppress(ChannelError):
                     self._socket = self._open()
             if self._socket is None:

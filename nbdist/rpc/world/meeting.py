@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed
 
-from nbdist.channel.security import Secret
+from nbdist.channel.secret import Secret
 from nbdist.channel.zeromq import in_brackets
 from nbdist.errors import SecurityError
 from nbdist.rpc.world import tcp_store

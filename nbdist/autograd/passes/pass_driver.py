@@ -41,7 +41,7 @@ as `Part._lock`,
 
 A thread that holds `Run.lock`, `Part._lock` or `leaves._lock` sends no message, because sending may take long. A thread
 that holds one of these locks does not wait for leaves that another call of torch's engine has claimed
-(`nbdist.autograd.passes.leaves`).
+(`nbdist.autograd.passes.claims`).
 
 The handlers ``on_...`` run in threads of the agent's pool, but `on_report` runs in the thread that reads messages, and
 `on_lost` in the thread that notices the loss.
@@ -66,11 +66,11 @@ from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.edges import Node, Received
 from nbdist.autograd.graph.messages import Head, Missing, Mode, PassId, Report, Token
 from nbdist.autograd.passes import ddp
-from nbdist.autograd.passes.connection import Observing
+from nbdist.autograd.passes.context import Context, Outgoing, Run
 from nbdist.autograd.passes.contexts import Contexts
 from nbdist.autograd.passes.ddp_turns import TurnTaking
 from nbdist.autograd.passes.ledger import Ledger
-from nbdist.autograd.passes.state import Context, Outgoing, Run
+from nbdist.autograd.passes.observing import Observing
 from nbdist.autograd.passes.worker_part import Marks, Part, PassRoots
 from nbdist.channel import machine
 from nbdist.errors import NbdistError, UsageError, WorkerLost
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     from nbdist.autograd.graph.traces import Plan
-    from nbdist.autograd.passes.connection import ObservingTransport
+    from nbdist.autograd.passes.observing import ObservingTransport
 
     class _Transport(ObservingTransport, Protocol):
         """The methods of an agent's recorder that passes call."""

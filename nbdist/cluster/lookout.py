@@ -32,7 +32,7 @@ from nbdist.code_places import TORCH, is_nbdists, is_torchs, is_users, shown_nam
 from nbdist.errors import NbdistError
 
 if TYPE_CHECKING:  # workers import this module, but not the notebook's side of cells
-    from nbdist.cluster.jupyter.connection import KernelThread
+    from nbdist.cluster.jupyter.kernel_connection import KernelThread
     from nbdist.cluster.kernels.cells import Cell, CellPart
     from nbdist.cluster.kernels.workers import Worker
     from nbdist.rpc.agent import Agent

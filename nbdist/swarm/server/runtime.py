@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from nbdist.rpc.futures import blocking_wait
-from nbdist.swarm.server.queues import Pools, QueuedRequest
+from nbdist.swarm.server.queues import QueuedRequest, RequestQueues
 
 __all__ = ["Runtime"]
 
@@ -39,14 +39,14 @@ class Runtime:
     """Computes the requests of its pools on one thread."""
 
     def __init__(
-        self, pools: Pools, compute: Callable[[Sequence[Any]], Sequence[Any]], look: Callable[[], bool]
+        self, pools: RequestQueues, compute: Callable[[Sequence[Any]], Sequence[Any]], look: Callable[[], bool]
     ) -> None:
         """Store how to compute; the first call of `run` or `keep` starts the thread.
 
         Args:
             pools: the queue of requests.
-            compute: takes the works of requests that `Pools.take` returned together, and returns a result or an error
-                for each. If it raises an error, all of them fail with it.
+            compute: takes the works of requests that `RequestQueues.take` returned together, and returns a result or an
+                error for each. If it raises an error, all of them fail with it.
             look: called about once a second; returns whether the thread is still needed.
         """
         self._pools = pools

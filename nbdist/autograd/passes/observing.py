@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.messages import Head, PassId, Watching
 from nbdist.autograd.graph.traces import Plan
-from nbdist.autograd.passes import inherited_nans, leaves
+from nbdist.autograd.passes import claims, inherited_nans
+from nbdist.autograd.passes.context import Context, Run
 from nbdist.autograd.passes.contexts import Contexts
-from nbdist.autograd.passes.state import Context, Run
 from nbdist.autograd.watching.observer import Observer
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.errors import UsageError
@@ -186,7 +186,7 @@ class Observing:
         context.number_all()
         explain = partial(inherited_nans.explain, context, self._transport.name, self._transport.name_of)
         # While torch's engine halts, others see the leaves that it has claimed. Steps of pipelines claim none.
-        halts = leaves.halted if in_engine else nullcontext
+        halts = claims.halted if in_engine else nullcontext
         observer = Observer(self._transport.name, context.numbers, watching, send, explain, standing_still=halts)
         observer.note("began")
         observer.flush()  # at once: the watcher steers only workers that it has heard from
