@@ -17,6 +17,7 @@ import contextlib
 import logging
 import os
 import signal
+import textwrap
 import threading
 import time
 import weakref
@@ -52,7 +53,7 @@ from nbdist.cluster.output.sinks import Sink, current_sink
 from nbdist.cluster.processes import process_memory
 from nbdist.cluster.processes.probe import Probe
 from nbdist.cluster.processes.setup import AUTO, choose_backend
-from nbdist.cluster.spec import Spec, default_count, rpc_arguments
+from nbdist.cluster.spec import Spec, describe_arguments
 from nbdist.cluster.targets import means_all, means_one, parse_targets
 from nbdist.cluster.worker import collectives
 from nbdist.cluster.worker.output import METADATA, drop_value, fence, take_last_value
@@ -91,39 +92,10 @@ class Cluster:
     workers. They raise `UnknownWorker` or `UsageError` where targets name no worker.
 
     Args:
-        n: How many workers, 1 to 1000. None for one worker for each GPU that they may use, or 2 without GPUs.
-        gpu_ids: The numbers of the GPUs to hand out, in turn, to the workers. None for all that torch sees; with the
-            backend gloo, None for no GPU.
-        backend: The process group's backend: ``"gloo"``, ``"nccl"``, or ``"none"`` for no process group. None for nccl
-            if every worker has a GPU of its own, else gloo.
-        driver: The name of this process in the RPC world. It then has id 0 and the workers are called ``worker1``,
-            ``worker2`` and so on. None for ``"notebook"``, whose id is ``n``.
-        seed: The worker of rank r seeds its random numbers with ``seed + r``. None for different numbers in every run.
-        timeout: Seconds within which all workers must be ready, at the start and after a restart.
-        launcher: Which launcher starts the processes: ``"local"`` on this host; ``"join"`` waits for workers of any
-            host, each started by ``python -m nbdist worker``; ``"ray"`` has Ray choose the hosts; or one of the entry
-            points ``nbdist.launchers``.
-        isolate_gpus: Whether each worker sees only its own GPU.
-        preload: Modules to import once, before the workers are forked. All workers then share the memory of these
-            modules, and none spends time on the import.
-        gpu_memory: The part of its GPU's memory that torch may take in each worker, such as 0.45; None for all of it.
+        (arguments)
         rpc: Options for the RPC agents of all workers and of this process, such as ``rpc_timeout``, which limits calls
             but not the start. Device maps are for the workers only, and a worker's map for itself is left out. The
             cluster sets ``init_method``, ``host``, ``secret`` and ``devices`` itself. None for the usual options.
-        host: For workers on other hosts: the address at which they reach this one. With ``"local"``, the workers run
-            here, and others may join them by `invite`; None for workers that listen on this host only. None for
-            ``NBDIST_HOST`` with ``"join"``, and for this node's address in Ray with ``"ray"``.
-        ports: For workers on other hosts: the first and the last port for the entrance, where workers join; None for
-            any. RPC, gloo and NCCL use other ports.
-        invitation: For ``"join"``: the file for the invitation, which `start` writes. None for
-            ``nbdist-invitation.json``.
-        address: For ``"ray"``: the address of the Ray cluster. None for the Ray that this process has, else for
-            ``RAY_ADDRESS``, else for a new Ray on this machine, which ends with the cluster.
-        gpus_per_worker: For ``"ray"``: how many GPUs each worker gets; a part, such as 0.5, for a shared one. None for
-            one GPU each if Ray has enough of them, else for no GPU.
-        placement: For ``"ray"``: ``"pack"`` for few hosts, ``"spread"`` for many.
-        sync_code: For workers on other hosts: whether each gets a copy of the Python files of this process's working
-            directory when it starts, and can import them.
         progress: Called as ``progress(worker, step)``, in the kernel thread, when a worker reaches a step.
 
     Raises:
@@ -164,31 +136,7 @@ class Cluster:
         sync_code: bool = False,
         progress: Callable[[str, str], None] | None = None,
     ) -> None:
-        gpus = None if gpu_ids is None else tuple(gpu_ids)
-        before = (preload,) if isinstance(preload, str) else tuple(preload)
-        count = default_count(gpus, backend) if n is None else n
-        options = rpc_arguments(rpc)
-        self.spec = Spec(
-            count,
-            gpus,
-            backend,
-            driver,
-            seed,
-            timeout,
-            launcher,
-            isolate_gpus,
-            before,
-            gpu_memory,
-            options,
-            host,
-            ports,
-            invitation,
-            address,
-            gpus_per_worker,
-            placement,
-            sync_code,
-        )
-        self.spec.check()
+        self.spec = Spec.of(locals())
         self.progress = progress
         self.on_joined: Callable[[str], object] | None = None
         """Called with a line of text when workers have joined the running cluster, or could not. In another thread."""
@@ -1150,6 +1098,9 @@ class Cluster:
         for worker in workers:
             if not worker.alive:
                 raise lost_error(worker)
+
+
+Cluster.__doc__ = (Cluster.__doc__ or "").replace("(arguments)", textwrap.indent(describe_arguments(), " " * 8).strip())
 
 
 def _drop_values_soon(cluster: weakref.ref[Cluster], ids: Sequence[tuple[str, str]]) -> None:

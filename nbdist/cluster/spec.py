@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,18 @@ from nbdist.errors import UsageError
 from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions
 
-__all__ = ["DEFAULT_INVITATION", "VALID_FOR", "Spec", "default_count", "rpc_arguments"]
+__all__ = [
+    "DEFAULT_INVITATION",
+    "OPTIONS",
+    "VALID_FOR",
+    "Option",
+    "Spec",
+    "default_count",
+    "describe_arguments",
+    "describe_options",
+    "rpc_arguments",
+    "usage",
+]
 
 DEFAULT_INVITATION = "nbdist-invitation.json"
 """The file of the first invitation, in the working directory, if the spec names none."""
@@ -32,6 +45,8 @@ VALID_FOR = 3600.0
 
 _SET_BY_THE_CLUSTER = ("devices", "host", "init_method", "secret")
 """Options of RPC that the cluster sets itself."""
+_WIDTH = 120
+"""The characters of a line of help."""
 _LARGEST = (1 << 63) - 1
 """The largest whole number that is passed to a worker."""
 
@@ -71,29 +86,173 @@ def rpc_arguments(options: RpcBackendOptions | None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Spec:
-    """The arguments of `Cluster`, which describes them, without ``progress``. ``count`` is its ``n``, as a number."""
+class Option:
+    """The form in which users write a field of `Spec`: as an option of `%dist_init`, and as an argument of `Cluster`.
 
-    count: int = 2
-    gpu_ids: tuple[int, ...] | None = None
-    backend: str | None = None
-    driver: str | None = None
-    seed: int | None = None
-    timeout: float = 120.0
-    launcher: str = "local"
-    isolate_gpus: bool = False
-    preload: tuple[str, ...] = ()
-    """Modules to import once, before the workers start."""
-    gpu_memory: float | None = None
+    From this are made the parser, the usage, the completion and the help of `%dist_init`, and the text of `Cluster`.
+    """
+
+    flags: tuple[str, ...]
+    value: str
+    """The value as the usage shows it, such as ``pack|spread``; words in small letters are completed. "" for none."""
+    help: str
+    launchers: tuple[str, ...] = ()
+    """The launchers that know this option; () for all."""
+    argument: str = ""
+    """The name of the argument of `Cluster`, if it is not the field's."""
+
+    @property
+    def known_values(self) -> tuple[str, ...]:
+        """The values that are completed."""
+        return tuple(value for value in self.value.split("|") if value.islower()) if "|" in self.value else ()
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether only the known values are possible."""
+        return bool(self.value) and self.value == "|".join(self.known_values)
+
+
+def _option(default: Any, flags: str, value: str, help: str, launchers: str = "", argument: str = "") -> Any:
+    told = Option(tuple(flags.split()), value, help, tuple(launchers.split()), argument)
+    return field(default=default, metadata={"option": told})
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The description of a cluster: the arguments of `Cluster` without ``progress``; the options of `%dist_init`."""
+
+    count: int = _option(
+        2,
+        "-n --num-processes",
+        "N",
+        "How many workers, 1 to 1000. Without it, one for each GPU that they may use, or 2 without GPUs.",
+        argument="n",
+    )
+    gpu_ids: tuple[int, ...] | None = _option(
+        None,
+        "-g --gpu-ids",
+        "0,1",
+        "The numbers of the GPUs to hand out, in turn, to the workers. Without it, all that torch sees; with the "
+        "backend gloo, none.",
+    )
+    backend: str | None = _option(
+        None,
+        "--backend",
+        "gloo|nccl|none",
+        "The backend of the process group; none for no process group. Without it, nccl if every worker has a GPU of "
+        "its own, else gloo.",
+    )
+    driver: str | None = _option(
+        None,
+        "--driver",
+        "NAME",
+        "The name of this process in the RPC world. It then has id 0, and the first worker is worker1. Without it, "
+        "this process is called notebook, and the first worker is worker0.",
+    )
+    seed: int | None = _option(
+        None,
+        "--seed",
+        "S",
+        "The worker of rank r seeds its random numbers with S + r. Without it, they differ in every run.",
+    )
+    timeout: float = _option(
+        120.0,
+        "-t --timeout",
+        "SECONDS",
+        "Seconds within which all workers must be ready, at the start and after a restart (120).",
+    )
+    launcher: str = _option(
+        "local",
+        "--launcher",
+        "local|join|ray|NAME",
+        "Which launcher starts the workers: local, on this host; join, which waits for workers of any host, each "
+        "started by `python -m nbdist worker`; ray, which has Ray choose the hosts; or the name of an installed one, "
+        "an entry point of the group nbdist.launchers (local).",
+    )
+    isolate_gpus: bool = _option(False, "--isolate-gpus", "", "Let each worker see only its own GPU.")
+    preload: tuple[str, ...] = _option(
+        (),
+        "--preload",
+        "MODULE,MODULE",
+        "Modules to import once, before the workers are forked. All workers then share the memory of these modules, "
+        "and none spends time on the import. If one changes, the next cluster imports it again.",
+    )
+    gpu_memory: float | None = _option(
+        None,
+        "--gpu-memory",
+        "PART",
+        "The part of its GPU's memory that torch may take in each worker, such as 0.45. Without it, all of it.",
+    )
     rpc: Mapping[str, Any] = field(default_factory=dict)
-    """The options of RPC, as `rpc_arguments` returns them."""
-    host: str | None = None
-    ports: tuple[int, int] | None = None
-    invitation: str | None = None
-    address: str | None = None
-    gpus_per_worker: float | None = None
-    placement: str = "pack"
-    sync_code: bool = False
+    """The options of RPC, as `rpc_arguments` returns them. `%dist_init` takes only device maps."""
+    host: str | None = _option(
+        None,
+        "--host",
+        "ADDRESS",
+        "For workers on other hosts: the address at which they reach this one. With local, the workers run here, and "
+        "others may join them by an invitation. Without it, join takes NBDIST_HOST, ray this node's address in Ray, "
+        "and local lets nobody join.",
+        "join ray",
+    )
+    ports: tuple[int, int] | None = _option(
+        None,
+        "--ports",
+        "A-B",
+        "For workers on other hosts: the first and the last port for the entrance, where workers join. Without it, "
+        "any. RPC, gloo and NCCL use other ports.",
+        "join ray",
+    )
+    invitation: str | None = _option(
+        None,
+        "--invitation",
+        "FILE",
+        f"For join: the file for the invitation, which the start writes ({DEFAULT_INVITATION}).",
+        "join",
+    )
+    address: str | None = _option(
+        None,
+        "--address",
+        "ADDRESS",
+        "For ray: the address of the Ray cluster. Without it, the Ray that this process has, else RAY_ADDRESS, else a "
+        "new Ray on this machine, which ends with the cluster.",
+        "ray",
+    )
+    gpus_per_worker: float | None = _option(
+        None,
+        "--gpus-per-worker",
+        "G",
+        "For ray: how many GPUs each worker gets; a part, such as 0.5, for a shared one. Without it, one GPU each if "
+        "Ray has enough of them, else none.",
+        "ray",
+    )
+    placement: str = _option(
+        "pack", "--placement", "pack|spread", "For ray: pack for few hosts, spread for many (pack).", "ray"
+    )
+    sync_code: bool = _option(
+        False,
+        "--sync-code",
+        "",
+        "For workers on other hosts: give each a copy of the Python files of this process's working directory when it "
+        "starts, so that it can import them.",
+        "join ray",
+    )
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Spec:
+        """Return the checked description from the arguments of `Cluster`, by name; names that it lacks are ignored.
+
+        Raises UsageError and TypeError as `Cluster` does.
+        """
+        given = {each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
+        if (gpus := given.get("gpu_ids")) is not None:
+            given["gpu_ids"] = gpus = tuple(gpus)
+        if "preload" in given:
+            given["preload"] = (found,) if isinstance(found := given["preload"], str) else tuple(found)
+        count = arguments.get("n")
+        given["count"] = default_count(gpus, given.get("backend")) if count is None else count
+        spec = cls(**{**given, "rpc": rpc_arguments(given.get("rpc"))})
+        spec.check()
+        return spec
 
     @property
     def is_remote(self) -> bool:
@@ -141,20 +300,11 @@ class Spec:
 
     def _check_hosts(self) -> None:
         """Raise UsageError if an option for other hosts is impossible, or does not belong to the launcher."""
-        plain = Spec()
-        belongs = {
-            "host": ("join", "ray"),
-            "ports": ("join", "ray"),
-            "invitation": ("join",),
-            "address": ("ray",),
-            "gpus_per_worker": ("ray",),
-            "placement": ("ray",),
-            "sync_code": ("join", "ray"),
-        }
-        for name, launchers in belongs.items():
+        for name, option in OPTIONS.items():
             if self.is_open_local and name in ("host", "ports", "sync_code"):
                 continue
-            if getattr(self, name) != getattr(plain, name) and self.launcher not in launchers:
+            launchers = option.launchers
+            if launchers and self.launcher not in launchers and getattr(self, name) != getattr(Spec, name):
                 raise UsageError(
                     f"{name} is for the launcher {' or '.join(launchers)}, not for {self.launcher}: leave it out, or "
                     f"name the launcher, as in `--launcher {launchers[0]}`"
@@ -220,3 +370,28 @@ class Spec:
     def _usable_gpus(self) -> list[int]:
         """Return the numbers of the GPUs that workers may get: those asked for, else all that torch sees."""
         return list(self.gpu_ids) if self.gpu_ids is not None else list(range(torch.cuda.device_count()))
+
+
+OPTIONS: dict[str, Option] = {each.name: each.metadata["option"] for each in fields(Spec) if each.metadata}
+"""The options of a cluster, by the name of the field of `Spec`."""
+
+
+def usage() -> str:
+    """Return the options as the usage of `%dist_init` shows them, each in brackets."""
+    return " ".join(f"[{each.flags[0]}{each.value and ' '}{each.value}]" for each in OPTIONS.values())
+
+
+def describe_options() -> str:
+    """Return a text that describes the options of `%dist_init`."""
+    return _lines({f"{', '.join(each.flags):22}": each.help for each in OPTIONS.values()}, 22)
+
+
+def describe_arguments() -> str:
+    """Return a text that describes the arguments of `Cluster` that are fields of `Spec`."""
+    return _lines({f"{each.argument or name}: ": each.help for name, each in OPTIONS.items()}, 4)
+
+
+def _lines(texts: Mapping[str, str], indent: int) -> str:
+    """Return the texts, each behind its head, wrapped; all lines of a text but its first are indented."""
+    wrap = partial(textwrap.fill, width=_WIDTH - 12, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return "\n".join(wrap(head + text) for head, text in texts.items())

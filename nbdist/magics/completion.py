@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.cluster import asking
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.jupyter.versions import Completions, add_completer
+from nbdist.cluster.spec import OPTIONS
 from nbdist.magics.lines import READERS
 from nbdist.magics.place import RemoteCode, find_remote_code
 
@@ -24,8 +25,8 @@ __all__ = ["RemoteCompleter"]
 ANSWER_TIMEOUT = 0.2
 """Seconds for which completion and inspection wait for a worker's kernel."""
 
-_VALUES = {"backend": ("gloo", "nccl", "none"), "launcher": ("join", "local", "ray"), "placement": ("pack", "spread")}
-_VALUE = re.compile(r".*\s--(backend|launcher|placement)[ =]\s*[\w.-]*")
+_VALUES = {name: option.known_values for name, option in OPTIONS.items() if option.known_values}
+_VALUE = re.compile(rf".*\s--({'|'.join(_VALUES)})[ =]\s*[\w.-]*")
 _MAGIC_LINE = re.compile(r"\s*(%%?\w+)\b")
 _CALLED = re.compile(
     r"\b(?:rpc_sync|rpc_async|remote|RemoteModule|get_worker_info)"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,10 +33,20 @@ from nbdist.cluster.jupyter.page_lines import Page, lines_above, moved_down
 from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.output.sinks import current_sink
-from nbdist.cluster.spec import DEFAULT_INVITATION
+from nbdist.cluster.spec import DEFAULT_INVITATION, describe_options
 from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.checking import check
-from nbdist.magics.lines import CellLine, parse_cell, parse_diff, parse_init, parse_log, parse_value, parse_watch, read
+from nbdist.magics.lines import (
+    READERS,
+    CellLine,
+    parse_cell,
+    parse_diff,
+    parse_init,
+    parse_log,
+    parse_value,
+    parse_watch,
+    read,
+)
 from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
 from nbdist.views.passes.watching import Watcher
@@ -76,6 +88,15 @@ def _shortly(magic: F) -> F:
     return call  # type: ignore[return-value]
 
 
+def _describing_options(magic: F) -> F:
+    """Return the magic, with the options of a cluster in its help, in place of the words in parentheses."""
+    whole = re.sub(r" (?!\[)", "\0", READERS["%dist_init"].usage or "")  # no line ends inside of brackets
+    usage = textwrap.fill(whole, 108, subsequent_indent=" " * 11).replace("\0", " ")
+    for words, text in {"(usage)": usage, "(options)": describe_options()}.items():
+        magic.__doc__ = (magic.__doc__ or "").replace(words, textwrap.indent(text, " " * 8).strip())
+    return magic
+
+
 @magics_class
 class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     """The magics of one shell.
@@ -107,45 +128,17 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @line_magic
     @_shortly
+    @_describing_options
     def dist_init(self, line: str) -> None:
         """Start workers, and form a process group of them.
 
-        %dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS]
-                   [--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE] [--gpu-memory PART]
-                   [--device-map WORKER:0=1,1=0] [--host ADDRESS] [--ports A-B] [--invitation FILE]
-                   [--address ADDRESS] [--gpus-per-worker G] [--placement pack|spread] [--sync-code]
+        (usage)
 
         Defaults are in parentheses.
 
-        -n, --num-processes   the number of workers (one for each GPU; 2 without GPUs)
-        -g, --gpu-ids         the GPUs to use, by number (all; with --backend gloo, none)
-        --backend             the backend of the process group; none for no group (nccl if each worker has its own GPU,
-                              else gloo)
-        --driver              the notebook's name in calls; the notebook then has id 0, and the first worker is worker1
-                              (notebook, and the first worker is worker0)
-        --seed                seed random numbers: worker r with S + r
-        -t, --timeout         seconds within which all workers must be ready (120)
-        --launcher            the launcher that starts the workers: local; join for workers of any host, which
-                              `python -m nbdist worker` starts there; ray for workers that Ray places; or the name
-                              of an installed one (local)
-        --host                for workers on other hosts: the address at which they reach this one. With the local
-                              launcher, the workers run here, and %dist_invite lets others join them
-        --ports               for workers on other hosts: the ports for the entrance, where workers join, as 40000-40100
-                              (any); RPC, gloo and NCCL use other ports
-        --invitation          for --launcher join: the file to write the invitation to (nbdist-invitation.json)
-        --address             for --launcher ray: the Ray cluster to use (the one that this process has, else
-                              RAY_ADDRESS, else a new one on this machine)
-        --gpus-per-worker     for --launcher ray: how many GPUs each worker gets, or which part of one (1 if there are
-                              enough, else 0)
-        --placement           for --launcher ray: pack for few hosts, spread for many (pack)
-        --sync-code           for workers on other hosts: copy the Python files of the notebook's folder to each worker
-                              that starts, so that it can import them
-        --isolate-gpus        let each worker see only its own GPU
-        --gpu-memory          the part of its GPU's memory that torch may take in each worker, such as 0.45 (1)
-        --device-map          where a worker gets the arguments that others send it: with worker1:0=1, those on the
-                              sender's cuda:0 arrive on cuda:1 of worker1. Once for each worker (on its own GPU)
-        --preload             import these modules once, before the workers start. All forked workers share them, which
-                              saves time and memory. If a module changes, the next %dist_init imports it again
+        (options)
+        --device-map          Where a worker gets the arguments that others send it: with worker1:0=1, those on the
+                              sender's cuda:0 arrive on cuda:1 of worker1. Once for each worker (on its own GPU).
 
         If a cluster with the same options runs already, this keeps it, also if it has grown (%dist_invite) and -n is
         its present number of workers. If one with other options runs, this is an error; end that cluster with

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, NoReturn
 
-from nbdist.cluster.spec import DEFAULT_INVITATION, VALID_FOR, Spec, default_count, rpc_arguments
+from nbdist.cluster.spec import DEFAULT_INVITATION, OPTIONS, VALID_FOR, Spec
+from nbdist.cluster.spec import usage as options_usage
 from nbdist.errors import UsageError
 from nbdist.rpc.options import Device, RpcBackendOptions
 
@@ -251,15 +252,10 @@ def parse_init(line: str) -> Spec:
         bare = " ".join(found.bare)
         meant = f": `%dist_init -n {bare}` starts {bare} workers" if bare.isdecimal() and int(bare) else ""
         raise UsageError(f"%dist_init takes options only, not {bare!r}{meant}; write: {READERS['%dist_init'].usage}")
-    gpus = _numbers(" ".join(found.gpu_ids)) if found.gpu_ids is not None else None
-    count = found.num_processes
-    if count is None:
-        count = default_count(gpus, found.backend)
-    given = {field.name: getattr(found, field.name) for field in fields(Spec) if hasattr(found, field.name)}
-    given["preload"] = tuple(name.strip() for name in found.preload.split(",") if name.strip())
-    spec = Spec(**{**given, "count": count, "gpu_ids": gpus, "rpc": rpc_arguments(_with_maps(found.device_map))})
-    spec.check()
-    return spec
+    given = {name: value for name, value in vars(found).items() if value is not None}
+    if found.gpu_ids is not None:
+        given["gpu_ids"] = _numbers(" ".join(found.gpu_ids))
+    return Spec.of({**given, "n": found.count, "rpc": _with_maps(found.device_map)})
 
 
 class WatchLine(NamedTuple):
@@ -362,32 +358,28 @@ for _magic in ("%%remote [TARGET]", "%%distributed", "%%rank[0,1]"):
     _cell.add_argument("-t", "--timeout", type=_seconds)
     _cell.add_argument("--progress-after", type=_seconds_or_0, default=10.0)
 
-_init = _reader(
-    "%dist_init [-n N] [-g 0,1] [--backend gloo|nccl|none] [--driver NAME] [--seed S] [-t SECONDS] "
-    "[--launcher NAME] [--isolate-gpus] [--preload MODULE,MODULE] [--gpu-memory PART] [--device-map WORKER:0=1,1=0] "
-    "[--host ADDRESS] [--ports A-B] [--invitation FILE] [--address ADDRESS] [--gpus-per-worker G] "
-    "[--placement pack|spread] [--sync-code]",
-    "--isolate-gpus",
-    "--sync-code",
-)
+_READ: dict[str, dict[str, Any]] = {
+    "int": {"type": int},
+    "float": {"type": _seconds},
+    "float | None": {"type": float},
+    "int | None": {"type": int},
+    "str": {},
+    "str | None": {},
+    "bool": {"action": "store_true"},
+    "tuple[int, ...] | None": {"nargs": "+"},
+    "tuple[int, int] | None": {"type": _ports},
+    "tuple[str, ...]": {"type": lambda text: tuple(name.strip() for name in text.split(",") if name.strip())},
+}
+"""The arguments of argparse for an option of a cluster, by the type of the field of `Spec`."""
+
+_init = _reader(f"%dist_init {options_usage()} [--device-map WORKER:0=1,1=0]")
 _init.add_argument("bare", nargs="*")
-_init.add_argument("-n", "--num-processes", type=int)
-_init.add_argument("-g", "--gpu-ids", nargs="+")
-_init.add_argument("-a", "--master-addr", type=_this_host, help=argparse.SUPPRESS)  # nbdistributed has this option
-_init.add_argument("--backend", choices=("gloo", "nccl", "none"))
-_init.add_argument("--driver")
-_init.add_argument("--seed", type=int)
-_init.add_argument("-t", "--timeout", type=_seconds, default=120.0)
-_init.add_argument("--launcher", default="local")
-_init.add_argument("--preload", default="")
-_init.add_argument("--gpu-memory", type=float)
+for _field in fields(Spec):
+    if (_option := OPTIONS.get(_field.name)) is not None:
+        _choices: dict[str, Any] = {"choices": _option.known_values} if _option.is_closed else {}
+        _init.add_argument(*_option.flags, dest=_field.name, **_READ[str(_field.type)], **_choices)
 _init.add_argument("--device-map", action="append", type=_device_map, default=[])
-_init.add_argument("--host")
-_init.add_argument("--ports", type=_ports)
-_init.add_argument("--invitation")
-_init.add_argument("--address")
-_init.add_argument("--gpus-per-worker", type=float)
-_init.add_argument("--placement", default="pack")
+_init.add_argument("-a", "--master-addr", type=_this_host, help=argparse.SUPPRESS)  # nbdistributed has this option
 
 _watch = _reader("%%watch [--paused] [-a] [-o NAME] [--no-norms]", "--paused", "-a --noblock", "--no-norms")
 _watch.add_argument("-o", "--out")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 
 import pytest
 import torch
 
 import nbdist
-from nbdist.cluster.spec import Spec, default_count
+from nbdist.cluster.spec import OPTIONS, Spec, default_count
 from nbdist.errors import UsageError
 
 
@@ -25,6 +26,19 @@ def gpus(monkeypatch):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
     return see
+
+
+def test_a_clusters_arguments_are_its_options():
+    """The signature is written out for mypy and Shift-Tab; all else comes from the fields of `Spec`."""
+    given = dict(inspect.signature(nbdist.Cluster).parameters)
+    del given["progress"]
+    fields = {"n" if each.name == "count" else each.name: each for each in dataclasses.fields(Spec)}
+    assert list(given) == list(fields)
+    told = {name: each for name, each in given.items() if name not in ("n", "rpc", "gpu_ids", "preload")}
+    assert {name: each.default for name, each in told.items()} == {name: fields[name].default for name in told}
+    assert {name: each.annotation for name, each in told.items()} == {name: fields[name].type for name in told}
+    for name, option in OPTIONS.items():
+        assert f"\n        {option.argument or name}: {option.help[:30]}" in str(nbdist.Cluster.__doc__)
 
 
 # -- what cannot be -----------------------------------------------------------------------------
