@@ -14,6 +14,7 @@ layer  modules                      contents
        large_memory                 memory for large data, in large pages
        torch_private                the private names of torch that nbdist uses, in one table
        code_places                  whose code a file holds: the user's, nbdist's, torch's, Python's
+       thread_frames                where the threads of this process stand
        amounts columns              bytes, seconds and counts in words; aligned rows of text
        gpus                         copies between GPUs and the host's memory; times on GPUs
 1      wire                         messages, their encoding, the protocol between two agents: all pure
@@ -130,6 +131,7 @@ LAYERS: dict[str, int] = {
     "large_memory": 0,
     "registry": 0,
     "signals": 0,
+    "thread_frames": 0,
     "torch_private": 0,
     "trace": 0,
     "wire": 1,

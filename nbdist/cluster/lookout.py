@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from nbdist.cluster.output.in_place import InPlace
 from nbdist.cluster.processes.probe import is_stopped
 from nbdist.code_places import TORCH, is_nbdists, is_torchs, is_users, shown_name
 from nbdist.errors import NbdistError
+from nbdist.thread_frames import thread_frames
 
 if TYPE_CHECKING:  # workers import this module, but not the notebook's side of cells
     from nbdist.cluster.jupyter.kernel_connection import KernelThread
@@ -80,7 +80,7 @@ def place() -> Position | None:
     on the worker, in another thread, which can do so as long as the main thread releases the GIL.
     """
     ident = threading.main_thread().ident or 0
-    innermost = sys._current_frames().get(ident)
+    innermost = thread_frames().get(ident)
     if innermost is None:
         return None
     frames = []

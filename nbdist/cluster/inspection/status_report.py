@@ -13,6 +13,7 @@ from typing import NamedTuple
 from nbdist.cluster.processes.process_memory import own_bytes
 from nbdist.code_places import is_users, shown_name
 from nbdist.rpc.agent import active_agent
+from nbdist.thread_frames import thread_frames
 
 __all__ = ["LINE_SHOWN", "StatusReport", "gpu_busy", "gpu_memory", "make_report", "say_line"]
 
@@ -95,7 +96,7 @@ def _users_line() -> str:
 
     It is the main thread's line if that thread runs any. The calling thread is skipped.
     """
-    frames = sys._current_frames()
+    frames = thread_frames()
     main = threading.main_thread().ident
     me = threading.get_ident()
     for thread in sorted(frames, key=lambda thread: thread != main):

@@ -29,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +49,7 @@ from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, NbdistError, RendezvousError, WorkerLost
 from nbdist.rpc.asking import ask_each
 from nbdist.signals import DeferredSignals
+from nbdist.thread_frames import thread_frames
 from nbdist.torch_private import groups_by_name, is_process_group_known, process_groups, restart_group_numbers
 
 if TYPE_CHECKING:
@@ -640,7 +640,7 @@ def break_off(thread: int | None = None) -> str:
 
 
 def _is_forming(ident: int) -> bool:
-    frame = sys._current_frames().get(ident)
+    frame = thread_frames().get(ident)
     while frame is not None and frame.f_code is not initialise.__code__:
         frame = frame.f_back
     return frame is not None
@@ -648,7 +648,7 @@ def _is_forming(ident: int) -> bool:
 
 def _comes_to_wait(ident: int) -> bool:
     def place() -> tuple[int, int] | None:
-        frame = sys._current_frames().get(ident)
+        frame = thread_frames().get(ident)
         return None if frame is None else (id(frame), frame.f_lasti)
 
     began = place()
@@ -664,7 +664,7 @@ def _comes_to_wait(ident: int) -> bool:
 def _collective_of(ident: int) -> tuple[bool, str | None]:
     """Return whether a thread waits in a collective, and the name of the group; None where the group is unknown."""
     # A thread that waits in C++ is in a system call, and its innermost Python frame is the one that called into C++.
-    frame = sys._current_frames().get(ident)
+    frame = thread_frames().get(ident)
     if frame is None or gloo.call_of(ident)[0] == "running":
         return False, None
     if not is_torchs(frame.f_code.co_filename):

@@ -37,6 +37,7 @@ import torch.distributed
 
 from nbdist.cluster.worker import gloo
 from nbdist.code_places import is_nbdists, is_pythons, is_torchs, is_users
+from nbdist.thread_frames import thread_frames
 
 __all__ = [
     "LEFT",
@@ -237,7 +238,7 @@ def is_stuck(places: Mapping[int, WaitingPlace]) -> bool:
 
 def _place(ident: int) -> WaitingPlace | None:
     """Return the place at which a thread may wait in C++; None if it does not wait."""
-    frame = sys._current_frames().get(ident)
+    frame = thread_frames().get(ident)
     thread = next((thread for thread in threading.enumerate() if thread.ident == ident), None)
     if frame is None or thread is None:
         return None

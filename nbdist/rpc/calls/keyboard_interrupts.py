@@ -19,13 +19,13 @@ import contextlib
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 
 from nbdist.code_places import is_torchs
+from nbdist.thread_frames import thread_frames
 
 __all__ = ["InterruptWatch"]
 
@@ -95,7 +95,7 @@ class InterruptWatch:
         deadline = time.monotonic() + _LOOK_FOR
         while time.monotonic() < deadline and not self._closed:
             time.sleep(_LOOK_EVERY)
-            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            frame = thread_frames().get(threading.main_thread().ident or 0)
             if frame is None or not is_torchs(frame.f_code.co_filename, "futures"):
                 return
             self._give_up()

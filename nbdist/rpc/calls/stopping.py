@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 import threading
 import time
 import traceback
@@ -36,6 +35,7 @@ from nbdist.rpc.core.pending import Pending
 from nbdist.rpc.here import here
 from nbdist.rpc.links import Links
 from nbdist.rpc.pool import Job
+from nbdist.thread_frames import thread_frames
 from nbdist.wire.messages import Record, Stop
 
 __all__ = ["BREAK_OFF_AFTER", "NAME_AFTER", "Stopping"]
@@ -198,7 +198,7 @@ class Stopping:
             # A function that computes may have calls without an answer, too: only the pool knows what it waits for.
             waits = bool(nested) and (at_last or self._is_blocked(thread))
             if not waits:
-                if _runs_nbdist(sys._current_frames().get(thread)):
+                if _runs_nbdist(thread_frames().get(thread)):
                     return False
                 _raise_in(thread, KeyboardInterrupt)
         self.stop(nested)
@@ -212,7 +212,7 @@ class Stopping:
         A caller asks for it when a call has not stopped after Ctrl-C.
         """
         thread = self._threads.get((caller, id))
-        frame = sys._current_frames().get(thread) if thread is not None else None
+        frame = thread_frames().get(thread) if thread is not None else None
         if frame is None:
             return ""
         stack = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(NBDIST)]

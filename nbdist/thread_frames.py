@@ -1,0 +1,27 @@
+"""Finds where the threads of this process stand."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import FrameType
+
+__all__ = ["thread_frames"]
+
+
+def thread_frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread of Python, by the thread's ident.
+
+    Python 3.11's own function makes frame objects while it holds a lock of the interpreter. If that begins a garbage
+    collection that frees a `threading.local`, the thread waits for itself, with the GIL, and the process hangs.
+    """
+    if sys.version_info >= (3, 12):
+        return sys._current_frames()
+    # Without a lock, which a fork could leave held: of two threads that look at once, none leaves the collector off.
+    collects = gc.isenabled()
+    try:
+        gc.disable()
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
