@@ -170,8 +170,9 @@ ROOMS: dict[str, str] = {
     ),
     "swarm": "carriage history stacking weight_file adapter named_models server client swarm",
     "cluster": (
-        "jupyter mending output errors spawning spec processes kernels examination hosts launching lifecycle "
-        "growing lookout targets worker executor interrupting cluster asking inspection"
+        "spec jupyter targets spawning processes output errors kernels examination lifecycle team lookout hosts "
+        "deaths growing launching worker_changes mending worker executor interrupting cell_sender cell_values "
+        "cluster asking inspection"
     ),
     "views": "drawing shown tables cards map passes references timeline workers values widgets displays",
     "magics": "checking lines overview place completion inspection reruns session dist_magics",

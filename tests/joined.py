@@ -93,7 +93,7 @@ class Keepers:
 
 def keeper_of(cluster: nbdist.Cluster, name: str) -> KeeperMember:
     """Return the keeper that has a worker, as its hub knows it."""
-    launcher: Any = cluster._lives.launcher
+    launcher: Any = cluster.lifecycle.launcher
     (member,) = [each for each in launcher.hub.members if name in each.workers]
     return member
 

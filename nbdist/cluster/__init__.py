@@ -1,31 +1,35 @@
 """The workers that one notebook drives: real kernels, started, watched, interrupted and restarted from here.
 
-============ ==================================================================================================
+============== ================================================================================================
 modules
-cluster      `Cluster`: what users call
-spec         the description of a cluster, which checks itself; `targets` parses texts such as ``0,2``
-launching    finds the launcher of a cluster
-lifecycle    starts, restarts and ends the workers, and forms their process group
-interrupting every interrupt, whatever caused it
-growing      adds workers to a running cluster
-mending      requests of workers that concern their process group
-spawning     says what to write in place of ``torch.multiprocessing.spawn``
-executor     calls functions on the first free worker, as an executor of `concurrent.futures` does
-asking       completion and inspection of code in a cell for workers
-lookout      the line below a cell that says what its workers wait for
-errors       the errors with which cells fail
+cluster        `Cluster`: what users call. It makes the parts, and passes calls on to them
+team           the workers, by rank, name and target
+cell_sender    sends cells to workers, and sees them to their end
+cell_values    moves values between the notebook and the workers' variables
+interrupting   every interrupt, whatever caused it
+worker_changes restarts workers, lets others join, forms their process group anew; `growing` adds workers
+lifecycle      starts, restarts and ends the workers, and forms their process group
+deaths         brings together what the launcher and the agent know of a worker's end
+spec           the description of a cluster and its options, which checks itself; `targets` parses ``0,2``
+launching      finds the launcher of a cluster
+mending        requests of workers that concern their process group
+spawning       says what to write in place of ``torch.multiprocessing.spawn``
+executor       calls functions on the first free worker, as an executor of `concurrent.futures` does
+asking         completion and inspection of code in a cell for workers
+lookout        the line below a cell that says what its workers wait for
+errors         the errors with which cells fail
 subpackages
-jupyter      Jupyter's messages and kernels, and the differences between its versions
-processes    the processes of this host, the meeting of the process group
-hosts        workers on other hosts
-kernels      the workers as the notebook sees them, and the cells that run there
-output       brings the workers' output to a place below a cell or on a terminal
-worker       the code that runs inside of a worker process
-inspection   looks into workers: their work, their objects and their memory
-examination  finds faults of the machines and of the links between them, and says what to do
-============ ==================================================================================================
+jupyter        Jupyter's messages and kernels, and the differences between its versions
+processes      the processes of this host, the meeting of the process group
+hosts          workers on other hosts
+kernels        the workers as the notebook sees them, and the cells that run there
+output         brings the workers' output to a place below a cell or on a terminal
+worker         the code that runs inside of a worker process
+inspection     looks into workers: their work, their objects and their memory
+examination    finds faults of the machines and of the links between them, and says what to do
+============== ================================================================================================
 
-The path of a cell: `cluster.execute` → `jupyter.kernel_connection` → the worker's ipykernel. Its output comes back
+The path of a cell: `cell_sender` → `jupyter.kernel_connection` → the worker's ipykernel. Its output comes back
 through `jupyter.kernel_connection` → `kernels.routing` → `kernels.cells` → `output.arranger` → `output.sinks`. All of
 this runs in the kernel thread, while the thread that waits for the cell sleeps.
 """

@@ -14,72 +14,52 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
-import signal
 import textwrap
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nbdist import durations, registry
-from nbdist.amounts import counted
 from nbdist.channel.resources import refusals_in_words
 from nbdist.cluster import mending
-from nbdist.cluster.errors import named_in_errors
+from nbdist.cluster.cell_sender import CellSender
+from nbdist.cluster.cell_values import CellValues
+from nbdist.cluster.deaths import Deaths
 from nbdist.cluster.executor import Lanes, WorkerExecutor
-from nbdist.cluster.growing import Growth
-from nbdist.cluster.hosts.losses import Losses
-from nbdist.cluster.interrupting import interrupt_cell, interrupt_workers
+from nbdist.cluster.interrupting import Interrupts
 from nbdist.cluster.jupyter import labels
-from nbdist.cluster.jupyter.jupyter_wire import pack
-from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
-from nbdist.cluster.kernels.cells import Cell, CellPart
+from nbdist.cluster.jupyter.kernel_connection import KernelThread
+from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.routing import Router
-from nbdist.cluster.kernels.workers import StartError, Worker, lost_error
+from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.launching import launcher_of
 from nbdist.cluster.lifecycle import Lifecycle
-from nbdist.cluster.lookout import Lookout
-from nbdist.cluster.output.outlet import make_arranger
-from nbdist.cluster.output.sinks import Sink, current_sink
+from nbdist.cluster.output.sinks import Sink
 from nbdist.cluster.processes import process_memory
 from nbdist.cluster.processes.probe import Probe
 from nbdist.cluster.processes.setup import AUTO, choose_backend
 from nbdist.cluster.spec import Spec, describe_arguments
-from nbdist.cluster.targets import means_all, means_one, parse_targets
+from nbdist.cluster.targets import means_all
+from nbdist.cluster.team import Targets, Team
 from nbdist.cluster.worker import collectives
-from nbdist.cluster.worker.output import METADATA, drop_value, fence, take_last_value
-from nbdist.errors import EncodeError, NbdistError, UnknownWorker, UsageError, WorkerLost
+from nbdist.cluster.worker_changes import WorkerChanges
+from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc import api, failures
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.options import RpcBackendOptions
-from nbdist.rpc.references.rref import RRef
 from nbdist.torch_private import warn_of_untested
-from nbdist.wire.messages import Record
-from nbdist.wire.pickling import culprit
 
 if TYPE_CHECKING:
     from nbdist.cluster.examination.examination import Examination
-    from nbdist.cluster.hosts.launchers.inviting import InvitingLauncher
     from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
     from nbdist.views.timeline.timeline import Timeline
 
 __all__ = ["Cluster"]
-
-_log = logging.getLogger("nbdist.cluster")
-_OUTPUT_ARRIVES_WITHIN = 1.0
-"""Seconds to wait for output, or for a dead worker's last words, that may be on the way."""
-
-Targets = str | int | Sequence[int | str] | None
 
 
 class Cluster:
@@ -142,30 +122,13 @@ class Cluster:
         """Called with a line of text when workers have joined the running cluster, or could not. In another thread."""
         self._state = "new"
         self._pid = os.getpid()
-        self._counter = 0
-        """The number of cells so far, which numbers them where there is no notebook."""
-        self.awaited: list[str] = []
-        """The workers that had to become idle, when `restart` was last called, for the process group to form anew."""
         self.farewells: list[Callable[[], object]] = []
         """Functions that `shutdown` calls first, in this order and each once, while the workers are still there."""
-        self._devices = self.spec.devices()
-        self.workers = [self._make_worker(rank) for rank in range(self.spec.count)]
+        self._team = Team(self.spec)
+        self.workers = self._team.workers
         self.driver = driver or "notebook"
         self._called_on_each: set[Callable[[], object]] = set()
         """The functions of `call_on_each`."""
-        self._changing = threading.Lock()
-        """Held while workers restart, join, or form the process group for the user: one of these at a time."""
-        self._is_ending = False
-        """True from the beginning of `shutdown`."""
-        self._growth: Growth | None = None
-        """Takes workers into the running cluster; None if the launcher lets none join."""
-
-    def _make_worker(self, rank: int) -> Worker:
-        """Return a new worker of this rank. The id of a worker that joins later comes after the notebook's id."""
-        first = 0 if self.spec.driver is None else 1
-        if rank < self.spec.count:
-            return Worker(f"worker{rank + first}", rank, rank + first, *self._devices[rank])
-        return Worker(f"worker{rank + first}", rank, rank + 1, "cpu", None)
 
     @classmethod
     def of(cls, spec: Spec) -> Cluster:
@@ -197,7 +160,7 @@ class Cluster:
 
         AttributeError before `start`.
         """
-        return str(self._lives.folder)
+        return str(self.lifecycle.folder)
 
     def is_as(self, spec: Spec) -> bool:
         """Return whether this cluster was started with ``spec``, whatever its timeout, or has grown to its size."""
@@ -208,19 +171,11 @@ class Cluster:
 
         Dead workers are found, too: see `Worker.alive`.
         """
-        for worker in self.workers:
-            if worker.name == name:
-                return worker
-        raise UnknownWorker(f"this cluster has no worker {name!r}; its workers are {', '.join(self.names)}")
-
-    @property
-    def kernel_thread(self) -> KernelThread:
-        """The thread that talks to the workers' kernels. AttributeError before `start`."""
-        return self._thread
+        return self._team.find(name)
 
     def signal(self, name: str, number: int) -> None:
         """Send the signal ``number`` to the process of the worker ``name``; do nothing if that process has ended."""
-        self._lives.launcher.signal(name, number)
+        self.lifecycle.launcher.signal(name, number)
 
     def probe(self, name: str) -> Future[Probe]:
         """Ask the host of the worker ``name`` about the worker's process; return the future of the answer.
@@ -228,12 +183,17 @@ class Cluster:
         The worker itself need not answer, so this works while it holds the GIL. Where the host cannot be reached, the
         future fails, or is never done.
         """
-        return self._lives.launcher.probe(name)
+        return self.lifecycle.launcher.probe(name)
 
     @property
     def names(self) -> list[str]:
         """The names of the workers, in the order of their ranks."""
-        return [worker.name for worker in self.workers]
+        return self._team.names
+
+    @property
+    def awaited(self) -> list[str]:
+        """The workers that had to become idle, when `restart` was last called, for the process group to form anew."""
+        return self._changes.awaited
 
     @property
     def backend(self) -> str:
@@ -287,7 +247,6 @@ class Cluster:
         warn_of_untested()
         self._state = "starting"
         Cluster.current = self
-        mending.follow(self)
         try:
             with refusals_in_words("the cluster cannot start"):
                 self._start()
@@ -295,54 +254,64 @@ class Cluster:
             self.shutdown()
             raise
         self._state = "running"
+        mending.follow(self.lifecycle, self._changes)
         atexit.register(self.shutdown)
-        if self._growth is not None:
-            self._growth.begin()
+        self._changes.begin()
         return self
 
     def _start(self) -> None:
         """Start the workers and this process's agent, and wait for all. Where it fails, `start` cleans up."""
         deadline = time.monotonic() + self.spec.timeout
-        self._thread = KernelThread()
-        self._router = Router(self._thread, lambda: self.names)
-        self._lives = Lifecycle(
+        self.kernel_thread = KernelThread()
+        """The thread that talks to the workers' kernels. AttributeError before `start`, as for the other parts."""
+        self._router = Router(self.kernel_thread, lambda: self.names)
+        self.lifecycle = Lifecycle(
             launcher_of(self.spec),
             self.spec,
             self.backend,
             self.workers,
-            self._thread,
+            self.kernel_thread,
             self._router.on_message,
             self._on_step,
-            self._on_worker_end,
+            lambda worker, why: self._deaths.on_end(worker, why),
         )
-        self._lives.launch(self.workers)
+        self.lifecycle.launch(self.workers)
         # While this process does the following, the workers start, so this costs no extra time.
+        launcher = self.lifecycle.launcher
         id = 0 if self.spec.driver is not None else self.spec.count
         asked = {name: value for name, value in self.spec.rpc.items() if name not in ("device_maps", "rpc_timeout")}
-        options = RpcBackendOptions(**self._lives.launcher.rpc, **asked)
-        self.agent: Agent = api.initialize(self.driver, id, None, options, hosted=self._lives.folder, device="cpu")
+        options = RpcBackendOptions(**launcher.rpc, **asked)
+        self.agent: Agent = api.initialize(self.driver, id, None, options, hosted=self.lifecycle.folder, device="cpu")
         self.agent.rpc_timeout = self.spec.rpc.get("rpc_timeout", self.agent.rpc_timeout)
-        self.agent.explain_end = self._explain_end
-        self.agent.on_lost(self._on_member_lost)
-        self._losses = Losses(self.agent) if self.spec.is_remote else None
         self.agent.know_cells(self._router.origins.current)
         failures.on_text(labels.rename_frames)
-        self._lanes = Lanes(self.workers, self._thread, self.agent)
+        self._deaths = Deaths(self._team, self.kernel_thread, self.agent, launcher.signal)
+        self._interrupts = Interrupts(self._team, self.kernel_thread, self.agent, launcher)
+        parts = self._router, self.lifecycle, self.agent, self._interrupts
+        self._cells = CellSender(self._team, self.kernel_thread, *parts)
+        self._values = CellValues(self._team, self._cells, self.agent)
+        self._lanes = Lanes(self.workers, self.kernel_thread, self.agent)
+        self._changes = WorkerChanges(
+            self.spec, self._team, self.lifecycle, self._deaths, self.agent, self._lanes.look_again, self._tell
+        )
         self.farewells.append(self._lanes.close)
-        self._lives.bring_up(self.workers, deadline)
+        self.lifecycle.bring_up(self.workers, deadline)
         process_memory.mark_start()
-        if self.spec.may_grow:
-            self._growth = Growth(
-                self.workers,
-                self._make_worker,
-                self._lives,
-                self._inviting_launcher(),
-                self._changing,
-                self._is_member,
-                self.spec.timeout,
-                self._lanes.look_again,
-                self._on_joined,
-            )
+
+    def _on_step(self, worker: Worker, step: str) -> None:
+        """Note a worker's agent once the worker is a member of the RPC world, and tell the user's ``progress``.
+
+        In the kernel thread.
+        """
+        if step == "rpc":
+            worker.incarnation = self.agent.find(worker.name).incarnation
+        if self.progress is not None:
+            self.progress(worker.name, step)
+
+    def _tell(self, line: str) -> None:
+        """Pass a line about workers that have joined, or are waited for, on to the user. In any thread; "" for none."""
+        if self.on_joined is not None and line:
+            self.on_joined(line)
 
     # -- ending -------------------------------------------------------------------------------
 
@@ -361,8 +330,9 @@ class Cluster:
         """
         if self._state in ("new", "ended") or os.getpid() != self._pid:
             return 0
-        agent, lives, thread = (getattr(self, name, None) for name in ("agent", "_lives", "_thread"))
-        self._is_ending = True
+        agent, lives, thread = (getattr(self, name, None) for name in ("agent", "lifecycle", "kernel_thread"))
+        if (changes := getattr(self, "_changes", None)) is not None:
+            changes.close()
         left: list[int] = []
         with contextlib.ExitStack() as steps:  # runs the last step first, and all of them even if one fails
             steps.callback(self._forget)
@@ -385,7 +355,7 @@ class Cluster:
         atexit.unregister(self.shutdown)
         if Cluster.current is self:
             Cluster.current = None
-            mending.follow(None)
+            mending.follow()
 
     def restart(self, targets: Targets = None, *, process_group: bool = False) -> list[str]:
         """Kill workers and start them again, under the same names and ranks.
@@ -407,66 +377,7 @@ class Cluster:
             WorkerLost: A worker died meanwhile; or, with ``process_group``, a dead worker is not among the targets.
         """
         self.start()
-        with self._changing_workers():
-            return self._restart(self._dead() if targets is None else self.select(targets), process_group)
-
-    def _restart(self, chosen: Sequence[Worker], process_group: bool = False, because: str = "") -> list[str]:
-        """Kill and start these workers, and form the process group, as `restart` does; `_changing` is held.
-
-        ``because`` is the reason, for the errors of the killed workers' cells.
-        """
-        self.awaited = []
-        deadline = time.monotonic() + self.spec.timeout
-        if chosen:
-            with refusals_in_words("the workers cannot be restarted"):
-                self._lives.kill(chosen, self._is_member, deadline, because)
-                if self._losses is not None:
-                    self._losses.wait()
-                try:
-                    self._lives.launch(chosen)
-                    self._on_joined(self._lives.launcher.advice())  # a worker whose host is lost needs a person
-                    self._lives.bring_up(chosen, deadline)
-                except BaseException:
-                    self._lives.abandon(chosen)
-                    raise
-        if process_group and len(chosen) < len(self.workers):
-            if busy := [f"{each.name} runs In[{cell.number}]" for each in self.workers if (cell := each.present_cell)]:
-                self._on_joined(f"The process group forms once all workers are idle: {', '.join(busy)}")
-            self._lives.form_group(deadline)
-        elif chosen and len(chosen) < len(self.workers):
-            self.awaited = self._lives.form_group_once_idle(deadline)
-        return [worker.name for worker in chosen]
-
-    @contextlib.contextmanager
-    def _changing_workers(self) -> Iterator[None]:
-        """Exclude other changes of the workers during the block, such as workers that join; these come afterwards."""
-        try:
-            with self._changing:
-                yield
-        finally:
-            if self._growth is not None:
-                self._growth.look_soon()
-
-    @property
-    def lifecycle(self) -> Lifecycle | None:
-        """The starts, restarts and process groups of the workers, for their requests; None unless the cluster runs."""
-        return self._lives if self.running else None
-
-    def replace(self, name: str, incarnation: int, because: str) -> None:
-        """Restart the worker called ``name`` for the reason ``because``, which the errors of its cells then say.
-
-        Waits until it is ready. Does nothing if the worker's agent has not this ``incarnation`` any more, or unless the
-        cluster is running. An error is only logged, because nobody waits for this: see `nbdist.cluster.mending`.
-        """
-        with self._changing_workers():
-            found = [worker for worker in self.workers if worker.name == name and worker.incarnation == incarnation]
-            if not (self.running and found) or self._is_ending:
-                return
-            try:
-                self._restart(found, because=because)
-            except Exception as error:
-                if not self._is_ending:
-                    _log.error("%s could not be restarted, although %s: %s", name, because, error)
+        return self._changes.restart(targets, process_group=process_group)
 
     def invite(self, file: str, *, uses: int = 1, expires: float = 3600.0) -> None:
         """Write another invitation, with which workers of other hosts join: see ``python -m nbdist worker --help``.
@@ -489,7 +400,7 @@ class Cluster:
                 or the file cannot be written.
         """
         self.start()
-        self._inviting_launcher().invite(Path(file).expanduser(), expires, uses)
+        self._changes.invite(file, uses=uses, expires=expires)
 
     def revoke_invitations(self) -> int:
         """Make all invitations invalid; return how many were valid. Workers that have joined stay.
@@ -497,7 +408,7 @@ class Cluster:
         Raises UsageError as `invite` does.
         """
         self.start()
-        return self._inviting_launcher().revoke()
+        return self._changes.revoke_invitations()
 
     def wait_for_workers(self, count: int, *, timeout: float | None = None) -> None:
         """Wait until the cluster has at least ``count`` workers, dead ones included; new ones join by an invitation.
@@ -520,29 +431,7 @@ class Cluster:
         """
         seconds = self.spec.timeout if timeout is None else durations.positive(timeout)
         self.start()
-        if len(self.workers) >= count:
-            return
-        self._inviting_launcher()
-        assert self._growth is not None
-        if not self._growth.wait_for(count, seconds):
-            raise StartError(
-                f"the cluster has {counted(len(self.workers), 'worker')}, and not {count}, after {seconds:g} s: invite "
-                "workers with %dist_invite, and start them by `python -m nbdist worker --connect FILE`"
-            )
-
-    def _on_joined(self, line: str) -> None:
-        """Pass a line about workers that have joined, or are waited for, on to the user. In any thread; "" for none."""
-        if self.on_joined is not None and line:
-            self.on_joined(line)
-
-    def _inviting_launcher(self) -> InvitingLauncher:
-        """Return this cluster's launcher. Raises UsageError if no worker can join the cluster."""
-        if not self.spec.may_grow:
-            raise UsageError(
-                "no worker can join this cluster: start one with `%dist_init -n N --host ADDRESS`, the address at "
-                "which other hosts reach this one, or with `--launcher join`"
-            )
-        return cast("InvitingLauncher", self._lives.launcher)
+        self._changes.wait_for_workers(count, seconds)
 
     def rebuild_process_group(self) -> None:
         """Form a new process group of all workers, as is needed after an interrupt has ended a collective.
@@ -554,70 +443,7 @@ class Cluster:
             StartError: The group did not form within the cluster's timeout, or a worker failed to form it.
         """
         self.start()
-        with self._changing_workers():
-            self._lives.form_group(time.monotonic() + self.spec.timeout)
-
-    def _dead(self) -> list[Worker]:
-        """Return the workers that have died, or could not be started again."""
-        return [worker for worker in self.workers if worker.lost is not None]
-
-    def _is_member(self, name: str) -> bool:
-        """Return whether the RPC world still counts a worker as a member."""
-        return any(record.name == name for record in self.agent.members())
-
-    def _on_step(self, worker: Worker, step: str) -> None:
-        """Note a worker's agent once the worker is a member of the RPC world, and tell the user's ``progress``.
-
-        In the kernel thread.
-        """
-        if step == "rpc":
-            worker.incarnation = self.agent.find(worker.name).incarnation
-        if self.progress is not None:
-            self.progress(worker.name, step)
-
-    def _on_worker_end(self, worker: Worker, why: str) -> None:
-        """Tell this process's agent that a worker has ended, and how. In the kernel thread.
-
-        For a process of this host, the agent notices the end by itself. For one of another host, it would notice only
-        the silence.
-        """
-        if worker.incarnation is not None and worker.host:
-            self.agent.lose(worker.incarnation, why)
-
-    def _on_member_lost(self, record: Record, why: str) -> None:
-        """Give up a worker on another host that the agent has lost, although its process may live. In any thread.
-
-        The worker may be frozen, or its network may be down. Its process is killed as soon as its host can be reached.
-        """
-        worker = self._worker_of(record)
-        if worker is None or not worker.host:
-            return
-
-        def give_up() -> None:
-            if worker.alive and worker.incarnation == record.incarnation:
-                worker.lose(why)
-                self.signal(worker.name, signal.SIGKILL)
-
-        self._thread.soon(give_up)
-
-    def _worker_of(self, record: Record) -> Worker | None:
-        """Return the worker whose present agent has this record; None if there is none, as after a restart."""
-        found = (worker for worker in self.workers if worker.name == record.name)
-        return next((worker for worker in found if worker.incarnation in (None, record.incarnation)), None)
-
-    def _explain_end(self, record: Record) -> str:
-        """Return in words how the worker with this record died; "" for other members, and while the worker lives.
-
-        The RPC agent calls this for the text of its errors. Waits at most `_OUTPUT_ARRIVES_WITHIN` seconds for the end
-        of the process, and as long again for the last text that the worker wrote to standard error.
-        """
-        worker = self._worker_of(record)
-        if worker is None:
-            return ""
-        worker.exited.wait(_OUTPUT_ARRIVES_WITHIN)
-        if worker.lost is None:  # else SIGKILL has ended it, which leaves no last words to wait for
-            worker.ended.wait(_OUTPUT_ARRIVES_WITHIN)
-        return worker.lost or ""
+        self._changes.rebuild_process_group()
 
     # -- cells ----------------------------------------------------------------------------------
 
@@ -628,11 +454,7 @@ class Cluster:
             UnknownWorker: The cluster has no such worker.
             UsageError: The targets cannot be read, or name no worker, as an empty list does.
         """
-        if targets is None:
-            return list(self.workers)
-        if isinstance(targets, Sequence) and not isinstance(targets, str):
-            targets = ",".join(map(str, targets)) or "[]"
-        return [self.workers[rank] for rank in parse_targets(str(targets), self.names)]
+        return self._team.select(targets)
 
     def execute(
         self,
@@ -678,103 +500,21 @@ class Cluster:
             CellTimeout: With ``block``: the cell had not ended after ``timeout`` seconds.
             UsageError: The cluster has been shut down.
         """
-        if timeout is not None:
-            timeout = durations.positive(timeout)
+        seconds = None if timeout is None else durations.positive(timeout)
         self.start()
-        with self._lives.choosing() as token:
-            workers = self.select(targets)
-            sink = sink or current_sink()
-            self._counter += 1
-            number = labels.cell_number() or self._counter
-            cell = Cell(
-                code,
-                [worker.name for worker in workers],
-                sink,
-                make_arranger([worker.name for worker in workers], sink, grouped=group_outputs),
-                self._thread,
-                self._interrupt_cell,
-                self._answer,
-                number=number,
-                above=above,
-                foreground=block,
-                quiet=quiet,
-                fail_fast=fail_fast,
-            )
-            if keep:
-                ids = [(part.worker, part.id) for part in cell.parts.values()]
-                # A weak reference to the cluster: else the cluster, whose router keeps the last cells, would never end.
-                cell.kept = weakref.finalize(cell, _drop_values_soon, weakref.ref(self), ids)
-                cell.kept.atexit = False
-            options = {"silent": False, "store_history": True, "user_expressions": {}, "stop_on_error": False}
-            request = {"code": code, "allow_stdin": block and sink.interactive, **options}
-            origin = self._router.origins.current()
-            told = {METADATA: {"number": number, "keep": keep, "above": above, "origin": origin}}
-            packed = pack(request), pack(told)  # once, for all workers
-
-            def send() -> None:
-                if not self._thread.soon(self._send, token, cell, workers, *packed):
-                    raise UsageError("this cluster has been shut down; make another")
-                if progress_after > 0 and sink.interactive:
-                    self._thread.soon(Lookout(self._thread, self.agent, cell, workers, progress_after).start)
-
-            if block:
-                try:
-                    cell.wait(timeout, begin=send)
-                except BaseException:
-                    self._forget_values(cell)  # the caller gets no handle
-                    raise
-                return cell
-            send()
-            if timeout is not None:
-                self._thread.soon(self._thread.loop.call_later, timeout, self._cancel_late, cell)
-            return cell
-
-    def _send(self, token: object, cell: Cell, workers: Sequence[Worker], content: bytes, metadata: bytes) -> None:
-        """Send a cell to its workers; the cell fails at once on dead workers. In the kernel thread.
-
-        ``content`` and ``metadata`` belong to the execute request, as JSON; ``token`` comes from `Lifecycle.choosing`.
-        The other workers run the cell even if one is dead.
-        """
-        self._lives.unsent.discard(token)  # no other work of this thread runs before the end of this method
-        cell.when_part_ends(self._part_ended)
-        lost: dict[str, str | None] = {}
-        for worker in workers:
-            if worker.kernel is None or worker.lost is not None:
-                lost[worker.name] = worker.lost
-                continue
-            part = cell.parts[worker.name]
-            id, part.incarnation = part.id, worker.incarnation
-            self._router.expect(id, cell)
-            worker.cells.append(cell)
-            try:
-                worker.kernel.send("execute_request", content, metadata=metadata, id=id)
-            except Exception as error:  # whatever the error is, the cell must end
-                lost[worker.name] = f"cannot be reached: {error}"
-        for name, why in lost.items():
-            cell.on_lost(name, f"{why or 'is not running'}\n`%dist_restart {name}` starts it again")
-
-    def _part_ended(self, cell: Cell, name: str) -> None:
-        """Remove a cell that has ended on a worker from the cells of that worker. In the kernel thread.
-
-        The cell calls this once for each worker, as set by `_send`. If a restart has left the process group to be
-        formed once all workers are idle, and they now are, this begins to form it.
-        """
-        worker = self.find(name)
-        if cell in worker.cells:
-            worker.cells.remove(cell)
-            worker.on_change()
-            self._lives.after_cell()
-
-    def _cancel_late(self, cell: Cell) -> None:
-        """Interrupt a cell, sent without ``block``, whose time is over and that still runs. In the kernel thread."""
-        if not cell.done:
-            cell.interrupted = True
-            self._thread.loop.create_task(interrupt_cell(self, cell))
-
-    def _answer(self, name: str, text: str, request: Message) -> None:
-        kernel = self.find(name).kernel
-        assert kernel is not None
-        self._thread.soon(lambda: kernel.send("input_reply", {"value": text}, channel="stdin", parent=request))
+        return self._cells.execute(
+            code,
+            targets,
+            block=block,
+            timeout=seconds,
+            group_outputs=group_outputs,
+            keep=keep,
+            sink=sink,
+            quiet=quiet,
+            fail_fast=fail_fast,
+            progress_after=progress_after,
+            above=above,
+        )
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -899,18 +639,7 @@ class Cluster:
         run. Dead workers are skipped.
         """
         self.start()
-        interrupt_workers(self, [worker for worker in self.select(targets) if worker.alive])
-
-    def _interrupt_cell(self, cell: Cell) -> Sequence[str]:
-        """Interrupt a cell; return a text for each worker that does not stop.
-
-        Waits until the workers have stopped, about 2 s at most, or 30 s if one is formatting its traceback. In the
-        kernel thread, this method does not wait and returns an empty list; the interrupt continues in the background.
-        """
-        if self._thread.is_current():
-            self._thread.loop.create_task(interrupt_cell(self, cell))
-            return []
-        return self._thread.run(interrupt_cell(self, cell)).result()
+        self._interrupts.stop_workers([worker for worker in self.select(targets) if worker.alive])
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -929,18 +658,9 @@ class Cluster:
             CellError: The expression failed, as in `execute`; CellTimeout if it was interrupted after ``timeout``.
             EncodeError: The value cannot be sent.
         """
-        cell = self.execute(expression, targets, timeout=timeout, keep=True, quiet=True)
-        try:
-            # The value is a copy: no context records its way here, and a leaf stays a leaf.
-            with torch.no_grad(), named_in_errors(expression):
-                asked = ask_each(self.agent, take_last_value, {part.worker: (part.id,) for part in cell.parts.values()})
-                found = list(asked.or_raise().values())
-        except BaseException:
-            self._forget_values(cell)
-            raise
-        if cell.kept is not None:
-            cell.kept.detach()
-        return found[0] if means_one(targets) else found
+        seconds = None if timeout is None else durations.positive(timeout)
+        self.start()
+        return self._values.evaluate(expression, targets, seconds)
 
     def references(self, cell: Cell, targets: Targets = None) -> Any:
         """Return RRefs to the values of the last expression of a cell, one for each worker of the cell.
@@ -956,38 +676,8 @@ class Cluster:
         Raises:
             UsageError: The cell was executed without ``keep``, or its references were returned already.
         """
-        if cell.kept is None or not cell.kept.alive:
-            raise UsageError(
-                "the workers have no value of this cell: it was executed without keep=True, or references() has "
-                "returned the references already"
-            )
-        found = [self._reference(part) for part in cell.parts.values()]
-        cell.kept.detach()
-        return found[0] if means_one(targets) else found
-
-    def _reference(self, part: CellPart) -> RRef[Any]:
-        """Return an RRef to the value of a cell's last expression on one worker.
-
-        If the worker is dead, or has been restarted since, the RRef is one of this process, and fetching its value
-        raises WorkerLost.
-        """
-        if part.incarnation is not None and self.find(part.worker).incarnation not in (part.incarnation, None):
-            why = (
-                f"{part.worker} has ended since it was sent this cell, and the cell's value with it; run the cell again"
-            )
-            return api.remote(self.driver, _raise_lost, (why,), timeout=0)
-        try:
-            return api.remote(part.worker, take_last_value, (part.id,), timeout=0)
-        except WorkerLost as error:
-            return api.remote(self.driver, _raise_lost, (str(error),), timeout=0)
-
-    def _forget_values(self, cell: Cell) -> None:
-        """Let the workers drop the values that they keep for `references`, once the cell has ended.
-
-        Does nothing if the cell keeps none, and for values that were fetched or dropped before.
-        """
-        if cell.kept is not None:
-            cell.when_done(cell.kept)
+        self.start()
+        return self._values.references(cell, targets)
 
     def push(self, variables: Mapping[str, Any], targets: Targets = None) -> None:
         """Set variables on workers, after the cells that they were sent before; return when that is done.
@@ -1001,30 +691,8 @@ class Cluster:
             EncodeError: A value cannot be sent; the text says which part of which variable.
             WorkerLost: One of these workers is dead.
         """
-        from nbdist.cluster.worker.values import forget, receive
-
-        for name in variables:
-            if not name.isidentifier():
-                raise UsageError(f"{name!r} is not a variable's name, so it cannot be pushed")
         self.start()
-        workers = self.select(targets)
-        self._require_alive(workers)
-        names, ranks, token = [each.name for each in workers], [each.rank for each in workers], os.urandom(8).hex()
-        code = f"__import__('nbdist.cluster.worker.values', fromlist=['_']).place({token!r})"
-        self.execute("pass", ranks, quiet=True)  # waits with a line that says for whom, as the calls below do not
-        try:
-            with torch.no_grad():  # as in `evaluate`; also avoids the warning that no gradient will come back
-                ask_each(self.agent, receive, dict.fromkeys(names, (token, dict(variables)))).or_raise()
-            self.execute(code, ranks, quiet=True)
-        except BaseException as error:
-            for name in names:
-                with contextlib.suppress(NbdistError):  # the worker is gone, and the values with it
-                    self.agent.call(name, forget, token)
-            if not isinstance(error, EncodeError):
-                raise
-            found = next(filter(None, (culprit.of_value(value, name) for name, value in variables.items())), "")
-            why = f"{found}, which cannot be sent: {culprit.reason(error.__cause__)}" if found else str(error)
-            raise EncodeError(why) from error
+        self._values.push(variables, targets)
 
     def pull(self, names: str | Sequence[str], targets: Targets = None) -> Any:
         """Return copies of the values that variables have on workers.
@@ -1039,18 +707,8 @@ class Cluster:
                 AttributeError or WorkerLost, as in `execute`.
             EncodeError: A value cannot be sent.
         """
-        wanted = [names] if isinstance(names, str) else list(names)
-        for name in wanted:
-            if not all(part.isidentifier() for part in name.split(".")):
-                raise UsageError(
-                    f"{name!r} is not a variable's name; `%remote TARGET expression` returns the value of any"
-                )
-        values = self.evaluate(", ".join(wanted), targets)
-        shaped = [
-            value if isinstance(names, str) else dict(zip(wanted, value if len(wanted) > 1 else (value,), strict=True))
-            for value in (values if isinstance(values, list) else [values])
-        ]
-        return shaped if isinstance(values, list) else shaped[0]
+        self.start()
+        return self._values.pull(names, targets)
 
     def sync(self) -> list[str]:
         """Wait until every worker has run all the cells that it was sent; return the names of the workers.
@@ -1078,52 +736,15 @@ class Cluster:
         Args:
             patience: Seconds to wait at most before a result is shown; None after a cell.
         """
-        sink = current_sink()
-        origin = self._router.origins.find(sink.key)
-        if origin is None or (sink.interactive and not sink.captured and patience is None):
-            return
-
-        def ask(worker: str, token: str) -> bool:
-            try:
-                self.agent.call(worker, fence, token, timeout=_OUTPUT_ARRIVES_WITHIN)
-            except NbdistError:
-                return False
-            return True
-
-        within = _OUTPUT_ARRIVES_WITHIN if patience is None or not sink.interactive else patience
-        self._router.settle(origin, [worker for worker in self.workers if worker.alive], ask, within)
-
-    def _require_alive(self, workers: Sequence[Worker]) -> None:
-        """Raise WorkerLost if one of these workers is dead."""
-        for worker in workers:
-            if not worker.alive:
-                raise lost_error(worker)
+        self._cells.settle(patience)
 
 
 Cluster.__doc__ = (Cluster.__doc__ or "").replace("(arguments)", textwrap.indent(describe_arguments(), " " * 8).strip())
 
 
-def _drop_values_soon(cluster: weakref.ref[Cluster], ids: Sequence[tuple[str, str]]) -> None:
-    """Let the kernel thread tell workers to drop values, unless the cluster has ended; see `Cluster.execute`."""
-    if (known := cluster()) is not None:
-        known.kernel_thread.soon(_drop_values, known.agent, ids)
-
-
-def _drop_values(agent: Agent, ids: Sequence[tuple[str, str]]) -> None:
-    """Tell workers to drop values of cells, by the ids of the requests. In the kernel thread, without waiting."""
-    for worker, id in ids:
-        with contextlib.suppress(NbdistError):  # the worker is gone, and its values with it
-            agent.call(worker, drop_value, id)
-
-
-def _raise_lost(text: str) -> None:
-    """Raise WorkerLost: the value of a dead worker's RRef, see `Cluster.references`."""
-    raise WorkerLost(text)
-
-
 def _after_fork() -> None:
     Cluster.current = None  # the cluster stays with the parent process
-    mending.follow(None)
+    mending.follow()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,10 +1,10 @@
 """Interrupts work on the workers, and reports the workers that do not stop.
 
-Every interrupt goes through `interrupt`::
+Every interrupt goes through `Interrupts.interrupt`::
 
-    Ctrl-C, the stop button, a time limit,    one cell, on all its workers              `interrupt_cell`
+    Ctrl-C, the stop button, a time limit,    one cell, on all its workers              `stop_cell`
     `Cell.cancel`, ``fail_fast``
-    `Cluster.interrupt`, the panel's button   everything that the chosen workers do     `interrupt_workers`
+    `Cluster.interrupt`, the panel's button   everything that the chosen workers do     `stop_workers`
 
 ===================================  ==============================================================================
 what a worker does                   how it ends
@@ -15,7 +15,7 @@ a collective                         ignores SIGINT; 0.4 s later the connections
 a cell that has not begun            the worker is told not to run it. If it is the worker's next cell and has not
                                      reported its beginning after 0.3 s, SIGINT: the cell may hold the GIL, or the
                                      worker handles another request first
-a call that runs for another worker  `Stopping` raises KeyboardInterrupt in its thread (for `interrupt_workers` only)
+a call that runs for another worker  `Stopping` raises KeyboardInterrupt in its thread (for `stop_workers` only)
 ===================================  ==============================================================================
 
 If a worker has not ended its cell after 2 s, it is asked for its present line, by a signal whose handler needs no GIL.
@@ -25,16 +25,15 @@ A worker that is formatting the traceback of its interrupt has stopped, and gets
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import signal
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster.jupyter.labels import is_cell
 from nbdist.cluster.processes import where
-from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
+from nbdist.cluster.processes.probe import ANSWER_WITHIN
 from nbdist.cluster.worker import collectives
 from nbdist.cluster.worker.output import call_off
 from nbdist.errors import NbdistError
@@ -46,9 +45,11 @@ if TYPE_CHECKING:  # workers import this module for `stop_served_calls`, but not
     from nbdist.cluster.jupyter.kernel_connection import KernelThread
     from nbdist.cluster.kernels.cells import Cell, CellPart
     from nbdist.cluster.kernels.workers import Worker
+    from nbdist.cluster.processes.launchers.contract import Launcher
+    from nbdist.cluster.team import Team
     from nbdist.rpc.futures import Future
 
-__all__ = ["interrupt", "interrupt_cell", "interrupt_workers", "stop_served_calls"]
+__all__ = ["Interrupts", "stop_served_calls"]
 
 _SIGNAL_ANYWAY_AFTER = 0.3
 """Seconds after which a worker gets SIGINT for its next cell, even if it has not reported that the cell began."""
@@ -71,87 +72,194 @@ _POLL = 0.005
 """Seconds between two looks at a condition that `_wait_until` waits for."""
 
 
-class InterruptedCluster(Protocol):
-    """The parts of a `nbdist.cluster.cluster.Cluster` that an interrupt needs."""
+class Interrupts:
+    """Interrupts work on the workers of one cluster.
 
-    @property
-    def agent(self) -> Agent:
-        """The RPC agent of this process."""
-        ...
-
-    @property
-    def kernel_thread(self) -> KernelThread:
-        """The thread that talks to the workers' kernels."""
-        ...
-
-    def find(self, name: str) -> Worker:
-        """Return the worker called ``name``, dead or alive. Raises UnknownWorker if there is none."""
-        ...
-
-    def signal(self, name: str, number: int) -> None:
-        """Send the signal ``number`` to the process of the worker ``name``; do nothing if that process has ended."""
-        ...
-
-    def probe(self, name: str) -> concurrent.futures.Future[Probe]:
-        """Ask the host of the worker ``name`` about its process; return the future of the answer."""
-        ...
-
-
-async def interrupt_cell(cluster: InterruptedCluster, cell: Cell) -> list[str]:
-    """Interrupt a cell on the workers that still run it; return a text for each worker that does not stop.
-
-    Runs in the kernel thread. Takes about 2 s at most, or 30 s if a worker is formatting its traceback.
+    Args:
+        team: The workers.
+        thread: The kernel thread.
+        agent: The RPC agent of this process.
+        launcher: Sends signals to the workers' processes, and says where they are.
     """
-    return await interrupt(cluster, [(cell, part) for part in cell.parts.values()])
 
+    def __init__(self, team: Team, thread: KernelThread, agent: Agent, launcher: Launcher) -> None:
+        self._team, self._thread, self._agent, self._launcher = team, thread, agent, launcher
 
-def interrupt_workers(cluster: InterruptedCluster, workers: Sequence[Worker]) -> None:
-    """Interrupt everything that these workers do: cells, begun or not, and the calls that they run for others.
+    def stop_cell(self, cell: Cell) -> list[str]:
+        """Interrupt a cell on the workers that still run it; return a text for each worker that does not stop.
 
-    Returns once the interrupts are on their way, about 0.5 s later at most. Work that is sent afterwards runs. The
-    kernel thread must not call this, because the interrupts need it.
-    """
-    cluster.kernel_thread.soon(_interrupt_cells_of, cluster, workers)
-    names = [worker.name for worker in workers]
-    stopped = ask_each(cluster.agent, stop_served_calls, dict.fromkeys(names, ()), timeout=_CALLS_STOP_WITHIN)
-    stopped.or_raise(but=NbdistError)
+        Waits until the workers have stopped, about 2 s at most, or 30 s if one is formatting its traceback. In the
+        kernel thread, this does not wait and returns an empty list; the interrupt continues in the background.
+        """
+        work = self.interrupt([(cell, part) for part in cell.parts.values()])
+        if self._thread.is_current():
+            self._thread.loop.create_task(work)
+            return []
+        return self._thread.run(work).result()
 
+    def stop_workers(self, workers: Sequence[Worker]) -> None:
+        """Interrupt everything that these workers do: cells, begun or not, and the calls that they run for others.
 
-def _interrupt_cells_of(cluster: InterruptedCluster, workers: Sequence[Worker]) -> None:
-    """Start to interrupt all cells of these workers. Called in the kernel thread."""
-    work = [(cell, cell.parts[worker.name]) for worker in workers for cell in worker.cells]
-    cluster.kernel_thread.loop.create_task(interrupt(cluster, work))
+        Returns once the interrupts are on their way, about 0.5 s later at most. Work that is sent afterwards runs. The
+        kernel thread must not call this, because the interrupts need it.
+        """
 
+        def begin() -> None:
+            work = [(cell, cell.parts[worker.name]) for worker in workers for cell in worker.cells]
+            self._thread.loop.create_task(self.interrupt(work))
 
-async def interrupt(cluster: InterruptedCluster, work: Sequence[tuple[Cell, CellPart]]) -> list[str]:
-    """Interrupt cells on workers, in the kernel thread; return a text for each worker that does not stop in time.
+        self._thread.soon(begin)
+        names = [worker.name for worker in workers]
+        stopped = ask_each(self._agent, stop_served_calls, dict.fromkeys(names, ()), timeout=_CALLS_STOP_WITHIN)
+        stopped.or_raise(but=NbdistError)
 
-    ``work`` has each cell with the part of the worker on which to interrupt it. Calls off the cells that have not
-    begun, and sends SIGINT to the workers of the others, and to those that do not begin their next cell. After
-    `BREAK_OFF_AFTER` seconds, breaks collectives off. After `NAME_AFTER` seconds, the texts say where the workers are
-    that still run.
-    """
-    began = time.monotonic()
-    work = [(cell, part) for cell, part in work if not part.done]
-    running = [part for _, part in work if part.began is not None]
-    for cell, part in work:
-        if part.began is None and _is_next(cluster, cell, part):
-            _stop_next(cluster, part)
-    called_off = [_call_off(cluster, part) for cell, part in work if not _is_next(cluster, cell, part)]
-    # Call cells off before any signal: once the signalled cell ends, the worker begins the next one.
-    await _wait_until(
-        lambda: all(future is None or future.done() for future in called_off), began + _SKIP_CONFIRMED_WITHIN
-    )
-    for part in running:
-        _signal(cluster, part)
-    parts = [part for _, part in work]
-    await _wait_until(lambda: all(part.done for part in parts), began + BREAK_OFF_AFTER)
-    for cell, part in work:
-        if not part.done and _is_next(cluster, cell, part):
-            _break_collective(cluster, cell, part)
-    await _wait_until(lambda: all(part.done for part in parts), began + NAME_AFTER)
-    said = [await _describe(cluster, cell, part, began + _TRACEBACK_WITHIN) for cell, part in work if not part.done]
-    return [text for text in said if text]
+    async def interrupt(self, work: Sequence[tuple[Cell, CellPart]]) -> list[str]:
+        """Interrupt cells on workers, in the kernel thread; return a text for each worker that does not stop in time.
+
+        ``work`` has each cell with the part of the worker on which to interrupt it. Calls off the cells that have not
+        begun, and sends SIGINT to the workers of the others, and to those that do not begin their next cell. After
+        `BREAK_OFF_AFTER` seconds, breaks collectives off. After `NAME_AFTER` seconds, the texts say where the workers
+        are that still run.
+        """
+        began = time.monotonic()
+        work = [(cell, part) for cell, part in work if not part.done]
+        running = [part for _, part in work if part.began is not None]
+        for cell, part in work:
+            if part.began is None and self._is_next(cell, part):
+                self._stop_next(part)
+        called_off = [self._call_off(part) for cell, part in work if not self._is_next(cell, part)]
+        # Call cells off before any signal: once the signalled cell ends, the worker begins the next one.
+        await _wait_until(
+            lambda: all(future is None or future.done() for future in called_off), began + _SKIP_CONFIRMED_WITHIN
+        )
+        for part in running:
+            self._signal(part)
+        parts = [part for _, part in work]
+        await _wait_until(lambda: all(part.done for part in parts), began + BREAK_OFF_AFTER)
+        for cell, part in work:
+            if not part.done and self._is_next(cell, part):
+                self._break_collective(cell, part)
+        await _wait_until(lambda: all(part.done for part in parts), began + NAME_AFTER)
+        said = [await self._describe(cell, part, began + _TRACEBACK_WITHIN) for cell, part in work if not part.done]
+        return [text for text in said if text]
+
+    def _is_next(self, cell: Cell, part: CellPart) -> bool:
+        """Return whether the worker runs this cell or will run it next.
+
+        ``part.began`` alone does not tell: a cell that takes the GIL at once cannot report that it began.
+        """
+        cells = self._team.find(part.worker).cells
+        return part.began is not None or (bool(cells) and cells[0] is cell)
+
+    def _signal(self, part: CellPart) -> None:
+        """Send SIGINT to the worker of a cell's part, unless the part has ended. Returns at once."""
+
+        def wake() -> None:
+            kernel = self._team.find(part.worker).kernel
+            if not part.done and kernel is not None:
+                kernel.send("kernel_info_request", {})  # a waiting event loop notices a signal with its next event
+
+        if not part.done:
+            self._launcher.signal(part.worker, signal.SIGINT)
+            asyncio.get_running_loop().call_later(_WAKE_AFTER, wake)
+
+    def _stop_next(self, part: CellPart) -> None:
+        """Stop a cell that its worker will run next, and whose beginning has not been reported. Returns at once.
+
+        The cell is called off. If it has not been reported `_SIGNAL_ANYWAY_AFTER` seconds later, the worker gets
+        SIGINT: the cell has begun but holds the GIL, so that the kernel cannot report it; or the worker handles another
+        request, such as a widget's, and the cell is skipped afterwards. The worker gets one signal at most: a second
+        one could hit what the cell does to clean up.
+        """
+        signalled = False
+
+        def signal_anyway() -> None:
+            nonlocal signalled
+            if part.began is None:
+                signalled = True
+                self._signal(part)
+
+        self._call_off(part, lambda: not signalled)
+        asyncio.get_running_loop().call_later(_SIGNAL_ANYWAY_AFTER, signal_anyway)
+
+    def _call_off(self, part: CellPart, may_signal: Callable[[], bool] = lambda: True) -> Future[Any] | None:
+        """Tell the worker of a cell's part to skip the cell, which has not begun there.
+
+        Returns a future that is done once the worker has confirmed; it fails if there is no confirmation after
+        `NAME_AFTER` seconds. Returns None if the worker is gone. After its confirmation, the worker ends the cell as
+        soon as the cell begins. If the cell begins and still runs `_SKIP_CONFIRMED_WITHIN` seconds later, the worker
+        gets SIGINT, unless ``may_signal()`` says no when the cell begins. An earlier signal could hit the worker's next
+        cell.
+        """
+        loop = asyncio.get_running_loop()
+
+        def begun() -> None:
+            if may_signal():
+                loop.call_later(_SKIP_CONFIRMED_WITHIN, self._signal, part)
+
+        part.when_begun.append(begun)
+        with contextlib.suppress(NbdistError):
+            return self._agent.call(part.worker, call_off, part.id, timeout=NAME_AFTER)
+        return None
+
+    def _break_collective(self, cell: Cell, part: CellPart) -> None:
+        """Make the worker of a cell's part shut the process group of the collective in which it may wait.
+
+        Returns at once. The part ends only after the worker's answer: the answer has the sentence for the user that
+        says so, and an abort of NCCL ends the wait for the GPU before the worker has asked for a new process group. The
+        next cell must not run in the old one. A worker that does not answer for `_BROKEN_OFF_WITHIN` seconds, or is
+        lost, has broken nothing off.
+        """
+
+        def answered(future: Future[Any]) -> None:
+            note = ""
+            with contextlib.suppress(Exception):
+                note = future.value()
+            self._thread.soon(cell.on_broken_off, part, note)
+
+        part.breaks_off += 1
+        try:
+            asked = self._agent.call(part.worker, collectives.break_off, timeout=_BROKEN_OFF_WITHIN)
+        except NbdistError:
+            part.breaks_off -= 1
+        else:
+            asked.then(answered)
+
+    async def _describe(self, cell: Cell, part: CellPart, deadline: float) -> str:
+        """Return a sentence on a worker that has not ended its cell: where it is, and how to restart it.
+
+        If the cell has not begun there, the sentence says that the worker will skip it. A worker that is formatting its
+        traceback, or has replied but breaks a collective off, is waited for until ``deadline``, by `time.monotonic`; ""
+        if it ends then.
+        """
+        await _wait_until(lambda: part.done or not part.breaks_off or part.reply is None, deadline)
+        if part.done:
+            return ""
+        name = part.worker
+        if not self._is_next(cell, part):
+            return f"{name} has not begun this cell and will skip it: it still runs an earlier one"
+        frames = await self._main_frames(name)
+        while _formats_traceback(frames) and not part.done:
+            if time.monotonic() > deadline:
+                return f"{name} has stopped, but still formats its traceback; `%dist_restart {name}` starts it again"
+            await _wait_until(lambda: part.done, time.monotonic() + ANSWER_WITHIN)
+            frames = await self._main_frames(name)
+            if not _formats_traceback(frames):  # the traceback is done, and the reply arrives in a moment
+                await _wait_until(lambda: part.done, time.monotonic() + NAME_AFTER)
+        if part.done:
+            return ""
+        place = _say_place(frames, cell)
+        return (
+            f"{name} did not stop within {NAME_AFTER:g} s of the interrupt{place}; "
+            f"`%dist_restart {name}` kills it and starts it again"
+        )
+
+    async def _main_frames(self, worker: str) -> list[where.Frame]:
+        """Return the frames of a worker's main thread, innermost first; [] if its host has none within a second."""
+        with contextlib.suppress(Exception):  # the worker ends, or its host cannot be reached
+            seen = await asyncio.wait_for(asyncio.wrap_future(self._launcher.probe(worker)), 1.0)
+            return where.read_frames(seen.frames)
+        return []
 
 
 def stop_served_calls() -> None:
@@ -164,136 +272,10 @@ def stop_served_calls() -> None:
         agent.stopping.stop_served()
 
 
-def _is_next(cluster: InterruptedCluster, cell: Cell, part: CellPart) -> bool:
-    """Return whether the worker runs this cell or will run it next.
-
-    ``part.began`` alone does not tell: a cell that takes the GIL at once cannot report that it began.
-    """
-    cells = cluster.find(part.worker).cells
-    return part.began is not None or (bool(cells) and cells[0] is cell)
-
-
 async def _wait_until(happened: Callable[[], bool], deadline: float) -> None:
     """Wait until ``happened()`` is true or the deadline, by `time.monotonic`, has passed."""
     while not happened() and time.monotonic() < deadline:
         await asyncio.sleep(_POLL)
-
-
-def _signal(cluster: InterruptedCluster, part: CellPart) -> None:
-    """Send SIGINT to the worker of a cell's part, unless the part has ended. Returns at once."""
-
-    def wake() -> None:
-        kernel = cluster.find(part.worker).kernel
-        if not part.done and kernel is not None:
-            kernel.send("kernel_info_request", {})  # a waiting event loop notices a signal with its next event
-
-    if not part.done:
-        cluster.signal(part.worker, signal.SIGINT)
-        asyncio.get_running_loop().call_later(_WAKE_AFTER, wake)
-
-
-def _stop_next(cluster: InterruptedCluster, part: CellPart) -> None:
-    """Stop a cell that its worker will run next, and whose beginning has not been reported. Returns at once.
-
-    The cell is called off. If it has not been reported `_SIGNAL_ANYWAY_AFTER` seconds later, the worker gets SIGINT:
-    the cell has begun but holds the GIL, so that the kernel cannot report it; or the worker handles another request,
-    such as a widget's, and the cell is skipped afterwards. The worker gets one signal at most: a second one could hit
-    what the cell does to clean up.
-    """
-    signalled = False
-
-    def signal_anyway() -> None:
-        nonlocal signalled
-        if part.began is None:
-            signalled = True
-            _signal(cluster, part)
-
-    _call_off(cluster, part, lambda: not signalled)
-    asyncio.get_running_loop().call_later(_SIGNAL_ANYWAY_AFTER, signal_anyway)
-
-
-def _call_off(
-    cluster: InterruptedCluster, part: CellPart, may_signal: Callable[[], bool] = lambda: True
-) -> Future[Any] | None:
-    """Tell the worker of a cell's part to skip the cell, which has not begun there.
-
-    Returns a future that is done once the worker has confirmed; it fails if there is no confirmation after `NAME_AFTER`
-    seconds. Returns None if the worker is gone. After its confirmation, the worker ends the cell as soon as the cell
-    begins. If the cell begins and still runs `_SKIP_CONFIRMED_WITHIN` seconds later, the worker gets SIGINT, unless
-    ``may_signal()`` says no when the cell begins. An earlier signal could hit the worker's next cell.
-    """
-    loop = asyncio.get_running_loop()
-
-    def begun() -> None:
-        if may_signal():
-            loop.call_later(_SKIP_CONFIRMED_WITHIN, _signal, cluster, part)
-
-    part.when_begun.append(begun)
-    with contextlib.suppress(NbdistError):
-        return cluster.agent.call(part.worker, call_off, part.id, timeout=NAME_AFTER)
-    return None
-
-
-def _break_collective(cluster: InterruptedCluster, cell: Cell, part: CellPart) -> None:
-    """Make the worker of a cell's part shut the process group of the collective in which it may wait.
-
-    Returns at once. The part ends only after the worker's answer: the answer has the sentence for the user that says
-    so, and an abort of NCCL ends the wait for the GPU before the worker has asked for a new process group. The next
-    cell must not run in the old one. A worker that does not answer for `_BROKEN_OFF_WITHIN` seconds, or is lost, has
-    broken nothing off.
-    """
-
-    def answered(future: Future[Any]) -> None:
-        note = ""
-        with contextlib.suppress(Exception):
-            note = future.value()
-        cluster.kernel_thread.soon(cell.on_broken_off, part, note)
-
-    part.breaks_off += 1
-    try:
-        asked = cluster.agent.call(part.worker, collectives.break_off, timeout=_BROKEN_OFF_WITHIN)
-    except NbdistError:
-        part.breaks_off -= 1
-    else:
-        asked.then(answered)
-
-
-async def _describe(cluster: InterruptedCluster, cell: Cell, part: CellPart, deadline: float) -> str:
-    """Return a sentence on a worker that has not ended its cell: where it is, and how to restart it.
-
-    If the cell has not begun there, the sentence says that the worker will skip it. A worker that is formatting its
-    traceback, or has replied but breaks a collective off, is waited for until ``deadline``, by `time.monotonic`; "" if
-    it ends then.
-    """
-    await _wait_until(lambda: part.done or not part.breaks_off or part.reply is None, deadline)
-    if part.done:
-        return ""
-    name = part.worker
-    if not _is_next(cluster, cell, part):
-        return f"{name} has not begun this cell and will skip it: it still runs an earlier one"
-    frames = await _main_frames(cluster, name)
-    while _formats_traceback(frames) and not part.done:
-        if time.monotonic() > deadline:
-            return f"{name} has stopped, but still formats its traceback; `%dist_restart {name}` starts it again"
-        await _wait_until(lambda: part.done, time.monotonic() + ANSWER_WITHIN)
-        frames = await _main_frames(cluster, name)
-        if not _formats_traceback(frames):  # the traceback is done, and the reply arrives in a moment
-            await _wait_until(lambda: part.done, time.monotonic() + NAME_AFTER)
-    if part.done:
-        return ""
-    place = _say_place(frames, cell)
-    return (
-        f"{name} did not stop within {NAME_AFTER:g} s of the interrupt{place}; "
-        f"`%dist_restart {name}` kills it and starts it again"
-    )
-
-
-async def _main_frames(cluster: InterruptedCluster, worker: str) -> list[where.Frame]:
-    """Return the frames of a worker's main thread, innermost first; [] if its host has none within a second."""
-    with contextlib.suppress(Exception):  # the worker ends, or its host cannot be reached
-        seen = await asyncio.wait_for(asyncio.wrap_future(cluster.probe(worker)), 1.0)
-        return where.read_frames(seen.frames)
-    return []
 
 
 def _formats_traceback(frames: Sequence[where.Frame]) -> bool:

@@ -64,7 +64,7 @@ class Lifecycle:
 
     Methods wait in the calling thread for coroutines, which run in the kernel thread. ``listener(worker, channel,
     message)`` gets what kernels send unasked, ``reached(worker, step)`` each step of a worker, and ``ended(worker,
-    why)`` each end of a worker's process, in that thread.
+    why)`` each end of a worker's process that was a member of the RPC world, in that thread.
     """
 
     def __init__(
@@ -620,7 +620,8 @@ class Lifecycle:
         if worker.lives == life:  # else the worker has been restarted meanwhile
             why = worker.end(how, self.launcher.last_words(worker.name))
             self.generations.lose(worker.name, f"{worker.name} {why}")
-            if how != GIVEN_UP:  # the error of the start says it
+            # Who waits for a start that was given up gets its error.
+            if how != GIVEN_UP and worker.incarnation is not None:
                 self._ended(worker, why)
 
 

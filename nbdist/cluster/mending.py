@@ -20,20 +20,26 @@ worker, and forms the group again.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nbdist.errors import RendezvousError
 
+if TYPE_CHECKING:  # workers import this module, but not the notebook's side of clusters
+    from nbdist.cluster.lifecycle import Lifecycle
+    from nbdist.cluster.worker_changes import WorkerChanges
+
 __all__ = ["end_group", "enter_group", "follow", "form_group_anew", "restart_worker"]
 
-_cluster: Any = None
-"""The cluster of this process, in the notebook; None before it starts and after it has ended."""
+_lifecycle: Lifecycle | None = None
+"""The starts and process groups of this process's cluster, in the notebook; None unless the cluster runs."""
+_changes: WorkerChanges | None = None
+"""The changes of its workers."""
 
 
-def follow(cluster: Any) -> None:
-    """Let requests of workers reach ``cluster``, the one of this process; None when the cluster has ended."""
-    global _cluster
-    _cluster = cluster
+def follow(lifecycle: Lifecycle | None = None, changes: WorkerChanges | None = None) -> None:
+    """Let requests of workers reach the parts of this process's cluster; without arguments, the cluster has ended."""
+    global _lifecycle, _changes
+    _lifecycle, _changes = lifecycle, changes
 
 
 def form_group_anew(generation: int) -> None:
@@ -42,8 +48,8 @@ def form_group_anew(generation: int) -> None:
     ``generation`` is the number of the group that is gone. Does nothing if another group has formed since, if a
     worker is dead, or if there is no cluster any more.
     """
-    if (lifecycle := getattr(_cluster, "lifecycle", None)) is not None:
-        lifecycle.form_group_later(generation)
+    if _lifecycle is not None:
+        _lifecycle.form_group_later(generation)
 
 
 def enter_group(name: str) -> int:
@@ -51,15 +57,15 @@ def enter_group(name: str) -> int:
 
     Raises RendezvousError if there is no cluster any more.
     """
-    if (lifecycle := getattr(_cluster, "lifecycle", None)) is None:
+    if _lifecycle is None:
         raise RendezvousError("the process group cannot form: the cluster has ended")
-    return int(lifecycle.enter_group(name))
+    return _lifecycle.enter_group(name)
 
 
 def end_group(generation: int, why: str) -> None:
     """End the forming of a process group on all workers, with RendezvousError and the text ``why``."""
-    if (lifecycle := getattr(_cluster, "lifecycle", None)) is not None:
-        lifecycle.generations.end(generation, why)
+    if _lifecycle is not None:
+        _lifecycle.generations.end(generation, why)
 
 
 def restart_worker(name: str, incarnation: int, because: str) -> None:
@@ -69,7 +75,7 @@ def restart_worker(name: str, incarnation: int, because: str) -> None:
     the worker has been restarted meanwhile, or if there is no cluster any more. ``because`` is the reason, for the text
     of the WorkerLost of the worker's cells.
     """
-    if (cluster := _cluster) is not None:
+    if (changes := _changes) is not None:
         threading.Thread(
-            target=cluster.replace, args=(name, incarnation, because), name="nbdist-mending", daemon=True
+            target=changes.replace, args=(name, incarnation, because), name="nbdist-mending", daemon=True
         ).start()

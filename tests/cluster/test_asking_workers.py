@@ -9,16 +9,15 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.autograd import inspection
-from nbdist.cluster import cluster as cluster_module
-from nbdist.cluster import interrupting
+from nbdist.cluster import cell_values, interrupting
 from nbdist.cluster.inspection import comparing, holdings, status, status_report
 from nbdist.cluster.processes.probe import Probe
 from nbdist.rpc.agent import active_agent
@@ -100,7 +99,7 @@ def test_the_status_of_silent_workers_is_what_the_notebook_knows(cluster, monkey
 def test_an_interrupt_does_not_wait_for_silent_workers(cluster, monkeypatch):
     monkeypatch.setattr(interrupting, "_CALLS_STOP_WITHIN", 0.1)
     monkeypatch.setattr(interrupting, "stop_served_calls", hang)
-    interrupting.interrupt_workers(cluster, cluster.workers)
+    interrupting.Interrupts(Mock(), Mock(), cluster.agent, Mock()).stop_workers(cluster.workers)
     assert given_up(cluster.agent)
 
 
@@ -149,14 +148,15 @@ def test_each_worker_that_cannot_tell_what_a_context_recorded_is_told(world, mon
 
 
 def test_each_worker_whose_value_cannot_be_sent_is_told(world, monkeypatch):
-    monkeypatch.setattr(cluster_module, "take_last_value", fail)
+    monkeypatch.setattr(cell_values, "take_last_value", fail)
     parts = {name: SimpleNamespace(worker=name, id=name) for name in ("worker1", "worker2")}
-    cell, dropped = SimpleNamespace(parts=parts), []
-    cluster = SimpleNamespace(agent=world[0], execute=lambda *_, **__: cell, _forget_values=dropped.append)
+    dropped = []
+    cell = SimpleNamespace(parts=parts, kept="its values", when_done=dropped.append)
+    sender = Mock(execute=lambda *_, **__: cell)
     with pytest.raises(ValueError, match="no, says worker1") as raised:
-        nbdist.Cluster.evaluate(cluster, "x")
+        cell_values.CellValues(Mock(), sender, world[0]).evaluate("x")
     assert notes_of(raised) == ["1 more worker failed:\n  worker2: ValueError: no, says worker2"]
-    assert dropped == [cell]
+    assert dropped == ["its values"]
 
 
 def test_a_workers_report_does_not_count_the_question(world):

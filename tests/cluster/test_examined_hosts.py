@@ -75,7 +75,7 @@ def test_the_doctor_on_another_host_finds_closed_ports(running, tmp_path):
     other = others[3]
     rule = ("ip", "netns", "exec", other.name, "ip", "route", "add", "blackhole", "10.199.199.0/24")
     assert subprocess.run(rule).returncode == 0
-    hub = cluster._lives.launcher.hub
+    hub = cluster.lifecycle.launcher.hub
     real = hub._agent.me.addresses[:]
     try:
         hub._agent.me.addresses[:] = ["tcp://10.199.199.1:40000"]

@@ -124,13 +124,13 @@ def test_a_running_cell_keeps_its_workers_and_the_group_forms_after_it(keepers):
 @pytest.mark.soak
 def test_cells_for_all_workers_and_workers_that_join_do_not_cross(keepers):
     with keepers.cluster() as cluster:
-        with cluster._lives.choosing() as token:  # as for a cell whose workers are chosen, and that is not sent yet
+        with cluster.lifecycle.choosing() as token:  # as for a cell whose workers are chosen, and that is not sent yet
             keepers.another(cluster)
             until(lambda: len(cluster.workers) == 2, 60)
             time.sleep(0.5)
             assert not keepers.told
             assert cluster.evaluate("dist.get_world_size()", 0) == 1
-        cluster._lives.unsent.discard(token)
+        cluster.lifecycle.unsent.discard(token)
         until(lambda: keepers.told)
         # Cells with a collective of all workers run one after another while the cluster grows.
         file = keepers.file.with_name("two.json")
@@ -161,7 +161,7 @@ def test_an_open_place_is_filled_before_the_cluster_grows(keepers):
         first.kill()
         until(lambda: cluster.find("worker1").lost)
         keepers.another(cluster)
-        until(lambda: len(cluster._lives.launcher.hub.members) == 4)
+        until(lambda: len(cluster.lifecycle.launcher.hub.members) == 4)
         time.sleep(0.5)
         assert len(cluster.workers) == 4
         assert cluster.restart() == ["worker1"]
@@ -176,7 +176,7 @@ def test_nobody_is_taken_in_while_a_keeper_is_silent(keepers):
         frozen = psutil.Process(silent.pid)
         frozen.suspend()
         keepers.another(cluster)
-        until(lambda: len(cluster._lives.launcher.hub.members) == 3)
+        until(lambda: len(cluster.lifecycle.launcher.hub.members) == 3)
         time.sleep(2)  # longer than a worker needs to join
         assert len(cluster.workers) == 2
         frozen.resume()
@@ -188,7 +188,7 @@ def test_nobody_is_taken_in_while_a_keeper_is_silent(keepers):
 @pytest.mark.skipif(not can_make_hosts(), reason="only root can make hosts, and only where the kernel allows it")
 def test_who_comes_before_a_dead_host_is_noticed_takes_its_place(tmp_path):
     with hosts(4) as (address, others), cluster_on(others[:2], address, tmp_path, timeout=60) as cluster:
-        members = cluster._lives.launcher.hub.members
+        members = cluster.lifecycle.launcher.hub.members
         dead = next(other for other in others if other.address == keeper_of(cluster, "worker1").address)
         dead.kill()
         file = tmp_path / "another.json"
@@ -214,7 +214,7 @@ def test_a_newcomer_that_dies_leaves_no_trace(keepers):
         folder.mkdir()
         (folder / "slow").touch()
         process = keepers.another(cluster, cwd=folder)
-        until(lambda: cluster._lives.launcher._placed.keys() >= {"worker1"})
+        until(lambda: cluster.lifecycle.launcher._placed.keys() >= {"worker1"})
         process.kill()
         until(lambda: keepers.told)
         assert keepers.told[0].startswith("worker1 could not join the running cluster: ")
@@ -248,8 +248,8 @@ def test_a_newcomer_that_fails_does_not_send_another_one_away(keepers):
     folder.mkdir()
     (folder / "bad").touch()
     with keepers.cluster(preload=("picky",)) as cluster:
-        members = cluster._lives.launcher.hub.members
-        with cluster._changing:
+        members = cluster.lifecycle.launcher.hub.members
+        with cluster._changes.changing:
             bad = keepers.another(cluster, cwd=folder)
             until(lambda: len(members) == 2)
             good = keepers.another(cluster)
@@ -356,7 +356,7 @@ def test_a_cluster_for_other_hosts_is_freed_after_its_end(tmp_path):
     assert cluster.evaluate("1") == [1]
     cell = cluster.execute("rank", keep=True)
     cluster.shutdown()
-    hub = weakref.ref(cluster._lives.launcher.hub)
+    hub = weakref.ref(cluster.lifecycle.launcher.hub)
     known = weakref.ref(cluster)
     del cluster, cell
     gc.collect()
@@ -376,7 +376,7 @@ def test_a_shutdown_while_a_worker_joins_leaves_nothing(keepers):
     with keepers.cluster() as cluster:
         folder = cluster.folder
         process = keepers.another(cluster)
-        until(lambda: cluster._lives.launcher._wanted or len(cluster._lives.launcher._placed) > 1, 60)
+        until(lambda: cluster.lifecycle.launcher._wanted or len(cluster.lifecycle.launcher._placed) > 1, 60)
     assert process.wait(20) is not None
     assert not os.path.exists(folder)
     assert not [thread for thread in threading.enumerate() if thread.name == "nbdist-growing" and thread.is_alive()]

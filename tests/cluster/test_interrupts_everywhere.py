@@ -12,7 +12,7 @@ import pytest
 import workers
 
 import nbdist
-from nbdist.cluster import interrupting
+from nbdist.cluster.interrupting import Interrupts
 from nbdist.cluster.worker.output import call_off
 
 LIMIT = 20
@@ -235,13 +235,13 @@ def test_what_is_sent_after_an_interrupt_runs(cluster):
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_goes_through_one_function(cluster, tmp_path, monkeypatch, way):
     used = []
-    plain = interrupting.interrupt
+    plain = Interrupts.interrupt
 
     async def interrupt(*arguments):
         used.append(arguments)
         return await plain(*arguments)
 
-    monkeypatch.setattr(interrupting, "interrupt", interrupt)
+    monkeypatch.setattr(Interrupts, "interrupt", interrupt)
     cluster.push({"mark": str(tmp_path / "mark")}, "worker0")
     pressing = press_when(way, cluster, (tmp_path / "mark").exists)
     with pytest.raises(BaseException):  # noqa: B017, PT011

@@ -159,7 +159,7 @@ def test_a_newcomer_of_another_version_is_refused_by_a_running_cluster(running, 
     answer = admission.decode_answer(knock(invitation.address, invitation.key.encode(), request, 10.0))
     assert isinstance(answer.error(), VersionMismatch)
     assert "Python 3.99.0" in answer.why
-    cluster._lives.launcher.hub._invitations.use(invitation.token, time.time())  # the refusal has taken no use
+    cluster.lifecycle.launcher.hub._invitations.use(invitation.token, time.time())  # the refusal has taken no use
 
 
 def test_the_doctor_says_whether_a_worker_could_join(running, tmp_path, capsys):
@@ -231,7 +231,7 @@ def test_trials_move_bytes_for_the_invited_only_and_a_bounded_number(running, tm
     denied = [answer for answer in answers if isinstance(answer, admission.Denied)]
     assert 0 < len(denied) < 15
     assert "have moved" in denied[-1].why
-    cluster._lives.launcher.hub._invitations.use(invitation.token, time.time())  # the trials have taken no use
+    cluster.lifecycle.launcher.hub._invitations.use(invitation.token, time.time())  # the trials have taken no use
 
 
 def test_the_doctor_still_answers_when_it_may_measure_no_more(running, tmp_path, capsys):

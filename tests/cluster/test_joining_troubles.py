@@ -26,7 +26,7 @@ def limit(cluster: nbdist.Cluster, seconds: float) -> None:
 
 def test_ctrl_c_during_a_shutdown_leaves_nothing_open(keepers):
     with keepers.cluster(addresses=["127.0.0.1", "127.0.0.1"]) as cluster:
-        hub, folder = cluster._lives.launcher.hub, cluster.folder
+        hub, folder = cluster.lifecycle.launcher.hub, cluster.folder
         os.kill(keeper_of(cluster, "worker1").record.pid, signal.SIGSTOP)
         threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
@@ -45,7 +45,7 @@ def test_a_restart_that_nobody_could_serve_in_time_is_forgotten(keepers):
         with pytest.raises(StartError, match=r"worker1 \(last step: starting\); 1 worker must be started"):
             cluster.restart()
         keepers.another(cluster)
-        until(lambda: len(cluster._lives.launcher.hub.members) == 2)
+        until(lambda: len(cluster.lifecycle.launcher.hub.members) == 2)
         time.sleep(0.5)
         assert not keeper_of(cluster, "worker0").workers - {"worker0"}
         assert cluster.find("worker1").lost, "nobody waits for it, so it must not have started"
@@ -108,8 +108,8 @@ def test_a_keeper_that_dies_while_it_starts_a_worker_leaves_it_to_another(keeper
     (keepers.folder / "slow_to_import.py").write_text("import time\ntime.sleep(3)\n")
 
     def start() -> None:
-        until(lambda: hasattr(cluster, "_lives"))
-        launcher = cluster._lives.launcher
+        until(lambda: hasattr(cluster, "lifecycle"))
+        launcher = cluster.lifecycle.launcher
         file = keepers.folder / "two.json"
         launcher.invite(file, 60, 2)
         keepers.start(file=file)

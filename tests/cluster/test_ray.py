@@ -118,7 +118,7 @@ def test_a_line_says_what_the_autoscaler_does_once_for_each_change(ray, monkeypa
 
 def parent_of_keeper(cluster: nbdist.Cluster, name: str) -> int:
     """The pid of the actor whose keeper has a worker."""
-    (member,) = [each for each in cluster._lives.launcher.hub.members if name in each.workers]
+    (member,) = [each for each in cluster.lifecycle.launcher.hub.members if name in each.workers]
     return psutil.Process(member.record.pid).ppid()
 
 
@@ -140,7 +140,7 @@ def test_each_worker_has_the_actor_that_was_made_for_it(ray, monkeypatch):
 
     monkeypatch.setattr(RayLauncher, "_make_actor", make_slowly)
     with nbdist.Cluster(2, launcher="ray", timeout=60) as cluster:
-        launcher = cluster._lives.launcher
+        launcher = cluster.lifecycle.launcher
         for name, placed in launcher._actors.items():
             assert parent_of_keeper(cluster, name) == pid_of_actor(ray, placed.actor)
         (keeper,) = psutil.Process(parent_of_keeper(cluster, "worker1")).children()
@@ -153,7 +153,7 @@ def test_each_worker_has_the_actor_that_was_made_for_it(ray, monkeypatch):
 @pytest.mark.soak  # the test above kills a keeper and restarts its worker, too
 def test_a_keeper_that_never_comes_is_told_of_at_once_and_tried_again(ray):
     with nbdist.Cluster(1, launcher="ray", timeout=60) as cluster:
-        launcher = cluster._lives.launcher
+        launcher = cluster.lifecycle.launcher
         (keeper,) = psutil.Process(parent_of_keeper(cluster, "worker0")).children()
         keeper.kill()
         until(lambda: cluster.find("worker0").lost)

@@ -171,7 +171,7 @@ def test_an_interrupt_just_behind_the_sending_reaches_the_workers(monkeypatch):
 
         def interrupted(function, *args):
             sent = soon(function, *args)
-            if function == cluster._send:
+            if function == cluster._cells.send:
                 monkeypatch.undo()
                 deadline = time.monotonic() + 10
                 while cluster.workers[0].state != "busy" and time.monotonic() < deadline:

@@ -3,6 +3,8 @@
 import asyncio
 import signal
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,21 +28,23 @@ def test_a_next_cell_is_called_off_and_signalled_if_it_does_not_end(began, ended
     monkeypatch.setattr(interrupting, "_SKIP_CONFIRMED_WITHIN", 0.1)
     signals, told = [], []
     kernel = SimpleNamespace(send=lambda *_: None)
-    cluster = SimpleNamespace(
-        signal=lambda name, number: signals.append((name, number)),
-        find=lambda name: SimpleNamespace(kernel=kernel),
-        agent=SimpleNamespace(call=lambda name, function, *args, timeout: told.append((name, function, *args))),
-    )
+    part = CellPart("worker0", "1")
+    cell: Any = SimpleNamespace(parts={"worker0": part})
+    team = SimpleNamespace(find=lambda name: SimpleNamespace(kernel=kernel, cells=[cell]))
+    agent = SimpleNamespace(call=lambda name, function, *args, timeout: told.append((name, function, *args)))
+    launcher = SimpleNamespace(signal=lambda name, number: signals.append((name, number)))
+    interrupts: Any = interrupting.Interrupts(team, Mock(), agent, launcher)
 
     async def interrupt():
-        part = CellPart("worker0", "1")
-        interrupting._stop_next(cluster, part)
+        interrupting = asyncio.ensure_future(interrupts.interrupt([(cell, part)]))
+        await asyncio.sleep(0)
         loop = asyncio.get_running_loop()
         if began is not None:
             loop.call_later(began, Cell._on_begin, part)
         if ended is not None:
             loop.call_later(ended, setattr, part, "done", True)
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.3)  # a worker that has not stopped after 0.4 s is asked to leave its collective
+        interrupting.cancel()
 
     asyncio.run(interrupt())
     assert told == [("worker0", call_off, "1")]

@@ -108,7 +108,7 @@ def record(door: str, secret: Secret, message: bytes) -> bytes:
 
 def doors_of(cluster) -> list[dict[str, str]]:
     """Return the TCP ports of the cluster, and what a stranger may know of each."""
-    hub = cluster._lives.launcher.hub
+    hub = cluster.lifecycle.launcher.hub
     secret, found = hub._shared, []
     agents = [cluster.agent.me, hub._agent.me, hub.members[0].record]
     agents += [each for each in cluster.agent.members() if each.name == "worker0"]
@@ -153,7 +153,7 @@ def latencies(so_long) -> list[float]:
 def refusals(cluster) -> list[int]:
     """Return the messages that reached an agent of nbdist and were refused: of the notebook, the hub and worker0."""
     there = "__import__('nbdist.rpc.api').rpc.api.current_agent().statistics()['messages_refused']"
-    hub = cluster._lives.launcher.hub
+    hub = cluster.lifecycle.launcher.hub
     return [cluster.agent.refused, hub._agent.refused, rpc.rpc_sync("worker0", eval, args=(there,))]
 
 
@@ -167,7 +167,7 @@ def footprints(cluster) -> list[int]:
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_a_crowd_of_strangers_gets_nowhere(tmp_path, count):
     with hosts(2) as (address, (other, theirs)), cluster_on([other], address, tmp_path, timeout=60) as cluster:
-        hub = cluster._lives.launcher.hub
+        hub = cluster.lifecycle.launcher.hub
         doors = doors_of(cluster)
         assert len(doors) == 9
         first = send(theirs, doors, min(count, 400))

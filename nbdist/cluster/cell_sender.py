@@ -1,0 +1,207 @@
+"""`CellSender`: sends cells to workers, and sees them to their end."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+
+from nbdist.cluster.interrupting import Interrupts
+from nbdist.cluster.jupyter import labels
+from nbdist.cluster.jupyter.jupyter_wire import pack
+from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
+from nbdist.cluster.kernels.cells import Cell
+from nbdist.cluster.kernels.routing import Router
+from nbdist.cluster.kernels.workers import Worker
+from nbdist.cluster.lifecycle import Lifecycle
+from nbdist.cluster.lookout import Lookout
+from nbdist.cluster.output.outlet import make_arranger
+from nbdist.cluster.output.sinks import Sink, current_sink
+from nbdist.cluster.team import Targets, Team
+from nbdist.cluster.worker.output import METADATA, drop_value, fence
+from nbdist.errors import NbdistError, UsageError
+from nbdist.rpc.agent import Agent
+
+__all__ = ["CellSender"]
+
+_OUTPUT_ARRIVES_WITHIN = 1.0
+"""Seconds to wait for output that may be on the way."""
+
+
+class CellSender:
+    """Sends cells to the workers of one cluster, interrupts them, and passes on what their user types.
+
+    `Cluster.execute` describes a cell's options; ``agent`` is this process's.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        thread: KernelThread,
+        router: Router,
+        lifecycle: Lifecycle,
+        agent: Agent,
+        interrupts: Interrupts,
+    ) -> None:
+        self._team = team
+        self._thread = thread
+        self._router = router
+        self._lifecycle = lifecycle
+        self._agent = agent
+        self._interrupts = interrupts
+        self._counter = 0
+        """The number of cells so far, which numbers them where there is no notebook."""
+
+    def execute(
+        self,
+        code: str,
+        targets: Targets = None,
+        *,
+        block: bool = True,
+        timeout: float | None = None,
+        group_outputs: bool = False,
+        keep: bool = False,
+        sink: Sink | None = None,
+        quiet: bool = False,
+        fail_fast: bool = False,
+        progress_after: float = 10.0,
+        above: int = 0,
+    ) -> Cell:
+        """Run a cell, as `Cluster.execute` does, on workers that have started."""
+        with self._lifecycle.choosing() as token:
+            workers = self._team.select(targets)
+            sink = sink or current_sink()
+            self._counter += 1
+            number = labels.cell_number() or self._counter
+            names = [worker.name for worker in workers]
+            cell = Cell(
+                code,
+                names,
+                sink,
+                make_arranger(names, sink, grouped=group_outputs),
+                self._thread,
+                self._interrupts.stop_cell,
+                self._answer,
+                number=number,
+                above=above,
+                foreground=block,
+                quiet=quiet,
+                fail_fast=fail_fast,
+            )
+            if keep:
+                ids = [(part.worker, part.id) for part in cell.parts.values()]
+                # A weak reference: else this object, whose router keeps the last cells, would never end.
+                cell.kept = weakref.finalize(cell, _drop_values_soon, weakref.ref(self), ids)
+                cell.kept.atexit = False
+            options = {"silent": False, "store_history": True, "user_expressions": {}, "stop_on_error": False}
+            request = {"code": code, "allow_stdin": block and sink.interactive, **options}
+            origin = self._router.origins.current()
+            told = {METADATA: {"number": number, "keep": keep, "above": above, "origin": origin}}
+            packed = pack(request), pack(told)  # once, for all workers
+
+            def send() -> None:
+                if not self._thread.soon(self.send, token, cell, workers, *packed):
+                    raise UsageError("this cluster has been shut down; make another")
+                if progress_after > 0 and sink.interactive:
+                    self._thread.soon(Lookout(self._thread, self._agent, cell, workers, progress_after).start)
+
+            if block:
+                try:
+                    cell.wait(timeout, begin=send)
+                except BaseException:
+                    forget_values(cell)  # the caller gets no handle
+                    raise
+                return cell
+            send()
+            if timeout is not None:
+                self._thread.soon(self._thread.loop.call_later, timeout, self._cancel_late, cell)
+            return cell
+
+    def send(self, token: object, cell: Cell, workers: Sequence[Worker], content: bytes, metadata: bytes) -> None:
+        """Send a cell to its workers; the cell fails at once on dead workers. In the kernel thread.
+
+        ``content`` and ``metadata`` belong to the execute request, as JSON; ``token`` comes from `Lifecycle.choosing`.
+        The other workers run the cell even if one is dead.
+        """
+        self._lifecycle.unsent.discard(token)  # no other work of this thread runs before the end of this method
+        cell.when_part_ends(self._on_part_end)
+        lost: dict[str, str | None] = {}
+        for worker in workers:
+            if worker.kernel is None or worker.lost is not None:
+                lost[worker.name] = worker.lost
+                continue
+            part = cell.parts[worker.name]
+            id, part.incarnation = part.id, worker.incarnation
+            self._router.expect(id, cell)
+            worker.cells.append(cell)
+            try:
+                worker.kernel.send("execute_request", content, metadata=metadata, id=id)
+            except Exception as error:  # whatever the error is, the cell must end
+                lost[worker.name] = f"cannot be reached: {error}"
+        for name, why in lost.items():
+            cell.on_lost(name, f"{why or 'is not running'}\n`%dist_restart {name}` starts it again")
+
+    def settle(self, patience: float | None) -> None:
+        """Show the output that calls of the notebook's cell have printed on workers, as `Cluster.settle` does."""
+        sink = current_sink()
+        origin = self._router.origins.find(sink.key)
+        if origin is None or (sink.interactive and not sink.captured and patience is None):
+            return
+
+        def ask(worker: str, token: str) -> bool:
+            try:
+                self._agent.call(worker, fence, token, timeout=_OUTPUT_ARRIVES_WITHIN)
+            except NbdistError:
+                return False
+            return True
+
+        within = _OUTPUT_ARRIVES_WITHIN if patience is None or not sink.interactive else patience
+        self._router.settle(origin, [worker for worker in self._team.workers if worker.alive], ask, within)
+
+    def _on_part_end(self, cell: Cell, name: str) -> None:
+        """Remove a cell that has ended on a worker from the cells of that worker. In the kernel thread.
+
+        The cell calls this once for each worker, as set by `send`. If a restart has left the process group to be
+        formed once all workers are idle, and they now are, this begins to form it.
+        """
+        worker = self._team.find(name)
+        if cell in worker.cells:
+            worker.cells.remove(cell)
+            worker.on_change()
+            self._lifecycle.after_cell()
+
+    def _cancel_late(self, cell: Cell) -> None:
+        """Interrupt a cell, sent without ``block``, whose time is over and that still runs. In the kernel thread."""
+        if not cell.done:
+            cell.interrupted = True
+            self._interrupts.stop_cell(cell)
+
+    def _answer(self, name: str, text: str, request: Message) -> None:
+        kernel = self._team.find(name).kernel
+        assert kernel is not None
+        self._thread.soon(lambda: kernel.send("input_reply", {"value": text}, channel="stdin", parent=request))
+
+    def drop_values(self, ids: Sequence[tuple[str, str]]) -> None:
+        """Tell workers to drop values of cells, by the ids of the requests. In any thread, without waiting."""
+
+        def drop() -> None:
+            for worker, id in ids:
+                with contextlib.suppress(NbdistError):  # the worker is gone, and its values with it
+                    self._agent.call(worker, drop_value, id)
+
+        self._thread.soon(drop)
+
+
+def forget_values(cell: Cell) -> None:
+    """Let the workers drop the values that they keep for `Cluster.references`, once the cell has ended.
+
+    Does nothing if the cell keeps none, and for values that were fetched or dropped before.
+    """
+    if cell.kept is not None:
+        cell.when_done(cell.kept)
+
+
+def _drop_values_soon(sender: weakref.ref[CellSender], ids: Sequence[tuple[str, str]]) -> None:
+    """Let workers drop values, unless the cluster has ended."""
+    if (known := sender()) is not None:
+        known.drop_values(ids)

@@ -1,0 +1,120 @@
+"""`CellValues`: moves values between this process and the workers' variables, in order with their cells."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nbdist.cluster.cell_sender import CellSender, forget_values
+from nbdist.cluster.errors import named_in_errors
+from nbdist.cluster.kernels.cells import Cell, CellPart
+from nbdist.cluster.targets import means_one
+from nbdist.cluster.team import Targets, Team
+from nbdist.cluster.worker.output import take_last_value
+from nbdist.cluster.worker.values import forget, receive
+from nbdist.errors import EncodeError, NbdistError, UsageError, WorkerLost
+from nbdist.rpc import api
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.asking import ask_each
+from nbdist.rpc.references.rref import RRef
+from nbdist.wire.pickling import culprit
+
+__all__ = ["CellValues"]
+
+
+class CellValues:
+    """Fetches and sets values on the workers of one cluster. Its methods do what those of `Cluster` say."""
+
+    def __init__(self, team: Team, sender: CellSender, agent: Agent) -> None:
+        self._team, self._sender, self._agent = team, sender, agent
+
+    def evaluate(self, expression: str, targets: Targets = None, timeout: float | None = None) -> Any:
+        """Return a copy of an expression's value on a worker, or a list of values for several workers."""
+        cell = self._sender.execute(expression, targets, timeout=timeout, keep=True, quiet=True)
+        try:
+            # The value is a copy: no context records its way here, and a leaf stays a leaf.
+            with torch.no_grad(), named_in_errors(expression):
+                ids = {part.worker: (part.id,) for part in cell.parts.values()}
+                found = list(ask_each(self._agent, take_last_value, ids).or_raise().values())
+        except BaseException:
+            forget_values(cell)
+            raise
+        if cell.kept is not None:
+            cell.kept.detach()
+        return found[0] if means_one(targets) else found
+
+    def references(self, cell: Cell, targets: Targets = None) -> Any:
+        """Return RRefs to the values of the last expression of a cell, one for each worker of the cell."""
+        if cell.kept is None or not cell.kept.alive:
+            raise UsageError(
+                "the workers have no value of this cell: it was executed without keep=True, or references() has "
+                "returned the references already"
+            )
+        found = [self._reference(part) for part in cell.parts.values()]
+        cell.kept.detach()
+        return found[0] if means_one(targets) else found
+
+    def _reference(self, part: CellPart) -> RRef[Any]:
+        """Return an RRef to the value of a cell's last expression on one worker.
+
+        If the worker is dead, or has been restarted since, the RRef is one of this process, and fetching its value
+        raises WorkerLost.
+        """
+        here = self._agent.me.name
+        if part.incarnation is not None and self._team.find(part.worker).incarnation not in (part.incarnation, None):
+            why = (
+                f"{part.worker} has ended since it was sent this cell, and the cell's value with it; run the cell again"
+            )
+            return api.remote(here, _raise_lost, (why,), timeout=0)
+        try:
+            return api.remote(part.worker, take_last_value, (part.id,), timeout=0)
+        except WorkerLost as error:
+            return api.remote(here, _raise_lost, (str(error),), timeout=0)
+
+    def push(self, variables: Mapping[str, Any], targets: Targets = None) -> None:
+        """Set variables on workers, after the cells that they were sent before; return when that is done."""
+        for name in variables:
+            if not name.isidentifier():
+                raise UsageError(f"{name!r} is not a variable's name, so it cannot be pushed")
+        workers = self._team.select(targets)
+        self._team.require_alive(workers)
+        names, ranks, token = [each.name for each in workers], [each.rank for each in workers], os.urandom(8).hex()
+        code = f"__import__('nbdist.cluster.worker.values', fromlist=['_']).place({token!r})"
+        self._sender.execute("pass", ranks, quiet=True)  # waits with a line that says for whom, as calls do not
+        try:
+            with torch.no_grad():  # as in `evaluate`; also avoids the warning that no gradient will come back
+                ask_each(self._agent, receive, dict.fromkeys(names, (token, dict(variables)))).or_raise()
+            self._sender.execute(code, ranks, quiet=True)
+        except BaseException as error:
+            for name in names:
+                with contextlib.suppress(NbdistError):  # the worker is gone, and the values with it
+                    self._agent.call(name, forget, token)
+            if not isinstance(error, EncodeError):
+                raise
+            found = next(filter(None, (culprit.of_value(value, name) for name, value in variables.items())), "")
+            why = f"{found}, which cannot be sent: {culprit.reason(error.__cause__)}" if found else str(error)
+            raise EncodeError(why) from error
+
+    def pull(self, names: str | Sequence[str], targets: Targets = None) -> Any:
+        """Return copies of the values that variables have on workers."""
+        wanted = [names] if isinstance(names, str) else list(names)
+        for name in wanted:
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise UsageError(
+                    f"{name!r} is not a variable's name; `%remote TARGET expression` returns the value of any"
+                )
+        values = self.evaluate(", ".join(wanted), targets)
+        shaped = [
+            value if isinstance(names, str) else dict(zip(wanted, value if len(wanted) > 1 else (value,), strict=True))
+            for value in (values if isinstance(values, list) else [values])
+        ]
+        return shaped if isinstance(values, list) else shaped[0]
+
+
+def _raise_lost(text: str) -> None:
+    """Raise WorkerLost: the value of a dead worker's RRef."""
+    raise WorkerLost(text)
