@@ -23,7 +23,7 @@ The path of one token, and the modules along it. A *span* is a row of consecutiv
                  ▼
     servers  Server.step ──pushes output──► Server.step ──► ...    server, session_caches, neighbours
                  │ waits for cache memory       cache_room, cache_budget
-             the server's one computing thread  computing, queues
+             the server's one computing thread  runtime, queues
                  │
     client   every server also sends its output to the client, which needs it if the next server dies
 
@@ -31,6 +31,7 @@ The path of one token, and the modules along it. A *span* is a row of consecutiv
 swarm        `serve` and `Swarm`, the public interface
 client       a subpackage: models, sessions, routes, and what the client knows about the servers
 server       a subpackage: blocks, caches and the computing thread, on each worker
+policy       the arguments of `serve` that concern the client, checked
 history      the inputs of a span, kept by the client to replay them on another server
 stacking     stacks several requests into one, and splits a request into micro-batches
 carriage     the extra time that a call with large tensors gets on a slow connection

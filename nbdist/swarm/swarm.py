@@ -21,9 +21,10 @@ from nbdist.swarm.client.model import remote_model
 from nbdist.swarm.client.routing import Span, named
 from nbdist.swarm.client.sequential import RemoteSequential
 from nbdist.swarm.client.servers import Gone, Servers
-from nbdist.swarm.client.session import Recover, Session, check_recover
+from nbdist.swarm.client.session import Session
 from nbdist.swarm.client.sessions import Sessions
 from nbdist.swarm.named_models import folder_of
+from nbdist.swarm.policy import Policy, Recover, check_count
 from nbdist.swarm.server.server import Info, Options
 from nbdist.swarm.weight_file import WeightFile
 
@@ -94,20 +95,15 @@ def serve(
           worker1: block 3
         >>> sw.close()
     """
+    policy = Policy.of(locals())
     known = [field.name for field in dataclasses.fields(Options)]
     if unknown := [name for name in options if name not in known]:
         raise TypeError(f"serve() has no argument {unknown[0]!r}; as options it takes {', '.join(known)}")
     servers = Options(**options)
     if not isinstance(workers, Sequence) or isinstance(workers, str):
         raise UsageError(f"workers is a list of names or ids, such as [0, 1], not {workers!r}")
-    for name, count in {"chunk": chunk, "micro_batch": micro_batch, "largest": servers.largest}.items():
-        if count is not None and not (isinstance(count, SupportsIndex) and count >= 1):
-            raise UsageError(f"{name} must be a whole number of at least 1, or None, not {count!r}")
-    recover = check_recover(recover)
+    check_count("largest", servers.largest)
     durations.positive(servers.session_timeout, "session_timeout")
-    step_timeout = durations.positive(step_timeout, "step_timeout")
-    cache_timeout = durations.bounded(cache_timeout, "cache_timeout")
-    route_timeout = durations.bounded(route_timeout, "route_timeout")
     tell = trace.steps()
     tell("serve: the model's weights are read ...")
     # In the agent's directory: when that directory is removed after a kill, the weights are removed, too.
@@ -118,19 +114,7 @@ def serve(
     else:
         adapter.write_checkpoint(model, Path(folder.name))
         checkpoint = adapter.Checkpoint(folder.name)
-    found = Swarm(
-        checkpoint,
-        folder,
-        servers,
-        recover=recover,
-        step_timeout=step_timeout,
-        cache_timeout=cache_timeout,
-        route_timeout=route_timeout,
-        chunk=chunk,
-        micro_batch=micro_batch,
-        room=room,
-        spend=spend,
-    )
+    found = Swarm(checkpoint, folder, servers, policy)
     if spans is None:
         spans = routing.cut(found.sizes, len(workers))
     if len(spans) > len(workers):
@@ -169,19 +153,7 @@ class Swarm:
     """
 
     def __init__(
-        self,
-        checkpoint: adapter.Checkpoint,
-        folder: tempfile.TemporaryDirectory[str],
-        options: Options,
-        *,
-        recover: Recover,
-        step_timeout: float,
-        cache_timeout: float,
-        route_timeout: float,
-        chunk: int | None,
-        micro_batch: int | None,
-        room: int | None,
-        spend: Callable[[str, int], float],
+        self, checkpoint: adapter.Checkpoint, folder: tempfile.TemporaryDirectory[str], options: Options, policy: Policy
     ) -> None:
         self.checkpoint = checkpoint
         skeleton = adapter.build(checkpoint.config)
@@ -194,19 +166,8 @@ class Swarm:
                 f"{size(checkpoint.weights.copied)} of weights are copied when they are loaded, not mapped: in "
                 f"{checkpoint.folder} they do not begin at multiples of 64 bytes"
             )
-        self.crew = Servers(
-            checkpoint,
-            folder,
-            self.sizes,
-            options,
-            self.journal,
-            room=room,
-            step_timeout=step_timeout,
-            route_timeout=route_timeout,
-            micro_batch=micro_batch,
-            spend=spend,
-        )
-        self.sessions = Sessions(self.crew, self.journal, recover=recover, chunk=chunk, cache_timeout=cache_timeout)
+        self.crew = Servers(checkpoint, folder, self.sizes, options, self.journal, policy)
+        self.sessions = Sessions(self.crew, self.journal)
         self._closed: list[dict[str, Any]] | None = None
         """The description of each worker, from just before the swarm was closed; None while it is open."""
 
@@ -492,7 +453,7 @@ class Swarm:
         `nbdist.swarm.client.sequential.RemoteSequential` has an example. Raises UsageError if the swarm is closed.
         """
         self.crew.check_open()
-        blocks = remote_model(self.sessions, self.checkpoint, "Model", recover=self.sessions.recover)
+        blocks = remote_model(self.sessions, self.checkpoint, "Model", recover=self.sessions.policy.recover)
         return RemoteSequential(blocks.nbdist, 0, len(self))
 
     def _model(self, kind: str, recover: Recover | None, num_labels: int | None = None) -> Any:

@@ -16,7 +16,8 @@ from nbdist.errors import UsageError
 from nbdist.swarm import adapter, named_models
 from nbdist.swarm.client.routing import NoRoute
 from nbdist.swarm.client.servers import Gone, Servers
-from nbdist.swarm.client.session import Session, check_recover
+from nbdist.swarm.client.session import Session
+from nbdist.swarm.policy import check_recover
 from nbdist.swarm.server.server import NotHere, Server
 from nbdist.testing import World
 

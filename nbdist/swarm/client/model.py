@@ -26,8 +26,9 @@ from nbdist.swarm import adapter, stacking
 from nbdist.swarm.adapter import LayerCall
 from nbdist.swarm.client import stateless
 from nbdist.swarm.client.servers import Gone
-from nbdist.swarm.client.session import Recover, Session
+from nbdist.swarm.client.session import Session
 from nbdist.swarm.client.sessions import Sessions
+from nbdist.swarm.policy import Recover
 
 __all__ = ["Passage", "remote_model"]
 

@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbdist.amounts import size
@@ -43,6 +43,7 @@ from nbdist.swarm.client import routing
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.routing import NoRoute, Span, named
 from nbdist.swarm.client.server_record import ServerRecord
+from nbdist.swarm.policy import Policy
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.server import NotHere, Options, Server
 from nbdist.swarm.server.session_caches import NoSession, StepReply
@@ -85,23 +86,14 @@ class Servers:
         sizes: Sequence[int],
         options: Options,
         journal: Journal,
-        *,
-        room: int | None,
-        step_timeout: float,
-        route_timeout: float,
-        micro_batch: int | None,
-        spend: Callable[[str, int], float],
+        policy: Policy,
     ) -> None:
         self.sizes = sizes
         """Bytes of each block."""
         self.layout: StackLayout = DEFAULT_LAYOUT
         """Says which arguments of a block have rows for each sequence; `DEFAULT_LAYOUT` until a model has found out."""
         self.options = options
-        self.step_timeout = step_timeout
-        self.micro_batch = micro_batch
-        """The number of sequences in one part of a call without a cache; an argument of `serve`."""
-        self.spend = spend
-        """Returns the points to spend on a request of a kind and a number of tokens; an argument of `serve`."""
+        self.policy = policy
         self.ban_seconds = _FIRST_BAN_SECONDS
         """Seconds of the first ban of a server."""
         self._checkpoint = checkpoint
@@ -109,8 +101,6 @@ class Servers:
         self._weights = weights
         """The folder that `close`, or the end of this object, removes. Until then servers may load blocks from it."""
         self._journal = journal
-        self._room = room
-        self._route_timeout = route_timeout
         self._members: dict[str, ServerRecord] = {}
         """The members by name of the worker, in the order in which they joined."""
         self._choose = random.Random(0)
@@ -212,7 +202,7 @@ class Servers:
             if not member.there or member.is_banned(time.monotonic()):
                 return  # a joining server has no callers yet; a banned one has failed another call at the same time
             seconds = member.ban(time.monotonic(), self.ban_seconds, why or "did not answer")
-        told = why or f"did not answer for {self.step_timeout:g} s"
+        told = why or f"did not answer for {self.policy.step_timeout:g} s"
         self._journal.tell(f"{member.name} {told}: it is left alone for {seconds:g} s")
 
     # -- who has what -------------------------------------------------------------------------
@@ -252,7 +242,7 @@ class Servers:
         record = self._agent.find(worker)
         address = Address(record.name, f"{self.incarnation}.{next(_numbers)}")
         server: RRef[Server] = api.remote(record.name, Server, (self._source, self.options, address.key))
-        return ServerRecord(record.name, record.incarnation, server, address, self._room)
+        return ServerRecord(record.name, record.incarnation, server, address, self.policy.room)
 
     @contextlib.contextmanager
     def _joining(self, members: Sequence[ServerRecord]) -> Iterator[None]:
@@ -292,7 +282,7 @@ class Servers:
         closed meanwhile, `Gone` if the server has left meanwhile or does not answer, or the error of loading.
         """
         try:
-            blocks: list[int] = self.outwait(member, asked, max(self.step_timeout, _NEW_WORKER_SECONDS))
+            blocks: list[int] = self.outwait(member, asked, max(self.policy.step_timeout, _NEW_WORKER_SECONDS))
         except Exception as error:
             self.check_open()  # if the swarm was closed meanwhile, that is the cause
             if isinstance(error, Gone) and isinstance(error.__cause__, WorkerLost):
@@ -438,7 +428,7 @@ class Servers:
         """
         with self._changed:
             joining = any(member.state == "joining" for member in self._members.values())
-            if not joining and time.monotonic() - since >= self._route_timeout:
+            if not joining and time.monotonic() - since >= self.policy.route_timeout:
                 return False
             with blocking_wait():
                 self._changed.wait(0.1)
@@ -516,7 +506,7 @@ class Servers:
         The call times out after `step_timeout` plus ``extra`` seconds. For a server that is known to be lost, returns a
         failed future.
         """
-        timeout = self.step_timeout + extra
+        timeout = self.policy.step_timeout + extra
         try:
             found: Future[Any] = getattr(member.server.rpc_async(timeout), method)(*args, **kwargs)
         except (WorkerLost, RRefError) as error:
@@ -557,7 +547,7 @@ class Servers:
                 raise Gone(f"{member.name} did not answer") from error.with_traceback(None)
             except NotHere as error:
                 with contextlib.suppress(NbdistError):
-                    found = member.server.rpc_sync(self.step_timeout).info()
+                    found = member.server.rpc_sync(self.policy.step_timeout).info()
                     with self._changed:
                         member.blocks = [number for number in member.blocks if number in found.blocks]
                 raise Forgotten(f"{member.name}: {error}") from error.with_traceback(None)
@@ -569,7 +559,7 @@ class Servers:
 
         Calls the worker every ``within`` seconds, by default `step_timeout`. If it does not answer, raises `Gone`.
         """
-        within = self.step_timeout if within is None else within
+        within = self.policy.step_timeout if within is None else within
         with member.asked():
             while not asked.done():
                 with contextlib.suppress(Exception):  # an error of the call is raised by `answer` below
@@ -593,7 +583,8 @@ class Servers:
         of `ask`.
         """
         began = time.perf_counter()
-        reply: StepReply = self.ask(member, method, *args, points=self.spend(method, tokens), extra=carriage(*args))
+        points = self.policy.spend(method, tokens)
+        reply: StepReply = self.ask(member, method, *args, points=points, extra=carriage(*args))
         member.answered(reply, time.perf_counter() - began, tokens, blocks)
         return reply.result
 

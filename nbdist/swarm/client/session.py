@@ -36,7 +36,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -51,11 +51,10 @@ from nbdist.swarm.client.routing import NoRoute, Span, named
 from nbdist.swarm.client.server_record import ServerRecord
 from nbdist.swarm.client.servers import Gone, Servers
 from nbdist.swarm.history import History, Operation, Step
+from nbdist.swarm.policy import Recover
 from nbdist.swarm.server.session_caches import REPLAYED, StepReply
 
-__all__ = ["Recover", "Session", "check_recover"]
-
-Recover = Literal["exact", "fast"]
+__all__ = ["Session"]
 
 _numbers = itertools.count()
 _MAX_LOST_SERVERS = 16
@@ -78,13 +77,6 @@ class _Part:
     """True if the server may have computed something for the session, so that its caches may not be empty."""
     linked: _Part | None = field(default=None, repr=False)
     """The part to which the server has been told to push its output."""
-
-
-def check_recover(value: Any) -> Recover:
-    """Return ``value``, a user's argument ``recover``; raise UsageError if it is not one of `Recover`."""
-    if not isinstance(value, str) or value not in get_args(Recover):
-        raise UsageError(f'recover must be "exact" or "fast", not {value!r}')
-    return cast("Recover", value)
 
 
 class Session:
@@ -281,7 +273,7 @@ class Session:
         """
         self._link()
         crew = self._crew
-        points = crew.spend("step", hidden.shape[0] * hidden.shape[1])
+        points = crew.policy.spend("step", hidden.shape[0] * hidden.shape[1])
         nothing = hidden.new_empty(0)
         found = {}
         for number, part in enumerate(self._parts[at:]):
@@ -294,10 +286,10 @@ class Session:
                 self._number,
                 told,
                 pushed=number > 0,
-                behind=number * (crew.step_timeout + carriage(hidden)),
-                patience=crew.step_timeout,
+                behind=number * (crew.policy.step_timeout + carriage(hidden)),
+                patience=crew.policy.step_timeout,
                 points=points,
-                extra=number * crew.step_timeout + (number + 1) * carriage(hidden),
+                extra=number * crew.policy.step_timeout + (number + 1) * carriage(hidden),
             )
             found[part] = asked, time.perf_counter()
         return found
@@ -325,7 +317,7 @@ class Session:
             if not asked.done():
                 self._push_input(part, self._number, own.hidden)
         # The server has its input by now, so its time counts from here on. It is not to blame for earlier servers.
-        within = None if first else self._crew.step_timeout + carriage(own.hidden)
+        within = None if first else self._crew.policy.step_timeout + carriage(own.hidden)
         reply = self._crew.answer(part.member, asked, within)
         elapsed = time.perf_counter() - since if first else None
         tokens = own.hidden.shape[0] * own.hidden.shape[1]
@@ -455,8 +447,8 @@ class Session:
                 part.member.address,
                 part.span.begin,
                 self._crew.incarnation,
-                self._crew.step_timeout,
-                extra=self._crew.step_timeout,
+                self._crew.policy.step_timeout,
+                extra=self._crew.policy.step_timeout,
             )
         except NbdistError as error:  # the old server, or the new one, may have died meanwhile
             self._journal.tell(f"session {self.id} could not be moved to {member.name}: {error}")
@@ -510,7 +502,7 @@ class Session:
                 REPLAYED,
                 own,
                 push=False,
-                patience=self._crew.step_timeout,
+                patience=self._crew.policy.step_timeout,
                 extra=carriage(hidden),
             )
             part.history.add(own, reply.result)

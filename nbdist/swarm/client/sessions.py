@@ -19,25 +19,19 @@ from nbdist.errors import EncodeError
 from nbdist.swarm import adapter
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.servers import Servers
-from nbdist.swarm.client.session import Recover, Session, check_recover
+from nbdist.swarm.client.session import Session
+from nbdist.swarm.policy import Recover, check_recover
 
 __all__ = ["Sessions"]
 
 
 class Sessions:
-    """The open sessions of a swarm. Any thread may use it.
+    """The open sessions of a swarm. Any thread may use it."""
 
-    ``recover``, ``chunk`` and ``cache_timeout`` are arguments of `nbdist.swarm.serve`.
-    """
-
-    def __init__(
-        self, crew: Servers, journal: Journal, *, recover: Recover, chunk: int | None, cache_timeout: float
-    ) -> None:
+    def __init__(self, crew: Servers, journal: Journal) -> None:
         self.crew = crew
-        self.recover: Recover = recover
+        self.policy = crew.policy
         self._journal = journal
-        self._chunk = chunk
-        self._cache_timeout = cache_timeout
         self._lock = threading.Lock()
         """Guards the set of sessions and the start of the thread."""
         self._open: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -67,8 +61,8 @@ class Sessions:
             end=len(self.crew.sizes) if end is None else end,
             recover=recover,
             expected=expected,
-            chunk=self._chunk,
-            cache_timeout=self._cache_timeout,
+            chunk=self.policy.chunk,
+            cache_timeout=self.policy.cache_timeout,
         )
         recorded.tell = session.note
         cache.nbdist = recorded, session
@@ -84,7 +78,7 @@ class Sessions:
 
     def way_to_recover(self, recover: Recover | None) -> Recover:
         """Return ``recover``; if it is None, the swarm's own value. Raise UsageError if it is not valid."""
-        return check_recover(self.recover if recover is None else recover)
+        return check_recover(self.policy.recover if recover is None else recover)
 
     def open(self) -> list[Session]:
         """Return the sessions whose caches have not been collected, including those that refuse further steps."""

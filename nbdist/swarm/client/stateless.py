@@ -62,7 +62,7 @@ def forward(crew: Servers, begin: int, item: StackInput) -> tuple[torch.Tensor, 
     Returns the hidden states behind the blocks, and the entrances of each micro-batch, which the backward pass sends
     again. Raises `NoRoute` if no server can serve a block, or too many servers failed.
     """
-    parts = stacking.parts(item, crew.micro_batch)
+    parts = stacking.parts(item, crew.policy.micro_batch)
     found = _run_each(crew, [(_one_micro_batch, (crew, begin, part)) for part in parts])
     return torch.cat([result for result, _ in found]), [way for _, way in found]
 

@@ -1,0 +1,58 @@
+"""`Policy`: what a swarm's client does, as the user of `serve` has asked."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, SupportsIndex, cast, get_args
+
+from nbdist import durations
+from nbdist.errors import UsageError
+
+__all__ = ["Policy", "Recover", "check_count", "check_recover"]
+
+Recover = Literal["exact", "fast"]
+"""The ways in which a session continues on another server: see `nbdist.swarm.serve`."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The arguments of `nbdist.swarm.serve` that concern its own process. `serve` describes them."""
+
+    recover: Recover = "exact"
+    step_timeout: float = 60.0
+    cache_timeout: float = 60.0
+    route_timeout: float = 0.0
+    chunk: int | None = None
+    micro_batch: int | None = None
+    room: int | None = None
+    spend: Callable[[str, int], float] = lambda kind, tokens: 0.0
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Policy:
+        """Return the checked policy from the arguments of `serve`, by name; others are ignored.
+
+        Raises UsageError and TypeError as `serve` does.
+        """
+        given = {each.name: arguments[each.name] for each in fields(cls)}
+        check_count("chunk", given["chunk"])
+        check_count("micro_batch", given["micro_batch"])
+        check_recover(given["recover"])
+        given["step_timeout"] = durations.positive(given["step_timeout"], "step_timeout")
+        for name in ("cache_timeout", "route_timeout"):
+            given[name] = durations.bounded(given[name], name)
+        return cls(**given)
+
+
+def check_count(name: str, count: Any) -> None:
+    """Raise UsageError if an argument is neither None nor a whole number of at least 1."""
+    if count is not None and not (isinstance(count, SupportsIndex) and operator.index(count) >= 1):
+        raise UsageError(f"{name} must be a whole number of at least 1, or None, not {count!r}")
+
+
+def check_recover(value: Any) -> Recover:
+    """Return ``value``, a user's argument ``recover``; raise UsageError if it is not one of `Recover`."""
+    if not isinstance(value, str) or value not in get_args(Recover):
+        raise UsageError(f'recover must be "exact" or "fast", not {value!r}')
+    return cast("Recover", value)
