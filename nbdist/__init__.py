@@ -159,7 +159,7 @@ ROOMS: dict[str, str] = {
         "shared_memory spinning zeromq entrance local"
     ),
     "rpc": (
-        "devices failures here options recording shared_tensors streams futures core pool links references "
+        "devices failures here options recording shared_tensors streams futures named core pool links references "
         "calls functions thread_switching world agent asking hosted start api"
     ),
     "autograd": "graph watching passes memory_use recorder api inspection",

@@ -59,6 +59,7 @@ from nbdist.rpc.core.pending import Pending
 from nbdist.rpc.futures import Future, Latch, Promise
 from nbdist.rpc.here import Active, here
 from nbdist.rpc.links import Links
+from nbdist.rpc.named import NamedObject, NamedObjects
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.pool import Job, Pool
 from nbdist.rpc.recording import CallRecorder
@@ -189,6 +190,8 @@ class Agent:
         while it counts.
         """
         self.membership = Membership(me)
+        self.named = NamedObjects()
+        """The objects of this process whose methods other members may call: see `at`."""
         """The members of the world, and the names of those that are gone."""
         self.ids = IdSource(me.id, me.incarnation)
         """Makes ids for values and forks, unique in the world."""
@@ -727,6 +730,10 @@ class Agent:
         Raises the function's error, and the errors of `call` and of its future.
         """
         return self.caller.sync(to, function, args, None, timeout)
+
+    def at(self, to: str, name: str) -> NamedObject:
+        """Return the object that the agent called ``to`` has published as ``name``, for calls of its methods."""
+        return NamedObject(self.call, to, name)
 
     def members(self) -> list[Record]:
         """Return the records of the living members of the world, in the order of their ids."""

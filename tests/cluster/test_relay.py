@@ -9,7 +9,7 @@ import pytest
 import zmq
 from joined import until
 
-from nbdist.cluster.hosts import hub
+from nbdist.cluster.hosts.hub import Hub
 from nbdist.cluster.jupyter.relay import Relay
 
 MB = 1 << 20
@@ -83,14 +83,14 @@ pathlib.Path(PRINTED).touch()
 
 def test_a_worker_that_floods_a_notebook_that_stands_still_is_bounded(keepers, tmp_path, monkeypatch):
     """150 MB of output; the notebook takes none before all of it is printed."""
-    takes, deliver, texts = threading.Event(), hub.deliver, []
+    takes, deliver, texts = threading.Event(), Hub.deliver, []
 
-    def deliver_later(worker, batch):
+    def deliver_later(hub, worker, batch):
         takes.wait(60)
         texts.extend(bytes(frames[-1]).decode() for channel, frames in batch if channel == "iopub")
-        deliver(worker, batch)
+        deliver(hub, worker, batch)
 
-    monkeypatch.setattr(hub, "deliver", deliver_later)
+    monkeypatch.setattr(Hub, "deliver", deliver_later)
     takes.set()
     with keepers.cluster(1, backend="none") as cluster:
         keeper = psutil.Process(keepers.processes[0].pid)

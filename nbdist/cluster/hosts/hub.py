@@ -15,6 +15,7 @@ import contextlib
 import ipaddress
 import itertools
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -42,15 +43,15 @@ from nbdist.cluster.hosts.admission import (
 )
 from nbdist.cluster.hosts.invitations import Invitation, Invitations
 from nbdist.cluster.jupyter.waiting_output import Parcel
-from nbdist.errors import ProtocolError, SecurityError, UsageError, VersionMismatch
-from nbdist.rpc.agent import Agent, active_agent
+from nbdist.errors import ProtocolError, SecurityError, VersionMismatch
+from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.start import start_agent
 from nbdist.rpc.world.shared_store import ENTRANCE, STORE, Texts
 from nbdist.wire.messages import Record
 
-__all__ = ["Hub", "KeeperMember", "arrived", "deliver", "ended"]
+__all__ = ["Hub", "KeeperMember"]
 
 _ANSWERS_WITHIN = 30.0
 """Seconds for a keeper's answer, if the call names no other limit."""
@@ -137,7 +138,7 @@ class Hub:
         self.lock = threading.RLock()
         self.came: set[str] = set()
         """The tokens with which keepers have joined, lost ones included."""
-        self._on_arrival, self._on_gone, self.on_end, self.on_parcels = on_arrival, on_gone, on_end, on_parcels
+        self._on_arrival, self._on_gone, self._on_end, self._on_parcels = on_arrival, on_gone, on_end, on_parcels
         self._texts = Texts(self._shared)
         self._invitations = Invitations()
         self._ids = itertools.count(1)
@@ -155,13 +156,12 @@ class Hub:
             present=[],
             directory=folder,
         )
-        _hubs[self._agent] = self
+        self._agent.named.publish("hub", self, "arrive", "end", "deliver")
         self._agent.on_lost(self._lost)
         try:
             self._entrance = Entrance(host, self._shared.curve(ENTRANCE), self._answer, ports)
         except BaseException:
             self._agent.close("the entrance could not open")
-            del _hubs[self._agent]
             raise
         self._texts.serve_at(self._entrance.address.removeprefix("tcp://"))
 
@@ -182,16 +182,17 @@ class Hub:
         with self.lock:
             return self._invitations.revoke()
 
-    def call(
-        self, member: KeeperMember, function: Callable[..., Any], *arguments: Any, timeout: float = -1.0
-    ) -> Future[Any]:
-        """Call a function in a keeper; return the future of its result."""
-        return self._agent.call(member.name, function, *arguments, timeout=timeout)
+    def call(self, member: KeeperMember, method: str, *arguments: Any, timeout: float = -1.0) -> Future[Any]:
+        """Call a method of a keeper; return the future of its result."""
+        return self._agent.at(member.name, "keeper").call(method, *arguments, timeout=timeout)
+
+    def hear_from(self, member: KeeperMember) -> Future[Any]:
+        """Return a future that is done once a keeper has answered, or is lost."""
+        return self._agent.call(member.name, os.getpid)
 
     def close(self) -> None:
         """Close the entrance and leave the keepers, which end if they have not yet. A second call does nothing."""
         with contextlib.ExitStack() as steps:
-            steps.callback(_hubs.pop, self._agent, None)
             steps.callback(self._agent.close, "has ended its cluster")
             self._entrance.close()
 
@@ -295,6 +296,14 @@ class Hub:
         else:
             self._on_arrival()
 
+    def end(self, worker: str, how: int | str, last_words: str) -> None:
+        """Note that a worker's process has ended. Keepers call this, `arrive` and `deliver`."""
+        self._on_end(worker, how, last_words)
+
+    def deliver(self, worker: str, batch: Sequence[Parcel]) -> None:
+        """Pass messages of a worker's kernel on to the notebook."""
+        self._on_parcels(worker, list(batch))
+
     def _lost(self, record: Record, why: str) -> None:
         """Forget a keeper that is lost. Called by the agent, so it must be quick."""
         with self.lock:
@@ -303,34 +312,3 @@ class Hub:
                 return
             self.members.remove(member)
         self._on_gone(member, why)
-
-
-_hubs: dict[Agent, Hub] = {}
-"""The open hubs of this process, by their agents."""
-
-
-# -- functions that keepers call --------------------------------------------------------------------
-
-
-def _here() -> Hub:
-    """Return the hub whose agent runs the current call."""
-    agent = active_agent()
-    found = _hubs.get(agent) if agent is not None else None
-    if found is None:
-        raise UsageError("this process has no hub for workers of other hosts: its cluster has ended")
-    return found
-
-
-def arrived(id: int, incarnation: int, address: str, host: str) -> None:
-    """Note that a keeper has joined: the one that got ``id`` when it was admitted."""
-    _here().arrive(id, incarnation, address, host)
-
-
-def ended(worker: str, how: int | str, last_words: str) -> None:
-    """Note that a worker's process has ended."""
-    _here().on_end(worker, how, last_words)
-
-
-def deliver(worker: str, batch: Sequence[Parcel]) -> None:
-    """Pass messages of a worker's kernel on to the notebook."""
-    _here().on_parcels(worker, list(batch))

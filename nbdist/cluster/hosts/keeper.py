@@ -25,7 +25,6 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ import torch
 
 from nbdist.channel.contract import ChannelError
 from nbdist.channel.entrance import knock
-from nbdist.cluster.hosts import code_copy, hub
+from nbdist.cluster.hosts import code_copy
 from nbdist.cluster.hosts.admission import NEWCOMER, Admitted, Denied, decode_answer, describe_myself
 from nbdist.cluster.hosts.interfaces import interface_of, own_address_towards
 from nbdist.cluster.hosts.invitations import Invitation
@@ -45,24 +44,12 @@ from nbdist.cluster.processes.launchers.local import LocalLauncher
 from nbdist.cluster.processes.probe import Probe
 from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.spec import Spec
-from nbdist.errors import NbdistError, RendezvousError, UsageError
+from nbdist.errors import RendezvousError, UsageError
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.start import start_agent
 from nbdist.wire.messages import Record
 
-__all__ = [
-    "Keeper",
-    "deliver",
-    "end",
-    "free_places",
-    "free_port",
-    "preload",
-    "probe_worker",
-    "send_away",
-    "signal_worker",
-    "start_worker",
-    "take_code",
-]
+__all__ = ["Keeper"]
 
 _ANSWERS_WITHIN = 20.0
 """Seconds for each answer of the notebook while the keeper joins."""
@@ -72,8 +59,9 @@ _LAST_OUTPUT_WITHIN, _OUTPUT_PASSES_WITHIN = 0.03, 5.0
 
 _log = logging.getLogger("nbdist.cluster")
 
-_keeper: Keeper | None = None
-"""The keeper of this process."""
+_STARTING = ("take_code", "preload", "start", "free_port", "free_places")
+_RUNNING = ("signal", "probe", "deliver", "finish", "end")
+"""The methods that the hub calls, to start workers and afterwards."""
 
 
 class Keeper:
@@ -96,7 +84,6 @@ class Keeper:
     def __init__(
         self, invitation: Invitation, workers: int = 1, host: str | None = None, gpus: Sequence[int] | None = None
     ) -> None:
-        global _keeper
         self._room = workers
         self._gpus = list(range(torch.cuda.device_count())) if gpus is None else list(gpus)
         self._first, self._places = _places_of_host(os.environ, workers)
@@ -147,12 +134,12 @@ class Keeper:
         except BaseException:
             self._launcher.close()
             raise
-        _keeper = self
-        self._hub = answer.hub.name
+        self._agent.named.publish("keeper", self, *_STARTING, *_RUNNING)
+        self._hub = self._agent.at(answer.hub.name, "hub")
         self._agent.on_lost(self._on_lost)
         try:
             me = self._agent.me.incarnation
-            self._agent.call(self._hub, hub.arrived, answer.id, me, self.host, platform.node()).wait()
+            self._hub.ask("arrive", answer.id, me, self.host, platform.node())
         except BaseException:
             self.close()
             raise
@@ -175,10 +162,12 @@ class Keeper:
             for relay in relays:
                 steps.callback(relay.close)
 
-    def end_workers(self) -> None:
-        """End all workers, and remove their files. Returns when they are gone."""
+    def end(self) -> int:
+        """End the workers of this host, then this keeper; return this process's id, once the workers are gone."""
         with self._closing:
             self._launcher.close()
+        self.finish("")
+        return os.getpid()
 
     def finish(self, why: str) -> None:
         """Make `run` return; ``why`` is the reason, empty if the cluster has ended in order."""
@@ -203,14 +192,15 @@ class Keeper:
         """Import modules before the workers start. Raises UsageError if one cannot be imported."""
         self._launcher.preload(modules).result()
 
-    def start(self, setup: WorkerSetup, connection: Mapping[str, Any], environment: Mapping[str, str]) -> StartedWorker:
+    def start(self, told: str, connection: Mapping[str, Any], environment: Mapping[str, str]) -> StartedWorker:
         """Start a worker here, and the relay that passes messages between its kernel and the notebook.
 
+        ``told`` is the worker's setup, encoded.
         The worker gets the place of its ``local_rank`` if that is free, else the first free one. ``connection`` is the
         content of the kernel's connection file on the notebook's host. The file that this function writes here has
         other sockets and the same key.
         """
-        folder = self._launcher.folder
+        setup, folder = WorkerSetup.decode(told), self._launcher.folder
         with self._lock:
             place = self._given.get(setup.name)
             if place is None:
@@ -223,7 +213,7 @@ class Keeper:
         file.write_bytes(msgspec.json.encode(here))
         place += self._first
         gpu = self._gpus[place % len(self._gpus)] if self._gpus else None
-        told = msgspec.structs.replace(
+        local = msgspec.structs.replace(
             setup,
             connection_file=str(file),
             folder=str(folder),
@@ -238,7 +228,7 @@ class Keeper:
         name = setup.name
 
         def carry(batch: list[Parcel]) -> None:
-            self._agent.call(self._hub, hub.deliver, name, batch, timeout=0).wait()
+            self._hub.ask("deliver", name, batch, timeout=0)
 
         # Make the relay before the process, which may end at once: `_on_end` needs the relay for the last output.
         relay = Relay.before_kernel(here, carry)
@@ -247,13 +237,13 @@ class Keeper:
         if earlier is not None:
             earlier.close()
         try:
-            started = self._launcher.start(told, environment).result()
+            started = self._launcher.start(local, environment).result()
         except BaseException:
             with self._lock:
                 self._relays.pop(name, None)
             relay.close()
             raise
-        return StartedWorker(started.pid, platform.node(), told.device)
+        return StartedWorker(started.pid, platform.node(), local.device)
 
     def free_places(self, names: Sequence[str]) -> None:
         """Free the places of workers that will not start again; else they keep them, also when they have ended."""
@@ -272,8 +262,7 @@ class Keeper:
         def tell() -> None:
             if relay is not None and not self._ended.is_set():
                 relay.drain(_LAST_OUTPUT_WITHIN, _OUTPUT_PASSES_WITHIN)
-            with contextlib.suppress(NbdistError):  # the notebook is gone, too
-                self._agent.call(self._hub, hub.ended, name, how, self._launcher.last_words(name))
+            self._hub.cast("end", name, how, self._launcher.last_words(name))
             if relay is not None:
                 relay.close()
 
@@ -283,9 +272,16 @@ class Keeper:
         """Send a signal to a worker."""
         self._launcher.signal(name, number)
 
-    def probe(self, name: str) -> Future[Probe]:
-        """Ask this host about a worker's process."""
-        return self._launcher.probe(name)
+    def probe(self, name: str) -> Probe:
+        """Return this host's report about a worker's process."""
+        return self._launcher.probe(name).result()
+
+    def free_port(self) -> int:
+        """Return a port of this host on which nothing listens now."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind((self.host, 0))
+            return int(probe.getsockname()[1])
 
     def deliver(self, name: str, batch: Sequence[Parcel]) -> None:
         """Pass messages of the notebook on to a worker's kernel; drop them if the worker has ended."""
@@ -323,67 +319,3 @@ def _require_own_address(host: str) -> None:
         raise UsageError(
             f"{host} is no address of this host: {error}. Name one with --host, at which the other hosts reach it"
         ) from error
-
-
-# -- functions that the hub calls -------------------------------------------------------------------
-
-
-def _here() -> Keeper:
-    """Return the keeper of this process."""
-    assert _keeper is not None  # the hub calls these functions in keepers only
-    return _keeper
-
-
-def take_code(packed: bytes) -> None:
-    """Let workers of this host import the Python files of an archive: `Keeper.take_code`."""
-    _here().take_code(packed)
-
-
-def preload(modules: Sequence[str]) -> None:
-    """Import modules before the workers of this host start: `Keeper.preload`."""
-    _here().preload(modules)
-
-
-def start_worker(setup: str, connection: dict[str, Any], environment: dict[str, str]) -> StartedWorker:
-    """Start a worker on this host: `Keeper.start`."""
-    return _here().start(WorkerSetup.decode(setup), connection, environment)
-
-
-def signal_worker(name: str, number: int) -> None:
-    """Send a signal to a worker of this host."""
-    _here().signal(name, number)
-
-
-def probe_worker(name: str) -> Probe:
-    """Return this host's report about a worker's process: `Keeper.probe`."""
-    return _here().probe(name).result()
-
-
-def deliver(name: str, batch: list[Parcel]) -> None:
-    """Pass messages on to the kernel of a worker of this host."""
-    _here().deliver(name, batch)
-
-
-def free_port() -> int:
-    """Return a port of this host on which nothing listens now."""
-    family = socket.AF_INET6 if ":" in _here().host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((_here().host, 0))
-        return int(probe.getsockname()[1])
-
-
-def free_places(names: list[str]) -> None:
-    """Free the places of workers that could not join, whose processes have ended."""
-    _here().free_places(names)
-
-
-def send_away(why: str) -> None:
-    """Let this keeper end for the reason ``why``: its worker could not join the cluster."""
-    _here().finish(why)
-
-
-def end() -> int:
-    """End the workers of this host, then this keeper; return this process's id, once the workers are gone."""
-    _here().end_workers()
-    _here().finish("")
-    return os.getpid()

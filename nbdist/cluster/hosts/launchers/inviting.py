@@ -13,13 +13,11 @@ A worker whose process has ended keeps its place at its keeper: its place is not
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.cluster.hosts import keeper
 from nbdist.cluster.hosts.hub import KeeperMember
 from nbdist.cluster.hosts.launchers.remote import RemoteLauncher
 from nbdist.cluster.processes.launchers.contract import OnEnd, StartedWorker
@@ -78,7 +76,7 @@ class InvitingLauncher(RemoteLauncher):
         asked = []
         for member in members:
             with contextlib.suppress(NbdistError):  # it is lost by now
-                asked.append(self.hub.call(member, os.getpid))
+                asked.append(self.hub.hear_from(member))
         for answer in asked:
             with contextlib.suppress(NbdistError):
                 answer.wait()
@@ -120,7 +118,7 @@ class InvitingLauncher(RemoteLauncher):
         ``failed`` has the reasons, by name. The place of a worker in ``failed`` is never used again, and if its keeper
         has no other place, the keeper gets the reason, and ends. The places of the other workers are free again.
         """
-        told: list[tuple[KeeperMember, Callable[..., None], object]] = []
+        told: list[tuple[KeeperMember, str, object]] = []
         with self._lock, self.hub.lock:
             for name in names:
                 self._ranks.pop(name, None)
@@ -131,12 +129,12 @@ class InvitingLauncher(RemoteLauncher):
                 member.workers -= gone
                 member.room -= len(gone & failed.keys())
                 if gone and member.room:
-                    told.append((member, keeper.free_places, sorted(gone)))
+                    told.append((member, "free_places", sorted(gone)))
                 elif gone:
-                    told.append((member, keeper.send_away, next(failed[name] for name in gone if name in failed)))
-        for member, function, argument in told:
+                    told.append((member, "finish", next(failed[name] for name in gone if name in failed)))
+        for member, method, argument in told:
             with contextlib.suppress(NbdistError):  # it is lost by now
-                self.hub.call(member, function, argument).wait()  # before the next start there
+                self.hub.call(member, method, argument).wait()  # before the next start there
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
         """Start a worker as soon as a keeper has room for it; return a future.

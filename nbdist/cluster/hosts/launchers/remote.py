@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from nbdist.cluster.hosts import keeper
 from nbdist.cluster.hosts.code_copy import pack
 from nbdist.cluster.hosts.group_board import Boards, serve_boards
 from nbdist.cluster.hosts.hub import Hub, KeeperMember
@@ -224,12 +223,12 @@ class RemoteLauncher:
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a worker; do nothing if it has ended or its host cannot be reached. Does not wait."""
-        self._tell(name, keeper.signal_worker, name, number)
+        self._tell(name, "signal", name, number)
 
     def probe(self, name: str) -> Future[Probe]:
         """Ask a worker's host about the worker's process; return the future of the answer."""
         found: Future[Probe] = Future()
-        asked = self._tell(name, keeper.probe_worker, name, timeout=2 * ANSWER_WITHIN)
+        asked = self._tell(name, "probe", name, timeout=2 * ANSWER_WITHIN)
         if asked is None:
             found.set_result(Probe())
         else:
@@ -267,7 +266,7 @@ class RemoteLauncher:
                 self._wanted.clear()
             for start in starts:
                 start.future.cancel()
-            ending = [(member, self.hub.call(member, keeper.end, timeout=_ENDS_WITHIN)) for member in members]
+            ending = [(member, self.hub.call(member, "end", timeout=_ENDS_WITHIN)) for member in members]
             left = 0
             for member, end in ending:
                 try:
@@ -328,7 +327,7 @@ class RemoteLauncher:
             setup = msgspec.structs.replace(start.setup, master_address=address, master_port=port)
 
             def carry(batch: list[Parcel]) -> None:
-                self.hub.call(member, keeper.deliver, name, batch, timeout=0).wait()
+                self.hub.call(member, "deliver", name, batch, timeout=0).wait()
 
             with self._lock:
                 earlier = self._relays.pop(name, None)
@@ -338,7 +337,7 @@ class RemoteLauncher:
             with self._lock:
                 self._relays[name] = relay
             asked = self.hub.call(
-                member, keeper.start_worker, setup.encode(), start.connection, start.environment, timeout=_STARTS_WITHIN
+                member, "start", setup.encode(), start.connection, start.environment, timeout=_STARTS_WITHIN
             )
             place = asked.wait()
         except BaseException as error:
@@ -350,7 +349,7 @@ class RemoteLauncher:
             self._restore_master(start)
             if not is_lost:  # the worker's process may run, or may still start
                 with contextlib.suppress(NbdistError):
-                    self.hub.call(member, keeper.signal_worker, name, signal.SIGKILL)
+                    self.hub.call(member, "signal", name, signal.SIGKILL)
             if start.future.set_running_or_notify_cancel():
                 start.future.set_exception(error)
             elif was_mine or start.how is not None:  # else `_lose` calls `_on_end`
@@ -365,7 +364,7 @@ class RemoteLauncher:
             if how is not None:
                 self._on_end(name, how)
         elif how is None:  # given up: `_on_worker_end` takes it out
-            self._tell(name, keeper.signal_worker, name, signal.SIGKILL)
+            self._tell(name, "signal", name, signal.SIGKILL)
         else:
             self._on_end(name, GIVEN_UP)
         if self.hub.has_lost(member):  # `_lose` may have run before `runs` was set
@@ -375,7 +374,7 @@ class RemoteLauncher:
         """Choose the address and port of ``env://`` on the host of rank 0; start the workers that wait for them."""
         master = self._last_master
         if master is None or master[0] != member.address:
-            master = member.address, self.hub.call(member, keeper.free_port).wait()
+            master = member.address, self.hub.call(member, "free_port").wait()
         with self._lock:
             self._master = master
         self._place()
@@ -401,7 +400,7 @@ class RemoteLauncher:
             packed = self._pack_code(start.asked)
             digest = hashlib.sha256(packed).digest()
             if self._codes.get(member.record.incarnation) != digest:
-                self.hub.call(member, keeper.take_code, packed, timeout=_STARTS_WITHIN).wait()
+                self.hub.call(member, "take_code", packed, timeout=_STARTS_WITHIN).wait()
                 self._codes[member.record.incarnation] = digest
 
     def _pack_code(self, since: float) -> bytes:
@@ -422,7 +421,7 @@ class RemoteLauncher:
         if first:
             try:
                 if self._modules:
-                    self.hub.call(member, keeper.preload, self._modules, timeout=_STARTS_WITHIN).wait()
+                    self.hub.call(member, "preload", self._modules, timeout=_STARTS_WITHIN).wait()
             except BaseException as error:
                 done.set_exception(error)
             else:
@@ -478,13 +477,13 @@ class RemoteLauncher:
         """Tell the cluster that a worker's process has ended, or that a start was given up and has no process."""
         self._on_end(start.name, how if start.runs else GIVEN_UP)
 
-    def _tell(self, name: str, function: Any, *arguments: Any, timeout: float = -1.0) -> RpcFuture[Any] | None:
-        """Call a function in the keeper of a worker; None if the worker has none, or its keeper is gone."""
+    def _tell(self, name: str, method: str, *arguments: Any, timeout: float = -1.0) -> RpcFuture[Any] | None:
+        """Call a method of the keeper of a worker; None if the worker has none, or its keeper is gone."""
         start = self._placed.get(name)
         if start is None or start.member is None:
             return None
         try:
-            return self.hub.call(start.member, function, *arguments, timeout=timeout)
+            return self.hub.call(start.member, method, *arguments, timeout=timeout)
         except NbdistError:
             return None
 
