@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nbdist import durations, registry
 from nbdist.channel.resources import refusals_in_words
-from nbdist.cluster import mending
 from nbdist.cluster.cell_sender import CellSender
 from nbdist.cluster.cell_values import CellValues
 from nbdist.cluster.deaths import Deaths
@@ -38,6 +37,7 @@ from nbdist.cluster.kernels.routing import Router
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.launching import launcher_of
 from nbdist.cluster.lifecycle import Lifecycle
+from nbdist.cluster.mending import Mending
 from nbdist.cluster.output.sinks import Sink
 from nbdist.cluster.processes import process_memory
 from nbdist.cluster.processes.probe import Probe
@@ -254,7 +254,8 @@ class Cluster:
             self.shutdown()
             raise
         self._state = "running"
-        mending.follow(self.lifecycle, self._changes)
+        self._mending = Mending(self.lifecycle, self._changes)
+        self.agent.named.publish("mending", self._mending, *Mending.METHODS)
         atexit.register(self.shutdown)
         self._changes.begin()
         return self
@@ -355,7 +356,6 @@ class Cluster:
         atexit.unregister(self.shutdown)
         if Cluster.current is self:
             Cluster.current = None
-            mending.follow()
 
     def restart(self, targets: Targets = None, *, process_group: bool = False) -> list[str]:
         """Kill workers and start them again, under the same names and ranks.
@@ -744,7 +744,6 @@ Cluster.__doc__ = (Cluster.__doc__ or "").replace("(arguments)", textwrap.indent
 
 def _after_fork() -> None:
     Cluster.current = None  # the cluster stays with the parent process
-    mending.follow()
 
 
 os.register_at_fork(after_in_child=_after_fork)

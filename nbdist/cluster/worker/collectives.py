@@ -31,7 +31,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,6 @@ import torch.distributed
 from torch.distributed.distributed_c10d import destroy_process_group as _destroy_process_group
 from torch.distributed.distributed_c10d import init_process_group as _init_process_group
 
-from nbdist.cluster import mending
 from nbdist.cluster.hosts.group_board import BoardStore
 from nbdist.cluster.processes.group_store import FolderStore, GroupStore
 from nbdist.cluster.processes.setup import AUTO, WorkerSetup, choose_backend, group_folder
@@ -166,7 +165,7 @@ def form_in_cell(told: WorkerSetup, backend: str | None, **options: Any) -> None
     except BaseException as error:
         if _generation != before:
             why = f"the process group did not form: {told.name}: {error or type(error).__name__}"
-            _ask_notebook(mending.end_group, _generation, why, wait=_NOTEBOOK_ANSWERS_WITHIN)
+            _ask_notebook("end_group", _generation, why, wait=_NOTEBOOK_ANSWERS_WITHIN)
         raise
 
 
@@ -177,7 +176,7 @@ def ask_for_group() -> None:
     group.
     """
     if _forms_group and _store is not None and not dist.is_initialized():
-        _ask_notebook(mending.form_group_anew, _generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
+        _ask_notebook("form_group_anew", _generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
 
 
 def initialise(told: WorkerSetup, generation: int | None, backend: str | None = None, **options: Any) -> None:
@@ -195,7 +194,7 @@ def initialise(told: WorkerSetup, generation: int | None, backend: str | None = 
         with (
             DeferredSignals()
         ):  # else an interrupt might lose the number, without which the notebook forms no other group
-            generation = _generation = _agent.call(_driver, mending.enter_group, told.name).wait()
+            generation = _generation = _agent.at(_driver, "mending").ask("enter_group", told.name)
     with _breaking:
         if dist.is_initialized():
             # No wait in an old group can end well any more, and code that still holds one must get an error.
@@ -409,17 +408,17 @@ def _restart_if_stuck(told: Mapping[int, nccl.WaitingPlace]) -> None:
 def _ask_for_restart(because: str) -> None:
     """Ask the notebook to restart this worker; ``because`` is a text to follow "was restarted, because"."""
     if _agent is not None:
-        _ask_notebook(mending.restart_worker, _agent.me.name, _agent.me.incarnation, because)
+        _ask_notebook("restart_worker", _agent.me.name, _agent.me.incarnation, because)
 
 
-def _ask_notebook(function: Callable[..., None], *arguments: object, wait: float = 0.0) -> None:
-    """Call a function of `nbdist.cluster.mending` in the notebook; ignore a notebook that is gone.
+def _ask_notebook(method: str, *arguments: object, wait: float = 0.0) -> None:
+    """Call a method of the notebook's `nbdist.cluster.mending.Mending`; ignore a notebook that is gone.
 
     Waits ``wait`` seconds at most for the answer.
     """
     with contextlib.suppress(NbdistError):
         assert _agent is not None
-        asked = _agent.call(_driver, function, *arguments, timeout=wait or -1.0)
+        asked = _agent.at(_driver, "mending").call(method, *arguments, timeout=wait or -1.0)
         if wait:
             asked.wait()
 
@@ -635,7 +634,7 @@ def break_off(thread: int | None = None) -> str:
         done, generation = _abort(groups, but=ident), _generation
     if done:
         # Wait for the answer: the notebook ends the cell after this, and must not send the next one to the old group.
-        _ask_notebook(mending.form_group_anew, generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
+        _ask_notebook("form_group_anew", generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
     return _ABORTED if done else ""
 
 
