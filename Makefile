@@ -5,7 +5,8 @@
 # make test     install, run every test
 # make check    format, lint, types, and the rules of the house
 # make bench    measure, beside the peers that are installed; writes benchmarks/README.md
-# make soak     the long sweeps that `make test` leaves out, and `make test` on the newest torch, in build/newest
+# make soak     the long sweeps that `make test` leaves out, and `make test` on the lowest and on the newest torch,
+#               in build/lowest and build/newest
 # make test-gpu the tests that need a GPU: torch's own for one GPU, and a cluster on it
 # make chaos    kills, stops, full file tables, cut links and bad frames at random: make chaos SEED=7 MINUTES=30
 # make docs     install, make the documentation: build/docs/index.html
@@ -58,6 +59,9 @@ JOBS ?= 2
 # The rules of the house: what a new module, name, error, message, magic or page must have. They need no process.
 RULES := $(addprefix tests/test_,$(addsuffix .py,installed layers exported_names docstrings private_names torch_private \
   messages docs docs_pages docs_links readme_notebook sdist)) tests/wire/test_version.py tests/magics/test_each_magic.py
+
+# The lowest torch that pyproject.toml allows.
+LOWEST = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
 # In `make soak` the tests of messages run once more with every message encoded in the general way (nbdist/wire/usual.py).
 GENERAL_WAY := tests/rpc tests/wire tests/channel tests/conformance tests/autograd/test_protocol.py
@@ -125,6 +129,7 @@ soak: $(VENV)/.nbdist
 	NBDIST_ARENA_THRESHOLD=1 $(PYTEST) tests/conformance
 	$(PY) tests/beside_torch.py
 	$(MAKE) chaos ARGS=
+	$(MAKE) test VENV=build/lowest TORCH=torch==$(LOWEST) ARGS=
 	$(MAKE) test VENV=build/newest TORCH=torch ARGS=
 
 chaos: $(VENV)/.nbdist

@@ -175,7 +175,7 @@ ROOMS: dict[str, str] = {
         "cluster asking inspection"
     ),
     "views": "drawing shown tables cards map passes references timeline workers values widgets displays",
-    "magics": "checking lines overview place completion inspection reruns session dist_magics",
+    "magics": "checking reader lines overview place completion inspection reruns session dist_magics",
     "compat": (
         "autograd echo faults gathering ipyparallel optimizer options run words agents references rpc substitution"
     ),

@@ -7,7 +7,7 @@ from typing import Any
 from IPython import get_ipython
 
 from nbdist.errors import UsageError
-from nbdist.magics.lines import Reader
+from nbdist.magics.reader import Reader
 from nbdist.magics.session import NotebookSession
 
 __all__ = ["activate"]

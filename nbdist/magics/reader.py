@@ -1,0 +1,50 @@
+"""`Reader`: the parser of one magic's line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from typing import Any, NoReturn
+
+from nbdist.errors import UsageError
+
+__all__ = ["Reader"]
+
+
+class Reader(argparse.ArgumentParser):
+    """Parses the line of one magic, whose syntax is ``usage``. Options must be written in full."""
+
+    def __init__(self, usage: str) -> None:
+        super().__init__(prog=usage.split()[0], usage=usage, add_help=False, allow_abbrev=False)
+        self._negative_number_matcher = re.compile(r"-\d")  # a word such as -1,0 is a target, not an option
+
+    @property
+    def options(self) -> list[str]:
+        """All options for users, short and long."""
+        return [option for action in self._actions if action.help is None for option in action.option_strings]
+
+    @property
+    def takes_targets(self) -> bool:
+        """Return whether the line may name workers."""
+        return any(action.dest == "targets" and action.help is None for action in self._actions)
+
+    def add_flags(self, *flags: str) -> None:
+        """Add options without a value. Each of ``flags`` has the spellings of one, such as ``-a --noblock``."""
+        for flag in flags:
+            self.add_argument(*flag.split(), action="store_true")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError with the message and the syntax; argparse itself would end the process.
+
+        argparse calls this for a wrong line, also with the text of the errors of functions that read values.
+        """
+        raise UsageError(f"{message}; write: {self.usage}")
+
+    def read(self, line: str) -> Any:
+        """Return the options of a line; its words are separated as a shell does. Raises UsageError if it is wrong."""
+        try:
+            words = shlex.split(line)
+        except ValueError as error:
+            raise UsageError(f"{line.strip()!r}: {error}; write: {self.usage}") from None
+        return self.parse_args(words)
