@@ -2,6 +2,8 @@
 
 import pytest
 
+from nbdist.cluster.kernels.workers import Worker
+
 DEATHS = {
     "import os; os._exit(3)": "exited with code 3",
     "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": "was killed by SIGKILL",
@@ -86,3 +88,19 @@ def test_a_reset_kills_and_a_new_cluster_starts(two):
     two.run("%dist_shutdown")
     two.run("%dist_init -n 2 --seed 5 --driver master")
     assert two.run("%remote all torch.rand(1).item()").result == first
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n", ""),
+        (
+            "[Gloo] Rank 0 is connected to 1 peer ranks.\nout of luck\n",
+            "\nits standard error ended with:\n    out of luck",
+        ),
+    ],
+)
+def test_what_gloo_says_when_a_group_forms_is_no_reason(said, told):
+    """Torch 2.10 writes a line to standard error for each process group."""
+    why = Worker("worker0", 0, 0, "cpu", None).end(-9, said)
+    assert why == f"was killed by SIGKILL (out of memory, or killed by hand){told}"

@@ -45,6 +45,8 @@ _log = logging.getLogger("nbdist.cluster")
 _LAST_LINES = 5
 _LONGEST_LINE = 2000
 """Characters that are kept of each of the last lines."""
+_GLOO_CONNECTS = "[Gloo] Rank "
+"""The start of the line that torch 2.10 writes when a process group forms."""
 _CRASH = re.compile(r"^(Fatal Python error|terminate called)")
 
 
@@ -266,6 +268,7 @@ def _lines_that_say_why(lines: list[str]) -> list[str]:
 
     If there is a crash report of Python or C++, they begin with its first line; otherwise they are the last lines.
     """
+    lines = [line for line in lines if not line.startswith(_GLOO_CONNECTS)]
     crash = next((index for index, line in enumerate(lines) if _CRASH.search(line)), None)
     return lines[-_LAST_LINES:] if crash is None else lines[crash : crash + _LAST_LINES]
 
