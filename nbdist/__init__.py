@@ -34,7 +34,7 @@ layer  modules                      contents
 The path of a call: `rpc.api` → `rpc.calls.caller` → `rpc.calls.sender` (encodes with `wire.codec`, waits in
 `rpc.core.pending`) → `rpc.links.post` → `wire.peer` (numbers the message and keeps a copy) → a `channel` → the other
 agent's `read` → `rpc.calls.executor` → `rpc.calls.answers`, and back to `rpc.calls.outcomes`. ``docs/a_call.md``
-follows it step by step. Besides:
+follows it step by step. `cluster` follows a cell, `autograd` a gradient, `swarm` a token. Besides:
 
 - `rpc.core.exchange` decides what a call or a reference waits for, and what happens next; it draws the states.
 - `rpc.calls.waiting_reader` lets the waiting thread read its answer itself, where this is faster.

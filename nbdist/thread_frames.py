@@ -17,7 +17,8 @@ def thread_frames() -> dict[int, FrameType]:
     """
     if sys.version_info >= (3, 12):
         return sys._current_frames()
-    # Without a lock, which a fork could leave held: of two threads that look at once, none leaves the collector off.
+    # Without a lock, which a fork could leave held. Of two threads that look at once, the second may find the collector
+    # on again; none leaves it off.
     collects = gc.isenabled()
     try:
         gc.disable()

@@ -43,6 +43,10 @@ observer       the object that reports to a watch, on each worker of a pass (`wa
 halt           a stop before one node, until the watch lets the node run
 ============== =================================================================================================
 
+The path of a gradient: a receive node (`graph.edges`) → `Part.cross` (`passes.worker_part`) → `passes.pass_driver` →
+`Recorder.post` → a message → the other worker's `Recorder` → `Passes.on_gradients` → `Part.arrive`, `Part.run` →
+`passes.engine` → a leaf, whose gradient `passes.claims` keeps until the pass is over, or the next receive node.
+
 >>> from nbdist import autograd as dist_autograd
 >>> w = torch.ones(2, requires_grad=True)
 >>> with dist_autograd.context() as context_id:

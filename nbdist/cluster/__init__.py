@@ -29,7 +29,8 @@ inspection     looks into workers: their work, their objects and their memory
 examination    finds faults of the machines and of the links between them, and says what to do
 ============== ================================================================================================
 
-The path of a cell: `cell_sender` → `jupyter.kernel_connection` → the worker's ipykernel. Its output comes back
-through `jupyter.kernel_connection` → `kernels.routing` → `kernels.cells` → `output.arranger` → `output.sinks`. All of
-this runs in the kernel thread, while the thread that waits for the cell sleeps.
+The path of a cell: `magics.dist_magics` → `Cluster.execute` → `cell_sender` → `jupyter.kernel_connection` → the
+worker's ipykernel. Its output comes back through `jupyter.kernel_connection` → `kernels.routing` → `kernels.cells` →
+`output.outlet`, which asks an arranger → `output.sinks`. From `CellSender.send` on, all of this runs in the kernel
+thread, while the thread that waits for the cell sleeps.
 """

@@ -22,7 +22,10 @@ from nbdist.cluster.worker.output import METADATA, drop_value, fence
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc.agent import Agent
 
-__all__ = ["CellSender"]
+__all__ = ["PROGRESS_AFTER", "CellSender", "forget_values"]
+
+PROGRESS_AFTER = 10.0
+"""Seconds without output after which a line shows what the workers of a cell wait for."""
 
 _OUTPUT_ARRIVES_WITHIN = 1.0
 """Seconds to wait for output that may be on the way."""
@@ -64,10 +67,15 @@ class CellSender:
         sink: Sink | None = None,
         quiet: bool = False,
         fail_fast: bool = False,
-        progress_after: float = 10.0,
+        progress_after: float | None = None,
         above: int = 0,
     ) -> Cell:
-        """Run a cell, as `Cluster.execute` does, on workers that have started."""
+        """Run a cell, as `Cluster.execute` does, on workers that have started.
+
+        ``progress_after`` is None for the usual time, `PROGRESS_AFTER`.
+        """
+        if progress_after is None:
+            progress_after = PROGRESS_AFTER
         with self._lifecycle.choosing() as token:
             workers = self._team.select(targets)
             sink = sink or current_sink()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from nbdist.rpc.asking import ask_each
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.pickling import culprit
 
-__all__ = ["CellValues"]
+__all__ = ["CellValues", "check_kept", "check_pulled", "check_pushed"]
 
 
 class CellValues:
@@ -49,11 +49,7 @@ class CellValues:
 
     def references(self, cell: Cell, targets: Targets = None) -> Any:
         """Return RRefs to the values of the last expression of a cell, one for each worker of the cell."""
-        if cell.kept is None or not cell.kept.alive:
-            raise UsageError(
-                "the workers have no value of this cell: it was executed without keep=True, or references() has "
-                "returned the references already"
-            )
+        assert cell.kept is not None
         found = [self._reference(part) for part in cell.parts.values()]
         cell.kept.detach()
         return found[0] if means_one(targets) else found
@@ -77,9 +73,6 @@ class CellValues:
 
     def push(self, variables: Mapping[str, Any], targets: Targets = None) -> None:
         """Set variables on workers, after the cells that they were sent before; return when that is done."""
-        for name in variables:
-            if not name.isidentifier():
-                raise UsageError(f"{name!r} is not a variable's name, so it cannot be pushed")
         workers = self._team.select(targets)
         self._team.require_alive(workers)
         names, ranks, token = [each.name for each in workers], [each.rank for each in workers], os.urandom(8).hex()
@@ -102,17 +95,35 @@ class CellValues:
     def pull(self, names: str | Sequence[str], targets: Targets = None) -> Any:
         """Return copies of the values that variables have on workers."""
         wanted = [names] if isinstance(names, str) else list(names)
-        for name in wanted:
-            if not all(part.isidentifier() for part in name.split(".")):
-                raise UsageError(
-                    f"{name!r} is not a variable's name; `%remote TARGET expression` returns the value of any"
-                )
         values = self.evaluate(", ".join(wanted), targets)
         shaped = [
             value if isinstance(names, str) else dict(zip(wanted, value if len(wanted) > 1 else (value,), strict=True))
             for value in (values if isinstance(values, list) else [values])
         ]
         return shaped if isinstance(values, list) else shaped[0]
+
+
+def check_pushed(names: Iterable[str]) -> None:
+    """Raise UsageError if one of these cannot be the name of a variable."""
+    for name in names:
+        if not name.isidentifier():
+            raise UsageError(f"{name!r} is not a variable's name, so it cannot be pushed")
+
+
+def check_pulled(names: str | Sequence[str]) -> None:
+    """Raise UsageError if one of these cannot be the name of a variable or an attribute."""
+    for name in [names] if isinstance(names, str) else names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise UsageError(f"{name!r} is not a variable's name; `%remote TARGET expression` returns the value of any")
+
+
+def check_kept(cell: Cell) -> None:
+    """Raise UsageError if the workers keep no value of this cell for `Cluster.references`."""
+    if cell.kept is None or not cell.kept.alive:
+        raise UsageError(
+            "the workers have no value of this cell: it was executed without keep=True, or references() has "
+            "returned the references already"
+        )
 
 
 def _raise_lost(text: str) -> None:

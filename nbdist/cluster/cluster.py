@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from nbdist import durations, registry
 from nbdist.channel.resources import refusals_in_words
 from nbdist.cluster.cell_sender import CellSender
-from nbdist.cluster.cell_values import CellValues
+from nbdist.cluster.cell_values import CellValues, check_kept, check_pulled, check_pushed
 from nbdist.cluster.deaths import Deaths
 from nbdist.cluster.executor import Lanes, WorkerExecutor
 from nbdist.cluster.interrupting import Interrupts
@@ -193,7 +193,7 @@ class Cluster:
     @property
     def awaited(self) -> list[str]:
         """The workers that had to become idle, when `restart` was last called, for the process group to form anew."""
-        return self._changes.awaited
+        return self._changes.awaited if self.running else []
 
     @property
     def backend(self) -> str:
@@ -254,8 +254,6 @@ class Cluster:
             self.shutdown()
             raise
         self._state = "running"
-        self._mending = Mending(self.lifecycle, self._changes)
-        self.agent.named.publish("mending", self._mending, *Mending.METHODS)
         atexit.register(self.shutdown)
         self._changes.begin()
         return self
@@ -265,7 +263,7 @@ class Cluster:
         deadline = time.monotonic() + self.spec.timeout
         self.kernel_thread = KernelThread()
         """The thread that talks to the workers' kernels. AttributeError before `start`, as for the other parts."""
-        self._router = Router(self.kernel_thread, lambda: self.names)
+        self._router = Router(self.kernel_thread, lambda: self._team.names)
         self.lifecycle = Lifecycle(
             launcher_of(self.spec),
             self.spec,
@@ -298,6 +296,8 @@ class Cluster:
         self.farewells.append(self._lanes.close)
         self.lifecycle.bring_up(self.workers, deadline)
         process_memory.mark_start()
+        self._mending = Mending(self.lifecycle, self._changes)
+        self.agent.named.publish("mending", self._mending, *Mending.METHODS)
 
     def _on_step(self, worker: Worker, step: str) -> None:
         """Note a worker's agent once the worker is a member of the RPC world, and tell the user's ``progress``.
@@ -676,7 +676,7 @@ class Cluster:
         Raises:
             UsageError: The cell was executed without ``keep``, or its references were returned already.
         """
-        self.start()
+        check_kept(cell)
         return self._values.references(cell, targets)
 
     def push(self, variables: Mapping[str, Any], targets: Targets = None) -> None:
@@ -691,6 +691,7 @@ class Cluster:
             EncodeError: A value cannot be sent; the text says which part of which variable.
             WorkerLost: One of these workers is dead.
         """
+        check_pushed(variables)
         self.start()
         self._values.push(variables, targets)
 
@@ -707,6 +708,7 @@ class Cluster:
                 AttributeError or WorkerLost, as in `execute`.
             EncodeError: A value cannot be sent.
         """
+        check_pulled(names)
         self.start()
         return self._values.pull(names, targets)
 

@@ -44,7 +44,8 @@ class Deaths:
         For a process of this host, the agent notices the end by itself. For one of another host, it would notice only
         the silence.
         """
-        if worker.incarnation is not None and worker.host:
+        if worker.host:
+            assert worker.incarnation is not None  # it was a member
             self._agent.lose(worker.incarnation, why)
 
     def _on_lost(self, record: Record, why: str) -> None:

@@ -41,7 +41,7 @@ class Growth:
         make: Makes the object for the worker of a rank, and returns it.
         lives: Starts the workers.
         launcher: Knows how many new workers its keepers have room for.
-        changing: Held while workers are added; the cluster holds it while it restarts workers.
+        changing: Held while workers are added; `WorkerChanges` holds it while it restarts workers.
         is_member: Returns whether the RPC world still has a member of a name.
         timeout: Seconds within which new workers must be ready.
         grown: Called when workers have been added to the cluster; the process group may still have to form.

@@ -95,7 +95,7 @@ class Lifecycle:
         self._telling: list[asyncio.Task[None]] = []
         """The tasks that wait until workers know that number. A loop keeps only weak references to its tasks."""
         self.unsent: set[object] = set()
-        """A token for each cell whose workers `Cluster.execute` has chosen, but which is not sent to them yet."""
+        """A token for each cell whose workers `CellSender.execute` has chosen, but which is not sent to them yet."""
         self._begun: dict[str, Future[StartedWorker]] = {}
         """By name: the futures of the starts that `launch` has asked for, until `bring_up` waits for them."""
         self.launcher = launcher(spec, self._on_end)
@@ -187,7 +187,7 @@ class Lifecycle:
                 await first_error([asyncio.create_task(self._reach_rpc(worker)) for worker in workers])
             finally:
                 self._give_up(workers)
-            # If only some were restarted, the others may be busy: `Cluster` then decides when the group forms.
+            # If only some were restarted, the others may be busy: `WorkerChanges` then decides when the group forms.
             if len(workers) == len(self._workers):
                 await self._form_group()
             for worker in workers:
@@ -620,7 +620,7 @@ class Lifecycle:
         if worker.lives == life:  # else the worker has been restarted meanwhile
             why = worker.end(how, self.launcher.last_words(worker.name))
             self.generations.lose(worker.name, f"{worker.name} {why}")
-            # Who waits for a start that was given up gets its error.
+            # The error of a start that was given up says it; the agent never knew a process without an incarnation.
             if how != GIVEN_UP and worker.incarnation is not None:
                 self._ended(worker, why)
 

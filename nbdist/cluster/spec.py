@@ -45,8 +45,8 @@ VALID_FOR = 3600.0
 
 _SET_BY_THE_CLUSTER = ("devices", "host", "init_method", "secret")
 """Options of RPC that the cluster sets itself."""
-_WIDTH = 120
-"""The characters of a line of help."""
+_WIDTH = 108
+"""The characters of a line of help, which stands indented in docstrings of 120."""
 _LARGEST = (1 << 63) - 1
 """The largest whole number that is passed to a worker."""
 
@@ -132,15 +132,15 @@ class Spec:
         None,
         "-g --gpu-ids",
         "0,1",
-        "The numbers of the GPUs to hand out, in turn, to the workers. Without it, all that torch sees; with the "
-        "backend gloo, none.",
+        "The numbers of the GPUs to hand out, in turn, to the workers. Without it, all that torch sees, or "
+        "none if the backend is gloo.",
     )
     backend: str | None = _option(
         None,
         "--backend",
         "gloo|nccl|none",
-        "The backend of the process group; none for no process group. Without it, nccl if every worker has a GPU of "
-        "its own, else gloo.",
+        "The backend of the process group: gloo, nccl, or the word none for no process group. Without it, nccl if "
+        "every worker has a GPU of its own, else gloo.",
     )
     driver: str | None = _option(
         None,
@@ -153,21 +153,21 @@ class Spec:
         None,
         "--seed",
         "S",
-        "The worker of rank r seeds its random numbers with S + r. Without it, they differ in every run.",
+        "The worker of rank r seeds its random numbers with this number plus r. Without it, they differ in every run.",
     )
     timeout: float = _option(
         120.0,
         "-t --timeout",
         "SECONDS",
-        "Seconds within which all workers must be ready, at the start and after a restart (120).",
+        "Seconds within which all workers must be ready, at the start and after a restart. Without it, 120.",
     )
     launcher: str = _option(
         "local",
         "--launcher",
         "local|join|ray|NAME",
         "Which launcher starts the workers: local, on this host; join, which waits for workers of any host, each "
-        "started by `python -m nbdist worker`; ray, which has Ray choose the hosts; or the name of an installed one, "
-        "an entry point of the group nbdist.launchers (local).",
+        "started by ``python -m nbdist worker``; ray, which has Ray choose the hosts; or the name of an installed one, "
+        "which is an entry point of the group nbdist.launchers. Without it, local.",
     )
     isolate_gpus: bool = _option(False, "--isolate-gpus", "", "Let each worker see only its own GPU.")
     preload: tuple[str, ...] = _option(
@@ -181,7 +181,7 @@ class Spec:
         None,
         "--gpu-memory",
         "PART",
-        "The part of its GPU's memory that torch may take in each worker, such as 0.45. Without it, all of it.",
+        "The part of its GPU's memory that torch may take in each worker, such as 0.45. Without it, 1.",
     )
     rpc: Mapping[str, Any] = field(default_factory=dict)
     """The options of RPC, as `rpc_arguments` returns them. `%dist_init` takes only device maps."""
@@ -189,16 +189,17 @@ class Spec:
         None,
         "--host",
         "ADDRESS",
-        "For workers on other hosts: the address at which they reach this one. With local, the workers run here, and "
-        "others may join them by an invitation. Without it, join takes NBDIST_HOST, ray this node's address in Ray, "
-        "and local lets nobody join.",
+        "For workers on other hosts: the address at which they reach this one. With the launcher local, the workers "
+        "run here, and others may join them by an invitation (%dist_invite, Cluster.invite). Without it, join takes "
+        "NBDIST_HOST, ray this node's address in Ray, and local lets nobody join.",
         "join ray",
     )
     ports: tuple[int, int] | None = _option(
         None,
         "--ports",
         "A-B",
-        "For workers on other hosts: the first and the last port for the entrance, where workers join. Without it, "
+        "For workers on other hosts: the first and the last port for the entrance, where workers join, such as "
+        "40000-40100. Without it, "
         "any. RPC, gloo and NCCL use other ports.",
         "join ray",
     )
@@ -206,27 +207,32 @@ class Spec:
         None,
         "--invitation",
         "FILE",
-        f"For join: the file for the invitation, which the start writes ({DEFAULT_INVITATION}).",
+        "With the launcher join: the file for the invitation, which the start writes. Without it, "
+        f"{DEFAULT_INVITATION}.",
         "join",
     )
     address: str | None = _option(
         None,
         "--address",
         "ADDRESS",
-        "For ray: the address of the Ray cluster. Without it, the Ray that this process has, else RAY_ADDRESS, else a "
-        "new Ray on this machine, which ends with the cluster.",
+        "With the launcher ray: the address of the Ray cluster. Without it, the Ray that this process has, else "
+        "RAY_ADDRESS, else a new Ray on this machine, which ends with the cluster.",
         "ray",
     )
     gpus_per_worker: float | None = _option(
         None,
         "--gpus-per-worker",
         "G",
-        "For ray: how many GPUs each worker gets; a part, such as 0.5, for a shared one. Without it, one GPU each if "
-        "Ray has enough of them, else none.",
+        "With the launcher ray: how many GPUs each worker gets; a part, such as 0.5, for a shared one. Without it, "
+        "one GPU each if Ray has enough of them, else none.",
         "ray",
     )
     placement: str = _option(
-        "pack", "--placement", "pack|spread", "For ray: pack for few hosts, spread for many (pack).", "ray"
+        "pack",
+        "--placement",
+        "pack|spread",
+        "With the launcher ray: pack for few hosts, spread for many. Without it, pack.",
+        "ray",
     )
     sync_code: bool = _option(
         False,
@@ -301,9 +307,9 @@ class Spec:
     def _check_hosts(self) -> None:
         """Raise UsageError if an option for other hosts is impossible, or does not belong to the launcher."""
         for name, option in OPTIONS.items():
-            if self.is_open_local and name in ("host", "ports", "sync_code"):
-                continue
             launchers = option.launchers
+            if self.is_open_local and "join" in launchers and "ray" in launchers:  # it is for other hosts in general
+                continue
             if launchers and self.launcher not in launchers and getattr(self, name) != getattr(Spec, name):
                 raise UsageError(
                     f"{name} is for the launcher {' or '.join(launchers)}, not for {self.launcher}: leave it out, or "
@@ -393,5 +399,5 @@ def describe_arguments() -> str:
 
 def _lines(texts: Mapping[str, str], indent: int) -> str:
     """Return the texts, each behind its head, wrapped; all lines of a text but its first are indented."""
-    wrap = partial(textwrap.fill, width=_WIDTH - 12, subsequent_indent=" " * indent, break_on_hyphens=False)
+    wrap = partial(textwrap.fill, width=_WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
     return "\n".join(wrap(head + text) for head, text in texts.items())

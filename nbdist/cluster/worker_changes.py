@@ -86,14 +86,15 @@ class WorkerChanges:
             self._growth.begin()
 
     def close(self) -> None:
-        """Restart no worker any more for a reason of its own."""
+        """From now on, let `replace` do nothing: the cluster ends."""
         self._is_closed = True
 
     def restart(self, targets: Targets = None, *, process_group: bool = False) -> list[str]:
         """Kill workers and start them again; return their names."""
         with self._alone():
-            dead = [worker for worker in self._team.workers if worker.lost is not None]
-            return self._restart(dead if targets is None else self._team.select(targets), process_group)
+            if targets is not None:
+                return self._restart(self._team.select(targets), process_group)
+            return self._restart([worker for worker in self._team.workers if worker.lost is not None], process_group)
 
     def _restart(self, chosen: Sequence[Worker], process_group: bool = False, because: str = "") -> list[str]:
         """Kill and start these workers, and form the process group, as `restart` does; the lock is held.
@@ -136,8 +137,8 @@ class WorkerChanges:
     def replace(self, name: str, incarnation: int, because: str) -> None:
         """Restart the worker called ``name`` for the reason ``because``, which the errors of its cells then say.
 
-        Waits until it is ready. Does nothing if the worker's agent has not this ``incarnation`` any more. An error is
-        only logged, because nobody waits for this: see `nbdist.cluster.mending`.
+        Waits until it is ready. Does nothing if the worker's agent has not this ``incarnation`` any more, or after
+        `close`. An error is only logged, because nobody waits for this: see `nbdist.cluster.mending`.
         """
         with self._alone():
             present = self._team.workers

@@ -2,7 +2,7 @@
 
 =============  ====================================================================
 `dist_magics`  defines the magics; their docstrings are the help for users
-`lines`        parses their lines; `reader` is the parser of one
+`lines`        parses their lines; `reader` is the parser of one line
 `overview`     the text of `%dist`
 `checking`     checks a cell for workers before it is sent
 `session`      the state of one shell, and the functions that run with every cell

@@ -25,7 +25,7 @@ __all__ = ["RemoteCompleter"]
 ANSWER_TIMEOUT = 0.2
 """Seconds for which completion and inspection wait for a worker's kernel."""
 
-_VALUES = {name: option.known_values for name, option in OPTIONS.items() if option.known_values}
+_VALUES = {each.flags[-1].removeprefix("--"): each.known_values for each in OPTIONS.values() if each.known_values}
 _VALUE = re.compile(rf".*\s--({'|'.join(_VALUES)})[ =]\s*[\w.-]*")
 _MAGIC_LINE = re.compile(r"\s*(%%?\w+)\b")
 _CALLED = re.compile(

@@ -134,11 +134,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
         (usage)
 
-        Defaults are in parentheses.
-
         (options)
         --device-map          Where a worker gets the arguments that others send it: with worker1:0=1, those on the
-                              sender's cuda:0 arrive on cuda:1 of worker1. Once for each worker (on its own GPU).
+                              sender's cuda:0 arrive on cuda:1 of worker1. Once for each worker. Without it, they
+                              arrive on its own GPU.
 
         If a cluster with the same options runs already, this keeps it, also if it has grown (%dist_invite) and -n is
         its present number of workers. If one with other options runs, this is an error; end that cluster with

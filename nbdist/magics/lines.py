@@ -331,7 +331,10 @@ _READ: dict[str, dict[str, Any]] = {
     "tuple[int, int] | None": {"type": _ports},
     "tuple[str, ...]": {"type": lambda text: tuple(name.strip() for name in text.split(",") if name.strip())},
 }
-"""The arguments of argparse for an option of a cluster, by the type of the field of `Spec`."""
+"""The arguments of argparse for an option of a cluster, by the type of the field of `Spec`.
+
+A ``float`` is a time in seconds, a ``float | None`` any number.
+"""
 
 _init = _reader(f"%dist_init {options_usage()} [--device-map WORKER:0=1,1=0]")
 _init.add_argument("bare", nargs="*")

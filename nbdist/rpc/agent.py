@@ -190,9 +190,9 @@ class Agent:
         while it counts.
         """
         self.membership = Membership(me)
+        """The members of the world, and the names of those that are gone."""
         self.named = NamedObjects()
         """The objects of this process whose methods other members may call: see `at`."""
-        """The members of the world, and the names of those that are gone."""
         self.ids = IdSource(me.id, me.incarnation)
         """Makes ids for values and forks, unique in the world."""
         self.exchange = Exchange(me.incarnation, self.ids)
@@ -733,7 +733,7 @@ class Agent:
 
     def at(self, to: str, name: str) -> NamedObject:
         """Return the object that the agent called ``to`` has published as ``name``, for calls of its methods."""
-        return NamedObject(self.call, to, name)
+        return NamedObject(self.caller.asynchronous, to, name)
 
     def members(self) -> list[Record]:
         """Return the records of the living members of the world, in the order of their ids."""

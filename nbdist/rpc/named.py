@@ -35,28 +35,21 @@ class NamedObjects:
         self._published: dict[str, tuple[weakref.ref[Any], frozenset[str]]] = {}
 
     def publish(self, name: str, owner: object, *methods: str) -> None:
-        """Let other agents call these methods of an object, as long as it lives, or until `withdraw`.
+        """Let other agents call these methods of an object, as long as it lives.
 
         An earlier object of this name is replaced.
         """
-        for method in methods:
-            assert callable(getattr(owner, method)), method
         with self._lock:
             self._published[name] = weakref.ref(owner), frozenset(methods)
-
-    def withdraw(self, name: str) -> None:
-        """Let nobody call the object any more. Calls that run go on."""
-        with self._lock:
-            self._published.pop(name, None)
 
     def method(self, name: str, method: str) -> Callable[..., Any]:
         """Return a method that a call names. Raises UsageError if it was not published, or its object is gone."""
         with self._lock:
             owner, methods = self._published.get(name, (lambda: None, frozenset[str]()))
-        found = owner()
-        if found is None or method not in methods:
-            raise UsageError(f"this process has no {name}.{method} for other members, or has it no more")
-        bound: Callable[..., Any] = getattr(found, method)
+        alive = owner()
+        if alive is None or method not in methods:
+            raise UsageError(f"{here.agent.me.name} offers no {name}.{method}: it has ended what offered it")
+        bound: Callable[..., Any] = getattr(alive, method)
         return bound
 
 
@@ -64,12 +57,12 @@ class NamedObject:
     """An object that another agent has published."""
 
     def __init__(self, call: Callable[..., Future[Any]], to: str, name: str) -> None:
-        """Name the object ``name`` of the agent called ``to``; ``call`` is `Agent.call` of this process's agent."""
+        """Name the object ``name`` of the agent called ``to``; ``call`` is `Caller.asynchronous` of this process."""
         self._call, self._to, self._name = call, to, name
 
     def call(self, method: str, *arguments: Any, timeout: float = -1.0) -> Future[Any]:
         """Call a method; return the future of its result. Errors and ``timeout`` are those of `Agent.call`."""
-        return self._call(self._to, _call, self._name, method, *arguments, timeout=timeout)
+        return self._call(self._to, _call, (self._name, method, *arguments), None, timeout, f"{self._name}.{method}")
 
     def ask(self, method: str, *arguments: Any, timeout: float = -1.0) -> Any:
         """Call a method, wait for its result, and return it."""

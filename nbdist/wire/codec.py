@@ -9,7 +9,7 @@ module         subject
 `quick`        values of atoms, tensors and references: a pickle of the atoms, with holes
 `few_tensors`  values of tensors and atoms in containers: a pickler that looks for tensors only
 `pickler`      any other value: exceptions, modules, TorchScript, definitions of ``__main__``, references
-`unpickler`    reads what the two picklers have written
+`unpickler`    reads what the two picklers have written (this and the following in `nbdist.wire.pickling`)
 `stand_ins`    the objects in a pickled body that are written as names only
 `definitions`  the functions and classes of ``__main__``: their names and digests
 `registered`   the types and reducers that higher layers register with the codec

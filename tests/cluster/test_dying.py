@@ -101,6 +101,6 @@ def test_a_reset_kills_and_a_new_cluster_starts(two):
     ],
 )
 def test_what_gloo_says_when_a_group_forms_is_no_reason(said, told):
-    """Torch 2.10 writes a line to standard error for each process group."""
+    """Torch 2.10 writes a line to standard error for each process group. Else the cell's own words count."""
     why = Worker("worker0", 0, 0, "cpu", None).end(-9, said)
     assert why == f"was killed by SIGKILL (out of memory, or killed by hand){told}"

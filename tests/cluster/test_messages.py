@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hmac
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
 from nbdist import rpc
+from nbdist.cluster import cell_values
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.executor import WorkerExecutor
 from nbdist.cluster.jupyter import jupyter_wire
@@ -152,16 +153,10 @@ def test_a_variable_that_cannot_be_pushed(monkeypatch):
     def refuse(*_):
         raise EncodeError("no") from TypeError("cannot pickle '_thread.lock' object")
 
-    monkeypatch.setattr(sys.modules[Cluster.push.__module__], "ask_each", refuse)
-    ready = SimpleNamespace(
-        start=lambda: None,
-        select=lambda _: [],
-        _require_alive=lambda _: None,
-        agent=None,
-        execute=lambda *_, **__: None,
-    )
+    monkeypatch.setattr(cell_values, "ask_each", refuse)
+    values = cell_values.CellValues(Mock(select=lambda _: []), Mock(), Mock())
     with pytest.raises(EncodeError, match=r"`x\['a'\]` is a lock, which cannot be sent: cannot pickle '_thread.lock'"):
-        Cluster.push(ready, {"x": {"a": threading.Lock()}})
+        values.push({"x": {"a": threading.Lock()}})
 
 
 @pytest.mark.parametrize(

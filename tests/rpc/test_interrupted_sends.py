@@ -16,8 +16,7 @@ from nbdist import rpc
 from nbdist.testing import World
 
 pytestmark = pytest.mark.skipif(
-    sys.version_info >= (3, 14),
-    reason="Python 3.14 runs signal handlers between a lock's __enter__ and the block that releases it",
+    sys.version_info >= (3, 14), reason="an interrupt may leave a lock taken: CPython issue 148874"
 )
 TRIES = [100, pytest.param(8000, marks=pytest.mark.soak)]
 SENDS = {

@@ -51,13 +51,13 @@ def test_an_agent_calls_its_own_objects_too(world, counter):
 
 @pytest.mark.parametrize("method", ["reset", "value", "__init__", "_add", "nothing"])
 def test_no_other_method_can_be_called(world, counter, method):
-    with pytest.raises(UsageError, match=rf"has no counter\.{method} for other members"):
+    with pytest.raises(UsageError, match=rf"worker1 offers no counter\.{method}"):
         world[0].at("worker1", "counter").ask(method)
     assert counter.value == 0
 
 
 def test_a_name_that_nobody_has_is_an_error(world):
-    with pytest.raises(UsageError, match=r"has no counter\.add"):
+    with pytest.raises(UsageError, match=r"offers no counter\.add"):
         world[0].at("worker1", "counter").ask("add", 1)
     world[0].at("worker1", "counter").cast("add", 1)
     world[0].at("nobody", "counter").cast("add", 1)
@@ -68,18 +68,21 @@ def test_it_is_not_owned(world, counter):
     world[1].named.publish("other", other, "add")
     del other
     gc.collect()
-    with pytest.raises(UsageError, match=r"has no other\.add"):
+    with pytest.raises(UsageError, match=r"offers no other\.add"):
         world[0].at("worker1", "other").ask("add", 1)
 
 
-def test_what_is_withdrawn_or_replaced_is_not_called(world, counter):
+def test_errors_call_it_by_its_name(world, counter):
+    with pytest.raises(TypeError, match="unsupported operand") as raised:
+        world[0].at("worker1", "counter").ask("add", "text")
+    assert any("counter.add" in note for note in raised.value.__notes__), raised.value.__notes__
+
+
+def test_what_is_replaced_is_not_called(world, counter):
     replacement = Counter()
     world[1].named.publish("counter", replacement, "add")
     assert world[0].at("worker1", "counter").ask("add", 7) == 7
     assert counter.value == 0
-    world[1].named.withdraw("counter")
-    with pytest.raises(UsageError, match=r"has no counter\.add"):
-        world[0].at("worker1", "counter").ask("add", 1)
 
 
 def test_two_agents_of_a_process_have_objects_of_one_name(world, counter):

@@ -179,7 +179,7 @@ class Received:
             self.looked_at = True
 
 
-def _enter(ctx: Any, slot: EdgeSlot, tensor: torch.Tensor) -> torch.Tensor:
+def _make_gate_node(ctx: Any, slot: EdgeSlot, tensor: torch.Tensor) -> torch.Tensor:
     """Make a gate in front of the history of ``tensor``: the forward of `_Gate`, which torch calls.
 
     ``slot`` is the record of that tensor, which was sent. Returns an empty tensor, which only serves as a root for
@@ -190,7 +190,7 @@ def _enter(ctx: Any, slot: EdgeSlot, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty((), device=tensor.device if tensor.is_cuda else "cpu")
 
 
-def _let_in(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+def _run_gate(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:
     """Run a gate: the backward of `_Gate`. torch's engine calls it, only for a part of a pass.
 
     Returns ``(None, None)`` if the gate's gradient has arrived and is None. Raises `HeldBack`, which stops the engine,
@@ -201,7 +201,7 @@ def _let_in(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:
     return None, part.enter(ctx.slot())
 
 
-def _arrive(
+def _make_receive_node(
     ctx: Any, anchor: torch.Tensor, end: Received, first: int, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """Make the receive node of some tensors of a message, from tensor ``first`` on: the forward of `_Receive`.
@@ -215,7 +215,7 @@ def _arrive(
     return tuple(tensors)
 
 
-def _send_back(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
+def _run_receive_node(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
     """Run a receive node: the backward of `_Receive`. Hands the gradients to the part, which sends them back.
 
     Raises UsageError in a plain ``backward()`` of torch, which runs for no part. Returns a None for each input.
@@ -236,12 +236,12 @@ def _send_back(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, N
 _Gate: Any = type(
     "torch::distributed::autograd::SendRpc",
     (Function,),
-    {"forward": staticmethod(_enter), "backward": staticmethod(_let_in), "__module__": __name__},
+    {"forward": staticmethod(_make_gate_node), "backward": staticmethod(_run_gate), "__module__": __name__},
 )
 _Receive: Any = type(
     "torch::distributed::autograd::RecvRpc",
     (Function,),
-    {"forward": staticmethod(_arrive), "backward": staticmethod(_send_back), "__module__": __name__},
+    {"forward": staticmethod(_make_receive_node), "backward": staticmethod(_run_receive_node), "__module__": __name__},
 )
 
 _make_gate, _make_received = direct_apply(_Gate), direct_apply(_Receive)

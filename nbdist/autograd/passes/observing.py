@@ -2,7 +2,7 @@
 
 ::
 
-    watcher --- Watch ---> maker of the context --- Watch ---> every worker in the context, also those that join later
+    watcher --- WatchChanged ---> maker of the context --- WatchChanged ---> every worker in the context, later ones too
     root of a pass --- Head.watching, in every message of the pass ---> every worker that the pass reaches
     worker  --- Observed ---> watcher --- Steer, Go ---> worker
     root    --- Over -------> watcher

@@ -3,7 +3,7 @@
 The messages of a SMART pass that began on the root and needs a tensor of worker1::
 
     root                                     worker1
-    begin, wait
+    begin, go
       |------------ Mark ---------------------->|  on_mark: the tensor's gate is EXPECTED; marks to other workers
       |<----------- Report: mark settled -------|
       |------------ Gradients ----------------->|  on_gradients: the part runs; gradients to other workers
@@ -30,16 +30,16 @@ while it holds          a thread may take
 `Context.lock`          `NodeNumbers._lock`, `GradientStore._lock`, `Observer._sending`, `Observer._changed`,
                         `Watch._changed`
 `Run.lock`              `Part._lock`
-`Observer._halting`     `leaves._lock`, `Observer._sending`, `Observer._changed`, `Watch._changed`. The thread that
+`Observer._halting`     `claims._lock`, `Observer._sending`, `Observer._changed`, `Watch._changed`. The thread that
                         halts a pass holds it until the halt is over
 `Watch._changed`        `Recorder._freezing`
 any other lock, such    no other lock of autograd
 as `Part._lock`,
-`leaves._lock` or
+`claims._lock` or
 `TurnTaking._lock`
 ======================= ==========================================================================================
 
-A thread that holds `Run.lock`, `Part._lock` or `leaves._lock` sends no message, because sending may take long. A thread
+A thread that holds `Run.lock`, `Part._lock` or `claims._lock` sends no message, because sending may take long. A thread
 that holds one of these locks does not wait for leaves that another call of torch's engine has claimed
 (`nbdist.autograd.passes.claims`).
 

@@ -19,7 +19,7 @@
     the notebook's host                                     another host
     notebook ── hub ── entrance <─── knock, with a token ─── keeper
                  │ <───────── RPC, a world of its own ──────> │ starts, signals, ends
-                 │            start, signal, probe, ended     v
+                 │            start, signal, probe, end       v
     kernel sockets ── relay <────── frames of Jupyter ─────> relay ── kernel of a worker
     agent <───────────────── RPC, the cluster's world ──────────────> agent of the worker
 

@@ -118,6 +118,9 @@ class Hub:
     The hub's agent calls all four in its threads. The first two must be quick.
     """
 
+    METHODS = ("arrive", "end", "deliver")
+    """The methods that keepers call."""
+
     def __init__(
         self,
         host: str,
@@ -156,7 +159,7 @@ class Hub:
             present=[],
             directory=folder,
         )
-        self._agent.named.publish("hub", self, "arrive", "end", "deliver")
+        self._agent.named.publish("hub", self, *self.METHODS)
         self._agent.on_lost(self._lost)
         try:
             self._entrance = Entrance(host, self._shared.curve(ENTRANCE), self._answer, ports)
@@ -187,7 +190,7 @@ class Hub:
         return self._agent.at(member.name, "keeper").call(method, *arguments, timeout=timeout)
 
     def hear_from(self, member: KeeperMember) -> Future[Any]:
-        """Return a future that is done once a keeper has answered, or is lost."""
+        """Return a future that is done once a keeper has answered or is lost. Raises WorkerLost if it is gone."""
         return self._agent.call(member.name, os.getpid)
 
     def close(self) -> None:

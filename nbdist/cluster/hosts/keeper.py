@@ -59,10 +59,6 @@ _LAST_OUTPUT_WITHIN, _OUTPUT_PASSES_WITHIN = 0.03, 5.0
 
 _log = logging.getLogger("nbdist.cluster")
 
-_STARTING = ("take_code", "preload", "start", "free_port", "free_places")
-_RUNNING = ("signal", "probe", "deliver", "finish", "end")
-"""The methods that the hub calls, to start workers and afterwards."""
-
 
 class Keeper:
     """The keeper of this process. The constructor joins the cluster; `run` serves the notebook until the cluster ends.
@@ -80,6 +76,20 @@ class Keeper:
         RendezvousError: The notebook does not answer.
         UsageError: This host has no route to the notebook, or ``host`` is not one of this host's addresses.
     """
+
+    METHODS = (
+        "take_code",
+        "preload",
+        "start",
+        "free_port",
+        "free_places",
+        "signal",
+        "probe",
+        "deliver",
+        "finish",
+        "end",
+    )
+    """The methods that the hub calls."""
 
     def __init__(
         self, invitation: Invitation, workers: int = 1, host: str | None = None, gpus: Sequence[int] | None = None
@@ -134,7 +144,7 @@ class Keeper:
         except BaseException:
             self._launcher.close()
             raise
-        self._agent.named.publish("keeper", self, *_STARTING, *_RUNNING)
+        self._agent.named.publish("keeper", self, *self.METHODS)
         self._hub = self._agent.at(answer.hub.name, "hub")
         self._agent.on_lost(self._on_lost)
         try:
@@ -192,15 +202,16 @@ class Keeper:
         """Import modules before the workers start. Raises UsageError if one cannot be imported."""
         self._launcher.preload(modules).result()
 
-    def start(self, told: str, connection: Mapping[str, Any], environment: Mapping[str, str]) -> StartedWorker:
+    def start(self, encoded: str, connection: Mapping[str, Any], environment: Mapping[str, str]) -> StartedWorker:
         """Start a worker here, and the relay that passes messages between its kernel and the notebook.
 
-        ``told`` is the worker's setup, encoded.
+        ``encoded`` is the worker's setup, as `WorkerSetup.encode` returns it.
+
         The worker gets the place of its ``local_rank`` if that is free, else the first free one. ``connection`` is the
         content of the kernel's connection file on the notebook's host. The file that this function writes here has
         other sockets and the same key.
         """
-        setup, folder = WorkerSetup.decode(told), self._launcher.folder
+        setup, folder = WorkerSetup.decode(encoded), self._launcher.folder
         with self._lock:
             place = self._given.get(setup.name)
             if place is None:
@@ -279,9 +290,9 @@ class Keeper:
     def free_port(self) -> int:
         """Return a port of this host on which nothing listens now."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.bind((self.host, 0))
-            return int(probe.getsockname()[1])
+        with socket.socket(family) as tried:
+            tried.bind((self.host, 0))
+            return int(tried.getsockname()[1])
 
     def deliver(self, name: str, batch: Sequence[Parcel]) -> None:
         """Pass messages of the notebook on to a worker's kernel; drop them if the worker has ended."""

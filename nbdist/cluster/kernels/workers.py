@@ -202,7 +202,8 @@ class Worker:
         of ``last_words``, the process's standard error. If that is empty, it has the last lines that the present cell
         wrote to standard error. In the kernel thread.
         """
-        lines = _lines_that_say_why([line for line in last_words.splitlines() if line.strip()] or self.stderr.lines())
+        words = [line for line in last_words.splitlines() if line.strip() and not line.startswith(_GLOO_CONNECTS)]
+        lines = _lines_that_say_why(words or self.stderr.lines())
         why = describe_exit(how)
         for cell in self.cells:
             lines = [labels.rename_cell_frames(line, cell.source, cell.number, self.name) for line in lines]
@@ -268,7 +269,6 @@ def _lines_that_say_why(lines: list[str]) -> list[str]:
 
     If there is a crash report of Python or C++, they begin with its first line; otherwise they are the last lines.
     """
-    lines = [line for line in lines if not line.startswith(_GLOO_CONNECTS)]
     crash = next((index for index, line in enumerate(lines) if _CRASH.search(line)), None)
     return lines[-_LAST_LINES:] if crash is None else lines[crash : crash + _LAST_LINES]
 

@@ -1,4 +1,4 @@
-"""Sends a worker's output to the cell that caused it, from RPC threads too, and keeps the values of cells.
+"""Tells ipykernel, which sends a worker's output, to which cell it belongs, in RPC threads too; keeps values of cells.
 
 Every call carries its *origin*, the key by which the notebook knows the cell that makes the call. While a function
 runs for the call, the origin is the parent id of all output of its thread, and travels on with nested calls.

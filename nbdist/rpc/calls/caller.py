@@ -75,16 +75,23 @@ class Caller:
         return outcome
 
     def asynchronous(
-        self, to: To, function: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, timeout: float
+        self,
+        to: To,
+        function: Any,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        label: str = "",
     ) -> Future[Any]:
         """Call a function; return a Future of its result. If the worker is gone, it has failed with WorkerLost.
 
-        ``timeout`` is in seconds: negative for the agent's default, 0 for no limit. Raises UnknownWorker if the world
-        never had the worker, and EncodeError if an argument cannot be sent.
+        ``timeout`` is in seconds: negative for the agent's default, 0 for no limit. Errors and displays call the
+        function ``label``, or by its name. Raises UnknownWorker if the world never had the worker, and EncodeError if
+        an argument cannot be sent.
         """
         future: Future[Any] = Future()
         try:
-            self._call(to, function, args, kwargs, timeout, future)
+            self._call(to, function, args, kwargs, timeout, future, label)
         except WorkerLost as error:
             return _failed_future(error.with_traceback(None))  # its frames would keep the arguments and ``future``
         return future
@@ -180,6 +187,7 @@ class Caller:
         kwargs: Mapping[str, Any] | None,
         timeout: float,
         outcome: Promise[Any] | Latch,
+        label: str = "",
     ) -> None:
         """Send a call of a function; the end of the call settles ``outcome``.
 
@@ -191,7 +199,7 @@ class Caller:
         callee = (self._membership.names.get(to) if type(to) is str else None) or self.find(to)
         named = names.describe(function)
         body = (named.name or function, tuple(args or ()), dict(kwargs or {}))
-        self._send(callee, Mode.CALL, named.label, body, timeout, outcome, builtin=named.builtin)
+        self._send(callee, Mode.CALL, label or named.label, body, timeout, outcome, builtin=named.builtin)
 
     def _method(
         self, rref: RRef[Any], name: str, timeout: float, args: Any, kwargs: Any, outcome: Promise[Any] | Latch

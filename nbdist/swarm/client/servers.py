@@ -12,7 +12,8 @@ The states of a server (`ServerRecord.state`), and the methods of `Servers` that
 A banned server stays "online", but gets no work for some seconds. `join` makes a new server on a worker whose
 server is "gone" or "offline".
 
-A *member* is the client's record of a server (`nbdist.swarm.client.server_record`). When a call fails, the crew notes
+The *crew* is the `Servers` of a swarm, a *member* the client's record of one (`nbdist.swarm.client.server_record`), a
+*way* a route with its members. When a call fails, the crew notes
 that the server is lost (`lose`) or does not answer (`_ban`), and raises `Gone`; the caller then asks for a new route.
 `Servers.way` lets a server load blocks that no server has any more (`_mend`).
 """
@@ -503,8 +504,8 @@ class Servers:
     def send(self, member: ServerRecord, method: str, *args: Any, extra: float = 0.0, **kwargs: Any) -> Future[Any]:
         """Call a method of a server, without waiting; pass the returned future to `answer`.
 
-        The call times out after `step_timeout` plus ``extra`` seconds. For a server that is known to be lost, returns a
-        failed future.
+        The call times out after `Policy.step_timeout` plus ``extra`` seconds. Returns a failed future for a server that
+        is known to be lost.
         """
         timeout = self.policy.step_timeout + extra
         try:
@@ -557,7 +558,7 @@ class Servers:
     def outwait(self, member: ServerRecord, asked: Future[Any], within: float | None = None) -> Any:
         """Wait for a call that may take long, like `answer`, as long as its worker answers other calls meanwhile.
 
-        Calls the worker every ``within`` seconds, by default `step_timeout`. If it does not answer, raises `Gone`.
+        Calls the worker every ``within`` seconds, by default `Policy.step_timeout`; no answer raises `Gone`.
         """
         within = self.policy.step_timeout if within is None else within
         with member.asked():

@@ -80,7 +80,7 @@ class _Part:
 
 
 class Session:
-    """One inference through some blocks of a swarm, with caches on the servers; made by `Swarm.session`.
+    """One inference through some blocks of a swarm, with caches on the servers; made by `Sessions.begin`.
 
     One thread at a time can take a step or move the session, so `settle` waits until a step has ended.
     """

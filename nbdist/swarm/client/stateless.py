@@ -57,7 +57,7 @@ def through(
 
 
 def forward(crew: Servers, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
-    """Take an item, the input of the blocks from ``begin`` on, through them in micro-batches (`Servers.micro_batch`).
+    """Take an item, the input of the blocks from ``begin`` on, through them in micro-batches (`Policy.micro_batch`).
 
     Returns the hidden states behind the blocks, and the entrances of each micro-batch, which the backward pass sends
     again. Raises `NoRoute` if no server can serve a block, or too many servers failed.

@@ -3,7 +3,7 @@
 The first request or session starts the thread. It ends after some seconds without work and sessions. The next request
 or session starts a new one::
 
-    run(), any thread ─► pools ─► computing thread: take ─► compute ─► outcomes ─► run() returns or raises
+    run(), any thread ─► queue ─► computing thread: take ─► compute ─► outcomes ─► run() returns or raises
                                         └─ about once a second: look, which drops what has timed out
 """
 
@@ -36,20 +36,20 @@ class _Job(NamedTuple):
 
 
 class Runtime:
-    """Computes the requests of its pools on one thread."""
+    """Computes the requests of its queue on one thread."""
 
     def __init__(
-        self, pools: RequestQueues, compute: Callable[[Sequence[Any]], Sequence[Any]], look: Callable[[], bool]
+        self, queue: RequestQueues, compute: Callable[[Sequence[Any]], Sequence[Any]], look: Callable[[], bool]
     ) -> None:
         """Store how to compute; the first call of `run` or `keep` starts the thread.
 
         Args:
-            pools: the queue of requests.
+            queue: the queue of requests.
             compute: takes the works of requests that `RequestQueues.take` returned together, and returns a result or an
                 error for each. If it raises an error, all of them fail with it.
             look: called about once a second; returns whether the thread is still needed.
         """
-        self._pools = pools
+        self._queue = queue
         self._compute = compute
         self._look = look
         self._changed = threading.Condition(threading.RLock())
@@ -67,7 +67,7 @@ class Runtime:
         """
         job = request.work = _Job(request.work, [], threading.Event())
         with self._changed:
-            self._pools.submit(request)
+            self._queue.submit(request)
             self.keep()
             self._changed.notify_all()
         try:
@@ -75,7 +75,7 @@ class Runtime:
                 job.done.wait()
         except BaseException:
             with self._changed:
-                self._pools.withdraw(request)
+                self._queue.withdraw(request)
             raise
         outcome = job.outcome.pop()
         try:
@@ -88,7 +88,7 @@ class Runtime:
     @property
     def waiting(self) -> int:
         """The number of waiting requests."""
-        return len(self._pools)
+        return len(self._queue)
 
     def keep(self) -> None:
         """Start the thread if there is none, and do not let it end before the next call of ``look``.
@@ -116,9 +116,9 @@ class Runtime:
         used = looked = time.monotonic()
         while True:
             with self._changed:
-                if not len(self._pools):
+                if not len(self._queue):
                     self._changed.wait(_LOOK_SECONDS)
-                requests = self._pools.take()
+                requests = self._queue.take()
             now = time.monotonic()
             if requests:
                 self._run([request.work for request in requests])

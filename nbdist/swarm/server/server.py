@@ -7,9 +7,10 @@ session's next server at once, and also to the client, which keeps it in case a 
 
 How a step of a session proceeds::
 
-    step()  ─► Held.asked ┐  `_go_on`: one thread at a time works for a session (`ServerSession.busy`)
-    push()  ─► Held.given ┴► Held.take_up ─► `_take`: reserve memory ─► computing thread ─┬─► next server: push()
-                                                                                          └─► the step's future
+    ServerSession           one thread at a time works for a session: `_go_on`, `busy`
+    step()  ─► asked ┐
+    push()  ─► given ┴─► take_up ─► `_take`: reserve memory ─► computing thread ─┬─► next server: push()
+                                                                                 └─► the step's future
 """
 
 from __future__ import annotations

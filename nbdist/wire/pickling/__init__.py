@@ -10,6 +10,6 @@
 `large_globals`  warns about large globals that travel with functions
 `classes`        rebuilds classes that came by value
 `pickler`        pickles any value
-`unpickler`      rebuilds the values that these two have pickled
+`unpickler`      rebuilds what `pickler` and `nbdist.wire.few_tensors` have pickled
 ===============  ==========================================================
 """
