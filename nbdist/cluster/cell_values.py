@@ -94,7 +94,7 @@ class CellValues:
 
     def pull(self, names: str | Sequence[str], targets: Targets = None) -> Any:
         """Return copies of the values that variables have on workers."""
-        wanted = [names] if isinstance(names, str) else list(names)
+        wanted = [names] if isinstance(names, str) else names
         values = self.evaluate(", ".join(wanted), targets)
         shaped = [
             value if isinstance(names, str) else dict(zip(wanted, value if len(wanted) > 1 else (value,), strict=True))

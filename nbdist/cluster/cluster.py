@@ -272,7 +272,7 @@ class Cluster:
             self.kernel_thread,
             self._router.on_message,
             self._on_step,
-            lambda worker, why: self._deaths.on_end(worker, why),
+            lambda worker, why: self._deaths.on_end(worker, why),  # not bound: it is made below, and members end later
         )
         self.lifecycle.launch(self.workers)
         # While this process does the following, the workers start, so this costs no extra time.
@@ -708,9 +708,10 @@ class Cluster:
                 AttributeError or WorkerLost, as in `execute`.
             EncodeError: A value cannot be sent.
         """
-        check_pulled(names)
+        wanted = names if isinstance(names, str) else list(names)
+        check_pulled(wanted)
         self.start()
-        return self._values.pull(names, targets)
+        return self._values.pull(wanted, targets)
 
     def sync(self) -> list[str]:
         """Wait until every worker has run all the cells that it was sent; return the names of the workers.

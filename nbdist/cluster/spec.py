@@ -98,8 +98,6 @@ class Option:
     help: str
     launchers: tuple[str, ...] = ()
     """The launchers that know this option; () for all."""
-    argument: str = ""
-    """The name of the argument of `Cluster`, if it is not the field's."""
 
     @property
     def known_values(self) -> tuple[str, ...]:
@@ -112,9 +110,9 @@ class Option:
         return bool(self.value) and self.value == "|".join(self.known_values)
 
 
-def _option(default: Any, flags: str, value: str, help: str, launchers: str = "", argument: str = "") -> Any:
-    told = Option(tuple(flags.split()), value, help, tuple(launchers.split()), argument)
-    return field(default=default, metadata={"option": told})
+def _option(default: Any, flags: str, value: str, help: str, launchers: str = "") -> Any:
+    option = Option(tuple(flags.split()), value, help, tuple(launchers.split()))
+    return field(default=default, metadata={"option": option})
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,6 @@ class Spec:
         "-n --num-processes",
         "N",
         "How many workers, 1 to 1000. Without it, one for each GPU that they may use, or 2 without GPUs.",
-        argument="n",
     )
     gpu_ids: tuple[int, ...] | None = _option(
         None,
@@ -394,7 +391,7 @@ def describe_options() -> str:
 
 def describe_arguments() -> str:
     """Return a text that describes the arguments of `Cluster` that are fields of `Spec`."""
-    return _lines({f"{each.argument or name}: ": each.help for name, each in OPTIONS.items()}, 4)
+    return _lines({f"{'n' if name == 'count' else name}: ": each.help for name, each in OPTIONS.items()}, 4)
 
 
 def _lines(texts: Mapping[str, str], indent: int) -> str:

@@ -48,7 +48,7 @@ class NamedObjects:
             owner, methods = self._published.get(name, (lambda: None, frozenset[str]()))
         alive = owner()
         if alive is None or method not in methods:
-            raise UsageError(f"{here.agent.me.name} offers no {name}.{method}: it has ended what offered it")
+            raise UsageError(f"{here.agent.me.name} offers no {name}.{method}, or what offered it has ended")
         bound: Callable[..., Any] = getattr(alive, method)
         return bound
 

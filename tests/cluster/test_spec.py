@@ -38,7 +38,7 @@ def test_a_clusters_arguments_are_its_options():
     assert {name: each.default for name, each in told.items()} == {name: fields[name].default for name in told}
     assert {name: each.annotation for name, each in told.items()} == {name: fields[name].type for name in told}
     for name, option in OPTIONS.items():
-        assert f"\n        {option.argument or name}: {option.help[:30]}" in str(nbdist.Cluster.__doc__)
+        assert f"\n        {'n' if name == 'count' else name}: {option.help[:30]}" in str(nbdist.Cluster.__doc__)
 
 
 # -- what cannot be -----------------------------------------------------------------------------
