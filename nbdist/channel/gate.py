@@ -42,29 +42,40 @@ class Gate:
         """The moment at which the gate was last shut, as of `time.monotonic`."""
 
     def wait(self, timeout: float | None) -> bool:
-        """Sleep until a file is readable, for ``timeout`` seconds at most. Returns whether one is.
+        """Sleep until a file is readable, for ``timeout`` seconds at most. Returns whether one may be.
 
-        If the gate was shut for too long, because Ctrl-C kept its owner from opening it, this opens it.
+        If the gate was shut for too long, because Ctrl-C kept its owner from opening it, this opens it. It returns True
+        if it cannot: the owner runs a signal handler in the middle of `shut`, and the handler may wait for a message.
         """
         if self._gate.poll(timeout, 1):
             return True
         owner = self._owner
         if owner and time.monotonic() - self._since > OPEN_AFTER:
-            self.open(owner)
+            return not self._open(owner, blocking=False)
         return False
 
     def shut(self) -> bool:
-        """Keep files from waking the threads in `wait`. Returns False if a thread has shut the gate already.
+        """Keep files from waking the threads in `wait`. Returns False if another thread moves the gate, or has shut it.
 
         After True, the calling thread must poll `news`, the epoll of all files, itself, and then call `open`.
         """
-        with self._lock:
+        # Without waiting: a signal handler of the thread that has the lock may wait for a message that this one reads.
+        # Ctrl-C right after this leaves the lock with this thread: others then never shut the gate, and no more.
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
             if self._owner:
                 return False
             # Set the owner first: if Ctrl-C comes right after, `open` still knows that the gate may be shut.
-            self._since, self._owner = time.monotonic(), threading.get_ident()
+            me = threading.get_ident()
+            self._since, self._owner = time.monotonic(), me
             self._let_through(0)
-            return True
+            if self._owner == me:
+                return True
+            self._let_through(select.EPOLLIN)  # a signal handler has made a call here, and opened the gate after it
+            return False
+        finally:
+            self._lock.release()
 
     def is_shut_by(self, thread: int) -> bool:
         """Return whether the thread with this ident has shut the gate."""
@@ -75,12 +86,20 @@ class Gate:
 
         A file that is still readable then wakes a thread. Otherwise this does nothing.
         """
-        if self._owner != owner:
-            return
-        with self._lock:
+        if self._owner == owner:
+            self._open(owner, blocking=True)
+
+    def _open(self, owner: int, *, blocking: bool) -> bool:
+        """Open the gate as `open` does; return False if another thread has the lock, and this must not wait for it."""
+        if not self._lock.acquire(blocking=blocking):
+            return False
+        try:
             if self._owner == owner:
                 self._let_through(select.EPOLLIN)
                 self._owner = 0
+            return True
+        finally:
+            self._lock.release()
 
     def _let_through(self, events: int) -> None:
         """Set which events of `news` wake the threads in `wait`: EPOLLIN, or 0 for none. Does nothing once closed."""

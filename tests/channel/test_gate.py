@@ -126,6 +126,53 @@ def test_ctrl_c_while_it_moves_does_not_jam_it(gate, file, method, is_done):
     assert not gate.wait(0)
 
 
+class SignalledEpoll:
+    """The epoll, with a signal handler that runs just before the gate moves for the first time."""
+
+    def __init__(self, inner, handler):
+        self._inner, self._handler = inner, handler
+
+    def modify(self, *arguments):
+        handler, self._handler = self._handler, lambda: None
+        handler()
+        self._inner.modify(*arguments)
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+def test_while_a_signal_handler_runs_in_the_middle_others_read(gate, file):
+    """The handler may make a call, and wait until another thread reads the answer."""
+    heard = []
+
+    def handler():
+        others = threading.Thread(target=lambda: heard.extend([gate.shut(), gate.wait(0)]), daemon=True)
+        time.sleep(2 * OPEN_AFTER)
+        others.start()
+        others.join(20)
+
+    gate._gate = SignalledEpoll(gate._gate, handler)
+    assert gate.shut()
+    assert heard == [False, True]
+    gate.open(me())
+    os.eventfd_write(file, 1)
+    assert gate.wait(5)
+
+
+def test_a_signal_handler_in_the_middle_may_shut_and_open_it(gate, file):
+    shut = []
+
+    def handler():
+        shut.append(gate.shut())
+        gate.open(me())
+
+    gate._gate = SignalledEpoll(gate._gate, handler)
+    assert not gate.shut()
+    assert shut == [False]
+    os.eventfd_write(file, 1)
+    assert gate.wait(5)
+
+
 def test_opening_after_the_end_does_nothing(gate):
     gate.shut()
     gate.close()
