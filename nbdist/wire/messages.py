@@ -60,7 +60,7 @@ __all__ = [
     "encode_envelope",
 ]
 
-VERSION = 15
+VERSION = 16
 """Increase this with every change of the bytes between agents, which include names of nbdist's modules and functions.
 
 Agents of different versions refuse each other.

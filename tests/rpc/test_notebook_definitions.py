@@ -187,11 +187,30 @@ def test_a_local_class_and_one_with_a_class_in_it_keep_their_state(tmp_path):
             class Options:
                 store = []
             def put(self): self.Options.store.append(1); return len(self.Options.store)
-        Local = make()
-        facts["puts"] = [[call(Local.put, Local()), call(Outer.put, Outer())] for _ in range(3)]
+        Local, other = make(), make()
+        facts["puts"] = []
+        for _ in range(3):
+            facts["puts"].append([call(each.put, each()) for each in (Local, other, Outer)])
+            call(gc.collect)
         """,
     )
-    assert facts == {"puts": [[1, 1], [2, 2], [3, 3]]}
+    assert facts == {"puts": [[1, 1, 1], [2, 2, 2], [3, 3, 3]]}
+
+
+def test_a_class_that_was_defined_again_and_again_is_not_kept(tmp_path):
+    facts = run(
+        tmp_path,
+        """
+        def live(): return sum(isinstance(each, type) and each.__name__ == "Server" for each in gc.get_objects())
+        for number in range(20):
+            class Server:
+                def put(self): return 1
+            call(Server.put, Server())
+        call(gc.collect)
+        facts["live"] = call(live)
+        """,
+    )
+    assert 1 <= facts["live"] <= 5
 
 
 def test_a_function_that_a_worker_has_changed_comes_back_changed(tmp_path):

@@ -8,7 +8,7 @@ import msgspec
 
 from nbdist.wire import messages
 
-PINNED = (15, "73499e36e42cd48a")
+PINNED = (16, "73499e36e42cd48a")
 """`VERSION`, and the digest of the fields that belong to it."""
 
 

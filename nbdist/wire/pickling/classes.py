@@ -9,6 +9,9 @@ writes the sender's attributes over either. This module does it so:
 - A received class gets the sender's methods, with the sender's present globals. It gets another attribute only if the
   sender has changed it since the last message: else the attribute may be state of this process. A *fingerprint* of the
   value, which the sender puts beside it, tells.
+
+Between two messages nothing else may refer to a received class, and a garbage collection would take its state. So the
+newest received classes of each name are kept.
 """
 
 from __future__ import annotations
@@ -41,6 +44,13 @@ _made: weakref.WeakSet[type] = weakref.WeakSet()
 """The classes that this process has made and sent."""
 _received: weakref.WeakKeyDictionary[type, dict[str, bytes]] = weakref.WeakKeyDictionary()
 """The received classes of this process, each with the fingerprints of its attributes as they came last."""
+_KEPT_OF_A_NAME = 4
+"""The most received classes with the same qualified name that are kept, such as those that one function makes.
+
+Another class comes whenever the sender defines it again, and each may keep large values alive by its methods' globals.
+"""
+_kept: dict[str, tuple[type, ...]] = {}
+"""The newest received classes by qualified name, the newest one last."""
 
 
 def reduced(definition: type) -> tuple[Any, ...]:
@@ -78,7 +88,11 @@ def make(how: Callable[..., type], *arguments: Any) -> type:
     ``how`` and ``arguments`` are cloudpickle's function and its arguments, the last but one of which is the id.
     """
     known: type | None = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(arguments[-2])
-    return how(*arguments) if known is None else known
+    cls = how(*arguments) if known is None else known
+    if cls not in _made:
+        others = (each for each in _kept.get(cls.__qualname__, ()) if each is not cls)
+        _kept[cls.__qualname__] = (*others, cls)[-_KEPT_OF_A_NAME:]
+    return cls
 
 
 def fill(cls: type, state: tuple[dict[str, bytes], dict[str, Any]]) -> type:

@@ -91,6 +91,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             self.dispatch_table.update(table)
         self.dispatch_table[types.CodeType] = _reduce_code
         self.dispatch_table[functools.cached_property] = _reduce_cached_property
+        self.dispatch_table[functools.partialmethod] = _reduce_partialmethod
         # The callback is no method of this pickler: a reference cycle would keep the value until a garbage collection.
         super().__init__(file, protocol=5, buffer_callback=_TakeBuffers(buffers))
         self.packer = packer
@@ -295,6 +296,11 @@ def _reduce_exception(error: BaseException) -> Any:
 def _reduce_cached_property(found: functools.cached_property[Any]) -> Any:
     """Return how to pickle a cached property without the lock that Python 3.11 puts into it."""
     return stand_ins.cached_property, (found.func, found.attrname)
+
+
+def _reduce_partialmethod(found: functools.partialmethod[Any]) -> Any:
+    """Return how to pickle a `functools.partialmethod`, which Python 3.14 itself cannot rebuild."""
+    return stand_ins.partialmethod, (found.func, found.args, found.keywords)
 
 
 def _reduce_code(code: types.CodeType) -> Any:

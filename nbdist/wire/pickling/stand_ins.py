@@ -20,6 +20,7 @@ __all__ = [
     "cached_property",
     "cell_code",
     "exception",
+    "partialmethod",
     "recorded",
     "reference",
     "script",
@@ -76,6 +77,11 @@ def cached_property(function: Any, name: str | None) -> functools.cached_propert
     if name is not None:
         made.__set_name__(object, name)
     return made
+
+
+def partialmethod(function: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> functools.partialmethod[Any]:
+    """Return a method of a class that calls ``function`` with these arguments first."""
+    return functools.partialmethod(function, *args, **keywords)
 
 
 def cell_code(number: int, file: str, make: Any, arguments: tuple[Any, ...]) -> Any:
