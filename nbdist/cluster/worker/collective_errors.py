@@ -10,6 +10,7 @@ the interrupt is a CancelledError.
 from __future__ import annotations
 
 import sys
+import time
 from asyncio import CancelledError
 from collections.abc import Callable
 from types import TracebackType
@@ -17,9 +18,9 @@ from typing import Any
 
 from nbdist.cluster.lookout import say_where
 from nbdist.cluster.worker import gpu, nccl
-from nbdist.cluster.worker.collectives import translate
+from nbdist.cluster.worker.collectives import translate, was_broken_off
 from nbdist.code_places import is_torchs
-from nbdist.errors import GroupError, WorkerLost
+from nbdist.errors import GroupError, NbdistError, WorkerLost
 
 __all__ = ["install", "raise_translated"]
 
@@ -44,9 +45,11 @@ def install(shell: Any) -> None:
     """
     plain_run, plain_show = shell.run_code, shell.showtraceback
     translated: tuple[Any, Any] = None, None  # torch's error, and the error in its place
+    began = 0.0
 
     async def run_code(code: Any, result: Any = None, **options: Any) -> Any:
-        nonlocal translated
+        nonlocal began, translated
+        began = time.monotonic()
         try:
             failed = await plain_run(code, result, **options)
         except KeyboardInterrupt as error:
@@ -68,12 +71,13 @@ def install(shell: Any) -> None:
         if options.get("running_compiled_code"):
             error = exc_tuple[1] if exc_tuple is not None else sys.exception()
             gpu.explain(error)
-            if error is not None and nccl.is_interrupt(error):
+            said = translate(error)  # first: it waits until this process knows what has ended the collective
+            if error is not None and (nccl.is_interrupt(error) or _has_lost_interrupt(error, said, began)):
                 translated = error, KeyboardInterrupt()
-                error = translated[1].with_traceback(error.__traceback__)
+                translated[1].__context__, translated[1].__suppress_context__ = error, True
+                error, said = translated[1].with_traceback(error.__traceback__), None
             if error is not None and type(error) in (KeyboardInterrupt, CancelledError):
                 exc_tuple = _say_where_stopped(error)
-            said = translate(error)
             if error is not None and said is not None:
                 translated = error, said
                 said.__traceback__ = _up_to_torch(error.__traceback__)
@@ -81,6 +85,16 @@ def install(shell: Any) -> None:
         return plain_show(exc_tuple, *args, **options)
 
     shell.run_code, shell.showtraceback = run_code, showtraceback
+
+
+def _has_lost_interrupt(error: BaseException, said: NbdistError | None, began: float) -> bool:
+    """Return whether an interrupt since ``began`` led to this error of a collective, and torch has lost the interrupt.
+
+    In a backward pass inside of another one, torch makes a text of the inner error. Python then raises the interrupt
+    in torch's code, which clears it. ``said`` is what `translate` makes of the error.
+    """
+    handled = isinstance(error.__context__, KeyboardInterrupt)  # and that code has used the group afterwards
+    return isinstance(said, GroupError) and not handled and was_broken_off(began)
 
 
 def _show_without_cause(show: Callable[..., Any], said: WorkerLost | GroupError, *args: Any, **options: Any) -> Any:
@@ -104,9 +118,12 @@ def _say_where_stopped(error: BaseException) -> tuple[type[BaseException], BaseE
 
     If the interrupt caused an error in torch, IPython does not show that error and torch's frames.
     """
-    if not error.args and (where := say_where(error.__traceback__)):
+    of_torch = translate(error.__context__) is not None
+    # If Python raises the interrupt in a ``with`` on torch's error's way up, that error knows the call that waited.
+    tb = error.__context__.__traceback__ if of_torch and error.__context__ is not None else error.__traceback__
+    if not error.args and (where := say_where(tb) or say_where(error.__traceback__)):
         error.args = (f"stopped in {where}",)
-    if translate(error.__context__) is not None:
+    if of_torch:
         error.__suppress_context__ = True
         error.__traceback__ = _up_to_torch(error.__traceback__)
     return type(error), error, error.__traceback__

@@ -131,8 +131,8 @@ _loops_before: set[bytes] = set()
 """The addresses of loops (`gloo.Loop`) of groups before the present one, which live while an object holds the group."""
 _spans_hosts = False
 """True if members of the present group may be on other hosts."""
-_broken = False
-"""True once an interrupt has broken off a collective of the present group, on this worker."""
+_broken: dict[int, float] = {}
+"""When an interrupt has broken off a collective of the present group, by the ident of the thread that waited in it."""
 _generation = 0
 """The number of the present group, by `initialise`."""
 _stop_forming = threading.Event()
@@ -187,7 +187,7 @@ def initialise(told: WorkerSetup, generation: int | None, backend: str | None = 
     ``init_process_group``. Waits for the others. Raises RendezvousError if another worker fails or the abort of the
     previous group does not return, WorkerLost if a member has died.
     """
-    global _backend, _broken, _formed, _generation, _loops_before, _spans_hosts, _store
+    global _backend, _formed, _generation, _loops_before, _spans_hosts, _store
     _spans_hosts = told.secret is not None
     if generation is None:
         assert _agent is not None
@@ -205,7 +205,8 @@ def initialise(told: WorkerSetup, generation: int | None, backend: str | None = 
                 raise RendezvousError(f"{_NOT_ABORTED}: the notebook restarts this worker, and the group forms anew")
             destroy()
         _loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
-        _broken = _formed = False
+        _formed = False
+        _broken.clear()
         _stop_forming.clear()
         _lost.clear()
         _store, _generation = _open_store(told, generation), generation
@@ -605,7 +606,6 @@ def break_off(thread: int | None = None) -> str:
     without a known name. If the frames of the thread do not show the group, such as during a wait for the GPU, leaves
     all groups. Groups that were left stay unusable. ``thread`` is the thread's ident; None for the main thread.
     """
-    global _broken
     ident = threading.main_thread().ident or 0 if thread is None else thread
     if _is_forming(ident):
         _stop_forming.set()
@@ -628,7 +628,7 @@ def break_off(thread: int | None = None) -> str:
         left = [loop for loop in _all_loops() if group is None or name_of(loop.address) in (group, None)]
         if not _shut(left) and not groups:
             return ""
-        _broken = True
+        _broken[ident] = time.monotonic()
         if not groups:
             return "its process group was broken off; `%dist_restart -p` forms it anew"
         done, generation = _abort(groups, but=ident), _generation
@@ -636,6 +636,14 @@ def break_off(thread: int | None = None) -> str:
         # Wait for the answer: the notebook ends the cell after this, and must not send the next one to the old group.
         _ask_notebook("form_group_anew", generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
     return _ABORTED if done else ""
+
+
+def was_broken_off(since: float) -> bool:
+    """Return whether an interrupt has broken off a collective of the main thread ``since`` a moment, a monotonic time.
+
+    torch may then have lost the KeyboardInterrupt, and raise its own error of the collective.
+    """
+    return _broken.get(threading.main_thread().ident or 0, 0.0) > since
 
 
 def _is_forming(ident: int) -> bool:
