@@ -1,11 +1,14 @@
 """Tiny random models of several families, and what a process alone makes of them."""
 
+import gc
+
 import pytest
 import torch
 import transformers
 
 from nbdist.rpc import api
 from nbdist.swarm import adapter
+from nbdist.swarm.server.server import Server
 
 _COMMON = {"vocab_size": 97}
 _LLAMA = {
@@ -76,3 +79,8 @@ def begin_a_text(server):
     """On a worker: as its own client, a session on somebody else's server."""
     cache = adapter.new_cache(make("llama").config)
     server.rpc_sync().open("a text", 0, cache, api.current_agent().me.incarnation)
+
+
+def servers_here():
+    """The servers of this process, in which all workers of a `World` are, by their names."""
+    return {each.name: each for each in gc.get_objects() if type(each) is Server}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Sequence
 
@@ -18,7 +17,7 @@ from nbdist.cluster.lookout import Lookout
 from nbdist.cluster.output.outlet import make_arranger
 from nbdist.cluster.output.sinks import Sink, current_sink
 from nbdist.cluster.team import Targets, Team
-from nbdist.cluster.worker.output import METADATA, drop_value, fence
+from nbdist.cluster.worker.output import METADATA
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc.agent import Agent
 
@@ -158,7 +157,7 @@ class CellSender:
 
         def ask(worker: str, token: str) -> bool:
             try:
-                self._agent.call(worker, fence, token, timeout=_OUTPUT_ARRIVES_WITHIN)
+                self._agent.at(worker, "output").call("fence", token, timeout=_OUTPUT_ARRIVES_WITHIN)
             except NbdistError:
                 return False
             return True
@@ -194,8 +193,7 @@ class CellSender:
 
         def drop() -> None:
             for worker, id in ids:
-                with contextlib.suppress(NbdistError):  # the worker is gone, and its values with it
-                    self._agent.call(worker, drop_value, id)
+                self._agent.at(worker, "output").cast("drop_value", id)
 
         self._thread.soon(drop)
 

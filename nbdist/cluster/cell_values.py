@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,11 +14,11 @@ from nbdist.cluster.kernels.cells import Cell, CellPart
 from nbdist.cluster.targets import means_one
 from nbdist.cluster.team import Targets, Team
 from nbdist.cluster.worker.output import take_last_value
-from nbdist.cluster.worker.values import forget, receive
-from nbdist.errors import EncodeError, NbdistError, UsageError, WorkerLost
+from nbdist.errors import EncodeError, UsageError, WorkerLost
 from nbdist.rpc import api
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
+from nbdist.rpc.named import call_method
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.pickling import culprit
 
@@ -76,16 +75,16 @@ class CellValues:
         workers = self._team.select(targets)
         self._team.require_alive(workers)
         names, ranks, token = [each.name for each in workers], [each.rank for each in workers], os.urandom(8).hex()
-        code = f"__import__('nbdist.cluster.worker.values', fromlist=['_']).place({token!r})"
+        code = f"__import__('nbdist.rpc.api', fromlist=['_']).current_agent().named.find('pushed').place({token!r})"
         self._sender.execute("pass", ranks, quiet=True)  # waits with a line that says for whom, as calls do not
         try:
             with torch.no_grad():  # as in `evaluate`; also avoids the warning that no gradient will come back
-                ask_each(self._agent, receive, dict.fromkeys(names, (token, dict(variables)))).or_raise()
+                args = "pushed", "receive", token, dict(variables)
+                ask_each(self._agent, call_method, dict.fromkeys(names, args), label="pushed.receive").or_raise()
             self._sender.execute(code, ranks, quiet=True)
         except BaseException as error:
             for name in names:
-                with contextlib.suppress(NbdistError):  # the worker is gone, and the values with it
-                    self._agent.call(name, forget, token)
+                self._agent.at(name, "pushed").cast("forget", token)  # not where the worker is gone
             if not isinstance(error, EncodeError):
                 raise
             found = next(filter(None, (culprit.of_value(value, name) for name, value in variables.items())), "")

@@ -45,7 +45,6 @@ from nbdist.cluster.processes.setup import AUTO, choose_backend
 from nbdist.cluster.spec import Spec, describe_arguments
 from nbdist.cluster.targets import means_all
 from nbdist.cluster.team import Targets, Team
-from nbdist.cluster.worker import collectives
 from nbdist.cluster.worker_changes import WorkerChanges
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc import api, failures
@@ -212,7 +211,7 @@ class Cluster:
             return "gloo"
         with contextlib.suppress(NbdistError):
             if self._state == "running":
-                return str(self.agent.call(self.workers[0].name, collectives.backend, timeout=1.0).wait())
+                return str(self.agent.at(self.workers[0].name, "collectives").ask("backend", timeout=1.0))
         return AUTO
 
     def start(self) -> Cluster:
@@ -283,6 +282,7 @@ class Cluster:
         self.agent: Agent = api.initialize(self.driver, id, None, options, hosted=self.lifecycle.folder, device="cpu")
         self.agent.rpc_timeout = self.spec.rpc.get("rpc_timeout", self.agent.rpc_timeout)
         self.agent.know_cells(self._router.origins.current)
+        self.agent.named.publish("boards", launcher.group_stores, "act")  # stores in folders are not called
         failures.on_text(labels.rename_frames)
         self._deaths = Deaths(self._team, self.kernel_thread, self.agent, launcher.signal)
         self._interrupts = Interrupts(self._team, self.kernel_thread, self.agent, launcher)

@@ -34,8 +34,6 @@ from typing import TYPE_CHECKING, Any
 from nbdist.cluster.jupyter.labels import is_cell
 from nbdist.cluster.processes import where
 from nbdist.cluster.processes.probe import ANSWER_WITHIN
-from nbdist.cluster.worker import collectives
-from nbdist.cluster.worker.output import call_off
 from nbdist.errors import NbdistError
 from nbdist.rpc.agent import Agent, active_agent
 from nbdist.rpc.asking import ask_each
@@ -199,7 +197,7 @@ class Interrupts:
 
         part.when_begun.append(begun)
         with contextlib.suppress(NbdistError):
-            return self._agent.call(part.worker, call_off, part.id, timeout=NAME_AFTER)
+            return self._agent.at(part.worker, "output").call("call_off", part.id, timeout=NAME_AFTER)
         return None
 
     def _break_collective(self, cell: Cell, part: CellPart) -> None:
@@ -219,7 +217,7 @@ class Interrupts:
 
         part.breaks_off += 1
         try:
-            asked = self._agent.call(part.worker, collectives.break_off, timeout=_BROKEN_OFF_WITHIN)
+            asked = self._agent.at(part.worker, "collectives").call("break_off", timeout=_BROKEN_OFF_WITHIN)
         except NbdistError:
             part.breaks_off -= 1
         else:

@@ -30,7 +30,7 @@ from nbdist.errors import EncodeError, NbdistError, NotInitialized, UsageError
 from nbdist.nn.batches import Values, as_tuple, check_micro_batches, join, portions, rows_of, split
 from nbdist.nn.cutting import Maker, check_sharing, parts_of
 from nbdist.nn.losses import Reduction, total
-from nbdist.nn.pipeline_part import Done, Order, PipelinePart, abandon_step, build_stages, call_part, run_step
+from nbdist.nn.pipeline_part import Done, Order, PipelinePart, build_stages, call_part, run_step
 from nbdist.nn.placement import place_of
 from nbdist.nn.randomness import random_state, restore_random_state
 from nbdist.nn.schedules import SCHEDULES, OpTimes, Table, forward_only
@@ -345,11 +345,13 @@ class Pipeline:
         The caller can wait on a latch until its worker has withdrawn the step's gradients. Workers that are gone are
         skipped. ``context_id`` is None outside of an autograd context; ``why`` becomes the text of their error.
         """
-        args = self._uid, step, context_id, f"step {step} of a pipeline failed elsewhere: {why}"
+        args = step, context_id, f"step {step} of a pipeline failed elsewhere: {why}"
         told = []
         for name in self.workers:
             with contextlib.suppress(NbdistError):  # a worker that is gone has nothing to abandon
-                told.append(self._agent.begin(name, abandon_step, *args, timeout=_ABANDON_SECONDS))
+                told.append(
+                    self._agent.at(name, f"pipeline {self._uid}").begin("abandon", *args, timeout=_ABANDON_SECONDS)
+                )
         return told
 
     # -- parameters and state -----------------------------------------------------------------

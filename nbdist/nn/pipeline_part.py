@@ -4,14 +4,14 @@ The owner of the pipeline calls `run_step` on every worker once a step. The call
 schedule, one operation after the other. Activations and gradients go directly from worker to worker, by calls of
 `deliver`, and wait in the step's `Inbox` until the operation that needs them runs::
 
-    the step's state here    begins with                          run_step    deliver      abandon_step
+    the step's state here    begins with                          run_step    deliver      abandon
     ───────────────────────  ───────────────────────────────────  ──────────  ───────────  ─────────────────
     unknown                                                       runs        is stored    step is over
     has an inbox             the first `deliver`                  runs        is stored    step is over
     runs (`_running`)        `run_step`                                       is stored    inbox fails
     over (`_over`)           the end of `run_step`, or abandon    raises      is dropped   stays over
 
-In every state, `abandon_step` withdraws the gradients that this worker has added to the context for the step.
+In every state, `abandon` withdraws the gradients that this worker has added to the context for the step.
 
 `Pipeline.train_step` does not record its calls for distributed autograd. Each stage keeps the graph of each
 micro-batch, which ends at the stage's input (`nbdist.nn.shared_inputs`), until the gradient of its output arrives. Then
@@ -52,14 +52,13 @@ from nbdist.nn.stage import Stage, shapes_of
 from nbdist.nn.watched import WatchedShare
 from nbdist.optim.local import on_cpu
 from nbdist.optim.parameters import name_parameter
-from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.devices import results_stay_on_gpus, takes_gpu_tensors
 from nbdist.rpc.futures import Latch
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.messages import Record
 
-__all__ = ["Done", "Order", "PipelinePart", "abandon_step", "build_stages", "call_part", "deliver", "run_step"]
+__all__ = ["Done", "Order", "PipelinePart", "build_stages", "call_part", "run_step"]
 
 _STEPS_REMEMBERED = 1000
 """The most finished steps to remember, to drop their late deliveries. No delivery arrives as late as this."""
@@ -136,7 +135,10 @@ class PipelinePart:
         for stage in reversed(list(stages.values())):  # so a shared parameter ends up with its name in the first stage
             for name, parameter in reversed(list(stage.module.named_parameters())):
                 name_parameter(parameter, stage.prefix + name)
-        _parts(self.agent)[uid] = self
+        self.agent.named.publish(f"pipeline {uid}", self, "deliver", "abandon")
+        tell = partial(_tell_loss, weakref.ref(self))
+        for forget in self.agent.on_lost(tell), self.agent.at_close(partial(tell, self.agent.me, "has ended")):
+            weakref.finalize(self, forget).atexit = False
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -165,6 +167,16 @@ class PipelinePart:
             with self._lock:
                 self._running.discard(order.step)
                 self._end(order.step, over)
+
+    def deliver(self, step: int, kind: str, stage: int, micro_batch: int, wanted: int, *values: Any) -> None:
+        """Store the input of an operation, sent by the worker of a neighbouring stage, in the step's inbox.
+
+        The operation is the forward (``kind`` "F") or backward ("B") of a micro-batch through a stage. Bit ``i`` of
+        ``wanted`` says whether value ``i`` needs a gradient. A delivery for a step that is over is dropped.
+        """
+        inbox = self.inbox(step)
+        if inbox is not None:
+            inbox.put(Op(kind, stage, micro_batch), (wanted, values))
 
     def inbox(self, step: int) -> Inbox | None:
         """Return the `Inbox` that keeps the step's inputs from other workers; None if the step is over.
@@ -197,8 +209,9 @@ class PipelinePart:
     def abandon(self, step: int, context_id: int | None, why: str) -> None:
         """Give up a step that failed elsewhere: wake the thread that runs it, or never begin it; drop its gradients.
 
-        ``why`` is the text of the `Abandoned` that the thread of the step raises. ``context_id`` is the step's autograd
-        context, None if the step has none. Doing this twice is harmless.
+        The pipeline's owner calls this on each worker. ``why`` is the text of the `Abandoned` that the thread of the
+        step raises. ``context_id`` is the step's autograd context, None if the step has none. Doing this twice is
+        harmless.
         """
         with self._lock:
             if step in self._running:
@@ -493,9 +506,9 @@ class _Step:
             self._agent.me, self._agent.find(place)
         ):
             values = _each_once(values, _on_cpu)
-        args = self._part.uid, self._order.step, *op, wanted, *values  # flat: such calls are encoded fast
+        args = self._order.step, *op, wanted, *values  # flat: such calls are encoded fast
         try:
-            latch = self._agent.begin(place, deliver, *args)
+            latch = self._agent.at(place, f"pipeline {self._part.uid}").begin("deliver", *args)
         except WorkerLost as error:
             self._inbox.fail(error.with_traceback(None))  # its frames would keep the values alive
             return
@@ -551,27 +564,11 @@ def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 # --- functions that other agents call ---------------------------------------------------------------
 
-_all: weakref.WeakKeyDictionary[Agent, weakref.WeakValueDictionary[str, PipelinePart]] = weakref.WeakKeyDictionary()
 
-
-def _parts(agent: Agent) -> weakref.WeakValueDictionary[str, PipelinePart]:
-    """Return the parts of one agent by their pipelines' ids.
-
-    The first call for an agent also makes the agent report lost workers, and its own end, to its parts. Deliveries
-    find their part here. The references are weak, so this dict keeps no part alive.
-    """
-    found = _all.get(agent)
-    if found is None:
-        parts: weakref.WeakValueDictionary[str, PipelinePart] = weakref.WeakValueDictionary()
-
-        def on_lost(record: Record, why: str) -> None:
-            for part in list(parts.values()):
-                part.on_lost(record, why)
-
-        found = _all.setdefault(agent, parts)
-        agent.on_lost(on_lost)
-        agent.at_close(partial(on_lost, agent.me, "has ended"))
-    return found
+def _tell_loss(part: weakref.ref[PipelinePart], record: Record, why: str) -> None:
+    found = part()
+    if found is not None:
+        found.on_lost(record, why)
 
 
 def build_stages(
@@ -609,29 +606,3 @@ def run_step(rref: RRef[PipelinePart], order: Order, inputs: Sequence[Values], t
 def call_part(rref: RRef[PipelinePart], method: str, *args: Any) -> Any:
     """Call a method of a `PipelinePart` and return its result; runs on the part's worker, for the pipeline's owner."""
     return getattr(rref.local_value(), method)(*args)
-
-
-def deliver(uid: str, step: int, kind: str, stage: int, micro_batch: int, wanted: int, *values: Any) -> None:
-    """Store the input of an operation, sent by the worker of a neighbouring stage, in the step's inbox.
-
-    The operation is the forward (``kind`` "F") or backward ("B") of a micro-batch through a stage. Bit ``i`` of
-    ``wanted`` says whether value ``i`` needs a gradient. A delivery for a step that is over is dropped; `Abandoned` is
-    raised if this worker has no stages of the pipeline any more.
-    """
-    part = _parts(current_agent()).get(uid)
-    if part is None:
-        raise Abandoned("this worker has no stages of this pipeline: the pipeline's handle was deleted")
-    inbox = part.inbox(step)
-    if inbox is not None:
-        inbox.put(Op(kind, stage, micro_batch), (wanted, values))
-
-
-def abandon_step(uid: str, step: int, context_id: int | None, why: str) -> None:
-    """Give up a step that failed elsewhere: wake the thread that runs it on this worker, and drop its gradients.
-
-    The pipeline's owner calls this on each worker. Does nothing if this worker has no stages of the pipeline any more.
-    ``context_id`` and ``why`` are as in `PipelinePart.abandon`.
-    """
-    part = _parts(current_agent()).get(uid)
-    if part is not None:
-        part.abandon(step, context_id, why)

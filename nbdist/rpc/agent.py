@@ -411,12 +411,13 @@ class Agent:
             except Exception:
                 _log.exception("a listener to the arrival of %s failed", record.name)
 
-    def at_close(self, action: Callable[[], None]) -> None:
-        """Call ``action`` at the end of `close`, in the thread that closes the agent.
+    def at_close(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Call ``action`` at the end of `close`, in the thread that does it; return a function that removes the action.
 
         The action must not raise: `close` would skip the actions after it. After `close`, the action never runs.
         """
         self._at_close.append(action)
+        return partial(_drop, self._at_close, action)
 
     def activate(self) -> contextlib.AbstractContextManager[Agent]:
         """Return a context manager that makes this the agent of the calling thread."""
@@ -448,7 +449,7 @@ class Agent:
         self.outcomes.close(why)  # again: a reader may have taken calls out of the table, for a job that will not run
         self.channel.close()
         self.sharing.close()
-        for action in self._at_close:
+        for action in list(self._at_close):
             action()
         trace.emit("agent.closed", agent=self.me.name, why=why)
 
@@ -733,7 +734,7 @@ class Agent:
 
     def at(self, to: str, name: str) -> NamedObject:
         """Return the object that the agent called ``to`` has published as ``name``, for calls of its methods."""
-        return NamedObject(self.caller.asynchronous, to, name)
+        return NamedObject(self.caller, to, name)
 
     def members(self) -> list[Record]:
         """Return the records of the living members of the world, in the order of their ids."""

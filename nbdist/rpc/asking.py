@@ -61,7 +61,7 @@ class WorkerAnswers:
 
 
 def ask_each(
-    agent: Agent, function: Any, arguments: Mapping[str, Sequence[Any]], *, timeout: float = -1.0
+    agent: Agent, function: Any, arguments: Mapping[str, Sequence[Any]], *, timeout: float = -1.0, label: str = ""
 ) -> WorkerAnswers:
     """Call a function on several workers at once; wait until each has answered, failed, died or kept silent.
 
@@ -73,6 +73,7 @@ def ask_each(
         arguments: The arguments for each worker, by its name. ``dict.fromkeys(names, args)`` gives each the same.
         timeout: Seconds until a worker counts as silent, even while a paused backward pass stops the clocks of calls.
             0 for no limit. Negative for the agent's own limit, whose clock a paused pass stops.
+        label: A name of the function for errors and displays, if not its own.
 
     Returns:
         The answers. Every worker of ``arguments`` is either in `WorkerAnswers.values` or in `WorkerAnswers.errors`.
@@ -86,7 +87,7 @@ def ask_each(
     try:
         for worker, args in arguments.items():
             try:
-                latches[worker] = agent.begin(worker, function, *args, timeout=timeout)
+                latches[worker] = agent.caller.begin(worker, function, args, timeout, label)
             except EncodeError:
                 raise
             except NbdistError as error:

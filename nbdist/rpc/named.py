@@ -5,8 +5,12 @@
     agent.named.publish("keeper", keeper, "start", "signal")        where the object lives
 
     agent.at("worker1", "keeper").call("start", setup)              elsewhere, in another agent: a future
+                                 .begin("start", setup)             a latch, which costs less
                                  .ask("start", setup)               waits for the result
                                  .cast("signal", "worker0", 2)      no answer, and no error if nobody is there
+
+The name of one of several objects of a kind has a key behind the kind: ``"server 7f.1"``. Errors and displays call its
+method ``server.load``.
 
 A call runs in a thread of the agent's pool, as every call does, so it works while the main thread hangs. Only methods
 that were listed when the object was published can be called.
@@ -20,11 +24,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from nbdist.errors import NbdistError, UsageError
-from nbdist.rpc.futures import Future
+from nbdist.errors import NbdistError
+from nbdist.rpc.futures import Future, Latch
 from nbdist.rpc.here import here
 
-__all__ = ["NamedObject", "NamedObjects"]
+__all__ = ["NamedObject", "NamedObjects", "NotOffered", "call_method"]
+
+
+class NotOffered(NbdistError):
+    """A worker offers no such object, or no such method: what offered it has ended, or the worker has restarted."""
+
+
+_NOTHING: tuple[Callable[[], Any], frozenset[str]] = lambda: None, frozenset()
 
 
 class NamedObjects:
@@ -32,7 +43,7 @@ class NamedObjects:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._published: dict[str, tuple[weakref.ref[Any], frozenset[str]]] = {}
+        self._published: dict[str, tuple[Callable[[], Any], frozenset[str]]] = {}
 
     def publish(self, name: str, owner: object, *methods: str) -> None:
         """Let other agents call these methods of an object, as long as it lives.
@@ -40,15 +51,25 @@ class NamedObjects:
         An earlier object of this name is replaced.
         """
         with self._lock:
+            self._published = {each: found for each, found in self._published.items() if found[0]() is not None}
             self._published[name] = weakref.ref(owner), frozenset(methods)
 
-    def method(self, name: str, method: str) -> Callable[..., Any]:
-        """Return a method that a call names. Raises UsageError if it was not published, or its object is gone."""
+    def withdraw(self, name: str) -> None:
+        """Let no agent call the object of this name any more. Does nothing if there is none."""
         with self._lock:
-            owner, methods = self._published.get(name, (lambda: None, frozenset[str]()))
+            self._published.pop(name, None)
+
+    def find(self, name: str) -> Any:
+        """Return the object of this name; None if there is none (any more)."""
+        return self._published.get(name, _NOTHING)[0]()
+
+    def method(self, name: str, method: str) -> Callable[..., Any]:
+        """Return a method that a call names. Raises NotOffered if it was not published, or its object is gone."""
+        owner, methods = self._published.get(name, _NOTHING)
         alive = owner()
         if alive is None or method not in methods:
-            raise UsageError(f"{here.agent.me.name} offers no {name}.{method}, or what offered it has ended")
+            me = here.agent.me.name
+            raise NotOffered(f"{me} offers no {_label(name, method)}: what offered it has ended, or {me} has restarted")
         bound: Callable[..., Any] = getattr(alive, method)
         return bound
 
@@ -56,25 +77,37 @@ class NamedObjects:
 class NamedObject:
     """An object that another agent has published."""
 
-    def __init__(self, call: Callable[..., Future[Any]], to: str, name: str) -> None:
-        """Name the object ``name`` of the agent called ``to``; ``call`` is `Caller.asynchronous` of this process."""
-        self._call, self._to, self._name = call, to, name
+    def __init__(self, caller: Any, to: str, name: str) -> None:
+        """Name the object ``name`` of the agent called ``to``, for calls by ``caller``, this agent's `Caller`."""
+        self._caller, self._to, self._name = caller, to, name
 
     def call(self, method: str, *arguments: Any, timeout: float = -1.0) -> Future[Any]:
         """Call a method; return the future of its result. Errors and ``timeout`` are those of `Agent.call`."""
-        return self._call(self._to, _call, (self._name, method, *arguments), None, timeout, f"{self._name}.{method}")
+        args, label = (self._name, method, *arguments), _label(self._name, method)
+        future: Future[Any] = self._caller.asynchronous(self._to, call_method, args, None, timeout, label)
+        return future
+
+    def begin(self, method: str, *arguments: Any, timeout: float = -1.0) -> Latch:
+        """Call a method; return a latch on which one thread waits for the result, as `Agent.begin` does."""
+        args, label = (self._name, method, *arguments), _label(self._name, method)
+        latch: Latch = self._caller.begin(self._to, call_method, args, timeout, label)
+        return latch
 
     def ask(self, method: str, *arguments: Any, timeout: float = -1.0) -> Any:
         """Call a method, wait for its result, and return it."""
         return self.call(method, *arguments, timeout=timeout).wait()
 
-    def cast(self, method: str, *arguments: Any) -> None:
+    def cast(self, method: str, *arguments: Any, timeout: float = -1.0) -> None:
         """Call a method without waiting for it. Its errors are dropped, also if nobody is there."""
         with contextlib.suppress(NbdistError):
-            self.call(method, *arguments)
+            self.call(method, *arguments, timeout=timeout)
 
 
-def _call(name: str, method: str, *arguments: Any) -> Any:
-    """Call a method of an object that the agent of this call has published."""
+def _label(name: str, method: str) -> str:
+    return f"{name.partition(' ')[0]}.{method}"
+
+
+def call_method(name: str, method: str, *arguments: Any) -> Any:
+    """Call a method of an object that the agent of this call has published; for `nbdist.rpc.asking.ask_each`."""
     bound: Callable[..., Any] = here.agent.named.method(name, method)
     return bound(*arguments)

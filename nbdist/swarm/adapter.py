@@ -223,6 +223,14 @@ class Checkpoint:
         write_checkpoint(own.from_pretrained(folder), scratch)
         return cls(scratch)
 
+    def describe(self) -> tuple[str, dict[str, int]]:
+        """Return the text of the configuration, and the bytes of each weight by name."""
+        return (self.folder / CONFIG).read_text(), self.weights.sizes
+
+    def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return weights by name."""
+        return self.weights.read(names)
+
     def tokenizer(self) -> Any:
         """Load and return the tokenizer; raises transformers' error if the folder has none."""
         return transformers.AutoTokenizer.from_pretrained(self.folder)

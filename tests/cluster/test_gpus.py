@@ -90,7 +90,7 @@ def test_a_full_gpu_is_explained_once(cuda):
     assert len(error.__notes__) == 1, "this is no worker with a GPU"
     gpu.prepare(of_worker())
     for _ in range(2):
-        collective_errors.raise_translated(error)
+        collective_errors.raise_translated(collectives.Collectives(), error)
     [_, note] = error.__notes__
     assert note.startswith(
         "GPU 3, of worker1: torch has taken 9.0 GB here, of which tensors need 8.5 GB; 2.0 GB of 16.0 GB"
@@ -184,7 +184,7 @@ def test_workers_of_other_hosts_choose_the_backend_by_the_gpus_that_they_have(gp
     assert choose_backend([each or None for each in gpus]) == chosen
 
     def agree(rank):
-        return collectives._agree_on_backend(FolderStore(tmp_path), SimpleNamespace(rank=rank, world_size=len(gpus)))
+        return collectives.agree_on_backend(FolderStore(tmp_path), SimpleNamespace(rank=rank, world_size=len(gpus)))
 
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(agree, range(len(gpus)))) == [chosen] * len(gpus)

@@ -166,10 +166,7 @@ def store():
     boards = Boards()
     boards.make(1)
 
-    def call(function, generation, operation, *arguments):
-        return boards.act(generation, operation, *arguments)
-
-    made = BoardStore(1, call)
+    made = BoardStore(1, boards.act)
     made.boards = boards
     return made
 

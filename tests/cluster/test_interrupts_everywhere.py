@@ -13,7 +13,6 @@ import workers
 
 import nbdist
 from nbdist.cluster.interrupting import Interrupts
-from nbdist.cluster.worker.output import call_off
 
 LIMIT = 20
 
@@ -156,12 +155,11 @@ def test_any_number_of_cells_can_be_called_off(cluster):
     first = cluster.execute("time.sleep(600)", 0, block=False)
     waiting = [cluster.execute("number += 1", 0, block=False) for _ in range(1100)]
     for cell in waiting:
-        cluster.agent.ask("worker0", call_off, cell.parts["worker0"].id)
+        cluster.agent.at("worker0", "output").ask("call_off", cell.parts["worker0"].id)
     first.cancel()
     assert cluster.evaluate("number", 0, timeout=LIMIT) == 0
     assert all(cell.errors for cell in waiting)
-    look = "len(__import__('nbdist.cluster.worker.output', fromlist=['_'])._called_off)"
-    assert cluster.agent.ask("worker0", eval, look) == 0
+    assert cluster.evaluate("len(rpc.api.current_agent().named.find('output').called_off)", 0) == 0
 
 
 @pytest.mark.parametrize("way", ["interrupt()", "the panel's button"])

@@ -21,7 +21,7 @@ def cluster():
 
 def kept(cluster):
     """Return how many values each worker keeps."""
-    look = "len(__import__('nbdist.cluster.worker.output', fromlist=['_'])._values)"
+    look = "len(__import__('nbdist').rpc.api.current_agent().named.find('output').values)"
     return [cluster.agent.ask(worker.name, eval, look) for worker in cluster.workers]
 
 

@@ -122,7 +122,7 @@ def test_a_timeline_records_workers_that_start_again(keepers):
         assert timeline.workers == ["worker0", "worker1", "notebook"]
         assert [entry.name for entry in timeline.noted if entry.agent == "worker1"] == ["max"]
         assert timeline.lost == 1, "what the killed worker had noted"
-        recordings = "len(__import__('nbdist.views.timeline.recording', fromlist=['_'])._recordings)"
+        recordings = "len(__import__('nbdist').trace.listeners)"
         assert cluster.evaluate(recordings) == [0, 0]
 
 

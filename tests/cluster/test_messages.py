@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
+import torch.distributed as dist
 
 from nbdist import rpc
 from nbdist.cluster import cell_values
@@ -20,19 +21,11 @@ from nbdist.cluster.jupyter.kernel_connection import Kernel
 from nbdist.cluster.kernels.workers import lost_error
 from nbdist.cluster.launching import find_launcher
 from nbdist.cluster.processes import run_directory
-from nbdist.cluster.processes.group_store import FolderStore
+from nbdist.cluster.processes.group_store import Folders, FolderStore
 from nbdist.cluster.processes.worker_processes import Processes
-from nbdist.cluster.worker import collectives, kernel
-from nbdist.errors import (
-    EncodeError,
-    GroupError,
-    NbdistError,
-    ProtocolError,
-    RendezvousError,
-    UnknownWorker,
-    UsageError,
-    WorkerLost,
-)
+from nbdist.cluster.worker import collectives, kernel, nccl
+from nbdist.errors import EncodeError, GroupError, ProtocolError, RendezvousError, UnknownWorker, UsageError, WorkerLost
+from nbdist.testing import World
 
 KEY = b"key"
 
@@ -150,7 +143,7 @@ def test_a_store_of_an_earlier_group(tmp_path):
 
 
 def test_a_variable_that_cannot_be_pushed(monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise EncodeError("no") from TypeError("cannot pickle '_thread.lock' object")
 
     monkeypatch.setattr(cell_values, "ask_each", refuse)
@@ -159,21 +152,30 @@ def test_a_variable_that_cannot_be_pushed(monkeypatch):
         values.push({"x": {"a": threading.Lock()}})
 
 
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (ValueError(collectives._NO_GROUP), r"this worker has no process group: it is formed anew once all workers"),
-        (RuntimeError(f"group {collectives._GROUP_DESTROYED}"), r"is from before the last %dist_restart"),
-        (
-            RuntimeError("[/gloo/transport/tcp/pair.cc] Connection closed by peer"),
-            r"an interrupt has broken this process group",
-        ),
-    ],
-)
-def test_collectives_of_a_group_that_cannot_be_used(monkeypatch, error, text):
-    for name, value in {"_agent": 1, "_store": 1, "_forms_group": True, "_DEATH_KNOWN_WITHIN": 0}.items():
-        monkeypatch.setattr(collectives, name, value)
-    found = collectives.translate(error)
-    assert isinstance(found, GroupError)
-    with pytest.raises(NbdistError, match=text):
-        raise found
+def test_collectives_of_a_group_that_cannot_be_used(monkeypatch, tmp_path):
+    monkeypatch.setattr(collectives, "_DEATH_KNOWN_WITHIN", 0)
+    monkeypatch.setattr(nccl, "follow", lambda: None)  # it would leave a signal handler behind
+    told = SimpleNamespace(
+        driver="notebook", backend="gloo", secret=None, folder=tmp_path, rank=0, world_size=1, device="cpu"
+    )
+    groups = collectives.Collectives()
+
+    def explain():
+        with pytest.raises(ValueError, match="has not been initialized") as raised:
+            dist.barrier()
+        return str(groups.translate(raised.value))
+
+    with World(1) as world:
+        groups.follow(world[0], told)
+        assert "this worker has no process group: it is formed anew once all workers are idle" in explain()
+        Folders(tmp_path).make(1)
+        groups.initialise(told, 1)
+        collectives.destroy()
+        assert "destroy_process_group has ended this worker's process group" in explain()
+        for text, why in (
+            ("group 1 is not initialized in the world group map", "is from before the last %dist_restart"),
+            ("[/gloo/transport/tcp/pair.cc] Connection closed by peer", "an interrupt has broken this process group"),
+        ):
+            found = groups.translate(RuntimeError(text))
+            assert isinstance(found, GroupError)
+            assert why in str(found)

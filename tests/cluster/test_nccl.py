@@ -195,7 +195,7 @@ def test_a_group_whose_abort_does_not_return_is_not_formed_anew(monkeypatch):
         monkeypatch.setattr(nccl, "abortable", lambda group: [group])
         monkeypatch.setattr(nccl, "abort", lambda backends: False)
         with pytest.raises(RendezvousError, match="did not return within 5 s: the notebook restarts this worker, and"):
-            collectives.initialise(SimpleNamespace(secret=None), 2)
+            collectives.Collectives().initialise(SimpleNamespace(secret=None), 2)
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
@@ -301,7 +301,7 @@ class Shell:
 
 def test_an_interrupt_in_the_store_is_an_interrupt():
     shell, result = Shell(), SimpleNamespace(error_in_exec=None)
-    collective_errors.install(shell)
+    collective_errors.install(shell, collectives.Collectives())
     text = "[1] is setting up NCCL communicator ... got error: KeyboardInterrupt: <EMPTY MESSAGE>"
     asyncio.run(shell.run_code(f"raise RuntimeError({text!r})", result))
     assert shell.shown[0] is KeyboardInterrupt

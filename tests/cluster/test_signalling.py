@@ -10,7 +10,6 @@ import pytest
 
 from nbdist.cluster import interrupting
 from nbdist.cluster.kernels.cells import Cell, CellPart
-from nbdist.cluster.worker.output import call_off
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,8 @@ def test_a_next_cell_is_called_off_and_signalled_if_it_does_not_end(began, ended
     part = CellPart("worker0", "1")
     cell: Any = SimpleNamespace(parts={"worker0": part})
     team = SimpleNamespace(find=lambda name: SimpleNamespace(kernel=kernel, cells=[cell]))
-    agent = SimpleNamespace(call=lambda name, function, *args, timeout: told.append((name, function, *args)))
+    output = SimpleNamespace(call=lambda method, *args, timeout: told.append((method, *args)))
+    agent = SimpleNamespace(at=lambda name, object: {("worker0", "output"): output}[name, object])
     launcher = SimpleNamespace(signal=lambda name, number: signals.append((name, number)))
     interrupts: Any = interrupting.Interrupts(team, Mock(), agent, launcher)
 
@@ -47,5 +47,5 @@ def test_a_next_cell_is_called_off_and_signalled_if_it_does_not_end(began, ended
         interrupting.cancel()
 
     asyncio.run(interrupt())
-    assert told == [("worker0", call_off, "1")]
+    assert told == [("call_off", "1")]
     assert signals == [("worker0", signal.SIGINT)] * times

@@ -80,7 +80,7 @@ def test_an_interrupt_ends_a_call_that_waits_for_the_gpu(cluster, tmp_path):
     cluster.execute(f"def stand():\n    {body}")
     cell = cluster.execute("rpc.rpc_sync('worker1', stand)", 0, block=False, quiet=True)
     reach(tmp_path, 0, then=1.0)  # the function is sent by value, with worker0's rank
-    generation = "__import__('nbdist.cluster.worker.collectives', fromlist=['_'])._generation"
+    generation = "rpc.api.current_agent().named.find('collectives').generation"
     before = cluster.evaluate(generation, 0)
     cluster.interrupt("worker0")
     assert type(wait_for(cell)).__name__ == "KeyboardInterrupt"

@@ -16,7 +16,6 @@ from nbdist import rpc
 from nbdist.errors import EncodeError, NotInitialized, UsageError, WorkerLost
 from nbdist.nn import Pipeline, Reference, cut
 from nbdist.nn.inbox import Abandoned
-from nbdist.nn.pipeline_part import deliver
 from nbdist.optim import DistributedOptimizer, clip_grad_norm_
 from nbdist.testing import World
 
@@ -774,11 +773,11 @@ def test_what_came_for_a_step_that_is_abandoned_before_it_begins_is_dropped(worl
     pipe = Pipeline(stages(2), ["worker0", "worker1"])
     part = parts_of(pipe)[1]()
     with world[1].activate():
-        deliver(pipe._uid, 0, "F", 1, 0, 0, torch.ones(1))
+        part.deliver(0, "F", 1, 0, 0, torch.ones(1))
         assert part._inboxes
         part.abandon(0, None, "the test has had enough")
         assert not part._inboxes
-        deliver(pipe._uid, 0, "F", 1, 1, 0, torch.ones(1))
+        part.deliver(0, "F", 1, 1, 0, torch.ones(1))
         assert not part._inboxes
     with dist_autograd.context(), pytest.raises(Abandoned, match=r"had enough \(this worker had not begun the step\)"):
         pipe.train_step(torch.randn(8, WIDTH), torch.randn(8, WIDTH), mean_loss)

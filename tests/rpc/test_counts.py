@@ -28,7 +28,7 @@ EXPECTED = {
     "empty, from a cell": (36, 34, 2),
     "small tensor": (39, 33, 2),
     "remote().to_here()": (113, 114, 4),
-    "step": (283, 321, 7),
+    "step": (282, 321, 7),
     "ten hops, SMART": (1450, 1381, 43),
     "ten hops, FAST": (1505, 1440, 43),
 }

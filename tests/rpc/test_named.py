@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from nbdist.errors import UsageError
+from nbdist.rpc.named import NotOffered
 from nbdist.testing import World
 
 
@@ -51,13 +51,13 @@ def test_an_agent_calls_its_own_objects_too(world, counter):
 
 @pytest.mark.parametrize("method", ["reset", "value", "__init__", "_add", "nothing"])
 def test_no_other_method_can_be_called(world, counter, method):
-    with pytest.raises(UsageError, match=rf"worker1 offers no counter\.{method}"):
+    with pytest.raises(NotOffered, match=rf"worker1 offers no counter\.{method}"):
         world[0].at("worker1", "counter").ask(method)
     assert counter.value == 0
 
 
 def test_a_name_that_nobody_has_is_an_error(world):
-    with pytest.raises(UsageError, match=r"offers no counter\.add"):
+    with pytest.raises(NotOffered, match=r"offers no counter\.add"):
         world[0].at("worker1", "counter").ask("add", 1)
     world[0].at("worker1", "counter").cast("add", 1)
     world[0].at("nobody", "counter").cast("add", 1)
@@ -68,8 +68,25 @@ def test_it_is_not_owned(world, counter):
     world[1].named.publish("other", other, "add")
     del other
     gc.collect()
-    with pytest.raises(UsageError, match=r"offers no other\.add"):
+    with pytest.raises(NotOffered, match=r"offers no other\.add"):
         world[0].at("worker1", "other").ask("add", 1)
+
+
+def test_what_is_withdrawn_is_not_called(world, counter):
+    assert world[1].named.find("counter") is counter
+    world[1].named.withdraw("counter")
+    world[1].named.withdraw("counter")
+    assert world[1].named.find("counter") is None
+    with pytest.raises(NotOffered, match=r"worker1 offers no counter\.add: what offered it has ended"):
+        world[0].at("worker1", "counter").begin("add", 1).wait()
+
+
+def test_errors_call_one_of_several_by_its_kind(world):
+    made = Counter()
+    world[1].named.publish("counter 7f", made, "add")
+    with pytest.raises(TypeError, match="unsupported operand") as raised:
+        world[0].at("worker1", "counter 7f").begin("add", "text").wait()
+    assert any("in counter.add:" in note for note in raised.value.__notes__), raised.value.__notes__
 
 
 def test_errors_call_it_by_its_name(world, counter):

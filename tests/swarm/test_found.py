@@ -14,7 +14,6 @@ import transformers
 
 from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
 from nbdist.swarm import CacheFull, NoRoute, adapter, serve
-from nbdist.swarm.server import neighbours
 from nbdist.swarm.server.queues import TooLarge
 from nbdist.swarm.server.server import Options, Server
 from nbdist.swarm.server.session_caches import NoSession
@@ -275,7 +274,7 @@ class Slow(torch.nn.Module):
 
 
 def server_of(swarm, name):
-    return neighbours._servers[swarm.crew.member(name).address.key]  # all workers are in this process
+    return swarm_models.servers_here()[swarm.crew.member(name).address.name]  # all workers are in this process
 
 
 def make_slow(swarm, name, seconds):
@@ -384,11 +383,11 @@ def test_blocks_that_there_are_not(world):
 
 def test_a_join_that_fails_leaves_nothing_behind(world, monkeypatch):
     swarm = serve(swarm_models.make("llama"), workers=[1])
-    known = set(neighbours._servers)
+    known = set(swarm_models.servers_here())
     monkeypatch.setattr(Server, "load", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         swarm.join(2)
-    wait_until(lambda: known.issuperset(neighbours._servers))
+    wait_until(lambda: known.issuperset(swarm_models.servers_here()))
     swarm.close()
 
 
@@ -447,7 +446,7 @@ def test_a_call_to_a_server_that_has_left_does_not_blame_the_next_one_there(worl
 @pytest.mark.parametrize("where", ["_send_load", "_wait_until_loaded"])
 def test_an_interrupted_join_is_not_waited_for(world, monkeypatch, where):
     swarm = serve(swarm_models.make("llama"), workers=[1], spans=[(0, 3)])
-    known = set(neighbours._servers)
+    known = set(swarm_models.servers_here())
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -457,7 +456,7 @@ def test_an_interrupted_join_is_not_waited_for(world, monkeypatch, where):
         with pytest.raises(KeyboardInterrupt):
             swarm.join(2, 3, 6)
     assert swarm.states == {"worker1": "online", "worker2": "gone"}
-    wait_until(lambda: known.issuperset(neighbours._servers))  # its worker frees the server
+    wait_until(lambda: known.issuperset(swarm_models.servers_here()))  # its worker frees the server
     swarm.crew.lose(swarm.crew.member("worker1").incarnation, "it is said to be gone")
     with pytest.raises(NoRoute):
         swarm.route()
@@ -578,11 +577,11 @@ def test_what_was_interrupted_is_brought_to_its_end(world, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             swarm.move(0, 2, "worker2")
     assert swarm.info()["worker1"].blocks == [2]  # the others are unloaded
-    mine = {swarm.crew.member(name).address.key for name in ("worker1", "worker2")}
-    assert mine.issubset(neighbours._servers)
+    mine = {swarm.crew.member(name).address.name for name in ("worker1", "worker2")}
+    assert mine.issubset(swarm_models.servers_here())
     with monkeypatch.context() as patched:
         patched.setattr(swarm.crew, "_release", interrupted)
         with pytest.raises(KeyboardInterrupt):
             swarm.close()
     swarm.close()
-    wait_until(lambda: mine.isdisjoint(neighbours._servers))
+    wait_until(lambda: mine.isdisjoint(swarm_models.servers_here()))

@@ -77,7 +77,7 @@ def test_what_comes_out_different_at_once_is_done_step_by_step(world, monkeypatc
 def test_what_is_not_pushed_is_brought(world, monkeypatch):
     model = swarm_models.make("llama")
     swarm = serve(model, workers=[1, 2, 3])
-    monkeypatch.setattr("nbdist.swarm.server.neighbours.hand_on", lambda *_: None)
+    monkeypatch.setattr("nbdist.swarm.server.neighbours.Address.hand_on", lambda *_: None)
     monkeypatch.setattr("nbdist.swarm.client.session._PUSH_SECONDS", 0.01)
     found = swarm_models.generate(swarm.causal_lm(), "greedy")
     assert torch.equal(found, swarm_models.generate(model, "greedy"))

@@ -12,7 +12,6 @@ from nbdist.gpus import staging
 from nbdist.rpc import api
 from nbdist.swarm import adapter, serve
 from nbdist.swarm.history import Step
-from nbdist.swarm.server import neighbours
 from nbdist.swarm.server.cache_budget import CacheFull
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.queues import TooLarge
@@ -78,7 +77,7 @@ class Client:
         self.me = me
 
     def held(self, id, begin=0):
-        return neighbours._servers[self.key]._sessions[id, begin]  # all workers are in this process
+        return swarm_models.servers_here()[self.key]._sessions[id, begin]  # all workers are in this process
 
     def open(self, id, begin=0, expected=0):
         self.server.rpc_sync().open(id, begin, adapter.new_cache(self.config), self.me, expected)
@@ -222,7 +221,7 @@ def test_a_step_that_fails_inside_ends_the_session(client):
     one = client()
     one.open("s")
     one.step("s", 0).wait()
-    blocks = neighbours._servers[one.key]._blocks
+    blocks = swarm_models.servers_here()[one.key]._blocks
     whole, blocks[3] = blocks[3], Failing()
     with pytest.raises(NotHere, match="as a failing block"):
         one.step("s", 1).wait(10)

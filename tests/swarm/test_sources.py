@@ -8,9 +8,10 @@ import torch
 from other_hosts import can_make_hosts, hosts, wait_for_file
 
 import nbdist
+from nbdist.rpc.named import NotOffered
 from nbdist.swarm import adapter, serve
 from nbdist.swarm.server import sources
-from nbdist.swarm.server.sources import FarWeights, NotOffered, Source, offer
+from nbdist.swarm.server.sources import FarWeights, Source, offer
 from nbdist.swarm.weight_file import WeightFile
 from nbdist.testing import World
 

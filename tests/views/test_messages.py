@@ -10,7 +10,6 @@ import pytest
 from nbdist.errors import UsageError
 from nbdist.testing import World
 from nbdist.views.passes.watching import Watcher
-from nbdist.views.timeline import recording
 from nbdist.views.widgets.backward import BackwardView
 from nbdist.views.widgets.card import RRefCard
 from nbdist.views.widgets.map import MapView
@@ -60,11 +59,6 @@ NO_BUTTON = r"there is no button 'fly': the page is of another version of nbdist
 def test_presses_that_are_refused(view, now, message, error, text):
     with pytest.raises(error, match=text):
         view.press(SimpleNamespace(**now), message)
-
-
-def test_a_worker_without_a_recording():
-    with pytest.raises(UsageError, match=r"nothing is recorded on this worker: it started after the timeline"):
-        recording.end("of no timeline", "worker0")
 
 
 def test_waiting_for_a_watched_cell():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from html import escape
 
 import pytest
@@ -19,7 +20,6 @@ from pipeline_models import Slow, square
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc, trace
-from nbdist.errors import UsageError
 from nbdist.gpus import spans
 from nbdist.nn import Pipeline, RemoteModule
 from nbdist.optim import DistributedOptimizer
@@ -158,8 +158,6 @@ def test_it_can_be_looked_at_while_it_runs_and_keeps_no_more_than_it_can(monkeyp
         assert len(told.noted) <= 5
         assert told.lost > 10
         assert "missing" in repr(told)
-    with pytest.raises(UsageError):
-        recording.end("nobody", "worker0")
 
 
 def wait_until(condition):
@@ -177,7 +175,6 @@ def test_one_that_is_dropped_or_interrupted_records_no_longer(monkeypatch):
         del told
         gc.collect()
         wait_until(lambda: not trace.listeners)
-        assert not recording._recordings
         wait_until(lambda: sum(len(agent._on_lost) for agent in world) == watches)
 
         told = Timeline(world[0])
@@ -185,13 +182,13 @@ def test_one_that_is_dropped_or_interrupted_records_no_longer(monkeypatch):
             patched.setattr(told, "_each", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 told.stop()
-        assert recording._recordings
+        assert trace.listeners
         del told
         gc.collect()
         wait_until(lambda: not trace.listeners)
 
 
-def interrupted(*_):
+def interrupted(*_, **__):
     raise KeyboardInterrupt
 
 
@@ -199,20 +196,19 @@ def test_a_worker_does_not_record_for_an_agent_that_is_lost():
     with World(2) as world, world[1].activate():
         home = world[0].me.incarnation
         recording.begin("a timeline of worker0", home)
-        assert recording._recordings
+        assert trace.listeners
         world[1].lose(home, "is said to be lost")
-        assert not recording._recordings
+        assert not trace.listeners
         recording.begin("it comes late", home)
-        assert not recording._recordings
         assert not trace.listeners
 
 
 def test_one_whose_agent_has_ended_stops_here():
     with World(1) as world:
         told = Timeline(world[0])
-    assert recording._recordings
+    assert trace.listeners
     told.stop()
-    assert not recording._recordings
+    assert not trace.listeners
     assert not trace.listeners
 
 
@@ -261,15 +257,17 @@ def test_a_time_that_another_thread_reads_just_now_is_not_left_out():
             looked.set()
             return goes_on.wait(20)
 
-    known = recording._Recording()
-    known.stop()
-    piece = Noted("worker0", "call", "f", 0.0, 1.0, 1)
-    other = threading.Thread(target=known._note, args=(piece, Span()))
-    other.start()
-    assert looked.wait(20)
-    threading.Timer(0.2, goes_on.set).start()
-    assert [one.gpu for one in known.of("worker0")] == [SECONDS]
-    other.join()
+    with World(1) as world, world[0].activate():
+        recording.begin("recording", world[0].me.incarnation)
+        known = world[0].named.find("recording")
+        fields = {"agent": "worker0", "optimizer": "SGD", "start": 0.0, "gpu": Span()}
+        other = threading.Thread(target=partial(trace.emit, "optimizer.stepped", **fields))
+        other.start()
+        assert looked.wait(20)
+        threading.Timer(0.2, goes_on.set).start()
+        noted, _ = known.finish()
+        assert [one.gpu for one in noted] == [SECONDS]
+        other.join()
 
 
 def test_times_on_a_gpu_are_shown_beside_those_of_the_processor(monkeypatch):

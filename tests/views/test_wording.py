@@ -7,8 +7,8 @@ import torch
 
 from nbdist.nn import pipeline_part, remote_module
 from nbdist.optim import local
+from nbdist.rpc.named import call_method
 from nbdist.rpc.world import clocks
-from nbdist.swarm.server import neighbours
 from nbdist.testing import World
 from nbdist.views.drawing.gantt import KINDS
 from nbdist.views.timeline import recording
@@ -48,13 +48,17 @@ def test_what_nbdist_calls_is_named_in_words():
     every = [
         (pipeline_part.run_step, (None,), "a worker's share of a pipeline step"),
         (pipeline_part.call_part, (None, "parameter_rrefs"), "pipeline: parameter rrefs"),
-        (pipeline_part.deliver, (), "a micro-batch arrives"),
         (local.new_local_optimizer, (torch.optim.SGD,), "make an optimizer (SGD)"),
-        (neighbours._call_server, ("key", "step"), "step through blocks"),
-        (neighbours._call_server, ("key", "something_new"), "serve blocks"),
     ]
     for function, args, told in every:
         assert name_call(display_name(function), function, args) == ("own", told)
+    for label, told in (
+        ("pipeline.deliver", "a micro-batch arrives"),
+        ("server.export", "send a session's caches"),
+        ("server.something_new", "serve blocks"),
+        ("keeper.start", "nbdist's own work"),
+    ):
+        assert name_call(label, call_method, ()) == ("own", told)
     assert name_call("create", remote_module.create, (Balloon,)) == ("call", "RemoteModule(Balloon)")
 
 
@@ -67,6 +71,7 @@ def test_what_has_no_words_or_other_arguments_than_they_were_made_for_is_nbdists
 def test_what_only_looks_is_not_shown():
     for function in (clocks.clock, recording.begin):
         assert name_call(display_name(function), function, ()) is None
+    assert name_call("scout.hold", call_method, ()) is None
 
 
 def test_no_kind_and_no_words_are_names_of_functions():

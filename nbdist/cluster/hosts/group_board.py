@@ -12,17 +12,15 @@ from typing import Any
 
 from nbdist.cluster.processes.group_store import REPLACED, GroupStore
 from nbdist.errors import RendezvousError, UsageError
+from nbdist.rpc.named import NotOffered
 
-__all__ = ["BoardStore", "Boards", "serve_boards"]
-
-_boards: Boards | None = None
-"""The boards of this process's cluster, for `_act`."""
+__all__ = ["BoardStore", "Boards"]
 
 
 class Boards:
     """The boards of one cluster, keys with values: one for each generation of its process group.
 
-    Any thread may use it.
+    The notebook's agent publishes them as ``boards``. Any thread may use them.
     """
 
     def __init__(self) -> None:
@@ -83,33 +81,26 @@ class Boards:
         return None
 
 
-def serve_boards(boards: Boards | None) -> None:
-    """Let workers reach these boards in this process, which must be the notebook's; None to let them reach none."""
-    global _boards
-    _boards = boards
-
-
-def _act(generation: int, operation: str, *arguments: Any) -> Any:
-    """Do an operation on this process's boards; workers call this in the notebook."""
-    if _boards is None:
-        raise RendezvousError(REPLACED)
-    return _boards.act(generation, operation, *arguments)
-
-
 class BoardStore(GroupStore):
     """The store of one generation of a process group, at a board in the notebook."""
 
     _first_pause, _longest_pause = 0.002, 0.05
 
-    def __init__(self, generation: int, call: Callable[..., Any]) -> None:
-        """Use the board of a generation. ``call(function, *arguments)`` calls a function in the notebook by RPC."""
+    def __init__(self, generation: int, act: Callable[..., Any]) -> None:
+        """Use the board of a generation. ``act`` calls `Boards.act` in the notebook."""
         super().__init__()
         self._generation = generation
-        self._call = call
+        self._act = act
 
     def _do(self, operation: str, *arguments: Any) -> Any:
-        """Do an operation in the notebook. Raises WorkerLost if a member has died, or the notebook is gone."""
-        return self._call(_act, self._generation, operation, *arguments)
+        """Do an operation in the notebook. Raises WorkerLost if a member has died, or the notebook is gone.
+
+        Raises RendezvousError if the group or the cluster has ended.
+        """
+        try:
+            return self._act(self._generation, operation, *arguments)
+        except NotOffered:
+            raise RendezvousError(REPLACED) from None
 
     def _write(self, operation: str, *arguments: Any) -> Any:
         """Do an operation that changes the board. Raises WorkerLost, too, if a member has died."""

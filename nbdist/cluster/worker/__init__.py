@@ -10,8 +10,8 @@
 `default_group`      ``init_process_group`` in a worker's cells
 `collective_errors`  turns torch's errors of collectives into nbdist's
 `output`             sends prints to the cells that caused them
+`values`             the worker's side of `Cluster.push`
 `kernel`             makes an ipykernel a worker
 `tasks`              the worker's side of `Cluster.executor`
-`values`             the worker's side of `Cluster.push`
 ===================  ==========================================================
 """

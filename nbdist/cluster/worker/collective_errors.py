@@ -18,26 +18,26 @@ from typing import Any
 
 from nbdist.cluster.lookout import say_where
 from nbdist.cluster.worker import gpu, nccl
-from nbdist.cluster.worker.collectives import translate, was_broken_off
+from nbdist.cluster.worker.collectives import Collectives
 from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, NbdistError, WorkerLost
 
 __all__ = ["install", "raise_translated"]
 
 
-def raise_translated(error: RuntimeError | ValueError) -> None:
+def raise_translated(collectives: Collectives, error: RuntimeError | ValueError) -> None:
     """Raise the error that says why a collective failed, if nbdist knows; else return.
 
     If this returns, the caller raises torch's error as it is. If the error says that the GPU's memory is full, it gets
     a note.
     """
     gpu.explain(error)
-    said = translate(error)
+    said = collectives.translate(error)
     if said is not None:
         raise said from (None if isinstance(said, GroupError) else error)
 
 
-def install(shell: Any) -> None:
+def install(shell: Any, collectives: Collectives) -> None:
     """Make the cells of a shell fail with WorkerLost or GroupError if that is the reason for torch's error.
 
     An error that says that the GPU's memory is full gets a note: see `gpu.explain`. Replaces two methods of the shell:
@@ -71,30 +71,26 @@ def install(shell: Any) -> None:
         if options.get("running_compiled_code"):
             error = exc_tuple[1] if exc_tuple is not None else sys.exception()
             gpu.explain(error)
-            said = translate(error)  # first: it waits until this process knows what has ended the collective
-            if error is not None and (nccl.is_interrupt(error) or _has_lost_interrupt(error, said, began)):
+            said = collectives.translate(error)  # first: it waits until this process knows what has ended them
+            if error is not None and (nccl.is_interrupt(error) or has_lost_interrupt(error, said)):
                 translated = error, KeyboardInterrupt()
                 translated[1].__context__, translated[1].__suppress_context__ = error, True
                 error, said = translated[1].with_traceback(error.__traceback__), None
             if error is not None and type(error) in (KeyboardInterrupt, CancelledError):
-                exc_tuple = _say_where_stopped(error)
+                exc_tuple = _say_where_stopped(error, collectives)
             if error is not None and said is not None:
                 translated = error, said
                 said.__traceback__ = _up_to_torch(error.__traceback__)
                 return _show_without_cause(plain_show, said, *args, **options)
         return plain_show(exc_tuple, *args, **options)
 
+    def has_lost_interrupt(error: BaseException, said: NbdistError | None) -> bool:
+        # In a backward pass inside of another one, torch makes a text of the inner error. Python then raises the
+        # interrupt in torch's code, which clears it.
+        handled = isinstance(error.__context__, KeyboardInterrupt)  # and that code has used the group afterwards
+        return isinstance(said, GroupError) and not handled and collectives.was_broken_off(began)
+
     shell.run_code, shell.showtraceback = run_code, showtraceback
-
-
-def _has_lost_interrupt(error: BaseException, said: NbdistError | None, began: float) -> bool:
-    """Return whether an interrupt since ``began`` led to this error of a collective, and torch has lost the interrupt.
-
-    In a backward pass inside of another one, torch makes a text of the inner error. Python then raises the interrupt
-    in torch's code, which clears it. ``said`` is what `translate` makes of the error.
-    """
-    handled = isinstance(error.__context__, KeyboardInterrupt)  # and that code has used the group afterwards
-    return isinstance(said, GroupError) and not handled and was_broken_off(began)
 
 
 def _show_without_cause(show: Callable[..., Any], said: WorkerLost | GroupError, *args: Any, **options: Any) -> Any:
@@ -113,12 +109,14 @@ def _show_without_cause(show: Callable[..., Any], said: WorkerLost | GroupError,
         said.__cause__ = cause
 
 
-def _say_where_stopped(error: BaseException) -> tuple[type[BaseException], BaseException, Any]:
+def _say_where_stopped(
+    error: BaseException, collectives: Collectives
+) -> tuple[type[BaseException], BaseException, Any]:
     """Give an interrupt the text "stopped in ...", unless it has a text; return it as `sys.exc_info` does.
 
     If the interrupt caused an error in torch, IPython does not show that error and torch's frames.
     """
-    of_torch = translate(error.__context__) is not None
+    of_torch = collectives.translate(error.__context__) is not None
     # If Python raises the interrupt in a ``with`` on torch's error's way up, that error knows the call that waited.
     tb = error.__context__.__traceback__ if of_torch and error.__context__ is not None else error.__traceback__
     if not error.args and (where := say_where(tb) or say_where(error.__traceback__)):

@@ -32,6 +32,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
     from nbdist.wire.messages import Record
 
-__all__ = ["ask_for_group", "backend", "break_off", "destroy", "follow", "form_in_cell", "initialise", "translate"]
+__all__ = ["Collectives", "agree_on_backend", "destroy"]
 
 _LOOK_EVERY = 0.05
 """Seconds between two checks, while a group forms, whether another worker has failed to form it."""
@@ -113,124 +114,449 @@ _OLD = (
 )
 
 dist: Any = torch.distributed  # Any: torch does not declare what this module exports
-_agent: Agent | None = None
-"""This worker's agent, which reports the deaths of members."""
-_driver = ""
-"""The name of the notebook's agent. The notebook forms the group again and restarts this worker."""
-_store: GroupStore | None = None
-"""The store of the process group. C++ does not keep the Python object alive, so this module does."""
-_formed = False
-"""True once the present process group has formed."""
-_backend = "none"
-"""The backend of the process group that formed last, as torch writes it."""
-_forms_group = False
-"""True if the cluster has a process group: its backend is not "none"."""
-_lost: dict[int, tuple[str, str]] = {}
-"""By rank: the name of each lost member of the present group, and a text that follows it and says how it was lost."""
-_loops_before: set[bytes] = set()
-"""The addresses of loops (`gloo.Loop`) of groups before the present one, which live while an object holds the group."""
-_spans_hosts = False
-"""True if members of the present group may be on other hosts."""
-_broken: dict[int, float] = {}
-"""When an interrupt has broken off a collective of the present group, by the ident of the thread that waited in it."""
-_generation = 0
-"""The number of the present group, by `initialise`."""
-_stop_forming = threading.Event()
-"""Set when an interrupt ends the forming of the present group, on this worker."""
-_breaking = threading.Lock()
-"""Held while connections are shut and while the group changes, so that no connection of the next group is shut."""
 
 
-def follow(agent: Agent, told: WorkerSetup) -> None:
-    """Let this worker's agent report members that die, and end collectives of calls that are interrupted.
+class Collectives:
+    """The process groups of this worker. The notebook may call the methods in `METHODS`."""
 
-    `nbdist.cluster.worker.kernel.join` calls this once, in the main thread, when the agent has started. ``told`` is
-    this worker's setup.
-    """
-    global _agent, _driver, _forms_group
-    _agent, _driver, _forms_group = agent, told.driver, told.backend != "none"
-    nccl.follow()
-    agent.on_lost(_on_lost)
-    agent.stopping.break_off = break_off
+    METHODS = ("backend", "break_off")
 
+    def __init__(self) -> None:
+        self._agent: Agent | None = None
+        """This worker's agent, which reports the deaths of members; None before `follow`."""
+        self._driver = ""
+        """The name of the notebook's agent. The notebook forms the group again and restarts this worker."""
+        self._store: GroupStore | None = None
+        """The store of the process group. C++ does not keep the Python object alive, so this object does."""
+        self._formed = False
+        """True once the present process group has formed."""
+        self._backend = "none"
+        """The backend of the process group that formed last, as torch writes it."""
+        self._forms_group = False
+        """True if the cluster has a process group: its backend is not "none"."""
+        self._lost: dict[int, tuple[str, str]] = {}
+        """By rank: the name of each lost member of the present group, and a text that says how it was lost."""
+        self._loops_before: set[bytes] = set()
+        """The addresses of loops (`gloo.Loop`) of earlier groups, which live while an object holds the group."""
+        self._spans_hosts = False
+        """True if members of the present group may be on other hosts."""
+        self._broken: dict[int, float] = {}
+        """When an interrupt has broken off a collective of the present group, by the ident of the waiting thread."""
+        self.generation = 0
+        """The number of the present group, by `initialise`."""
+        self._stop_forming = threading.Event()
+        """Set when an interrupt ends the forming of the present group, on this worker."""
+        self._breaking = threading.Lock()
+        """Held while connections are shut and while the group changes, so that none of the next group is shut."""
 
-def form_in_cell(told: WorkerSetup, backend: str | None, **options: Any) -> None:
-    """Form the process group anew with all other workers, whose code must call this, too: ``init_process_group``.
+    def follow(self, agent: Agent, told: WorkerSetup) -> None:
+        """Let this worker's agent report members that die, and end collectives of calls that are interrupted.
 
-    The arguments are as for `initialise`, which says what is raised. If this fails, it fails on the other workers.
-    """
-    before = _generation
-    try:
-        initialise(told, None, backend, **options)
-    except BaseException as error:
-        if _generation != before:
-            why = f"the process group did not form: {told.name}: {error or type(error).__name__}"
-            _ask_notebook("end_group", _generation, why, wait=_NOTEBOOK_ANSWERS_WITHIN)
-        raise
+        `nbdist.cluster.worker.kernel.join` calls this once, in the main thread, when the agent has started. ``told`` is
+        this worker's setup.
+        """
+        self._agent, self._driver, self._forms_group = agent, told.driver, told.backend != "none"
+        nccl.follow()
+        agent.on_lost(self._on_lost)
+        agent.stopping.break_off = self.break_off
+        agent.named.publish("collectives", self, *self.METHODS)
 
+    def form_in_cell(self, told: WorkerSetup, backend: str | None, **options: Any) -> None:
+        """Form the process group anew with all other workers, whose code must call this, too: ``init_process_group``.
 
-def ask_for_group() -> None:
-    """Let the notebook form the process group anew if a cell has destroyed it. Called at the end of each cell.
+        The arguments are as for `initialise`, which says what is raised. If this fails, it fails on the other workers.
+        """
+        before = self.generation
+        try:
+            self.initialise(told, None, backend, **options)
+        except BaseException as error:
+            if self.generation != before:
+                why = f"the process group did not form: {told.name}: {error or type(error).__name__}"
+                self._ask_notebook("end_group", self.generation, why, wait=_NOTEBOOK_ANSWERS_WITHIN)
+            raise
 
-    Waits for the answer: the notebook ends the cell after this, and must not send the next one to a worker without a
-    group.
-    """
-    if _forms_group and _store is not None and not dist.is_initialized():
-        _ask_notebook("form_group_anew", _generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
+    def ask_for_group(self) -> None:
+        """Let the notebook form the process group anew if a cell has destroyed it. Called at the end of each cell.
 
+        Waits for the answer: the notebook ends the cell after this, and must not send the next one to a worker without
+        a group.
+        """
+        if self._forms_group and self._store is not None and not dist.is_initialized():
+            self._ask_notebook("form_group_anew", self.generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
 
-def initialise(told: WorkerSetup, generation: int | None, backend: str | None = None, **options: Any) -> None:
-    """Form the process group number ``generation`` with all other workers; destroy the previous group first.
+    def initialise(self, told: WorkerSetup, generation: int | None, backend: str | None = None, **options: Any) -> None:
+        """Form the process group number ``generation`` with all other workers; destroy the previous group first.
 
-    ``generation`` is None if code in a cell forms the group: then the notebook gives the number. ``told`` is this
-    worker's setup. ``backend`` is None for the cluster's; ``options`` are those of torch's
-    ``init_process_group``. Waits for the others. Raises RendezvousError if another worker fails or the abort of the
-    previous group does not return, WorkerLost if a member has died.
-    """
-    global _backend, _formed, _generation, _loops_before, _spans_hosts, _store
-    _spans_hosts = told.secret is not None
-    if generation is None:
-        assert _agent is not None
-        with (
-            DeferredSignals()
-        ):  # else an interrupt might lose the number, without which the notebook forms no other group
-            generation = _generation = _agent.at(_driver, "mending").ask("enter_group", told.name)
-    with _breaking:
-        if dist.is_initialized():
-            # No wait in an old group can end well any more, and code that still holds one must get an error.
-            all_of_them = bool(_broken or _lost)
-            _shut([loop for loop in _all_loops() if all_of_them or _is_known(loop.address)])
-            # `destroy_process_group` alone would wait for NCCL's unfinished collectives, and some may never end.
-            if not _abort(groups_by_name().values()):  # a call for another worker may still wait in one
-                raise RendezvousError(f"{_NOT_ABORTED}: the notebook restarts this worker, and the group forms anew")
-            destroy()
-        _loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
-        _formed = False
-        _broken.clear()
-        _stop_forming.clear()
-        _lost.clear()
-        _store, _generation = _open_store(told, generation), generation
-        if timeout := options.get("timeout"):
-            _store.set_timeout(timeout)
-    with contextlib.ExitStack() as stack:
-        if told.device.startswith("cuda"):
-            stack.enter_context(torch.cuda.device(told.device))
-        # torch counts the groups that a process makes, failed attempts too, and uses the count in the store's keys. A
-        # worker that was started later has another count, so without this the workers would not find each other.
-        restart_group_numbers()
-        stack.enter_context(_leaving_with(_store, told.world_size))
-        if _agent is not None:
-            _store.enter(_agent.me.incarnation, told.rank)
-        if _spans_hosts:
-            _follow_master(_store, told)
-        _backend = backend or (_agree_on_backend(_store, told) if told.backend == AUTO else told.backend)
-        if bound := nccl.gpu_to_bind(_backend, told.device):
-            options.setdefault("device_id", bound)
-        _init_process_group(_backend, store=_store, rank=told.rank, world_size=told.world_size, **options)
-    with _breaking:
-        _formed = True
-        for rank in list(_lost):  # members that died while the group formed
-            _leave_groups_of(rank)
+        ``generation`` is None if code in a cell forms the group: then the notebook gives the number. ``told`` is this
+        worker's setup. ``backend`` is None for the cluster's; ``options`` are those of torch's
+        ``init_process_group``. Waits for the others. Raises RendezvousError if another worker fails or the abort of the
+        previous group does not return, WorkerLost if a member has died.
+        """
+        self._spans_hosts = told.secret is not None
+        if generation is None:
+            assert self._agent is not None
+            with (
+                DeferredSignals()
+            ):  # else an interrupt might lose the number, without which the notebook forms no other group
+                generation = self.generation = self._agent.at(self._driver, "mending").ask("enter_group", told.name)
+        with self._breaking:
+            if dist.is_initialized():
+                # No wait in an old group can end well any more, and code that still holds one must get an error.
+                all_of_them = bool(self._broken or self._lost)
+                _shut([loop for loop in self._all_loops() if all_of_them or self._is_known(loop.address)])
+                # `destroy_process_group` alone would wait for NCCL's unfinished collectives, and some may never end.
+                if not self._abort(groups_by_name().values()):  # a call for another worker may still wait in one
+                    raise RendezvousError(
+                        f"{_NOT_ABORTED}: the notebook restarts this worker, and the group forms anew"
+                    )
+                destroy()
+            self._loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
+            self._formed = False
+            self._broken.clear()
+            self._stop_forming.clear()
+            self._lost.clear()
+            self._store, self.generation = self._open_store(told, generation), generation
+            if timeout := options.get("timeout"):
+                self._store.set_timeout(timeout)
+        with contextlib.ExitStack() as stack:
+            if told.device.startswith("cuda"):
+                stack.enter_context(torch.cuda.device(told.device))
+            # torch counts the groups that a process makes, failed attempts too, and uses the count in the store's keys.
+            # A worker that was started later has another count, so without this the workers would not find each other.
+            restart_group_numbers()
+            stack.enter_context(self._leaving_with(self._store, told.world_size))
+            if self._agent is not None:
+                self._store.enter(self._agent.me.incarnation, told.rank)
+            if self._spans_hosts:
+                _follow_master(self._store, told)
+            self._backend = backend or (agree_on_backend(self._store, told) if told.backend == AUTO else told.backend)
+            if bound := nccl.gpu_to_bind(self._backend, told.device):
+                options.setdefault("device_id", bound)
+            _init_process_group(self._backend, store=self._store, rank=told.rank, world_size=told.world_size, **options)
+        with self._breaking:
+            self._formed = True
+            for rank in list(self._lost):  # members that died while the group formed
+                self._leave_groups_of(rank)
+
+    def backend(self) -> str:
+        """Return the backend of this worker's process group, as torch writes it. The notebook calls this by RPC."""
+        return self._backend
+
+    def _open_store(self, told: WorkerSetup, generation: int) -> GroupStore:
+        """Return the store of one generation of the process group: files, or, for several hosts, the notebook's memory.
+
+        Each forming of the group has its own number, the generation.
+        """
+        agent = self._agent
+        if told.secret is None or agent is None:
+            return FolderStore(Path(told.folder, group_folder(generation)))
+
+        return BoardStore(generation, partial(agent.at(told.driver, "boards").ask, "act"))
+
+    @contextlib.contextmanager
+    def _leaving_with(self, store: GroupStore, world_size: int) -> Iterator[None]:
+        """End the forming of the group in this process, with RendezvousError, if another worker fails to form it.
+
+        The group forms in the ``with`` block. A wait in the store raises by itself when another worker fails. But a
+        process that is done with the store waits in gloo for the connections of its peers, without a time limit. A
+        second thread makes these connections in the peers' place.
+        """
+        formed = threading.Event()
+
+        def watch() -> None:
+            while store is self._store and not formed.wait(_LOOK_EVERY):
+                if store.lost or self._stop_forming.is_set() or store.ended:
+                    with self._breaking:  # else these might be connections to the next group, in its members' place
+                        for loop in self._all_loops() if store is self._store else ():
+                            gloo.connect_for_peers(loop, world_size)
+
+        thread = threading.Thread(target=watch, name="nbdist-forming", daemon=True)
+        try:
+            thread.start()  # in the block: an interrupt may come while this waits for the thread to begin
+            yield
+            if why := _FORMING_STOPPED if self._stop_forming.is_set() else store.ended:
+                raise RendezvousError(why)  # the group may consist of connections that `connect_for_peers` made
+            if store.lost:
+                raise WorkerLost(store.lost)
+        except BaseException:
+            if dist.is_initialized():
+                destroy()
+            raise
+        finally:
+            formed.set()
+            if thread.is_alive():
+                thread.join()
+
+    # -- a member dies ----------------------------------------------------------------------------------------------
+
+    def _on_lost(self, record: Record, why: str) -> None:
+        """Shut the connections of the process groups that have the lost worker, in a new thread.
+
+        The agent calls this when a member of the RPC world is lost. It must not wait here.
+        """
+        threading.Thread(target=self._lose, args=(record, why), name="nbdist-leaving", daemon=True).start()
+
+    def _lose(self, record: Record, why: str) -> None:
+        """Shut the connections of the groups that contain a lost worker, and keep new groups from waiting for it.
+
+        ``why`` follows the worker's name in the text of the WorkerLost. While the group still forms, only notes the
+        loss. Does nothing if the worker is not a member of the present group, such as an earlier process of the same
+        name.
+        """
+        with self._breaking:
+            # Look for the incarnation, not for the name: a restarted worker of the same name is another member.
+            rank = None
+            with contextlib.suppress(NbdistError):  # the notebook, which may have the store, is lost as well
+                rank = self._store.rank_of(record.incarnation) if self._store is not None else None
+            if rank is None:
+                return  # it is not a member of the present group
+            self._lost[rank] = record.name, _PROCESS.sub("", why)
+            if not self._formed:
+                assert self._store is not None
+                self._store.lost = self._say_lost()
+                return
+            self._leave_groups_of(rank)
+        self._keep_new_groups_from_waiting()
+
+    def _leave_groups_of(self, rank: int) -> None:
+        """Shut the connections of each group that contains a dead member.
+
+        Collectives that wait in these groups fail at once, in the user's threads, and the groups stay unusable.
+        """
+        assert self._store is not None
+        self._store.lost = self._say_lost()
+        groups = process_groups()
+        names = [(loop, self._store.group_at(loop.address)) for loop in self._all_loops()]
+        # A group without a known name was made with a store of the user's own, or is forming now: leave it, too.
+        _shut([loop for loop, name in names if name not in groups or rank in groups[name]])
+        self._abort([group for name, group in groups_by_name().items() if rank in groups.get(name, ())])
+
+    def _abort(self, groups: Iterable[Any], *, but: int | None = None) -> bool:
+        """Abort NCCL's collectives of these process groups; return False if an abort did not return in time.
+
+        If an abort does not return, asks the notebook to restart this worker. Raises `nccl.CollectiveAborted` in
+        threads that run cells or calls and wait for the GPU: without this error they would read meaningless values. The
+        thread with the ident ``but`` gets no error: it has been interrupted.
+        """
+        backends = [backend for group in groups for backend in nccl.abortable(group)]
+        if not backends:
+            return True
+        told = dict[int, nccl.WaitingPlace]()
+        if self._agent is not None:
+            stopping, are_used = self._agent.stopping, any(map(nccl.is_used, backends))
+            calls = stopping.threads()
+            threads = {threading.main_thread().ident or 0, *calls.values()} - {but}
+            told = nccl.waits([thread for thread in threads if thread is not None], collectives_only=not are_used)
+            nccl.tell(told, {key: thread for key, thread in calls.items() if thread in told}, stopping.raise_in)
+        done = nccl.abort(backends)
+        if not done:
+            self._ask_for_restart(_NOT_ABORTED)
+        elif told:
+            threading.Thread(target=self._restart_if_stuck, args=(told,), name="nbdist-stuck", daemon=True).start()
+        return done
+
+    def _restart_if_stuck(self, told: Mapping[int, nccl.WaitingPlace]) -> None:
+        """Ask for a restart of this worker if a thread does not leave its collective after the abort.
+
+        NCCL makes a communicator in a group's first collective, and waits there for all members. It cannot abort this
+        wait. Runs in a thread of its own.
+        """
+        if nccl.is_stuck(told):
+            self._ask_for_restart(_NOT_ENDED)
+
+    def _ask_for_restart(self, because: str) -> None:
+        """Ask the notebook to restart this worker; ``because`` is a text to follow "was restarted, because"."""
+        if self._agent is not None:
+            self._ask_notebook("restart_worker", self._agent.me.name, self._agent.me.incarnation, because)
+
+    def _ask_notebook(self, method: str, *arguments: object, wait: float = 0.0) -> None:
+        """Call a method of the notebook's `nbdist.cluster.mending.Mending`; ignore a notebook that is gone.
+
+        Waits ``wait`` seconds at most for the answer.
+        """
+        with contextlib.suppress(NbdistError):
+            assert self._agent is not None
+            asked = self._agent.at(self._driver, "mending").call(method, *arguments, timeout=wait or -1.0)
+            if wait:
+                asked.wait()
+
+    def _keep_new_groups_from_waiting(self) -> None:
+        """End the waits of groups that form by the user's ``new_group``: they may wait for the dead member to connect.
+
+        Looks for such groups until there are none, for at most `_NEW_GROUP_WITHIN` seconds.
+        """
+        deadline = time.monotonic() + _NEW_GROUP_WITHIN
+        while time.monotonic() < deadline:
+            with self._breaking:
+                if not self._lost or self._store is None:
+                    return  # the group has formed again meanwhile
+                groups = process_groups()
+                unknown = [loop for loop in self._all_loops() if self._store.group_at(loop.address) not in groups]
+                forming = [loop for loop in unknown if loop.address not in self._loops_before]
+                for loop in forming:
+                    gloo.connect_for_peers(loop, dist.get_world_size())
+            if not forming:
+                return
+            time.sleep(_LOOK_EVERY)
+
+    def _all_loops(self) -> list[gloo.Loop]:
+        """Return the sockets of all gloo process groups in this process, a `gloo.Loop` for each group.
+
+        Before torch 2.13, only of groups that the store knows.
+        """
+        return gloo.loops(self._is_known)
+
+    def _is_known(self, address: bytes) -> bool:
+        """Return whether the group whose gloo listens at this address formed here, through the present store.
+
+        ``address`` is as in `GroupStore.group_at`.
+        """
+        return self._store is not None and self._store.group_at(address) is not None
+
+    def _say_lost(self) -> str:
+        who = "; ".join(f"{name} {why}" for name, why in self._lost.values())
+        names = ",".join(name for name, _ in self._lost.values())
+        return (
+            f"{who}, and a process group with a lost member cannot be used any more\n"
+            f"`%dist_restart {names}` starts {'it' if len(self._lost) == 1 else 'them'} again, and forms the process "
+            "group anew once all workers are idle"
+        )
+
+    def translate(self, error: BaseException | None) -> WorkerLost | GroupError | None:
+        """Return the error that explains torch's error of a collective, if nbdist knows the reason; else None.
+
+        Returns a GroupError at once if the process group has not formed yet, or was destroyed, or is older than a
+        restart.
+
+        If a connection of the group has ended, or NCCL's collectives were aborted, waits up to `_DEATH_KNOWN_WITHIN`
+        seconds for news of a death. If a member on another host does not answer, waits until that member is lost. Then
+        returns a WorkerLost that names the dead members. Without such news, returns a GroupError, which says that an
+        interrupt, or another worker, has ended the group. But for an error of NCCL it then returns None, because NCCL's
+        text says so itself, unless this worker was interrupted.
+
+        Returns None for None and for all other errors, including nbdist's own.
+        """
+        if self._agent is None or isinstance(error, NbdistError) or not isinstance(error, RuntimeError | ValueError):
+            return None
+        text = str(error)
+        if isinstance(error, ValueError) and _NO_GROUP in text and not dist.is_initialized():
+            return GroupError(_DESTROYED if self._formed else _NOT_YET) if self._forms_group else None
+        of_nccl = isinstance(error, nccl.CollectiveAborted) or bool(nccl.LEFT.search(text))
+        if self._store is None or not (of_nccl or _GROUP_DESTROYED in text or _GLOO_LEFT.search(text)):
+            return None
+        if _GROUP_DESTROYED in text or _is_of_old_group(error):
+            return GroupError(_OLD)
+        deadline = time.monotonic() + _DEATH_KNOWN_WITHIN
+        while not (self._lost or self._broken) and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        if not (self._lost or self._broken) and self._spans_hosts:
+            self._wait_for_loss_elsewhere(self._agent)
+        if not self._lost:
+            if of_nccl and not self._broken:
+                return None
+            return GroupError(_BROKEN_OFF if self._broken or not self._is_whole() else _OLD)
+        lost = WorkerLost(self._say_lost())
+        error.args = (text.partition(" This is typically caused by a remote worker")[0],)  # where gloo begins to guess
+        lost.__cause__ = error
+        return lost
+
+    def _is_whole(self) -> bool:
+        # While all present groups have all their connections, an error of gloo comes from an older group.
+        groups = process_groups()
+        store = self._store
+        names = [(loop, store.group_at(loop.address) if store is not None else None) for loop in self._all_loops()]
+        counted = (len(loop.connections) >= len(groups[name]) - 1 for loop, name in names if name in groups)
+        return min(counted, default=False)
+
+    def _wait_for_loss_elsewhere(self, agent: Agent) -> None:
+        """Wait until a member on another host that does not answer is lost; return at once if all answer.
+
+        The end of a gloo connection may be the first sign that a host has died. RPC reports the loss only after
+        `RpcBackendOptions.lost_after` seconds of silence.
+        """
+        names = [each.name for each in agent.membership.others()]
+        answers = ask_each(agent, _answer, dict.fromkeys(names, ()), timeout=_DEATH_KNOWN_WITHIN)
+        silent = set(names) - answers.or_raise(but=NbdistError).keys()
+        deadline = time.monotonic() + agent.options.lost_after + _DEATH_KNOWN_WITHIN
+        while silent and not self._lost and time.monotonic() < deadline:
+            time.sleep(_POLL)
+            silent &= {each.name for each in agent.membership.others()}
+        # A lost worker leaves `membership` first; `_lose`, in another thread, adds it to `_lost` a moment later. Wait
+        # for that, so that the error names the worker.
+        deadline = time.monotonic() + _DEATH_KNOWN_WITHIN
+        group = self._group_members(agent)
+        while sum(agent.member(each) is not None for each in group) < dist.get_world_size() and not self._lost:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL)
+
+    def _group_members(self, agent: Agent) -> list[int]:
+        """Return the incarnations of the living members of the present group, this worker's included.
+
+        The RPC world has other members, too: the notebook, and workers that have joined since the group formed.
+        """
+        with contextlib.suppress(NbdistError):  # the notebook, which may have the store, is lost as well
+            return [
+                record.incarnation
+                for record in agent.membership.members()
+                if self._store is not None and self._store.rank_of(record.incarnation) is not None
+            ]
+        return []
+
+    # -- an interrupt -----------------------------------------------------------------------------------------------
+
+    def break_off(self, thread: int | None = None) -> str:
+        """End the collective in which a thread waits; return a text that says what was done, empty for nothing.
+
+        Called in another thread when an interrupt has had no effect. Leaves the collective's group, and gloo's groups
+        without a known name. If the frames of the thread do not show the group, such as during a wait for the GPU,
+        leaves all groups. Groups that were left stay unusable. ``thread`` is the thread's ident; None for the main
+        thread.
+        """
+        ident = threading.main_thread().ident or 0 if thread is None else thread
+        if self._is_forming(ident):
+            self._stop_forming.set()
+            return _FORMING_STOPPED
+        # A backward pass may compute for seconds before it averages gradients, and sees no signal before it ends: let
+        # it come to its wait. Not with NCCL: a thread that waits for a GPU looks as one that computes.
+        if not any(map(nccl.abortable, groups_by_name().values())) and not _comes_to_wait(ident):
+            return ""
+        with self._breaking:
+            if not (dist.is_available() and dist.is_initialized()):
+                return ""
+            waits, group = _collective_of(ident)
+            groups = [each for name, each in groups_by_name().items() if group in (name, None)]
+            groups = [each for each in groups if any(map(nccl.is_used, nccl.abortable(each)))]
+            if groups and not waits:
+                waits, group = bool(nccl.waits([ident])), None
+            if not waits:
+                return ""
+            name_of = self._store.group_at if self._store is not None else lambda _: None
+            left = [loop for loop in self._all_loops() if group is None or name_of(loop.address) in (group, None)]
+            if not _shut(left) and not groups:
+                return ""
+            self._broken[ident] = time.monotonic()
+            if not groups:
+                return "its process group was broken off; `%dist_restart -p` forms it anew"
+            done, generation = self._abort(groups, but=ident), self.generation
+        if done:
+            # Wait for the answer: the notebook ends the cell after this, and must not send the next one to the old
+            # group.
+            self._ask_notebook("form_group_anew", generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
+        return _ABORTED if done else ""
+
+    def was_broken_off(self, since: float) -> bool:
+        """Return whether an interrupt has broken off a collective of the main thread since a moment, a monotonic time.
+
+        torch may then have lost the KeyboardInterrupt, and raise its own error of the collective.
+        """
+        return self._broken.get(threading.main_thread().ident or 0, 0.0) > since
+
+    def _is_forming(self, ident: int) -> bool:
+        frame = thread_frames().get(ident)
+        while frame is not None and frame.f_code is not Collectives.initialise.__code__:
+            frame = frame.f_back
+        return frame is not None
 
 
 def destroy(group: Any = None) -> None:
@@ -257,7 +583,7 @@ def _follow_master(store: GroupStore, told: WorkerSetup) -> None:
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)
 
 
-def _agree_on_backend(store: GroupStore, told: WorkerSetup) -> str:
+def agree_on_backend(store: GroupStore, told: WorkerSetup) -> str:
     """Return the backend that all workers use. The worker of rank 0 chooses it, by the GPUs of all workers.
 
     Waits for the others. Raises RendezvousError if another worker fails, WorkerLost if a member has died.
@@ -267,197 +593,6 @@ def _agree_on_backend(store: GroupStore, told: WorkerSetup) -> str:
         gpus = store.multi_get([f"nbdist/gpu of {rank}" for rank in range(told.world_size)])
         store.set("nbdist/backend", choose_backend([each or None for each in gpus]))
     return store.get("nbdist/backend").decode()
-
-
-def backend() -> str:
-    """Return the backend of this worker's process group, as torch writes it. The notebook calls this by RPC."""
-    return _backend
-
-
-def _open_store(told: WorkerSetup, generation: int) -> GroupStore:
-    """Return the store of one generation of the process group: files, or, for several hosts, the notebook's memory.
-
-    Each forming of the group has its own number, the generation.
-    """
-    agent = _agent
-    if told.secret is None or agent is None:
-        return FolderStore(Path(told.folder, group_folder(generation)))
-
-    def call(function: Any, *arguments: Any) -> Any:
-        return agent.call(told.driver, function, *arguments).wait()
-
-    return BoardStore(generation, call)
-
-
-@contextlib.contextmanager
-def _leaving_with(store: GroupStore, world_size: int) -> Iterator[None]:
-    """End the forming of the group in this process, with RendezvousError, if another worker fails to form it.
-
-    The group forms in the ``with`` block. A wait in the store raises by itself when another worker fails. But a process
-    that is done with the store waits in gloo for the connections of its peers, without a time limit. A second thread
-    makes these connections in the peers' place.
-    """
-    formed = threading.Event()
-
-    def watch() -> None:
-        while store is _store and not formed.wait(_LOOK_EVERY):
-            if store.lost or _stop_forming.is_set() or store.ended:
-                with _breaking:  # else these might be connections to the next group, in its members' place
-                    for loop in _all_loops() if store is _store else ():
-                        gloo.connect_for_peers(loop, world_size)
-
-    thread = threading.Thread(target=watch, name="nbdist-forming", daemon=True)
-    try:
-        thread.start()  # in the block: an interrupt may come while this waits for the thread to begin
-        yield
-        if why := _FORMING_STOPPED if _stop_forming.is_set() else store.ended:
-            raise RendezvousError(why)  # the group may consist of connections that `connect_for_peers` made
-        if store.lost:
-            raise WorkerLost(store.lost)
-    except BaseException:
-        if dist.is_initialized():
-            destroy()
-        raise
-    finally:
-        formed.set()
-        if thread.is_alive():
-            thread.join()
-
-
-# -- a member dies ----------------------------------------------------------------------------------------------
-
-
-def _on_lost(record: Record, why: str) -> None:
-    """Shut the connections of the process groups that have the lost worker, in a new thread.
-
-    The agent calls this when a member of the RPC world is lost. It must not wait here.
-    """
-    threading.Thread(target=_lose, args=(record, why), name="nbdist-leaving", daemon=True).start()
-
-
-def _lose(record: Record, why: str) -> None:
-    """Shut the connections of the groups that contain a lost worker, and keep new groups from waiting for it.
-
-    ``why`` follows the worker's name in the text of the WorkerLost. While the group still forms, only notes the loss.
-    Does nothing if the worker is not a member of the present group, such as an earlier process of the same name.
-    """
-    with _breaking:
-        # Look for the incarnation, not for the name: a restarted worker of the same name is another member.
-        rank = None
-        with contextlib.suppress(NbdistError):  # the notebook, which may have the store, is lost as well
-            rank = _store.rank_of(record.incarnation) if _store is not None else None
-        if rank is None:
-            return  # it is not a member of the present group
-        _lost[rank] = record.name, _PROCESS.sub("", why)
-        if not _formed:
-            assert _store is not None
-            _store.lost = _say_lost()
-            return
-        _leave_groups_of(rank)
-    _keep_new_groups_from_waiting()
-
-
-def _leave_groups_of(rank: int) -> None:
-    """Shut the connections of each group that contains a dead member.
-
-    Collectives that wait in these groups fail at once, in the user's threads, and the groups stay unusable.
-    """
-    assert _store is not None
-    _store.lost = _say_lost()
-    groups = process_groups()
-    names = [(loop, _store.group_at(loop.address)) for loop in _all_loops()]
-    # A group without a known name was made with a store of the user's own, or is forming now: leave it, too.
-    _shut([loop for loop, name in names if name not in groups or rank in groups[name]])
-    _abort([group for name, group in groups_by_name().items() if rank in groups.get(name, ())])
-
-
-def _abort(groups: Iterable[Any], *, but: int | None = None) -> bool:
-    """Abort NCCL's collectives of these process groups; return False if an abort did not return in time.
-
-    If an abort does not return, asks the notebook to restart this worker. Raises `nccl.CollectiveAborted` in threads
-    that run cells or calls and wait for the GPU: without this error they would read meaningless values. The thread with
-    the ident ``but`` gets no error: it has been interrupted.
-    """
-    backends = [backend for group in groups for backend in nccl.abortable(group)]
-    if not backends:
-        return True
-    told = dict[int, nccl.WaitingPlace]()
-    if _agent is not None:
-        stopping, are_used = _agent.stopping, any(map(nccl.is_used, backends))
-        calls = stopping.threads()
-        threads = {threading.main_thread().ident or 0, *calls.values()} - {but}
-        told = nccl.waits([thread for thread in threads if thread is not None], collectives_only=not are_used)
-        nccl.tell(told, {key: thread for key, thread in calls.items() if thread in told}, stopping.raise_in)
-    done = nccl.abort(backends)
-    if not done:
-        _ask_for_restart(_NOT_ABORTED)
-    elif told:
-        threading.Thread(target=_restart_if_stuck, args=(told,), name="nbdist-stuck", daemon=True).start()
-    return done
-
-
-def _restart_if_stuck(told: Mapping[int, nccl.WaitingPlace]) -> None:
-    """Ask for a restart of this worker if a thread does not leave its collective after the abort.
-
-    NCCL makes a communicator in a group's first collective, and waits there for all members. It cannot abort this wait.
-    Runs in a thread of its own.
-    """
-    if nccl.is_stuck(told):
-        _ask_for_restart(_NOT_ENDED)
-
-
-def _ask_for_restart(because: str) -> None:
-    """Ask the notebook to restart this worker; ``because`` is a text to follow "was restarted, because"."""
-    if _agent is not None:
-        _ask_notebook("restart_worker", _agent.me.name, _agent.me.incarnation, because)
-
-
-def _ask_notebook(method: str, *arguments: object, wait: float = 0.0) -> None:
-    """Call a method of the notebook's `nbdist.cluster.mending.Mending`; ignore a notebook that is gone.
-
-    Waits ``wait`` seconds at most for the answer.
-    """
-    with contextlib.suppress(NbdistError):
-        assert _agent is not None
-        asked = _agent.at(_driver, "mending").call(method, *arguments, timeout=wait or -1.0)
-        if wait:
-            asked.wait()
-
-
-def _keep_new_groups_from_waiting() -> None:
-    """End the waits of groups that form by the user's ``new_group``: they may wait for the dead member to connect.
-
-    Looks for such groups until there are none, for at most `_NEW_GROUP_WITHIN` seconds.
-    """
-    deadline = time.monotonic() + _NEW_GROUP_WITHIN
-    while time.monotonic() < deadline:
-        with _breaking:
-            if not _lost or _store is None:
-                return  # the group has formed again meanwhile
-            groups = process_groups()
-            unknown = [loop for loop in _all_loops() if _store.group_at(loop.address) not in groups]
-            forming = [loop for loop in unknown if loop.address not in _loops_before]
-            for loop in forming:
-                gloo.connect_for_peers(loop, dist.get_world_size())
-        if not forming:
-            return
-        time.sleep(_LOOK_EVERY)
-
-
-def _all_loops() -> list[gloo.Loop]:
-    """Return the sockets of all gloo process groups in this process, a `gloo.Loop` for each group.
-
-    Before torch 2.13, only of groups that the store knows.
-    """
-    return gloo.loops(_is_known)
-
-
-def _is_known(address: bytes) -> bool:
-    """Return whether the group whose gloo listens at this address formed here, through the present store.
-
-    ``address`` is as in `GroupStore.group_at`.
-    """
-    return _store is not None and _store.group_at(address) is not None
 
 
 def _shut(loops: Sequence[gloo.Loop]) -> int:
@@ -483,99 +618,6 @@ def _end_cut_transfers() -> None:
         cut.end()
 
 
-def _say_lost() -> str:
-    who = "; ".join(f"{name} {why}" for name, why in _lost.values())
-    names = ",".join(name for name, _ in _lost.values())
-    return (
-        f"{who}, and a process group with a lost member cannot be used any more\n"
-        f"`%dist_restart {names}` starts {'it' if len(_lost) == 1 else 'them'} again, and forms the process group anew "
-        "once all workers are idle"
-    )
-
-
-def translate(error: BaseException | None) -> WorkerLost | GroupError | None:
-    """Return the error that explains torch's error of a collective, if nbdist knows the reason; else None.
-
-    Returns a GroupError at once if the process group has not formed yet, or was destroyed, or is older than a restart.
-
-    If a connection of the group has ended, or NCCL's collectives were aborted, waits up to `_DEATH_KNOWN_WITHIN`
-    seconds for news of a death. If a member on another host does not answer, waits until that member is lost. Then
-    returns a WorkerLost that names the dead members. Without such news, returns a GroupError, which says that an
-    interrupt, or another worker, has ended the group. But for an error of NCCL it then returns None, because NCCL's
-    text says so itself, unless this worker was interrupted.
-
-    Returns None for None and for all other errors, including nbdist's own.
-    """
-    if _agent is None or isinstance(error, NbdistError) or not isinstance(error, RuntimeError | ValueError):
-        return None
-    text = str(error)
-    if isinstance(error, ValueError) and _NO_GROUP in text and not dist.is_initialized():
-        return GroupError(_DESTROYED if _formed else _NOT_YET) if _forms_group else None
-    of_nccl = isinstance(error, nccl.CollectiveAborted) or bool(nccl.LEFT.search(text))
-    if _store is None or not (of_nccl or _GROUP_DESTROYED in text or _GLOO_LEFT.search(text)):
-        return None
-    if _GROUP_DESTROYED in text or _is_of_old_group(error):
-        return GroupError(_OLD)
-    deadline = time.monotonic() + _DEATH_KNOWN_WITHIN
-    while not (_lost or _broken) and time.monotonic() < deadline:
-        time.sleep(_POLL)
-    if not (_lost or _broken) and _spans_hosts:
-        _wait_for_loss_elsewhere(_agent)
-    if not _lost:
-        if of_nccl and not _broken:
-            return None
-        return GroupError(_BROKEN_OFF if _broken or not _is_whole() else _OLD)
-    lost = WorkerLost(_say_lost())
-    error.args = (text.partition(" This is typically caused by a remote worker")[0],)  # where gloo begins to guess
-    lost.__cause__ = error
-    return lost
-
-
-def _is_whole() -> bool:
-    # While all present groups have all their connections, an error of gloo comes from an older group.
-    groups = process_groups()
-    names = [(loop, _store.group_at(loop.address) if _store is not None else None) for loop in _all_loops()]
-    counted = (len(loop.connections) >= len(groups[name]) - 1 for loop, name in names if name in groups)
-    return min(counted, default=False)
-
-
-def _wait_for_loss_elsewhere(agent: Agent) -> None:
-    """Wait until a member on another host that does not answer is lost; return at once if all answer.
-
-    The end of a gloo connection may be the first sign that a host has died. RPC reports the loss only after
-    `RpcBackendOptions.lost_after` seconds of silence.
-    """
-    names = [each.name for each in agent.membership.others()]
-    answers = ask_each(agent, _answer, dict.fromkeys(names, ()), timeout=_DEATH_KNOWN_WITHIN)
-    silent = set(names) - answers.or_raise(but=NbdistError).keys()
-    deadline = time.monotonic() + agent.options.lost_after + _DEATH_KNOWN_WITHIN
-    while silent and not _lost and time.monotonic() < deadline:
-        time.sleep(_POLL)
-        silent &= {each.name for each in agent.membership.others()}
-    # A lost worker leaves `membership` first; `_lose`, in another thread, adds it to `_lost` a moment later. Wait for
-    # that, so that the error names the worker.
-    deadline = time.monotonic() + _DEATH_KNOWN_WITHIN
-    group = _group_members(agent)
-    while sum(agent.member(each) is not None for each in group) < dist.get_world_size() and not _lost:
-        if time.monotonic() > deadline:
-            return
-        time.sleep(_POLL)
-
-
-def _group_members(agent: Agent) -> list[int]:
-    """Return the incarnations of the living members of the present group, this worker's included.
-
-    The RPC world has other members, too: the notebook, and workers that have joined since the group formed.
-    """
-    with contextlib.suppress(NbdistError):  # the notebook, which may have the store, is lost as well
-        return [
-            record.incarnation
-            for record in agent.membership.members()
-            if _store is not None and _store.rank_of(record.incarnation) is not None
-        ]
-    return []
-
-
 def _answer() -> None:
     """Answer that this process lives, to `_wait_for_loss_elsewhere` of another member."""
 
@@ -594,63 +636,6 @@ def _is_of_old_group(error: BaseException) -> bool:
                 return True
         tb = tb.tb_next
     return False
-
-
-# -- an interrupt -----------------------------------------------------------------------------------------------
-
-
-def break_off(thread: int | None = None) -> str:
-    """End the collective in which a thread waits; return a text that says what was done, empty for nothing.
-
-    Called in another thread when an interrupt has had no effect. Leaves the collective's group, and gloo's groups
-    without a known name. If the frames of the thread do not show the group, such as during a wait for the GPU, leaves
-    all groups. Groups that were left stay unusable. ``thread`` is the thread's ident; None for the main thread.
-    """
-    ident = threading.main_thread().ident or 0 if thread is None else thread
-    if _is_forming(ident):
-        _stop_forming.set()
-        return _FORMING_STOPPED
-    # A backward pass may compute for seconds before it averages gradients, and sees no signal before it ends: let it
-    # come to its wait. Not with NCCL: a thread that waits for a GPU looks as one that computes.
-    if not any(map(nccl.abortable, groups_by_name().values())) and not _comes_to_wait(ident):
-        return ""
-    with _breaking:
-        if not (dist.is_available() and dist.is_initialized()):
-            return ""
-        waits, group = _collective_of(ident)
-        groups = [each for name, each in groups_by_name().items() if group in (name, None)]
-        groups = [each for each in groups if any(map(nccl.is_used, nccl.abortable(each)))]
-        if groups and not waits:
-            waits, group = bool(nccl.waits([ident])), None
-        if not waits:
-            return ""
-        name_of = _store.group_at if _store is not None else lambda _: None
-        left = [loop for loop in _all_loops() if group is None or name_of(loop.address) in (group, None)]
-        if not _shut(left) and not groups:
-            return ""
-        _broken[ident] = time.monotonic()
-        if not groups:
-            return "its process group was broken off; `%dist_restart -p` forms it anew"
-        done, generation = _abort(groups, but=ident), _generation
-    if done:
-        # Wait for the answer: the notebook ends the cell after this, and must not send the next one to the old group.
-        _ask_notebook("form_group_anew", generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
-    return _ABORTED if done else ""
-
-
-def was_broken_off(since: float) -> bool:
-    """Return whether an interrupt has broken off a collective of the main thread ``since`` a moment, a monotonic time.
-
-    torch may then have lost the KeyboardInterrupt, and raise its own error of the collective.
-    """
-    return _broken.get(threading.main_thread().ident or 0, 0.0) > since
-
-
-def _is_forming(ident: int) -> bool:
-    frame = thread_frames().get(ident)
-    while frame is not None and frame.f_code is not initialise.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _comes_to_wait(ident: int) -> bool:

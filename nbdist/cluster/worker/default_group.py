@@ -29,7 +29,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import Backend, BackendConfig, destroy_process_group, init_process_group
 
 from nbdist.cluster.processes.setup import WorkerSetup
-from nbdist.cluster.worker import collectives
+from nbdist.cluster.worker.collectives import Collectives, destroy
 from nbdist.errors import UsageError
 from nbdist.torch_private import set_group_timeout
 
@@ -41,10 +41,10 @@ HOMES = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distr
 dist: Any = torch.distributed  # Any: torch does not declare what this module exports
 
 
-def install(shell: Any, setup: Callable[[], WorkerSetup]) -> None:
+def install(shell: Any, setup: Callable[[], WorkerSetup], collectives: Collectives) -> None:
     """Replace torch's functions in this process, and follow the cells of its shell. Call once.
 
-    ``setup`` returns the present setup of this worker.
+    ``setup`` returns the present setup of this worker, ``collectives`` form its process group.
     """
     signature = inspect.signature(init_process_group)
 
@@ -52,11 +52,11 @@ def install(shell: Any, setup: Callable[[], WorkerSetup]) -> None:
     def form(*args: Any, **kwargs: Any) -> None:
         asked = signature.bind(*args, **kwargs)
         asked.apply_defaults()
-        if not _form(asked.arguments, setup()):
+        if not _form(asked.arguments, setup(), collectives):
             init_process_group(*args, **kwargs)
 
     _replace(init_process_group, form)
-    _replace(destroy_process_group, functools.wraps(destroy_process_group)(collectives.destroy))
+    _replace(destroy_process_group, functools.wraps(destroy_process_group)(destroy))
     shell.events.register("post_run_cell", lambda _: collectives.ask_for_group())
 
 
@@ -66,7 +66,7 @@ def _replace(function: Callable[..., Any], ours: Callable[..., Any]) -> None:
             setattr(module, function.__name__, ours)
 
 
-def _form(asked: Mapping[str, Any], told: WorkerSetup) -> bool:
+def _form(asked: Mapping[str, Any], told: WorkerSetup, collectives: Collectives) -> bool:
     """Form the group that ``init_process_group`` asks for; return False if torch's own function must do that."""
     has_group = told.backend != "none"
     rank, size = (

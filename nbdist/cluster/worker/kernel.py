@@ -31,7 +31,8 @@ from IPython import get_ipython
 
 from nbdist.cluster.processes.last_words import guard_streams, hand_over
 from nbdist.cluster.processes.setup import WHERE_SIGNAL, WorkerSetup, where_file
-from nbdist.cluster.worker import collectives, nccl
+from nbdist.cluster.worker import nccl
+from nbdist.cluster.worker.collectives import Collectives
 from nbdist.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ _JOINS_WITHIN = 60.0
 _CALLS_STOP_WITHIN = 1.2
 """Seconds to wait until the calls that this worker made have stopped after an interrupt; the notebook waits longer."""
 
-_setup: WorkerSetup | None = None
+
+_worker: ThisWorker | None = None
 """Set by `main`; None in a process that is no worker."""
 
 
@@ -53,9 +55,13 @@ def setup() -> WorkerSetup:
 
     Raises UsageError in a process that is no worker of a cluster.
     """
-    if _setup is None:
+    return _here().setup
+
+
+def _here() -> ThisWorker:
+    if _worker is None:
         raise UsageError("this process is not a worker of a cluster: call this on a worker, as in a cell with %%remote")
-    return _setup
+    return _worker
 
 
 def main(told: str) -> None:
@@ -64,12 +70,13 @@ def main(told: str) -> None:
     Returns when the kernel has been asked to shut down. Crash reports go to the worker's log, which is standard error
     before the kernel replaces it. The log is emptied once the kernel runs: what comes afterwards may say why it died.
     """
-    global _setup
-    _setup = WorkerSetup.decode(told)
-    _set_environment(_setup)
+    global _worker
+    setup = WorkerSetup.decode(told)
+    _worker = ThisWorker(setup)
+    _set_environment(setup)
     log = os.dup(2)  # the kernel replaces standard error
     faulthandler.enable(file=log, all_threads=False)
-    _write_where_asked(_setup)
+    _write_where_asked(setup)
     from ipykernel.kernelapp import IPKernelApp
 
     guard_streams()
@@ -77,7 +84,7 @@ def main(told: str) -> None:
     with _modules_unlisted():
         app.initialize(
             [
-                f"--f={_setup.connection_file}",
+                f"--f={setup.connection_file}",
                 "--ext=nbdist.cluster.worker.kernel",
                 "--HistoryManager.enabled=False",  # else the worker writes to the user's IPython history
                 "--InteractiveShell.cache_size=1000",
@@ -168,46 +175,134 @@ def _write_where_asked(told: WorkerSetup) -> None:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Turn a starting kernel into a worker: set up device, seed, tracebacks, output, and variables such as ``rank``.
+    """Turn a starting kernel into a worker: see `ThisWorker.prepare`.
 
     ``--ext`` names this module, so the kernel calls this function before it serves requests.
     """
-    import torch
+    _here().prepare(shell)
 
-    from nbdist import autograd, rpc
-    from nbdist.cluster import spawning
-    from nbdist.cluster.jupyter import labels
-    from nbdist.cluster.jupyter.versions import answer_through_stream
-    from nbdist.cluster.worker import collective_errors, default_group, gpu, output
 
-    answer_through_stream(getattr(shell, "kernel", None))
-    told = setup()
-    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if threads.isdecimal():
-        torch.set_num_threads(int(threads))  # the zygote has started torch with another number
-    gpu.prepare(told)
-    _seed(told)
-    labels.install(shell, told.name)
-    labels.trim_tracebacks(shell)
-    collective_errors.install(shell)
-    default_group.install(shell, setup)
-    spawning.install(on_worker=True)
-    if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
-        del os.environ["PYTHONBREAKPOINT"]  # Ray's debugger works in Ray's own tasks only
-    sys.breakpointhook = sys.__breakpointhook__  # debugpy's does nothing without a client of its own
-    given = {
-        "rank": told.rank,
-        "world_size": told.world_size,
-        "device": torch.device(told.device),
-        "gpu_id": told.gpu,
-        "torch": torch,
-        "dist": torch.distributed,
-        "rpc": rpc,
-        "dist_autograd": autograd,
-        "__rank__": told.rank,  # the names in programs for nbdistributed
-        "__world_size__": told.world_size,
-    }
-    output.install(shell, given)
+def join() -> None:
+    """Start the RPC agent and join the RPC world: see `ThisWorker.join`. The notebook calls this by a silent cell."""
+    _here().join()
+
+
+def group(generation: int, world_size: int) -> None:
+    """Form the process group: see `ThisWorker.group`. The notebook calls this by a silent cell."""
+    _here().group(generation, world_size)
+
+
+class ThisWorker:
+    """The worker that this process is."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self.setup = setup
+        """The notebook's words to this worker. The number of workers in it grows as workers join."""
+        self._collectives = Collectives()
+
+    def prepare(self, shell: InteractiveShell) -> None:
+        """Set up device, seed, tracebacks, output and variables such as ``rank``. Called before the kernel serves."""
+        import torch
+
+        from nbdist import autograd, rpc
+        from nbdist.cluster import spawning
+        from nbdist.cluster.jupyter import labels
+        from nbdist.cluster.jupyter.versions import answer_through_stream
+        from nbdist.cluster.worker import collective_errors, default_group, gpu
+        from nbdist.cluster.worker.output import WorkerOutput
+        from nbdist.cluster.worker.values import PushedValues
+
+        answer_through_stream(getattr(shell, "kernel", None))
+        told = self.setup
+        threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+        if threads.isdecimal():
+            torch.set_num_threads(int(threads))  # the zygote has started torch with another number
+        gpu.prepare(told)
+        _seed(told)
+        labels.install(shell, told.name)
+        labels.trim_tracebacks(shell)
+        collective_errors.install(shell, self._collectives)
+        default_group.install(shell, setup, self._collectives)
+        spawning.install(on_worker=True)
+        if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
+            del os.environ["PYTHONBREAKPOINT"]  # Ray's debugger works in Ray's own tasks only
+        sys.breakpointhook = sys.__breakpointhook__  # debugpy's does nothing without a client of its own
+        given = {
+            "rank": told.rank,
+            "world_size": told.world_size,
+            "device": torch.device(told.device),
+            "gpu_id": told.gpu,
+            "torch": torch,
+            "dist": torch.distributed,
+            "rpc": rpc,
+            "dist_autograd": autograd,
+            "__rank__": told.rank,  # the names in programs for nbdistributed
+            "__world_size__": told.world_size,
+        }
+        self._output = WorkerOutput(shell, given, self._collectives)
+        self._pushed = PushedValues(shell)
+
+    def join(self) -> None:
+        """Start the RPC agent and join the RPC world. Returns when this worker is a member.
+
+        The notebook calls this once in each life of a worker; its errors become the notebook's StartError, and a second
+        call is a UsageError. From then on a call carries the cell that it belongs to, collectives end when a member
+        dies, and tracebacks of calls name cells by their numbers.
+        """
+        from nbdist.cluster.jupyter import labels
+        from nbdist.cluster.processes import process_memory
+        from nbdist.cluster.worker import gpu
+        from nbdist.rpc import failures
+        from nbdist.rpc.api import initialize
+        from nbdist.rpc.options import RpcBackendOptions
+
+        told = self.setup
+        gpu.check(told)
+        agent = initialize(
+            told.name,
+            told.id,
+            None,
+            RpcBackendOptions(
+                init_method=told.meeting,
+                secret=told.secret,
+                host=told.host,
+                **{**told.rpc, "rpc_timeout": _JOINS_WITHIN},
+            ),
+            hosted=Path(told.folder),
+            device=told.device,
+        )
+        agent.rpc_timeout = told.rpc.get("rpc_timeout", _JOINS_WITHIN)
+        agent.stopping.patience = _CALLS_STOP_WITHIN
+        self._output.follow(agent)
+        agent.named.publish("pushed", self._pushed, "receive", "forget")
+        self._collectives.follow(agent, told)
+        failures.on_text(labels.rename_frames)
+        process_memory.mark_start()
+
+    def group(self, generation: int, world_size: int) -> None:
+        """Form the process group number ``generation`` of ``world_size`` workers; destroy the previous one first.
+
+        Waits for the other workers. In a cluster without a process group, only the number of workers is noted. Raises
+        RendezvousError if another worker fails to form it, WorkerLost if a member has died.
+        """
+        self._note_world_size(world_size)
+        if self.setup.backend != "none":
+            self._collectives.initialise(self.setup, generation)
+
+    def _note_world_size(self, world_size: int) -> None:
+        """Note the number of workers, which grows as workers join: in the setup, the environment and the variables.
+
+        A variable to which the user has assigned another value stays as it is.
+        """
+        told = self.setup
+        if world_size == told.world_size:
+            return
+        self.setup = msgspec.structs.replace(told, world_size=world_size)
+        os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(told.local_world_size or world_size))
+        shell: Any = get_ipython()
+        own = [name for name in ("world_size", "__world_size__") if type(shell.user_ns.get(name)) is int]
+        names = [name for name in own if shell.user_ns[name] == told.world_size]
+        shell.push(dict.fromkeys(names, world_size), interactive=False)
 
 
 def _seed(told: WorkerSetup) -> None:
@@ -226,69 +321,3 @@ def _seed(told: WorkerSetup) -> None:
     torch.manual_seed(own)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(own % 2**32)
-
-
-# -- the steps of coming up ---------------------------------------------------------------------
-
-
-def join() -> None:
-    """Start the RPC agent and join the RPC world. Returns when this worker is a member.
-
-    The notebook calls this once in each life of a worker; its errors become the notebook's StartError, and a second
-    call is a UsageError. From then on a call carries the cell that it belongs to, collectives end when a member dies,
-    and tracebacks of calls name cells by their numbers.
-    """
-    from nbdist.cluster.jupyter import labels
-    from nbdist.cluster.processes import process_memory
-    from nbdist.cluster.worker import gpu, output
-    from nbdist.rpc import failures
-    from nbdist.rpc.api import initialize
-    from nbdist.rpc.options import RpcBackendOptions
-
-    told = setup()
-    gpu.check(told)
-    agent = initialize(
-        told.name,
-        told.id,
-        None,
-        RpcBackendOptions(
-            init_method=told.meeting, secret=told.secret, host=told.host, **{**told.rpc, "rpc_timeout": _JOINS_WITHIN}
-        ),
-        hosted=Path(told.folder),
-        device=told.device,
-    )
-    agent.rpc_timeout = told.rpc.get("rpc_timeout", _JOINS_WITHIN)
-    agent.stopping.patience = _CALLS_STOP_WITHIN
-    output.follow(agent)
-    collectives.follow(agent, told)
-    failures.on_text(labels.rename_frames)
-    process_memory.mark_start()
-
-
-def group(generation: int, world_size: int) -> None:
-    """Form the process group number ``generation`` of ``world_size`` workers; destroy the previous one first.
-
-    Waits for the other workers. In a cluster without a process group, only the number of workers is noted. Raises
-    RendezvousError if another worker fails to form it, WorkerLost if a member has died.
-    """
-    _note_world_size(world_size)
-    told = setup()
-    if told.backend != "none":
-        collectives.initialise(told, generation)
-
-
-def _note_world_size(world_size: int) -> None:
-    """Note the number of workers, which grows as workers join: in the setup, the environment and the variables.
-
-    A variable to which the user has assigned another value stays as it is.
-    """
-    global _setup
-    told = setup()
-    if world_size == told.world_size:
-        return
-    _setup = msgspec.structs.replace(told, world_size=world_size)
-    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(told.local_world_size or world_size))
-    shell: Any = get_ipython()
-    own = [name for name in ("world_size", "__world_size__") if type(shell.user_ns.get(name)) is int]
-    names = [name for name in own if shell.user_ns[name] == told.world_size]
-    shell.push(dict.fromkeys(names, world_size), interactive=False)

@@ -25,7 +25,9 @@ from nbdist.cluster.jupyter.jupyter_wire import FENCE, NAMES
 from nbdist.cluster.jupyter.page_lines import Page, follow_page
 from nbdist.cluster.jupyter.versions import answer_in_thread, keep_output_apart, send_text
 from nbdist.cluster.worker.collective_errors import raise_translated
+from nbdist.cluster.worker.collectives import Collectives
 from nbdist.errors import RemoteError, UsageError
+from nbdist.rpc.api import current_agent
 from nbdist.rpc.functions import async_execution
 from nbdist.rpc.futures import Future
 
@@ -34,47 +36,13 @@ if TYPE_CHECKING:
 
     from nbdist.rpc.agent import Agent
 
-__all__ = ["METADATA", "call_off", "drop_value", "fence", "follow", "install", "take_last_value"]
+__all__ = ["METADATA", "WorkerOutput", "take_last_value"]
 
 METADATA = "nbdist"
 """The key, in the metadata of an execute request, under which the notebook describes the cell."""
 
 _CAUSES = ("execute_request", "comm_open", "comm_msg", "comm_close")
 """The types of requests that run user code, and so become the parent of its output."""
-
-_shell: Any = None
-"""This worker's shell; None in any other process."""
-_names_given: frozenset[str] = frozenset()
-"""The names that cells have without a variable of the user's, such as ``rank``."""
-_names_told: list[str] = []
-"""The names that the notebook was sent last."""
-_called_off: set[str] = set()
-"""The requests of cells that must not run, and have not ended."""
-_values: dict[str, Future[Any]] = {}
-"""The kept values by the ids of their requests. A value may arrive before or after the request for it."""
-_keeping = threading.Lock()
-"""Guards `_values`: cells end in the main thread, values are asked for in RPC threads."""
-_is_silent = False
-"""True while the shell runs a silent request; `_told_of_cell` then still tells of the cell before."""
-_numbered = ""
-"""The id of the request whose number the shell has."""
-
-
-def install(shell: InteractiveShell, given: Mapping[str, Any]) -> None:
-    """Prepare a worker's shell for cells: define the variables ``given``, number cells as the notebook does.
-
-    Also keeps the value of each cell that the notebook wants, for `take_last_value`. Called once in a process.
-    """
-    global _shell, _names_given
-    _shell = shell
-    _names_given = frozenset(given)
-    _shell.push(dict(given), interactive=False)  # so that `%who` does not list them
-    _shell.push(dict.fromkeys(("exit", "quit"), _exit), interactive=False)
-    shell.input_transformers_cleanup.append(_number_cell)  # runs before the shell reads its own count
-    shell.events.register("post_run_cell", _after_cell)
-    keep_output_apart(shell)
-    _keep_parent(shell)
-    follow_page(_shell.compile, _page)
 
 
 class _Exit(IPyAutocall):
@@ -91,81 +59,6 @@ class _Exit(IPyAutocall):
 _exit: Any = _Exit()  # type: ignore[no-untyped-call]
 
 
-def _keep_parent(shell: Any) -> None:
-    """Keep the output of threads with the last cell when the kernel gets other requests, such as completion.
-
-    The shell then ignores these requests when it sets the request to which output belongs. Without this, the output of
-    a thread that a cell has started would be lost once the user presses Tab, or once the process group forms anew: a
-    silent request of the notebook's asks for that. Only the output of the main thread belongs to a silent request; it
-    is not shown.
-    """
-    plain = shell.set_parent
-    undo: Callable[[], object] | None = None
-
-    def set_parent(parent: dict[str, Any]) -> None:
-        global _is_silent
-        nonlocal undo
-        if parent.get("header", {}).get("msg_type") not in _CAUSES:
-            return
-        if undo is not None:
-            with contextlib.suppress(ValueError):  # the context of the silent request has ended
-                undo()
-            undo = None
-        _is_silent = bool(parent.get("content", {}).get("silent"))
-        if _is_silent:
-            undo = answer_in_thread(shell, parent)
-        else:
-            plain(parent)
-
-    shell.set_parent = set_parent
-
-
-def follow(agent: Agent) -> None:
-    """Make the agent send an origin with each call: the key of the cell to which the output of the call belongs.
-
-    Each call that it serves runs as part of the call's origin. Called once, by `nbdist.cluster.worker.kernel.join`.
-    """
-    agent.know_cells(_origin, _as_part_of)
-
-
-def fence(token: str) -> None:
-    """Send a message with the ``token`` to the notebook behind all output so far. Runs by RPC.
-
-    The notebook waits for this message; then it has all output of the calls that ran before.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    _publish(FENCE, {"token": token})
-
-
-def _told_of_cell() -> tuple[str, dict[str, Any]]:
-    """Return the id of the request of the last cell, and the dict in which the notebook describes this cell.
-
-    The dict has the cell's ``number``, how many lines stand ``above`` its code in the notebook's cell, whether to
-    ``keep`` its value, and ``origin``, the key of the cell to which its output belongs. It is empty if the notebook has
-    sent none.
-    """
-    parent = _shell.parent_header or {}
-    return parent.get("header", {}).get("msg_id", ""), parent.get("metadata", {}).get(METADATA, {})
-
-
-def call_off(id: str) -> None:
-    """Make the cell with this request id fail, instead of running, when its turn comes. Runs by RPC.
-
-    A cell that has begun is not affected: an interrupt ends that one.
-    """
-    _called_off.add(id)
-
-
-def _page() -> Page | None:
-    """Return the code of the present cell, and how many lines stand above it in the notebook's cell.
-
-    Such a line is ``%%remote``. Returns None if the notebook has not sent their number.
-    """
-    told = _told_of_cell()[1]
-    return Page(_shell.parent_header["content"]["code"], told["above"]) if "above" in told else None
-
-
 class _CalledOff(Exception):
     """The error of a cell that was interrupted before it began; the notebook sees it as a KeyboardInterrupt."""
 
@@ -176,122 +69,225 @@ class _CalledOff(Exception):
 _CalledOff.__name__ = "KeyboardInterrupt"
 
 
-def _number_cell(lines: list[str]) -> list[str]:
-    """Give the shell the cell's number, before it compiles the lines; return the lines unchanged.
+class WorkerOutput:
+    """The cells of a worker: their output, numbers and values. The notebook may call the methods in `METHODS`."""
 
-    Raises `_CalledOff`, in the notebook a KeyboardInterrupt, if `call_off` was called for the cell. IPython calls this
-    for all code that it transforms, also for a magic's; a cell keeps its number.
-    """
-    global _numbered
-    id, told = _told_of_cell()
-    if _is_silent:  # not the cell that `_told_of_cell` tells of
+    METHODS = ("call_off", "drop_value", "fence")
+
+    def __init__(self, shell: InteractiveShell, given: Mapping[str, Any], collectives: Collectives) -> None:
+        """Prepare a shell for cells: define the variables ``given``, number cells as the notebook does.
+
+        Also keeps the value of each cell that the notebook wants, for `value_of`. Called once in a process.
+        ``collectives`` explain the errors of calls.
+        """
+        self._shell: Any = shell
+        self._collectives = collectives
+        self._names_given = frozenset(given)
+        """The names that cells have without a variable of the user's, such as ``rank``."""
+        self._names_told: list[str] = []
+        """The names that the notebook was sent last."""
+        self.called_off: set[str] = set()
+        """The requests of cells that must not run, and have not ended."""
+        self.values: dict[str, Future[Any]] = {}
+        """The kept values by the ids of their requests. A value may arrive before or after the request for it."""
+        self._keeping = threading.Lock()
+        """Guards `values`: cells end in the main thread, values are asked for in RPC threads."""
+        self._is_silent = False
+        """True while the shell runs a silent request; `_told_of_cell` then still tells of the cell before."""
+        self._numbered = ""
+        """The id of the request whose number the shell has."""
+        self._shell.push(dict(given), interactive=False)  # so that `%who` does not list them
+        self._shell.push(dict.fromkeys(("exit", "quit"), _exit), interactive=False)
+        shell.input_transformers_cleanup.append(self._number_cell)  # runs before the shell reads its own count
+        shell.events.register("post_run_cell", self._after_cell)
+        keep_output_apart(shell)
+        self._keep_parent()
+        follow_page(self._shell.compile, self._page)
+
+    def _keep_parent(self) -> None:
+        """Keep the output of threads with the last cell when the kernel gets other requests, such as completion.
+
+        The shell then ignores these requests when it sets the request to which output belongs. Without this, the output
+        of a thread that a cell has started would be lost once the user presses Tab, or once the process group forms
+        anew: a silent request of the notebook's asks for that. Only the output of the main thread belongs to a silent
+        request; it is not shown.
+        """
+        shell = self._shell
+        plain = shell.set_parent
+        undo: Callable[[], object] | None = None
+
+        def set_parent(parent: dict[str, Any]) -> None:
+            nonlocal undo
+            if parent.get("header", {}).get("msg_type") not in _CAUSES:
+                return
+            if undo is not None:
+                with contextlib.suppress(ValueError):  # the context of the silent request has ended
+                    undo()
+                undo = None
+            self._is_silent = bool(parent.get("content", {}).get("silent"))
+            if self._is_silent:
+                undo = answer_in_thread(shell, parent)
+            else:
+                plain(parent)
+
+        shell.set_parent = set_parent
+
+    def follow(self, agent: Agent) -> None:
+        """Make the agent send an origin with each call: the key of the cell to which the output of the call belongs.
+
+        Each call that it serves runs as part of the call's origin. Called once, when the agent has started.
+        """
+        agent.know_cells(self._origin, self._as_part_of)
+        agent.named.publish("output", self, *self.METHODS)
+
+    def fence(self, token: str) -> None:
+        """Send a message with the ``token`` to the notebook behind all output so far.
+
+        The notebook waits for this message; then it has all output of the calls that ran before.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._publish(FENCE, {"token": token})
+
+    def _told_of_cell(self) -> tuple[str, dict[str, Any]]:
+        """Return the id of the request of the last cell, and the dict in which the notebook describes this cell.
+
+        The dict has the cell's ``number``, how many lines stand ``above`` its code in the notebook's cell, whether to
+        ``keep`` its value, and ``origin``, the key of the cell to which its output belongs. It is empty if the notebook
+        has sent none.
+        """
+        parent = self._shell.parent_header or {}
+        return parent.get("header", {}).get("msg_id", ""), parent.get("metadata", {}).get(METADATA, {})
+
+    def call_off(self, id: str) -> None:
+        """Make the cell with this request id fail, instead of running, when its turn comes.
+
+        A cell that has begun is not affected: an interrupt ends that one.
+        """
+        self.called_off.add(id)
+
+    def _page(self) -> Page | None:
+        """Return the code of the present cell, and how many lines stand above it in the notebook's cell.
+
+        Such a line is ``%%remote``. Returns None if the notebook has not sent their number.
+        """
+        told = self._told_of_cell()[1]
+        return Page(self._shell.parent_header["content"]["code"], told["above"]) if "above" in told else None
+
+    def _number_cell(self, lines: list[str]) -> list[str]:
+        """Give the shell the cell's number, before it compiles the lines; return the lines unchanged.
+
+        Raises `_CalledOff`, in the notebook a KeyboardInterrupt, if `call_off` was called for the cell. IPython calls
+        this for all code that it transforms, also for a magic's; a cell keeps its number.
+        """
+        id, told = self._told_of_cell()
+        if self._is_silent:  # not the cell that `_told_of_cell` tells of
+            return lines
+        # The id stays until the cell has ended: after an error the kernel transforms the cell again.
+        if id in self.called_off:
+            raise _CalledOff
+        if "number" in told and id != self._numbered:  # once a cell: magics such as %%time transform their code as well
+            self._shell.execution_count, self._numbered = told["number"], id
         return lines
-    if id in _called_off:  # the id stays until the cell has ended: after an error the kernel transforms the cell again
-        raise _CalledOff
-    if "number" in told and id != _numbered:  # once a cell: magics such as %%time transform their code as well
-        _shell.execution_count, _numbered = told["number"], id
-    return lines
 
+    def _tell_names(self) -> None:
+        """Send the names of the user's variables to the notebook, which completes them while this worker is busy.
 
-def _tell_names() -> None:
-    """Send the names of the user's variables to the notebook, which completes them while this worker is busy.
+        Sends nothing if they have not changed. Names that begin with ``_``, and IPython's own, are left out.
+        """
+        hidden = self._shell.user_ns_hidden
+        shown = [name for name in list(self._shell.user_ns) if name[:1] != "_"]
+        names = [name for name in shown if name not in hidden or name in self._names_given]
+        if names != self._names_told:
+            self._names_told = names
+            self._publish(NAMES, {"names": names})
 
-    Sends nothing if they have not changed. Names that begin with ``_``, and IPython's own, are left out.
-    """
-    global _names_told
-    hidden = _shell.user_ns_hidden
-    names = [name for name in list(_shell.user_ns) if name[:1] != "_" and (name not in hidden or name in _names_given)]
-    if names != _names_told:
-        _names_told = names
-        _publish(NAMES, {"names": names})
+    def _publish(self, kind: str, content: dict[str, Any]) -> None:
+        """Send a message of nbdist's own to the notebook, on the channel of output. Unflushed text comes later."""
+        kernel = self._shell.kernel
+        kernel.session.send(kernel.iopub_socket, kind, content, ident=kind.encode())
 
+    def _after_cell(self, result: Any) -> None:
+        """Send the names of the variables, and keep the cell's last value if the notebook has asked for that.
 
-def _publish(kind: str, content: dict[str, Any]) -> None:
-    """Send a message of nbdist's own to the notebook, on the channel of output. Text not yet flushed comes later."""
-    kernel = _shell.kernel
-    kernel.session.send(kernel.iopub_socket, kind, content, ident=kind.encode())
+        IPython calls this in the main thread after each cell, with the cell's ``result``. After a failed cell, the
+        future of the value fails with RemoteError. Whether the cell was called off is forgotten here.
+        """
+        id, told = self._told_of_cell()
+        self.called_off.discard(id)
+        self._tell_names()
+        if told.get("keep"):
+            value = self._value_of(id)
+            error = result.error_before_exec or result.error_in_exec
+            if error is not None:
+                # A new error: the cell's own would keep the cell's frames alive, and with them their variables.
+                value.try_settle(None, RemoteError(f"{type(error).__name__}: {error}"))
+            else:
+                value.try_settle(result.result, None)
 
+    def take_last_value(self, id: str) -> Future[Any]:
+        """Return the future of the value of a cell's last expression; ``id`` is the id of the cell's request.
 
-def _after_cell(result: Any) -> None:
-    """Send the names of the variables, and keep the cell's last value if the notebook has asked for that.
+        Before or after the cell, which must have been sent with ``keep``. The value can be taken once: another future
+        would never be settled. It fails with RemoteError if the cell fails.
+        """
+        value = self._value_of(id)
+        value.add_done_callback(lambda _: self.values.pop(id, None))
+        return value
 
-    IPython calls this in the main thread after each cell, with the cell's ``result``. After a failed cell, the future
-    of the value fails with RemoteError. Whether the cell was called off is forgotten here.
-    """
-    id, told = _told_of_cell()
-    _called_off.discard(id)
-    _tell_names()
-    if told.get("keep"):
-        value = _value_of(id)
-        error = result.error_before_exec or result.error_in_exec
-        if error is not None:
-            # A new error: the cell's own would keep the cell's frames alive, and with them their variables.
-            value.try_settle(None, RemoteError(f"{type(error).__name__}: {error}"))
-        else:
-            value.try_settle(result.result, None)
+    def drop_value(self, id: str) -> None:
+        """Drop the value of a cell's last expression, which nobody will take. Called after the cell has ended.
+
+        ``id`` is the id of the cell's request. Does nothing if the value was taken or dropped before.
+        """
+        with self._keeping:
+            self.values.pop(id, None)
+
+    def _value_of(self, id: str) -> Future[Any]:
+        """Return the future for the value of the cell with this request id; make one if there is none yet.
+
+        The cell and the notebook's request for the value may come in either order.
+        """
+        with self._keeping:
+            if id not in self.values:
+                self.values[id] = Future()
+            return self.values[id]
+
+    def _origin(self) -> str:
+        """Return the key of the cell to which the output of calls made now, in the calling thread, belongs.
+
+        The notebook's cell, if it has sent one; else the id of the request that this worker handles. What was printed
+        here is sent before the call, whose function may print as well.
+        """
+        send_text()
+        id, told = self._told_of_cell()
+        return str(told.get("origin", id))
+
+    @contextlib.contextmanager
+    def _as_part_of(self, origin: str) -> Iterator[None]:
+        """Return a block for a call's function, in which the output goes to the cell with the key ``origin``.
+
+        Only the calling thread is affected, so calls of several cells can run at once. An empty origin, as of calls
+        that no cell has made, changes nothing. What the function has printed is sent at its end. torch's error of a
+        dead member becomes WorkerLost or GroupError.
+        """
+        parent = {"header": {"msg_id": origin}}
+        undo: Callable[[], object] | None = None
+        if origin:
+            undo = answer_in_thread(self._shell, parent)
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise_translated(self._collectives, error)
+            raise
+        finally:
+            if undo is not None:
+                send_text()
+                undo()
 
 
 @async_execution
 def take_last_value(id: str) -> Future[Any]:
-    """Return the future of the value of a cell's last expression; ``id`` is the id of the cell's request.
-
-    Runs by RPC, before or after the cell. The cell must have been sent with ``keep``, and the value can be taken once:
-    another future would never be settled. It fails with RemoteError if the cell fails.
-    """
-    value = _value_of(id)
-    value.add_done_callback(lambda _: _values.pop(id, None))
+    """Return what `WorkerOutput.take_last_value` returns on this worker. Runs by RPC, also for an RRef to the value."""
+    value: Future[Any] = current_agent().named.find("output").take_last_value(id)
     return value
-
-
-def drop_value(id: str) -> None:
-    """Drop the value of a cell's last expression, which nobody will take. Runs by RPC, after the cell has ended.
-
-    ``id`` is the id of the cell's request. Does nothing if the value was taken or dropped before.
-    """
-    with _keeping:
-        _values.pop(id, None)
-
-
-def _value_of(id: str) -> Future[Any]:
-    """Return the future for the value of the cell with this request id; make one if there is none yet.
-
-    The cell and the notebook's request for the value may come in either order.
-    """
-    with _keeping:
-        if id not in _values:
-            _values[id] = Future()
-        return _values[id]
-
-
-def _origin() -> str:
-    """Return the key of the cell to which the output of calls made now, in the calling thread, belongs.
-
-    The notebook's cell, if it has sent one; else the id of the request that this worker handles. What was printed here
-    is sent before the call, whose function may print as well.
-    """
-    send_text()
-    id, told = _told_of_cell()
-    return str(told.get("origin", id))
-
-
-@contextlib.contextmanager
-def _as_part_of(origin: str) -> Iterator[None]:
-    """Return a block for a call's function, in which the output goes to the cell with the key ``origin``.
-
-    Only the calling thread is affected, so calls of several cells can run at once. An empty origin, as of calls that no
-    cell has made, changes nothing. What the function has printed is sent at its end. torch's error of a dead member
-    becomes WorkerLost or GroupError.
-    """
-    parent = {"header": {"msg_id": origin}}
-    undo: Callable[[], object] | None = None
-    if origin:
-        undo = answer_in_thread(_shell, parent)
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        raise_translated(error)
-        raise
-    finally:
-        if undo is not None:
-            send_text()
-            undo()

@@ -63,15 +63,16 @@ class Caller:
         self._call(to, function, args, kwargs, timeout, outcome)
         return outcome.wait(self.read_as_guest)
 
-    def begin(self, to: To, function: Any, args: Sequence[Any], timeout: float = -1.0) -> Latch:
+    def begin(self, to: To, function: Any, args: Sequence[Any], timeout: float = -1.0, label: str = "") -> Latch:
         """Call a function; return a latch for the result.
 
         Only the calling thread may wait on the latch. ``timeout`` is in seconds: negative for the agent's default, 0
-        for no limit. Raises WorkerLost if the worker is gone: then the function certainly does not run there. Raises
-        UnknownWorker if the world never had the worker, and EncodeError if an argument cannot be sent.
+        for no limit. ``label`` is as for `asynchronous`. Raises WorkerLost if the worker is gone: then the function
+        certainly does not run there. Raises UnknownWorker if the world never had the worker, and EncodeError if an
+        argument cannot be sent.
         """
         outcome = Latch()
-        self._call(to, function, args, None, timeout, outcome)
+        self._call(to, function, args, None, timeout, outcome, label)
         return outcome
 
     def asynchronous(

@@ -48,7 +48,7 @@ from nbdist.swarm.policy import Policy
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.server import NotHere, Options, Server
 from nbdist.swarm.server.session_caches import NoSession, StepReply
-from nbdist.swarm.server.sources import offer, withdraw
+from nbdist.swarm.server.sources import offer
 from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackLayout
 from nbdist.trace import Steps
 
@@ -241,8 +241,8 @@ class Servers:
         Raises UnknownWorker or WorkerLost if there is no such worker (any more).
         """
         record = self._agent.find(worker)
-        address = Address(record.name, f"{self.incarnation}.{next(_numbers)}")
-        server: RRef[Server] = api.remote(record.name, Server, (self._source, self.options, address.key))
+        address = Address(record.name, f"server {self.incarnation}.{next(_numbers)}")
+        server: RRef[Server] = api.remote(record.name, Server, (self._source, self.options, address.name))
         return ServerRecord(record.name, record.incarnation, server, address, self.policy.room)
 
     @contextlib.contextmanager
@@ -368,7 +368,7 @@ class Servers:
         Afterwards, `check_open` and `way` raise UsageError. A second call does nothing.
         """
         self.closed = True
-        withdraw(self._source)
+        self._agent.named.withdraw(self._source.name)
         for member in self.members:
             if member.state not in ("offline", "gone"):
                 self._release(member)  # before the state changes, so that a second call repeats it after an interrupt

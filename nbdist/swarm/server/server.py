@@ -33,9 +33,9 @@ from nbdist.gpus import staging
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.functions import async_execution
 from nbdist.rpc.futures import Future, blocking_wait
+from nbdist.rpc.named import NotOffered
 from nbdist.swarm import adapter, stacking
 from nbdist.swarm.history import Step
-from nbdist.swarm.server import neighbours
 from nbdist.swarm.server.cache_room import Room
 from nbdist.swarm.server.neighbours import Address
 from nbdist.swarm.server.queues import QueuedRequest, RequestQueues, prioritize
@@ -109,11 +109,12 @@ class Info(NamedTuple):
 class Server:
     """Loads and computes blocks of one model on a worker; clients call it through a remote reference.
 
-    ``source`` says where the model is. Other servers find this one by ``key``. Several threads may call all methods at
-    the same time.
+    ``source`` says where the model is. Other servers find this one by its ``name``. Several threads may call all
+    methods at the same time.
     """
 
-    def __init__(self, source: Source, options: Options | None = None, key: str = "") -> None:
+    def __init__(self, source: Source, options: Options | None = None, name: str = "server") -> None:
+        self.name = name
         self._options = options or Options()
         self._agent = current_agent()
         self._device = self._options.device or self._agent.me.device or "cpu"
@@ -138,7 +139,7 @@ class Server:
         """Bytes of cache for one token of one sequence in one block; 0 until the first step has shown the size."""
         self._steps = 0
         self._runtime = Runtime(RequestQueues(self._options.largest), _compute, partial(_look, weakref.ref(self)))
-        neighbours.register(key, self)
+        self._agent.named.publish(name, self, "push", "export")
         weakref.finalize(self, self._agent.on_lost(partial(_lost, weakref.ref(self)))).atexit = False
 
     # -- blocks -------------------------------------------------------------------------------
@@ -418,7 +419,7 @@ class Server:
             # Send at once, from this thread: the next server waits for the output, or after the last span the client.
             with self._agent.activate():
                 if asked.push and session.next is not None:
-                    neighbours.hand_on(session.next[0], key[0], session.next[1], asked.number, found)
+                    session.next[0].hand_on(key[0], session.next[1], asked.number, found)
                 elif fits:
                     asked.settle(self._reply(found, seconds), None)
             return seconds
@@ -462,8 +463,8 @@ class Server:
             CacheFull: the caches do not fit here. Then neither server continues the session.
         """
         try:
-            found = neighbours.call(other, patience, "export", id, at, begin, end, patience / 2)
-        except (neighbours.NobodyThere, WorkerLost, RpcTimeout, TimeoutError) as error:
+            found = other.export(id, at, begin, end, patience)
+        except (NotOffered, WorkerLost, RpcTimeout, TimeoutError) as error:
             # The client finds out by itself whether the other server is dead. This server has not failed.
             raise NoSession(f"{other.worker} does not hand over session {id}: {error}") from None
         cache, taken, last, expected = found

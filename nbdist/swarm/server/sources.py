@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
-import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from nbdist.errors import NbdistError
-from nbdist.rpc.api import current_agent, rpc_sync
+from nbdist.rpc.api import current_agent
+from nbdist.rpc.named import NotOffered
 from nbdist.swarm import adapter, weight_file
 from nbdist.swarm.carriage import seconds_for
 
-__all__ = ["FarWeights", "Source", "offer", "withdraw"]
+__all__ = ["FarWeights", "Source", "offer"]
 
 _ANSWER_SECONDS = 60.0
 """Seconds to wait until the client has described the checkpoint."""
@@ -31,8 +30,6 @@ _PART_BYTES = 8_000_000
 """The most bytes of weights that one call asks for, unless a single weight has more."""
 
 _numbers = itertools.count()
-_offered: weakref.WeakValueDictionary[str, adapter.Checkpoint] = weakref.WeakValueDictionary()
-"""The checkpoints that servers may read from this process, by key."""
 
 
 class Source(NamedTuple):
@@ -44,8 +41,8 @@ class Source(NamedTuple):
     """The mark of the file of weights (`weight_file.mark_of`), which tells it from another file with the same path."""
     client: str
     """The name of the client's agent."""
-    key: str
-    """The key under which the client has registered the checkpoint."""
+    name: str
+    """The name under which the client's agent has published the checkpoint."""
 
     def open(self) -> adapter.Checkpoint:
         """Return the checkpoint: from the folder if this process sees the same file there, else with `FarWeights`.
@@ -55,14 +52,20 @@ class Source(NamedTuple):
         with contextlib.suppress(OSError):
             if weight_file.mark_of(self.folder) == self.mark:
                 return adapter.Checkpoint(self.folder)
-        config, sizes = rpc_sync(self.client, _describe, args=(self.key,), timeout=_ANSWER_SECONDS)
+        config, sizes = self.ask("describe", timeout=_ANSWER_SECONDS)
         with tempfile.TemporaryDirectory(dir=current_agent().directory) as folder:
             Path(folder, adapter.CONFIG).write_text(config)
             return adapter.Checkpoint(folder, FarWeights(self, sizes))
 
-
-class NotOffered(NbdistError):
-    """A client does not have a checkpoint any more: it has closed the swarm."""
+    def ask(self, method: str, *args: Any, timeout: float) -> Any:
+        """Call a method of the client's checkpoint, and return its result. Raises the errors of `open`."""
+        try:
+            return current_agent().at(self.client, self.name).ask(method, *args, timeout=timeout)
+        except NotOffered:
+            raise NotOffered(
+                "the weights of this swarm cannot be read any more: the swarm was closed. Serve the model again with "
+                "nbdist.swarm.serve"
+            ) from None
 
 
 class FarWeights:
@@ -80,7 +83,7 @@ class FarWeights:
         found: dict[str, torch.Tensor] = {}
         for part in self._parts(names):
             timeout = _READ_SECONDS + seconds_for(sum(self.sizes[name] for name in part))
-            found |= rpc_sync(self._source.client, _read, args=(self._source.key, part), timeout=timeout)
+            found |= self._source.ask("read", part, timeout=timeout)
         return found
 
     def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:
@@ -96,37 +99,11 @@ class FarWeights:
 
 
 def offer(checkpoint: adapter.Checkpoint) -> Source:
-    """Let servers read a ``checkpoint`` of this process until `withdraw`, or until the object is deleted.
+    """Let servers read a ``checkpoint`` of this agent until its name is withdrawn, or the object is deleted.
 
     The checkpoint must have a file. Returns the `Source` that servers need.
     """
-    me = current_agent().me
-    key = f"{me.incarnation}.{next(_numbers)}"
-    _offered[key] = checkpoint
-    return Source(str(checkpoint.folder), weight_file.mark_of(checkpoint.folder), me.name, key)
-
-
-def withdraw(source: Source) -> None:
-    """Stop letting servers read the checkpoint of a ``source`` of this process. A second call does nothing."""
-    _offered.pop(source.key, None)
-
-
-def _find(key: str) -> adapter.Checkpoint:
-    found = _offered.get(key)
-    if found is None:
-        raise NotOffered(
-            "the weights of this swarm cannot be read any more: the swarm was closed. Serve the model again with "
-            "nbdist.swarm.serve"
-        )
-    return found
-
-
-def _describe(key: str) -> tuple[str, dict[str, int]]:
-    """Return the text of a checkpoint's configuration and the sizes of its weights. Runs on the client."""
-    found = _find(key)
-    return (found.folder / adapter.CONFIG).read_text(), found.weights.sizes
-
-
-def _read(key: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return weights of a checkpoint by name. Runs on the client."""
-    return _find(key).weights.read(names)
+    agent = current_agent()
+    name = f"checkpoint {agent.me.incarnation}.{next(_numbers)}"
+    agent.named.publish(name, checkpoint, "describe", "read")
+    return Source(str(checkpoint.folder), weight_file.mark_of(checkpoint.folder), agent.me.name, name)

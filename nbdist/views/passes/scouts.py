@@ -4,29 +4,28 @@
 
     notebook                                  worker1
     Scouts     ---- `_send_out` ----------->  makes a `Scout`, whose `Pace` decides which contexts are worth watching
-               <--- `_ask` -----------------  the worker has opened such a context: watch it? The call is made in the
+               <--- `ask` ------------------  the worker has opened such a context: watch it? The call is made in the
                                               context, so the notebook enters the context too
                ---- a Watching, or None --->  the context is watched; it is not if the answer is None, or late
-               <--- `_show_plan` -----------  a pass is about to begin: its plan, while its graph still exists
-    hold       ---- `_hold` --------------->  pause every pass before its first node, or stop that
-    call_back  ---- `_call_back` ---------->  drops the `Scout`
+               <--- `show_plan` ------------  a pass is about to begin: its plan, while its graph still exists
+    hold       ---- `hold` ---------------->  pause every pass before its first node, or stop that
+    call_back  ---- `end` ----------------->  drops the `Scout`
 
-A worker waits for the answers, because the watcher must see and pause a pass from its first node on. So a watched
-context costs two calls and a plan, and every other context costs only a comparison of times.
+Scouts and each Scout have the same key, in a name that their agents have published (`nbdist.rpc.named`). A worker waits
+for the answers, because the watcher must see and pause a pass from its first node on. So a watched context costs two
+calls and a plan, and every other context costs only a comparison of times.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 from nbdist.autograd import api
 from nbdist.autograd.graph import messages
@@ -37,7 +36,7 @@ from nbdist.autograd.inspection import plan_from
 from nbdist.autograd.passes.context import Context
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent
-from nbdist.rpc.asking import ask_each
+from nbdist.rpc.asking import WorkerAnswers, ask_each
 from nbdist.views.passes.pace import Pace
 from nbdist.wire.messages import Record
 
@@ -69,8 +68,6 @@ _ANSWER_SECONDS = 2.0
 
 _log = logging.getLogger("nbdist.views")
 _numbers = itertools.count(1)
-_homes: WeakValueDictionary[int, WatcherLike] = WeakValueDictionary()
-"""The watchers of this process that have scouts, by their numbers."""
 
 
 class Scouts:
@@ -84,20 +81,20 @@ class Scouts:
         """
         self._agent = current_agent()
         self._contexts = api.recorder().contexts
-        self._number = next(_numbers)
-        self._key = self._agent.me.incarnation, self._number
+        self._home = weakref.ref(home)
+        self._key = f"{self._agent.me.incarnation}.{next(_numbers)}"
+        self._agent.named.publish(f"watcher {self._key}", self, "ask", "show_plan")
+        self._called_back = False
         self._including = threading.Lock()
         """Held while `_workers` gets its records."""
         self._held = held
         self._numbers = itertools.count(1)
-        _homes[self._number] = home
         with self._including:
             self._heard = self._agent.on_joined(partial(_on_joined, weakref.ref(self)))
             self._workers = [record for record in self._agent.members() if record != self._agent.me]
         weakref.finalize(self, self._heard).atexit = False
-        args = self._key, self._agent.me.id, held
-        with self._contexts.outside():
-            sent = ask_each(self._agent, _send_out, {r.name: args for r in self._workers}, timeout=_ANSWER_SECONDS)
+        names = [record.name for record in self._workers]
+        sent = self._send_out(names, held)
         sent.or_raise(but=RuntimeError)  # the worker is gone or busy: its passes are not seen
 
     def include(self, record: Record) -> None:
@@ -110,14 +107,17 @@ class Scouts:
                 return
             self._workers.append(record)
         held = self._held
-        args = self._key, self._agent.me.id, held
-        with self._contexts.outside():
-            ask_each(self._agent, _send_out, {record.name: args}, timeout=_ANSWER_SECONDS)
+        self._send_out([record.name], held)
         # Before the scout existed, it could not be told these.
-        if self._number not in _homes:
-            self._tell([record], _call_back)
+        if self._called_back or self._home() is None:
+            self._tell([record], "end")
         elif self._held != held:
-            self._tell([record], _hold, next(self._numbers), self._held)
+            self._tell([record], "hold", next(self._numbers), self._held)
+
+    def _send_out(self, workers: Sequence[str], held: bool) -> WorkerAnswers:
+        args = self._key, self._agent.me, held
+        with self._contexts.outside():
+            return ask_each(self._agent, _send_out, dict.fromkeys(workers, args), timeout=_ANSWER_SECONDS)
 
     def hold(self, held: bool) -> None:
         """Tell all scouts to pause every pass before its first node, or to stop that. Does not wait for them.
@@ -126,26 +126,42 @@ class Scouts:
         """
         if held != self._held:
             self._held = held
-            self._tell(self._workers, _hold, next(self._numbers), held)
+            self._tell(self._workers, "hold", next(self._numbers), held)
 
     def call_back(self) -> None:
         """Tell the scouts to report no more contexts. Does not wait for them; a second call does nothing."""
         self._heard()
-        if _homes.pop(self._number, None) is not None:
-            self._tell(self._workers, _call_back)
+        if not self._called_back:
+            self._called_back = True
+            self._tell(self._workers, "end")
 
-    def _tell(self, workers: Sequence[Record], function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on each of these workers that is still a member. Does not wait for the calls.
+    def _tell(self, workers: Sequence[Record], method: str, *arguments: Any) -> None:
+        """Call a method of the scout on each of these workers that is still a member. Does not wait for the calls.
 
-        The calls are made outside of any context.
-
-        Workers that are gone are skipped.
+        The calls are made outside of any context. Workers that are gone are skipped.
         """
         with self._contexts.outside():
             for record in list(workers):
-                with contextlib.suppress(NbdistError):  # the worker is gone, or the world has ended
-                    if self._agent.member(record.incarnation) is not None:
-                        self._agent.call(record.id, function, self._key, *arguments, timeout=_ANSWER_SECONDS)
+                if self._agent.member(record.incarnation) is not None:
+                    there = self._agent.at(record.name, f"scout {self._key}")
+                    there.cast(method, *arguments, timeout=_ANSWER_SECONDS)
+
+    def ask(self, opened: int) -> Watching | None:
+        """Ask the watcher whether to watch the current context; return a record of the watch, or None not to watch it.
+
+        A `Scout` calls this in the new context. The answer is None if the watcher is gone. ``opened`` is the number of
+        contexts that the scout's worker has opened so far.
+        """
+        home, context = self._home(), api.recorder().contexts.current
+        if self._called_back or home is None or context is None:
+            return None
+        return home.look_at(context, opened)
+
+    def show_plan(self, context_id: int, root: int, plan: Plan) -> None:
+        """Give the watcher, unless it is gone, the plan of a pass that is about to begin on the worker ``root``."""
+        home = self._home()
+        if home is not None and not self._called_back:
+            home.plan(context_id, root, plan)
 
 
 def _on_joined(known: weakref.ref[Scouts], record: Record) -> None:
@@ -155,51 +171,34 @@ def _on_joined(known: weakref.ref[Scouts], record: Record) -> None:
         scouts._agent.submit(partial(scouts.include, record))
 
 
-# -- on the notebook ------------------------------------------------------------------------------
-
-
-def _ask(number: int, opened: int) -> Watching | None:
-    """Ask a watcher whether to watch the current context; return a record of the watch, or None not to watch it.
-
-    A `Scout` of another worker calls this on the notebook, in the new context. ``number`` names the watcher, which
-    may be gone: then the answer is None. ``opened`` is the number of contexts that the worker has opened so far.
-    """
-    home, context = _homes.get(number), api.recorder().contexts.current
-    return home.look_at(context, opened) if home is not None and context is not None else None
-
-
-def _show_plan(number: int, context_id: int, root: int, plan: Plan) -> None:
-    home = _homes.get(number)
-    if home is not None:
-        home.plan(context_id, root, plan)
-
-
 # -- on the other workers -------------------------------------------------------------------------
-
-Key = tuple[int, int]
-"""The identity of a watcher: the incarnation of its worker, and its number there."""
 
 
 class Scout:
     """Reports the contexts that are opened on this worker to a `Watcher` on another worker, until `end`.
 
-    A scout also ends when the watcher's worker is lost.
+    A scout also ends when the watcher's worker is lost. It lives as long as the agent tells it of contexts.
     """
 
-    def __init__(self, key: Key, home: int, held: bool) -> None:
-        self.held = held
-        self.version = 0
+    def __init__(self, key: str, home: Record, held: bool) -> None:
+        self._held = held
+        self._told = 0
         self._agent = current_agent()
         self._recorder = api.recorder()
-        self._number = key[1]
-        self._home = home
+        self._home = self._agent.at(home.name, f"watcher {key}")
         self._pace = Pace()
         self._opened = 0
         self._due = set[int]()
         """The threads that are opening a context that will be watched."""
         self._lock = threading.Lock()
         self._forget = self._recorder.when_opened(self._on_context, self._decide)
-        self._heard = self._agent.on_lost(lambda record, why: self.end() if record.incarnation == key[0] else None)
+        self._heard = self._agent.on_lost(lambda lost, _: self.end() if lost.incarnation == home.incarnation else None)
+        self._agent.named.publish(f"scout {key}", self, "hold", "end")
+
+    def hold(self, version: int, held: bool) -> None:
+        """Pause every pass before its first node, or stop that. The call with the last version counts."""
+        if version > self._told:  # otherwise a later call has overtaken this one
+            self._told, self._held = version, held
 
     def end(self) -> None:
         """Report no more contexts; doing this twice is harmless."""
@@ -216,7 +215,7 @@ class Scout:
         with self._lock:
             self._opened += 1
             self._pace.begins(now)
-            due = self.held or self._pace.is_due(now)
+            due = self._held or self._pace.is_due(now)
             if due:
                 self._pace.looks(now)
                 self._due.add(threading.get_ident())
@@ -231,7 +230,7 @@ class Scout:
             if threading.get_ident() not in self._due:
                 return
             self._due.discard(threading.get_ident())
-        watching = self._call(_ask, self._number, self._opened)  # in the context, so that the notebook enters it
+        watching = self._call("ask", self._opened)  # in the context, so that the notebook enters it
         if watching is None:
             return
         observing = self._recorder.passes.observing
@@ -255,41 +254,20 @@ class Scout:
 
     def _show(self, context_id: int, plan: Plan) -> None:
         with self._recorder.contexts.outside():
-            self._call(_show_plan, self._number, context_id, self._recorder.me, plan)
+            self._call("show_plan", context_id, self._recorder.me, plan)
 
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function on the notebook, and return its result; None if the notebook cannot be asked.
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the `Scouts` on the notebook, and return its result; None if the notebook cannot be asked.
 
         An `NbdistError` or RuntimeError, such as the lack of an answer within `_ANSWER_SECONDS`, is logged and not
         raised: a view must not fail the user's step.
         """
         try:
-            return self._agent.call(self._home, function, *arguments, timeout=_ANSWER_SECONDS).wait()
+            return self._home.ask(method, *arguments, timeout=_ANSWER_SECONDS)
         except (NbdistError, RuntimeError) as error:
             _log.info("a backward pass is not watched, because the notebook could not be asked: %s", error)
             return None
 
 
-_scouts: dict[tuple[int, Key], Scout] = {}
-"""The scouts, by the incarnation of their agent and by key. `nbdist.testing.World` has several agents in a process."""
-
-
-def _own_key(key: Key) -> tuple[int, Key]:
-    """Return the key in `_scouts` of the calling agent's `Scout` for a watcher: the agent's incarnation and ``key``."""
-    return current_agent().me.incarnation, key
-
-
-def _send_out(key: Key, home: int, held: bool) -> None:
-    _scouts[_own_key(key)] = Scout(key, home, held)
-
-
-def _hold(key: Key, version: int, held: bool) -> None:
-    scout = _scouts.get(_own_key(key))
-    if scout is not None and version > scout.version:  # otherwise a later call has overtaken this one
-        scout.version, scout.held = version, held
-
-
-def _call_back(key: Key) -> None:
-    scout = _scouts.pop(_own_key(key), None)
-    if scout is not None:
-        scout.end()
+def _send_out(key: str, home: Record, held: bool) -> None:
+    Scout(key, home, held)

@@ -11,7 +11,6 @@ by round trips (`nbdist.rpc.world.clocks`). `nbdist.views.timeline.recording` is
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import secrets
@@ -27,10 +26,10 @@ from types import TracebackType
 from typing import Any
 
 from nbdist.amounts import counted, duration
-from nbdist.errors import NbdistError
 from nbdist.finalisers import hand_over
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
+from nbdist.rpc.named import call_method
 from nbdist.rpc.world.clocks import offset
 from nbdist.views.drawing.gantt import KINDS, Bar, gantt, with_legend
 from nbdist.views.drawing.pictures import themed
@@ -67,7 +66,7 @@ class Timeline:
         self.lost = 0
         """The number of events that were not kept because there were too many, and of workers that did not answer."""
         self._agent = agent
-        self._key = secrets.token_hex(8)
+        self._name = f"recording {secrets.token_hex(8)}"
         self._changing = threading.Lock()
         """Guards `_records`, `_offsets`, `_running` and `lost`: workers join in other threads."""
         self._running = True
@@ -75,12 +74,12 @@ class Timeline:
         self._records: list[Record] = []
         self._offsets: dict[str, float] = {}
         self._forget = agent.on_joined(partial(_on_joined, weakref.ref(self)))  # first, so that no worker is missed
-        self._finaliser = weakref.finalize(self, _on_collected, agent, self._key, self._forget)
+        self._finaliser = weakref.finalize(self, _on_collected, agent, self._name, self._forget)
         self._finaliser.atexit = False
         self._records = sorted(agent.members(), key=lambda record: record.id)
         self._offsets = {record.name: offset(agent.me, record, agent.ask) for record in self._records}
         self._start = time.monotonic()
-        self._each(recording.begin, lambda record: (agent.me.incarnation,))
+        self._each(recording.begin, agent.me.incarnation)
 
     def __enter__(self) -> Timeline:
         return self
@@ -100,9 +99,8 @@ class Timeline:
         if was_running:
             self._forget()
             self._end = time.monotonic()
-            found = self._each(recording.end, lambda record: (record.name,))
-            self._each(recording.forget)
-            recording.forget(self._key)  # in this process also if the agent is closed
+            found = self._each(call_method, "finish", label="recording.finish")
+            _stop_own(self._agent, self._name)
             self._finaliser.detach()  # only now: after an interrupt, the workers must not record for ever
             self.lost += len(self._records) - len(found)
             for name, (noted, lost) in found.items():
@@ -123,7 +121,7 @@ class Timeline:
             return
         try:
             ahead = offset(self._agent.me, record, self._agent.ask)
-            self._agent.ask(record.name, recording.begin, self._key, self._agent.me.incarnation)
+            self._agent.ask(record.name, recording.begin, self._name, self._agent.me.incarnation)
         except Exception as error:
             _log.debug("%s is not recorded: %s", record.name, error)
             with self._changing:
@@ -135,21 +133,15 @@ class Timeline:
                 self._offsets[record.name] = ahead
                 self._records.append(record)
         if is_late:  # the worker must not record for nobody
-            with contextlib.suppress(Exception):
-                self._agent.ask(record.name, recording.forget, self._key)
+            self._agent.at(record.name, self._name).cast("stop")
 
-    def _each(
-        self, function: Callable[..., Any], more: Callable[[Any], tuple[Any, ...]] | None = None
-    ) -> dict[str, Any]:
-        """Call a function of `views.timeline.recording` on all workers; return the results by worker name.
+    def _each(self, function: Callable[..., Any], *more: Any, label: str = "") -> dict[str, Any]:
+        """Call a function with the recording's name, and ``more``, on all workers; return the results by worker name.
 
-        The function gets the recording's key, and then the arguments in the tuple ``more(record)``, where ``record`` is
-        the worker's in the list of members. A worker that is gone, or fails, is left out: its error must not keep the
-        others from ending their recordings.
+        A worker that is gone, or fails, is left out: its error must not keep the others from ending their recordings.
         """
-        there = [record for record in self._records if self._is_there(record)]
-        args = {record.name: (self._key, *(more(record) if more is not None else ())) for record in there}
-        return ask_each(self._agent, function, args).values
+        there = [record.name for record in self._records if self._is_there(record)]
+        return ask_each(self._agent, function, dict.fromkeys(there, (self._name, *more)), label=label).values
 
     def _is_there(self, record: Record) -> bool:
         return self._agent.member(record.incarnation) is not None
@@ -230,21 +222,26 @@ def _on_joined(known: weakref.ref[Timeline], record: Record) -> None:
         timeline._agent.submit(partial(timeline.include, record))
 
 
-def _on_collected(agent: Agent, key: str, forget: Callable[[], None]) -> None:
+def _on_collected(agent: Agent, name: str, forget: Callable[[], None]) -> None:
     """End the recording of a timeline that was collected before `Timeline.stop`.
 
     Python may run this finaliser while any lock is held, so another thread calls the workers.
     """
     forget()
-    hand_over(partial(_end_recording, agent, key))
+    hand_over(partial(_end_recording, agent, name))
 
 
-def _end_recording(agent: Agent, key: str) -> None:
-    """Tell all members to drop the recording of a key, without waiting for them; those without one ignore it."""
-    recording.forget(key)  # in this process also if the agent is closed
+def _end_recording(agent: Agent, name: str) -> None:
+    """Tell all members to drop the recording of a name, without waiting for them; those without one ignore it."""
+    _stop_own(agent, name)
     for record in agent.members():
-        with contextlib.suppress(NbdistError):  # the worker is gone, or the agent is closed
-            agent.begin(record.name, recording.forget, key)
+        agent.at(record.name, name).cast("stop")
+
+
+def _stop_own(agent: Agent, name: str) -> None:
+    """Stop the recording of this process also if the agent is closed."""
+    if (own := agent.named.find(name)) is not None:
+        own.stop()
 
 
 def stack(noted: Iterable[Noted]) -> list[list[Noted]]:

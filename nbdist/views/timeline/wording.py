@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
+from nbdist.rpc import named
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.pickling.names import display_name
 
@@ -19,7 +20,6 @@ _HIDDEN = (
     "nbdist.views.",
     "nbdist.rpc.world.clocks",
     "nbdist.rpc.calls.stopping",
-    "nbdist.cluster.worker.collectives",
     "nbdist.cluster.inspection.holdings",
     "nbdist.cluster.interrupting",
     "nbdist.cluster.lookout",
@@ -44,6 +44,11 @@ def name_call(label: str, callee: Any, args: Sequence[Any]) -> tuple[str, str] |
         return "call", label.removesuffix(".__call__")
     if module.startswith(_HIDDEN):
         return None
+    if module == named.__name__:
+        kind, _, method = label.partition(".")
+        if kind in _HIDDEN_NAMES:
+            return None
+        return "own", _of_server(method) if kind == "server" else _OF_NAMED.get(label, _OTHERS)
     place = f"{module.removeprefix('nbdist.')}:{getattr(callee, '__qualname__', label)}"
     if place.startswith("swarm.server.server:Server"):
         return "own", _of_server(place.partition("Server")[2].removeprefix("."))
@@ -90,6 +95,16 @@ def _of_server(method: object) -> str:
     return _OF_SERVER.get(str(method), "serve blocks")
 
 
+_HIDDEN_NAMES = ("collectives", "mending", "recording", "scout", "watcher")
+"""The named objects (`nbdist.rpc.named`) whose calls only look or mend."""
+_OF_NAMED: Mapping[str, str] = {
+    "pipeline.deliver": "a micro-batch arrives",
+    "pipeline.abandon": "break off a pipeline step",
+    "checkpoint.read": "read weights",
+}
+"""Words for the methods of other named objects."""
+
+
 def _task(function: Any, args: Sequence[Any], *_: Any) -> tuple[str, str]:
     """Return the kind and name of an executor's task: "call", and the name of the user's function.
 
@@ -104,8 +119,6 @@ def _task(function: Any, args: Sequence[Any], *_: Any) -> tuple[str, str]:
 _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "nn.pipeline_part:build_stages": "build a pipeline's stages",
     "nn.pipeline_part:run_step": "a worker's share of a pipeline step",
-    "nn.pipeline_part:deliver": "a micro-batch arrives",
-    "nn.pipeline_part:abandon_step": "break off a pipeline step",
     "nn.pipeline_part:call_part": lambda _, method, *more: ("own", f"pipeline: {_with_spaces(method)}"),
     "nn.remote_module:create": lambda cls, *_: ("call", f"RemoteModule({display_name(cls)})"),
     "nn.remote_module:run": lambda rref, *_: ("call", f"{_class_of(rref)}.forward"),
@@ -132,7 +145,6 @@ _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "compat.gathering:gather_from_subtree": "gather objects",
     "compat.gathering:broadcast_to_followers": "hand gathered objects out",
     "compat.gathering:fail_gathering": "tell that a gathering failed",
-    "swarm.server.neighbours:_call_server": lambda _, method, *more: ("own", _of_server(method)),
     "compat.rpc.api:_run": lambda *_: ("call", "function of a pickled call"),
     "cluster.worker.tasks:run": _task,
 }

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nbdist.cluster.hosts.code_copy import pack
-from nbdist.cluster.hosts.group_board import Boards, serve_boards
+from nbdist.cluster.hosts.group_board import Boards
 from nbdist.cluster.hosts.hub import Hub, KeeperMember
 from nbdist.cluster.jupyter.relay import Relay
 from nbdist.cluster.jupyter.waiting_output import Parcel
@@ -135,7 +135,6 @@ class RemoteLauncher:
                 on_parcels=self._on_parcels,
             )
             undo.pop_all()
-        serve_boards(self._boards)
 
     # -- the contract -------------------------------------------------------------------------
 
@@ -258,7 +257,6 @@ class RemoteLauncher:
             steps.callback(self._warden.close)
             steps.callback(self._close_relays)
             steps.callback(self.hub.close)
-            steps.callback(serve_boards, None)
             self.hub.revoke()
             with self._lock:
                 self._closing = True
