@@ -14,6 +14,8 @@ import transformers
 
 from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
 from nbdist.swarm import CacheFull, NoRoute, adapter, serve
+from nbdist.swarm.client import routing
+from nbdist.swarm.server.cache_room import Room
 from nbdist.swarm.server.queues import TooLarge
 from nbdist.swarm.server.server import Options, Server
 from nbdist.swarm.server.session_caches import NoSession
@@ -142,38 +144,33 @@ def test_room_that_is_asked_for_by_a_session_that_is_over_is_not_kept(world, tmp
     adapter.write_checkpoint(model, tmp_path)
     server = Server(offer(adapter.Checkpoint(tmp_path)), Options(cache_bytes=1000), "over")
     server.open("s", 0, adapter.new_cache(model.config), client=0)
-    session = server._find("s", 0)
+    session, room = server.find("s", 0), Room(1000)
     server.close("s")  # an interrupt, while it computes
     with pytest.raises(NoSession, match="its client has closed it"):
-        server._room.reserve("s", session, 10.0, 5, time.monotonic() + 1)
-    assert server.info().cache == 0
+        room.reserve("s", session, 10.0, 5, time.monotonic() + 1)
+    assert room.used == 0
 
 
-def test_a_session_that_is_opened_anew_while_it_ends_keeps_its_room(world, tmp_path):
+def test_a_session_that_is_opened_anew_while_it_ends_is_not_taken_for_it(world, tmp_path):
     model = swarm_models.make("llama")
     adapter.write_checkpoint(model, tmp_path)
-    server = Server(offer(adapter.Checkpoint(tmp_path)), Options(cache_bytes=1000), "anew")
+    server = Server(offer(adapter.Checkpoint(tmp_path)), Options(), "anew")
     cache = adapter.new_cache(model.config)
-    server._per_token = 10.0
-    server.open("s", 0, cache, 1)
-    before, end = server._find("s", 0), Server._end
+    for begin in (0, 3):
+        server.open("s", begin, cache, 1)
+    first, other = server.find("s", 0), server.find("s", 3)
+    end = first.end
 
-    def late(*args):
-        assert args[1] is before
-        server.open("s", 0, cache, 1, 0, (1, 5, 2, 1.0))  # while the first is on its way out
-        end(server, *args)
+    def late(why):
+        server.open("s", 3, cache, 1)  # while `close` still has the earlier session of block 3 in hand
+        end(why)
 
-    server._end = late
+    first.end = late
     server.close("s")
-    del server._end
-    assert server.info().cache == 5 * 2 * 10
-    assert not server._find("s", 0).ended
-    # a thread that still has the first session in hand does not take the second for it
-    server._drop(("s", 0), before, "nobody has used it")
-    server._end("s", before, "again")
-    assert server.info().cache == 5 * 2 * 10
+    assert other.ended
+    assert not server.find("s", 3).ended
     server.close("s")
-    assert server.info().cache == server.info().sessions == 0
+    assert server.info().sessions == 0
 
 
 def test_an_opening_that_fails_gives_back_what_it_had(world):
@@ -238,7 +235,7 @@ def test_one_that_cannot_take_blocks_is_left_alone_and_another_asked(world, monk
     own = Server.load
 
     def load(self, begin, end):
-        if 2 in self._blocks:
+        if 2 in self.blocks:
             raise MemoryError("none left")
         return own(self, begin, end)
 
@@ -279,8 +276,8 @@ def server_of(swarm, name):
 
 def make_slow(swarm, name, seconds):
     server = server_of(swarm, name)
-    first = min(server._blocks)
-    server._blocks[first] = Slow(server._blocks[first], seconds)
+    first = min(server.blocks)
+    server.blocks[first] = Slow(server.blocks[first], seconds)
 
 
 def wait_until(condition):
@@ -353,10 +350,11 @@ def test_an_error_keeps_neither_caches_nor_servers(world, what):
     gc.disable()
     try:
         remote(ids, past_key_values=cache)
-        servers = [server_of(swarm, name) for name in ("worker1", "worker2")]
-        known = [weakref.ref(each) for server in servers for each in (server, *server._sessions.values())]
+        session = cache.nbdist[1]
+        servers = [(server_of(swarm, span.server), span.begin) for span in session.route]
+        known = [weakref.ref(each) for server, at in servers for each in (server, server.find(session.id, at))]
         assert len(known) == 4
-        del servers
+        del servers, session
         with pytest.raises(TooLarge):
             remote(ids.repeat(1, 3), past_key_values=cache) if what == "a step" else remote(ids.repeat(1, 3))
         del cache
@@ -430,7 +428,7 @@ def test_a_call_to_a_server_that_has_left_does_not_blame_the_next_one_there(worl
 
     def compute(member, *args):
         found = own(member, *args)
-        if member.name == "worker1" and not crew._members.get("worker3"):  # between the two spans of the call's route
+        if member.name == "worker1" and "worker3" not in swarm.states:  # between the two spans of the call's route
             swarm.join(3, 3, 6)
             swarm.leave(2)
             swarm.join(2, 3, 6)
@@ -443,12 +441,13 @@ def test_a_call_to_a_server_that_has_left_does_not_blame_the_next_one_there(worl
     swarm.close()
 
 
-@pytest.mark.parametrize("where", ["_send_load", "_wait_until_loaded"])
+@pytest.mark.parametrize("where", ["send", "outwait"])
 def test_an_interrupted_join_is_not_waited_for(world, monkeypatch, where):
     swarm = serve(swarm_models.make("llama"), workers=[1], spans=[(0, 3)])
     known = set(swarm_models.servers_here())
 
-    def interrupted(*_):
+    def interrupted(member, *_, **__):
+        wait_until(lambda: member.address.name in swarm_models.servers_here())
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -466,13 +465,13 @@ def test_an_interrupted_join_is_not_waited_for(world, monkeypatch, where):
 def test_who_dies_while_it_is_relieved_is_gone(world, monkeypatch):
     swarm = serve(swarm_models.make("llama"), workers=[1])
     crew, member = swarm.crew, swarm.crew.member("worker1")
-    own = crew._load_unserved
+    own = routing.assign
 
-    def mended(begin, end):
+    def assign(*args):
         crew.lose(member.incarnation, "it is said to be gone")
-        return own(begin, end)
+        return own(*args)
 
-    monkeypatch.setattr(crew, "_load_unserved", mended)
+    monkeypatch.setattr(routing, "assign", assign)
     with pytest.raises(NoRoute, match="worker1 is gone"):
         swarm.leave(1)
     assert swarm.states == {"worker1": "gone"}
@@ -487,32 +486,37 @@ def test_a_session_that_comes_just_as_the_thread_would_end_is_looked_after(world
     came = []
 
     def look():
-        found = server.look()
+        found = Server.look(server)
         if not found and not came:
             came.append(server.open("second", 0, adapter.new_cache(model.config), 1))
         return found
 
-    server._runtime._look = look
+    server.look = look
     server.open("first", 0, adapter.new_cache(model.config), 1)
     wait_until(lambda: came)
     wait_until(lambda: server.info().sessions == 0)
 
 
 @torch.no_grad()
-def test_a_way_that_an_interrupt_left_unlinked_is_linked(world, monkeypatch):
+def test_a_way_that_a_move_left_unlinked_is_linked(world, monkeypatch):
     swarm = serve(swarm_models.make("llama"), workers=[1, 2])
     remote = swarm.causal_lm()
     cache = adapter.new_cache(remote.config)
     ids = swarm_models.one()["input_ids"]
     remote(ids, past_key_values=cache)
-    session = cache.nbdist[1]
-    for part in session._parts:
-        part.linked = None
-    for held in server_of(swarm, "worker1")._sessions.values():
-        held.next = None
+    swarm.join(3, 0, 3)
+    swarm.move(0, 3, "worker3")
+    assert server_of(swarm, "worker3").find(cache.nbdist[1].id, 0).next is None
     monkeypatch.setattr("nbdist.swarm.client.session._PUSH_SECONDS", 60)
-    monkeypatch.setattr(session, "_push_input", lambda *_: pytest.fail("it was not pushed"))
+    own = swarm.crew.send
+
+    def send(member, method, *args, **kwargs):
+        assert method != "push", "the server before did not push it"
+        return own(member, method, *args, **kwargs)
+
+    monkeypatch.setattr(swarm.crew, "send", send)
     remote(ids[:, :1], past_key_values=cache)
+    assert server_of(swarm, "worker3").find(cache.nbdist[1].id, 0).next is not None
     swarm.close()
 
 
@@ -580,7 +584,7 @@ def test_what_was_interrupted_is_brought_to_its_end(world, monkeypatch):
     mine = {swarm.crew.member(name).address.name for name in ("worker1", "worker2")}
     assert mine.issubset(swarm_models.servers_here())
     with monkeypatch.context() as patched:
-        patched.setattr(swarm.crew, "_release", interrupted)
+        patched.setattr(swarm.crew.member("worker1").server, "release", interrupted)
         with pytest.raises(KeyboardInterrupt):
             swarm.close()
     swarm.close()

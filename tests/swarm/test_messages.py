@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import threading
@@ -9,16 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 import swarm_models
+import torch
 from torch import nn
 
 from nbdist import swarm
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter, named_models
-from nbdist.swarm.client.routing import NoRoute
+from nbdist.swarm.client.routing import NoRoute, Span
 from nbdist.swarm.client.servers import Gone, Servers
 from nbdist.swarm.client.session import Session
 from nbdist.swarm.policy import check_recover
-from nbdist.swarm.server.server import NotHere, Server
+from nbdist.swarm.server.server import Server
+from nbdist.swarm.server.session_caches import StepReply
 from nbdist.testing import World
 
 GONE = SimpleNamespace(name="worker1", incarnation=1, there=False, state="gone")
@@ -62,21 +65,18 @@ def test_what_is_refused(use, text):
         use()
 
 
-def test_a_model_whose_package_is_not_installed(monkeypatch):
+def test_a_model_whose_package_is_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"the model smollm2 comes with a package that is not installed\. Run: pip"):
-        named_models._make_smollm2(None)
-
-
-def test_a_block_that_has_moved():
-    with pytest.raises(NotHere, match=r"this server does not have block 3, only \[0, 1\]: the swarm has moved it"):
-        Server._block(SimpleNamespace(_blocks={0: nn.Identity(), 1: nn.Identity()}), 3)
+        named_models.folder_of("smollm2")
+    assert not list((tmp_path / "nbdist").iterdir())
 
 
 def test_a_session_that_is_computing_cannot_move():
     session = SimpleNamespace(changed=threading.Condition(), busy=True)
     with pytest.raises(TimeoutError, match=r"session s1 is still computing a step, so its caches cannot be moved now"):
-        Server.export(SimpleNamespace(_find=lambda *_: session), "s1", 0, 0, 1, 0.01)
+        Server.export(SimpleNamespace(find=lambda *_: session), "s1", 0, 0, 1, 0.01)
 
 
 def test_more_spans_than_workers():
@@ -85,45 +85,59 @@ def test_more_spans_than_workers():
         swarm.serve(swarm_models.make("llama"), workers=["worker0"], spans=[(0, 3), (3, 6)])
 
 
-def fail(*_):
-    raise Gone("worker1 did not answer")
+class Crew:
+    """Servers of which worker1 opens a session and takes its first step, until a call that is in `failing`."""
 
+    options = SimpleNamespace(cache_bytes=None)
+    policy = SimpleNamespace(step_timeout=1.0, spend=lambda *_: 0.0)
+    incarnation = 1
+    working = contextlib.nullcontext
 
-class Part:
-    """A part of a route on a worker that answers nothing."""
+    def __init__(self):
+        self.failing = set()
+        self.worker1 = SimpleNamespace(name="worker1", there=True, has=lambda *_: True, answered=lambda *_: None)
+        self.worker1.is_banned = lambda _: False
 
-    member = SimpleNamespace(name="worker1", has=fail)
-    span = None
+    def way(self, begin, end):
+        return [(Span("worker1", begin, end), self.worker1)]
+
+    def send(self, member, method, *args, **_):
+        return method, args
+
+    def answer(self, member, asked, within=None):
+        method, args = asked
+        if method in self.failing:
+            raise Gone(f"{member.name} did not answer")
+        return StepReply(args[3].hidden, 0.0, 0, 1, 1) if method == "step" else None
+
+    def ask(self, member, method, *args, **_):
+        return self.answer(member, (method, args))
+
+    def abandon(self, *_):
+        pass
 
 
 @pytest.mark.parametrize(
-    ("use", "now", "text"),
+    ("steps", "failing", "text"),
     [
-        (
-            lambda session: session._step_with_spares(session, SimpleNamespace(hidden=None)),
-            {"_number": 0, "_part_for_span": lambda *_: None, "_replace": lambda _: None},
-            r"\d+ servers failed one after the other in one step, the last: worker1 did not answer",
-        ),
-        (
-            lambda session: session._open_on_a_route(session, 0, 6),
-            {"_crew": SimpleNamespace(way=lambda *_: [], abandon=lambda *_: None), "_open": fail, "id": "s1"},
-            r"on every route through blocks 0 to 5 a server failed while the session was opened",
-        ),
-        (
-            lambda session: session._replace(session, 0),
-            {"_journal": SimpleNamespace(news=lambda: None), "_move_caches": fail},
-            r"no server could take over the session from worker1: each one failed while it was given",
-        ),
+        (0, {"step"}, r"\d+ servers failed one after the other in one step, the last: worker1 did not answer"),
+        (0, {"open"}, r"on every route through blocks 0 to 5 a server failed while the session was opened"),
+        (1, {"step"}, r"no server could take over the session from worker1: each one failed while it was given"),
     ],
 )
-def test_servers_that_fail_one_after_the_other(use, now, text):
-    methods = {
-        "_step_with_spares": Session._step_with_spares,
-        "_open_on_a_route": Session._open_on_a_route,
-        "_replace": Session._replace,
-    }
+def test_servers_that_fail_one_after_the_other(steps, failing, text):
+    crew = Crew()
+    journal = SimpleNamespace(stepped=lambda *_: None, news=lambda: None, tell=lambda _: None)
+    session = Session(
+        crew, journal, SimpleNamespace(layers=[]), begin=0, end=6, recover="exact", expected=0, chunk=None,
+        cache_timeout=1.0,
+    )  # fmt: skip
+    hidden, calls = torch.ones(1, 2, 3), [adapter.LayerCall((), {})] * 6
+    for _ in range(steps):
+        session.step(hidden, calls)
+    crew.failing = failing
     with pytest.raises(NoRoute, match=text):
-        use(SimpleNamespace(**{**methods, "_parts": [Part()], **now}))
+        session.step(hidden, calls)
 
 
 def test_transformers_is_not_installed(monkeypatch):

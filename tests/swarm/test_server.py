@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 
 import pytest
 import swarm_models
@@ -77,7 +78,7 @@ class Client:
         self.me = me
 
     def held(self, id, begin=0):
-        return swarm_models.servers_here()[self.key]._sessions[id, begin]  # all workers are in this process
+        return swarm_models.servers_here()[self.key].find(id, begin)  # all workers are in this process
 
     def open(self, id, begin=0, expected=0):
         self.server.rpc_sync().open(id, begin, adapter.new_cache(self.config), self.me, expected)
@@ -184,6 +185,30 @@ def test_it_pushes_to_the_next(client, world):
     assert torch.equal(two.step("t", 0, 3, hidden=middle).wait().result, expected)
 
 
+def test_a_session_that_is_opened_anew_while_it_ends_keeps_its_room(world, llama):
+    folder, config, hiddens, calls = llama
+    server = Server(offer(adapter.Checkpoint(folder)), Options(cache_bytes=10**6), "anew")
+    server.load(0, 6)
+    cache = adapter.new_cache(config)
+    server.open("s", 0, cache, 1)
+    server.step("s", 0, 0, Step((), hiddens[0], calls[0])).wait(10)
+    used, before = server.info().cache, server.find("s", 0)
+    assert used
+    end = before.end
+
+    def late(why):
+        server.open("s", 0, cache, 1, 0, (1, 5, 6, 1.0))  # while the first is on its way out
+        end(why)
+
+    before.end = late
+    server.close("s")
+    assert before.ended
+    assert not server.find("s", 0).ended
+    assert server.info().cache == used
+    server.close("s")
+    assert server.info().cache == server.info().sessions == 0
+
+
 def test_what_does_not_come_in_time_is_an_error(client):
     one = client()
     one.open("s")
@@ -210,7 +235,7 @@ def test_a_step_without_all_blocks_changes_no_cache(client):
         one.step(name, 0).wait()
     expected = one.step("s", 1).wait().result
     one.server.rpc_sync().unload(range(4))
-    with pytest.raises(NotHere, match="does not have block 4"):
+    with pytest.raises(NotHere, match=r"does not have block 4, only \[0, 1, 2, 3\]: the swarm has moved it"):
         one.step("t", 1).wait(10)
     assert [layer.get_seq_length() for layer in one.held("t").cache.layers] == [5] * 6
     one.server.rpc_sync().load(4, 6)
@@ -221,7 +246,7 @@ def test_a_step_that_fails_inside_ends_the_session(client):
     one = client()
     one.open("s")
     one.step("s", 0).wait()
-    blocks = swarm_models.servers_here()[one.key]._blocks
+    blocks = swarm_models.servers_here()[one.key].blocks
     whole, blocks[3] = blocks[3], Failing()
     with pytest.raises(NotHere, match="as a failing block"):
         one.step("s", 1).wait(10)
@@ -350,9 +375,9 @@ def slow(world, llama, request):
     server = Server(offer(adapter.Checkpoint(llama[0])), options, "slow")
     server.load(0, 6)
     began = []
-    server._blocks[0] = Slow(server._blocks[0], began)
-    yield server, server._blocks[0], began
-    server._blocks[0].go.set()
+    server.blocks[0] = Slow(server.blocks[0], began)
+    yield server, server.blocks[0], began
+    server.blocks[0].go.set()
 
 
 def in_thread(function, *args, **kwargs):
@@ -386,7 +411,7 @@ def test_a_busy_server_answers_and_does_first_what_is_paid_for(slow, llama):
         wait_until(lambda count=count: server.info().waiting == count - 1)
     block.go.set()
     replies = [end() for end in ends]
-    assert began == ([1, 9] if server._options.stack else [1, 4, 3, 2])
+    assert began == ([1, 9] if server.options.stack else [1, 4, 3, 2])
     assert [reply.result[0].shape[0] for reply in replies[1:]] == [2, 3, 4]
 
 
@@ -406,7 +431,7 @@ def test_requests_that_are_alike_are_computed_as_one(slow, llama):
         wait_until(lambda number=number: server.info().waiting == number)
     block.go.set()
     found = [end().result for end in ends[1:]]
-    assert began == ([1, 6] if server._options.stack else [1, 1, 2, 3])
+    assert began == ([1, 6] if server.options.stack else [1, 1, 2, 3])
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, alone, strict=True))
 
 
@@ -425,11 +450,19 @@ def test_a_request_that_is_wrong_does_not_spoil_those_beside_it(slow, llama, sha
     assert isinstance(wrong, RuntimeError)
 
 
-def test_a_server_goes_with_its_swarm(world):
+def test_a_server_goes_with_its_swarm(world, monkeypatch):
+    removed, on_lost = [], world[1].on_lost
+
+    def noted(listener):
+        remove = on_lost(listener)
+        return lambda: removed.append(remove())
+
+    monkeypatch.setattr(world[1], "on_lost", noted)
     swarm = serve(swarm_models.make("llama"), workers=[1, 2])
-    before = len(world[1]._on_lost)
+    server = weakref.ref(swarm_models.servers_here()[swarm.crew.member("worker1").address.name])
     swarm.close()
-    wait_until(lambda: len(world[1]._on_lost) < before)
+    wait_until(lambda: removed)
+    assert server() is None
     with pytest.raises(UsageError, match="closed"):
         swarm.causal_lm()
 

@@ -72,14 +72,25 @@ def test_another_file_under_the_same_path_is_not_taken_for_the_clients(world, as
 def test_a_call_asks_for_64_mb_or_for_one_weight(monkeypatch):
     sizes = {"a": 30, "b": 30, "c": 10, "large": 100, "d": 10}
     monkeypatch.setattr(sources, "_PART_BYTES", 64)
-    parts = FarWeights(Source("", (), "", ""), sizes)._parts(list(sizes))
-    assert list(parts) == [["a", "b"], ["c"], ["large"], ["d"]]
+    calls = []
+
+    def answer(client, function, args, timeout):
+        calls.append(args[1])
+        return dict.fromkeys(args[1], torch.ones(1))
+
+    monkeypatch.setattr(sources, "rpc_sync", answer)
+    assert list(FarWeights(Source("", (), "", ""), sizes).read(list(sizes))) == list(sizes)
+    assert calls == [["a", "b"], ["c"], ["large"], ["d"]]
 
 
-def test_weights_of_a_closed_swarm_are_not_to_be_had(world, tmp_path):
+def test_weights_of_a_closed_swarm_are_not_to_be_had(world, tmp_path, monkeypatch):
     adapter.write_checkpoint(swarm_models.make("llama"), tmp_path)
+    offered = []
+    monkeypatch.setattr(
+        "nbdist.swarm.client.servers.offer", lambda checkpoint: offered.append(offer(checkpoint)) or offered[-1]
+    )
     swarm = serve(tmp_path, workers=[1])
-    source = swarm.crew._source._replace(folder="/nowhere")
+    source = offered[0]._replace(folder="/nowhere")
     assert isinstance(source.open().weights, FarWeights)
     swarm.close()
     with pytest.raises(NotOffered, match="the swarm was closed"):

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import time
+from types import SimpleNamespace
 
 import pytest
 import swarm_models
@@ -12,7 +13,7 @@ from nbdist import trace
 from nbdist.amounts import size
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter, serve
-from nbdist.swarm.server import server
+from nbdist.swarm.server.server import Options, Server
 from nbdist.testing import World
 
 
@@ -194,15 +195,20 @@ def test_a_type_that_is_none(world):
             serve(swarm_models.make("llama"), workers=[1], dtype=dtype)
 
 
-def test_bfloat16_is_not_emulated(monkeypatch):
+def test_bfloat16_is_not_emulated(world, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    source = SimpleNamespace(open=lambda: None)
+
+    def make(dtype, device):
+        return Server(source, Options(dtype=dtype, device=device))
+
     for supported in (True, False):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, s=supported: s)
         if supported:
-            server._check_dtype(torch.bfloat16, "cuda:0")
+            assert make(torch.bfloat16, "cuda:0").info().blocks == []
         else:
             with pytest.raises(UsageError, match="Tesla T4 would only emulate bfloat16"):
-                server._check_dtype(torch.bfloat16, "cuda:0")
-    server._check_dtype(torch.bfloat16, "cpu")
-    server._check_dtype(torch.float16, "cuda:0")
+                make(torch.bfloat16, "cuda:0")
+    assert make(torch.bfloat16, "cpu").info().blocks == []
+    assert make(torch.float16, "cuda:0").info().blocks == []

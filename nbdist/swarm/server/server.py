@@ -115,17 +115,19 @@ class Server:
 
     def __init__(self, source: Source, options: Options | None = None, name: str = "server") -> None:
         self.name = name
-        self._options = options or Options()
+        self.options = options or Options()
+        """The settings of the server."""
         self._agent = current_agent()
-        self._device = self._options.device or self._agent.me.device or "cpu"
-        self._dtype = self._options.dtype
+        self._device = self.options.device or self._agent.me.device or "cpu"
+        self._dtype = self.options.dtype
         self._moves = self._dtype is not None or self._device != "cpu" or self._agent.me.device.startswith("cuda")
         """True if received tensors may be on another device than the blocks, or of another type."""
         _check_dtype(self._dtype, self._device)
         self._checkpoint = source.open()
         self._skeleton: Any = None
         """The path of the model's list of layers, and that list, without weights; None before the first `load`."""
-        self._blocks: dict[int, nn.Module] = {}
+        self.blocks: dict[int, nn.Module] = {}
+        """The blocks that are loaded, by number; `load` and `unload` change this table."""
         self._loading = threading.Lock()
         """Held while blocks are loaded, which may take minutes if they come from another host."""
         self._placing = threading.Lock()
@@ -134,11 +136,11 @@ class Server:
         """By the session's id and the first block of its span: a session may have several spans here."""
         self._entering = threading.Lock()
         """Held for a moment while `_sessions` is changed: a session may be opened anew while it expires or closes."""
-        self._room = Room(self._options.cache_bytes)
+        self._room = Room(self.options.cache_bytes)
         self._per_token = 0.0
         """Bytes of cache for one token of one sequence in one block; 0 until the first step has shown the size."""
         self._steps = 0
-        self._runtime = Runtime(RequestQueues(self._options.largest), _compute, partial(_look, weakref.ref(self)))
+        self._runtime = Runtime(RequestQueues(self.options.largest), _compute, partial(_look, weakref.ref(self)))
         self._agent.named.publish(name, self, "push", "export")
         weakref.finalize(self, self._agent.on_lost(partial(_lost, weakref.ref(self)))).atexit = False
 
@@ -151,7 +153,7 @@ class Server:
         """
         with self._loading:
             with self._placing:
-                missing = [number for number in range(begin, end) if number not in self._blocks]
+                missing = [number for number in range(begin, end) if number not in self.blocks]
             if missing and self._skeleton is None:
                 model = adapter.build(self._checkpoint.config)
                 path = adapter.find_layers(model)
@@ -161,9 +163,9 @@ class Server:
                 self._checkpoint.fill(layers[number], f"{path}.{number}.")
                 block = layers[number].to(self._device, self._dtype)
                 with self._placing:
-                    self._blocks[number] = block
+                    self.blocks[number] = block
             with self._placing:
-                return sorted(self._blocks)
+                return sorted(self.blocks)
 
     def unload(self, keep: Sequence[int]) -> list[int]:
         """Drop all blocks except those in ``keep``; return the numbers of all blocks that are left.
@@ -173,9 +175,9 @@ class Server:
 
         def work() -> list[int]:  # on the computing thread, which else might be running one of these blocks
             with self._placing:
-                for number in [number for number in self._blocks if number not in keep]:
-                    adapter.empty(self._blocks.pop(number))
-                return sorted(self._blocks)
+                for number in [number for number in self.blocks if number not in keep]:
+                    adapter.empty(self.blocks.pop(number))
+                return sorted(self.blocks)
 
         found: list[int] = self._runtime.run(QueuedRequest("unload", 0, float("-inf"), (work, None)))
         return found
@@ -185,7 +187,7 @@ class Server:
         runtime = self._runtime
         return Info(
             os.getpid(),
-            sorted(self._blocks),
+            sorted(self.blocks),
             self._count(),
             self._steps,
             self._room.used,
@@ -236,7 +238,7 @@ class Server:
 
         Raises NoSession if the session is not here. A second call replaces the first.
         """
-        self._find(id, begin).next = to, at
+        self.find(id, begin).next = to, at
 
     def close(self, id: str, begin: int | None = None) -> None:
         """Drop a session, or only its span that begins with ``begin``; steps that wait for it fail with NoSession.
@@ -263,7 +265,7 @@ class Server:
         session.end(f"session {id} is over: {why}")
         self._room.release(session)
 
-    def _find(self, id: str, begin: int) -> ServerSession:
+    def find(self, id: str, begin: int) -> ServerSession:
         """Return a session at the span that begins with ``begin``, and record the time of this use.
 
         Raises NoSession if it is not here.
@@ -282,7 +284,7 @@ class Server:
         The step is computed as soon as both its input and the call of `step` have arrived. Raises NoSession if the
         session is not here.
         """
-        session = self._find(id, begin)
+        session = self.find(id, begin)
         there = _brought(hidden, self._device)
         with session.changed:
             session.give(number, there)
@@ -325,7 +327,7 @@ class Server:
             patience: seconds, after those, until the hidden states must be here. A wait for memory may take half of it.
             points: the points that the client spends on the request, for its priority.
         """
-        session = self._find(id, begin)
+        session = self.find(id, begin)
         deadline = time.monotonic() + behind + patience
         answer: Future[StepReply] = Future()
         asked = StepCall(number, step, push, deadline, patience, points, answer)
@@ -441,7 +443,7 @@ class Server:
         for the current step. If that is too short, raises TimeoutError, and the session stays here. Raises NoSession if
         the session is not here, or has ended here.
         """
-        session = self._find(id, begin)
+        session = self.find(id, begin)
         with blocking_wait(), session.changed:
             while session.busy:
                 if not session.changed.wait(patience):
@@ -544,7 +546,7 @@ class Server:
                 found = self._backpropagate(begin, item)
             return found, time.perf_counter() - began
 
-        together = (kind, begin, len(item.calls), hidden.shape[1:], hidden.dtype) if self._options.stack else None
+        together = (kind, begin, len(item.calls), hidden.shape[1:], hidden.dtype) if self.options.stack else None
         size = hidden.shape[0] * hidden.shape[1]
         found, seconds = self._run(kind, size, points, work, item, together if prompts is None else None)
         return self._reply(found, seconds)
@@ -594,7 +596,7 @@ class Server:
         argument. If there is also a key ``together``, the item may be stacked with the items of requests with an equal
         key.
         """
-        priority = float(self._options.prioritize(kind, size, points))  # if it is no number, only this caller fails
+        priority = float(self.options.prioritize(kind, size, points))  # if it is no number, only this caller fails
         return self._runtime.run(QueuedRequest(kind, size, priority, (work, item), together))
 
     def _run_blocks(
@@ -625,10 +627,10 @@ class Server:
 
     def _block(self, number: int) -> nn.Module:
         """Return a block; raise NotHere if this server does not have it."""
-        block = self._blocks.get(number)
+        block = self.blocks.get(number)
         if block is None:
             raise NotHere(
-                f"this server does not have block {number}, only {sorted(self._blocks)}: the swarm has moved it"
+                f"this server does not have block {number}, only {sorted(self.blocks)}: the swarm has moved it"
             )
         return block
 
@@ -643,8 +645,8 @@ class Server:
         """
         now = time.monotonic()
         for key, session in list(self._sessions.items()):
-            if now - session.used > self._options.session_timeout and not session.busy:
-                self._drop(key, session, f"nobody has used it for {self._options.session_timeout:g} s")
+            if now - session.used > self.options.session_timeout and not session.busy:
+                self._drop(key, session, f"nobody has used it for {self.options.session_timeout:g} s")
             session.expire(now)
         self._room.expire(now)
         return bool(self._sessions)
