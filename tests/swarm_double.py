@@ -6,13 +6,13 @@ class Swarm:
 
     __module__ = "nbdist.swarm.swarm"  # by which it is known to the shell
 
-    def __init__(self, count=30, servers=(), **more):
+    def __init__(self, count=30, servers=(), *, ended=False, **more):
         self.told = {"count": count, "bytes": 18_000_000 * count, "servers": list(servers)}
         self.told |= {"route": [], "session": None, "log": [], **more}
         self.killed = []
         self.listeners = []
         self.looks = 0
-        self.ended = False
+        self.ended = ended
 
     def __repr__(self):
         return f"<Swarm of {self.told['count']} blocks>"

@@ -287,7 +287,28 @@ def train_there(steps):
     return gradients
 
 
-def test_a_pass_in_a_context_of_another_worker(world):
+def listeners_of(agent, monkeypatch):
+    """The listeners to new contexts of an agent: those that it has now, and all that it got from now on."""
+    present, ever, own = [], [], agent.recorder.when_opened
+
+    def when_opened(then, wants_lines):
+        forget = own(then, wants_lines)
+        present.append(then)
+        ever.append(then)
+
+        def end():
+            forget()
+            if then in present:
+                present.remove(then)
+
+        return end
+
+    monkeypatch.setattr(agent.recorder, "when_opened", when_opened)
+    return present, ever
+
+
+def test_a_pass_in_a_context_of_another_worker(world, monkeypatch):
+    listeners, heard = listeners_of(world[1], monkeypatch)
     watcher = Watcher(paused=True)
     found = []
     watcher.begin(on_first(world, lambda: found.extend(rpc.rpc_sync("worker1", train_there, args=(2,)))))
@@ -307,7 +328,8 @@ def test_a_pass_in_a_context_of_another_worker(world):
     assert {watcher.backward.state_of(key) for key in wanted} == {"done"}
     assert watcher.count in (1, 2)  # as far as is known: it is told with each context that is worth a look
     assert watcher.trace() is watcher.backward.plan.trace  # of the last, whose context is over
-    wait_until(lambda: not world[1].recorder._watchers)  # it is told, and nobody waits for that
+    assert heard
+    wait_until(lambda: not listeners)  # it is told, and nobody waits for that
 
 
 def test_of_many_contexts_of_another_worker_some_are_looked_at(world):
@@ -392,7 +414,8 @@ def test_looking_makes_no_call_and_only_what_is_looked_at_is_noted(world):
     assert not calls
 
 
-def test_a_watch_of_the_users_own(world):
+def test_a_watch_of_the_users_own(world, monkeypatch):
+    listeners, _ = listeners_of(world[0], monkeypatch)
     x = leaf()
     with dist_autograd.context() as context_id:
         loss = forward(x)
@@ -411,7 +434,7 @@ def test_a_watch_of_the_users_own(world):
         wait_until(lambda: late.backward is not None)
         assert states(late) == states(watcher)
         assert not watcher.ended
-        assert world[0].recorder._watchers == []
+        assert listeners == []
     assert late.ended  # with the context
     assert late.backward is not None
 

@@ -191,8 +191,10 @@ def test_what_is_news_is_published_at_most_ten_times_a_second_and_what_is_none_i
 def test_who_has_said_that_somebody_looks_says_so_again(shown, monkeypatch):
     _, view, _ = shown
     monkeypatch.setattr("nbdist.views.widgets.view._LOOKING_SECONDS", 0.1)
+    looked, heard = view.looked, []
+    view.looked = lambda: heard.append(looked())
     view.receive({"press": "looking"})
-    wait_until(lambda: view._until)  # it was heard; `looking` may be over already
+    wait_until(lambda: heard)  # `looking` may be over already
     wait_until(lambda: not view.looking)
 
 

@@ -1,5 +1,7 @@
 """Rows of memory: the parts of a process, growth since the last look, few rows instead of many; on plain data."""
 
+import re
+
 from nbdist.cluster.inspection.census import Amount
 from nbdist.cluster.inspection.holdings import Holding, Holdings, WorkerMemory
 from nbdist.cluster.inspection.pins import Pin
@@ -111,7 +113,8 @@ def test_a_restarted_worker_starts_anew_and_says_so():
     lines = repr(table).splitlines()
     assert "started anew" in lines[2]
     assert "started anew" not in lines[1]
-    assert not [row for row in table._items if row.new or row.grown]
+    assert not [row for row in compare(rows_of(now), last) if row.new or row.grown]
+    assert not re.search(r" new |\+", repr(table))
     again = repr(MemoryTable(now, table.look))
     assert "started anew" not in again
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from types import SimpleNamespace
 
 import pytest
+from swarm_double import Swarm, server
 
+from nbdist import rpc
 from nbdist.errors import UsageError
 from nbdist.testing import World
 from nbdist.views.passes.watching import Watcher
@@ -15,50 +18,56 @@ from nbdist.views.widgets.card import RRefCard
 from nbdist.views.widgets.map import MapView
 from nbdist.views.widgets.panel import PanelView
 
-SWARM = SimpleNamespace(ended=False, snapshot=lambda: {"servers": [{"name": "worker0"}]})
-PANEL = SimpleNamespace(cluster=SimpleNamespace(names=["worker0"]))
 NO_BUTTON = r"there is no button 'fly': the page is of another version of nbdist; run the cell again"
 
 
+def map_view(*, ended=False):
+    swarm = Swarm(servers=[server("worker0", (0, 30))], ended=ended)
+    return MapView(swarm), swarm  # the view refers to the swarm weakly
+
+
+def panel_view():
+    return PanelView(SimpleNamespace(cluster=SimpleNamespace(names=["worker0"]), snapshot=dict)), None
+
+
+def backward_view():
+    return BackwardView(Watcher()), None
+
+
+def card_of_nothing():
+    card = RRefCard(rpc.remote("worker0", abs, args=(-1,)))
+    gc.collect()
+    return card, None
+
+
 @pytest.mark.parametrize(
-    ("view", "now", "message", "error", "text"),
+    ("make", "message", "error", "text"),
     [
+        (lambda: map_view(ended=True), {"press": "kill"}, UsageError, r"this swarm is over: it has no workers that"),
+        (map_view, {"press": "fly"}, UsageError, NO_BUTTON),
         (
-            MapView,
-            {"_swarm": lambda: None},
-            {"press": "kill"},
-            UsageError,
-            r"this swarm is over: it has no workers that",
-        ),
-        (MapView, {"_swarm": lambda: SWARM}, {"press": "fly"}, UsageError, NO_BUTTON),
-        (
-            MapView,
-            {"_swarm": lambda: SWARM},
+            map_view,
             {"press": "kill", "worker": "worker9"},
             UsageError,
             r"there is no 'worker9': the swarm has no server of that name",
         ),
         (
-            PanelView,
-            {"_panel": PANEL},
+            panel_view,
             {"press": "restart", "worker": "worker9"},
             UsageError,
             r"there is no 'worker9': the cluster has no worker of that name",
         ),
-        (PanelView, {"_panel": PANEL}, {"press": "fly", "worker": "worker0"}, UsageError, NO_BUTTON),
-        (BackwardView, {"_watcher": None}, {"press": "fly"}, UsageError, NO_BUTTON),
-        (
-            RRefCard,
-            {"_known": lambda: None},
-            {"press": "peek"},
-            LookupError,
-            r"the reference is gone, because no variable holds",
-        ),
+        (panel_view, {"press": "fly", "worker": "worker0"}, UsageError, NO_BUTTON),
+        (backward_view, {"press": "fly"}, UsageError, NO_BUTTON),
+        (card_of_nothing, {"press": "peek"}, LookupError, r"the reference is gone, because no variable holds"),
     ],
 )
-def test_presses_that_are_refused(view, now, message, error, text):
-    with pytest.raises(error, match=text):
-        view.press(SimpleNamespace(**now), message)
+def test_presses_that_are_refused(make, message, error, text):
+    with World(1) as world, world[0].activate():
+        view, _held = make()
+        with pytest.raises(error, match=text):
+            view.press(message)
+        view.close()
 
 
 def test_waiting_for_a_watched_cell():

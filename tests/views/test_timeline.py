@@ -167,19 +167,40 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
+def watches_of(world, monkeypatch):
+    """A mark for each listener to losses that the agents have got from now on and still have."""
+    present = []
+
+    def noted(agent, on_lost, listener):
+        remove, mark = on_lost(listener), object()
+        present.append(mark)
+
+        def end():
+            remove()
+            if mark in present:
+                present.remove(mark)
+
+        return end
+
+    for agent in world:
+        monkeypatch.setattr(agent, "on_lost", partial(noted, agent, agent.on_lost))
+    return present
+
+
 def test_one_that_is_dropped_or_interrupted_records_no_longer(monkeypatch):
     with World(2) as world, world[0].activate():
-        watches = sum(len(agent._on_lost) for agent in world)
+        watches = watches_of(world, monkeypatch)
         told = Timeline(world[0])
+        assert len(watches) == 2
         assert trace.listeners
         del told
         gc.collect()
         wait_until(lambda: not trace.listeners)
-        wait_until(lambda: sum(len(agent._on_lost) for agent in world) == watches)
+        wait_until(lambda: not watches)
 
         told = Timeline(world[0])
         with monkeypatch.context() as patched:
-            patched.setattr(told, "_each", interrupted)
+            patched.setattr("nbdist.views.timeline.timeline.ask_each", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 told.stop()
         assert trace.listeners
