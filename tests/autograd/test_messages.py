@@ -8,7 +8,7 @@ import torch
 from nbdist import autograd as dist_autograd
 from nbdist.autograd.graph import messages
 from nbdist.errors import ProtocolError, UsageError
-from nbdist.nn import cutting, pipeline_part
+from nbdist.nn import Pipeline, cutting, pipeline_part
 from nbdist.optim import saving
 
 
@@ -44,9 +44,17 @@ def test_a_list_of_stages_is_not_cut():
         cutting.parts_of([torch.nn.ReLU()], None, 1, [], "size", None)
 
 
-def test_what_a_stage_must_not_return():
+class Nested(torch.nn.Module):
+    """A stage that must not be before another one."""
+
+    def forward(self, x):
+        return x, [x]
+
+
+def test_what_a_stage_must_not_return(world):
+    pipe = Pipeline([Nested(), torch.nn.Linear(3, 1)], ["worker0", "worker1"], micro_batches=1)
     with pytest.raises(UsageError, match=r"a stage before the last must return a tensor, or a flat tuple"):
-        pipeline_part._check_output((torch.ones(2), [torch.ones(3)]))
+        pipe(torch.ones(2, 3))
 
 
 def test_a_step_whose_context_has_ended(world):

@@ -10,12 +10,13 @@ import weakref
 
 import pytest
 import torch
+from pipeline_models import inboxes, parts_of
 
 from nbdist import autograd as dist_autograd
-from nbdist import rpc
 from nbdist.errors import EncodeError, NotInitialized, UsageError, WorkerLost
 from nbdist.nn import Pipeline, Reference, cut
 from nbdist.nn.inbox import Abandoned
+from nbdist.nn.schedules import Op
 from nbdist.optim import DistributedOptimizer, clip_grad_norm_
 from nbdist.testing import World
 
@@ -57,18 +58,12 @@ def stages(count, width=WIDTH, dtype=torch.float32):
 def gradients_of(pipe, context_id):
     """By name of the state, wherever they are."""
     found = {}
-    for rref in pipe._parts:
-        found.update(rpc.rpc_sync(rref.owner(), gradients_there, args=(rref, context_id)))
+    for part in parts_of(pipe):
+        with part.agent.activate():
+            gradients = dist_autograd.get_gradients(context_id)
+        for stage in part.stages.values():
+            found |= {stage.prefix + name: gradients.get(each) for name, each in stage.module.named_parameters()}
     return found
-
-
-def gradients_there(rref, context_id):
-    gradients = dist_autograd.get_gradients(context_id)
-    return {
-        stage.prefix + name: gradients.get(parameter)
-        for stage in rref.local_value().stages.values()
-        for name, parameter in stage.module.named_parameters()
-    }
 
 
 def same(found, expected):
@@ -403,7 +398,7 @@ def test_losses_that_are_none(world):
 def test_nothing_stays_of_a_step_nor_of_a_pipeline(world):
     pipe = Pipeline(stages(3), ["worker0", "worker1", "worker2"])
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    parts = parts_of(pipe)
+    parts = [weakref.ref(part) for part in parts_of(pipe)]
 
     for _ in range(2):
         with dist_autograd.context():
@@ -415,28 +410,18 @@ def test_nothing_stays_of_a_step_nor_of_a_pipeline(world):
             pipe.train_step(x, y, mean_loss)
             dist_autograd.backward(context_id, [pipe(x).sum()])
     settle(lambda: live_tensors() <= tensors)
-    assert all(not part()._inboxes for part in parts)
+    assert all(part() for part in parts)
+    assert not inboxes()
     del pipe
     settle(lambda: not any(part() for part in parts))
 
 
-def parts_of(pipe):
-    for rref in pipe._parts:
-        rpc.rpc_sync(rref.owner(), remember, args=(rref,))
-    found = [weakref.ref(part) for part in _found]
-    _found.clear()
-    return found
-
-
-_found = []
-
-
-def remember(rref):
-    _found.append(rref.local_value())
-
-
 def live_tensors():
     gc.collect()
+    return tensors_in_memory()
+
+
+def tensors_in_memory():
     return sum(isinstance(value, torch.Tensor) for value in gc.get_objects())
 
 
@@ -759,26 +744,25 @@ def test_workers_that_have_lost_each_other_fail_the_step_though_the_driver_sees_
 
 def test_a_step_that_is_not_begun_everywhere_leaves_nothing(world):
     pipe = Pipeline(stages(2), ["worker0", "worker1"])
-    parts = parts_of(pipe)
     x = torch.randn(8, WIDTH)
     lock = threading.Lock()
     with dist_autograd.context():
         for _ in range(3):
             with pytest.raises(EncodeError):
                 pipe.train_step(x, x, lambda output, target: lock)
-    settle(lambda: not any(part()._inboxes for part in parts))
+    settle(lambda: not inboxes())
 
 
 def test_what_came_for_a_step_that_is_abandoned_before_it_begins_is_dropped(world):
     pipe = Pipeline(stages(2), ["worker0", "worker1"])
-    part = parts_of(pipe)[1]()
+    part = parts_of(pipe)[1]
     with world[1].activate():
         part.deliver(0, "F", 1, 0, 0, torch.ones(1))
-        assert part._inboxes
+        assert part.inbox(0).has(Op("F", 1, 0))
         part.abandon(0, None, "the test has had enough")
-        assert not part._inboxes
+        assert part.inbox(0) is None
         part.deliver(0, "F", 1, 1, 0, torch.ones(1))
-        assert not part._inboxes
+        assert part.inbox(0) is None
     with dist_autograd.context(), pytest.raises(Abandoned, match=r"had enough \(this worker had not begun the step\)"):
         pipe.train_step(torch.randn(8, WIDTH), torch.randn(8, WIDTH), mean_loss)
     with dist_autograd.context():
@@ -788,17 +772,13 @@ def test_what_came_for_a_step_that_is_abandoned_before_it_begins_is_dropped(worl
 def test_a_step_that_failed_is_not_kept_by_its_error(world):
     pipe = Pipeline(stages(2), ["worker0", "worker1"])
     x = torch.randn(8, WIDTH)
-    gc.collect()
+    before = live_tensors()
     gc.disable()
     try:
         with dist_autograd.context():
             for _ in range(3):
                 with pytest.raises(FloatingPointError):
                     pipe.train_step(x, x, nan_loss)
-        settle(lambda: not any(step._kept or step._inputs for step in all_steps()), collect=False)
+        settle(lambda: tensors_in_memory() <= before, collect=False)
     finally:
         gc.enable()
-
-
-def all_steps():
-    return [thing for thing in gc.get_objects() if type(thing).__name__ == "_Step"]

@@ -7,6 +7,7 @@ import traceback
 
 import pytest
 import torch
+from pipeline_models import parts_of
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
@@ -222,6 +223,12 @@ def test_a_worker_that_ends_while_its_stage_waits_leaves_no_thread():
         wait_until(lambda: len(takers()) <= len(before))
 
 
+def abandon(pipe, context_id):
+    for part in parts_of(pipe):
+        with part.agent.activate():
+            part.abandon(0, context_id, "the test has had enough")
+
+
 def test_a_step_that_is_held_can_be_given_up(world):
     pipe = pipeline()
     held = threading.Event()
@@ -243,7 +250,7 @@ def test_a_step_that_is_held_can_be_given_up(world):
     wait_until(lambda: world[0].recorder.contexts.all())
     context = world[2].recorder.contexts.all()[0]
     wait_until(lambda: context.watch is not None and context.watch.halted)
-    pipe._abandon(0, context.id, "the test has had enough")
+    abandon(pipe, context.id)
     thread.join(20)
     assert not thread.is_alive()
     assert "the test has had enough" in str(failed[0])
@@ -251,7 +258,6 @@ def test_a_step_that_is_held_can_be_given_up(world):
 
 def test_a_step_that_is_given_up_before_a_worker_begins_it_says_why(world):
     pipe = pipeline()
-    for told in pipe._abandon(0, None, "the test has had enough"):
-        told.wait()
+    abandon(pipe, None)
     with pytest.raises(Abandoned, match=r"the test has had enough \(this worker had not begun the step\)"):
         step(pipe)
