@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import nbdist
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.graph import forward_nans
-from nbdist.autograd.graph.forward_nans import holds_nan
+from nbdist.autograd.graph.forward_nans import NanCheck, holds_nan
 from nbdist.errors import ForwardNaN, UsageError
 from nbdist.nn import Pipeline
 from nbdist.torch_private import function_modes, torch_version
@@ -724,7 +723,8 @@ def test_nothing_else_can_be_checked(world, given):
 
 
 def test_which_functions_work_in_place():
+    check, overwritten = NanCheck("worker0", str), (torch.tensor([float("nan")]),)
     for name in ("add_", "__iadd__", "__ior__", "_foreach_add_", "zero_"):
-        assert forward_nans._is_in_place(name), name
+        assert check.before(name, overwritten, {}), name
     for name in ("add", "__invert__", "__index__", "__init__", "_foreach_add", "__add__"):
-        assert not forward_nans._is_in_place(name), name
+        assert not check.before(name, overwritten, {}), name

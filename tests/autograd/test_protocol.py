@@ -189,23 +189,24 @@ def run_and_compare(seed):
 @pytest.fixture
 def hasty(monkeypatch):
     """When a thread has run what it can, another begins to take note that the marking is over, and is held up there."""
-    flying, run = [], Part.run
+    nets, run = [], Part.run
     cut_short = []
 
     def run_and_be_told(part, before_step):
         waits = run(part, before_step)
-        for message in flying[0]:
+        for message in nets[0].flying:
             told = getattr(message, "args", None)
             if told and type(told[0]) is messages.Marked:
                 receiver = message.func.__self__
-                theirs = getattr(receiver, "passes", receiver)._runs.get(told[0].id)
-                if theirs is not None and theirs.part is part:
+                (worker,) = [each for each in nets[0].workers if receiver in (each, each.passes)]
+                theirs = [each for context in worker.contexts.all() for each in context.runs.values()]
+                if any(each.head.id == told[0].id and each.part is part for each in theirs):
                     cut_short.append(part.unsure)
                     part.end_marking()
         return waits
 
     monkeypatch.setattr(Part, "run", run_and_be_told)
-    monkeypatch.setattr(Net, "__init__", _then(Net.__init__, lambda net: flying.insert(0, net.flying)))
+    monkeypatch.setattr(Net, "__init__", _then(Net.__init__, lambda net: nets.insert(0, net)))
     yield
     assert any(cut_short), "it did not come to that"
 

@@ -14,7 +14,8 @@ from hypothesis import given
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.autograd.passes import claims, ddp, pass_driver, worker_part
+from nbdist.autograd.passes import claims, ddp, worker_part
+from nbdist.channel import machine
 from nbdist.testing import Faults, World
 
 PATIENCE = 20
@@ -30,7 +31,7 @@ def threads(monkeypatch):
     """So many may run a pass on a worker."""
 
     def limit(most):
-        monkeypatch.setattr(pass_driver, "_most_threads", lambda: most)
+        monkeypatch.setattr(machine, "cores", lambda: most * torch.get_num_threads())
         monkeypatch.setattr(ddp, "living", {})  # with such modules a pass has one thread, and other tests have some
 
     return limit
@@ -186,7 +187,7 @@ def disorderly():
 @given(program=programs)
 def test_any_program_with_many_threads(disorderly, program):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pass_driver, "_most_threads", lambda: 4)
+        patch.setattr(machine, "cores", lambda: 4 * torch.get_num_threads())
         run, moments = worker_part.run_backward, random.Random(0)
 
         def slowly(*args, **options):

@@ -98,7 +98,7 @@ class PendingCalls:
         """The calls without an answer, by id."""
         self._due: list[tuple[float, int]] = []
         """A heap of (next moment to check the call, id). Calls that have ended stay in it until their moment."""
-        self._frozen: set[int] = set()
+        self.frozen_by: set[int] = set()
         """The agents, by incarnation, that want all clocks stopped."""
         self._frozen_at = 0.0
         self._lock = lock
@@ -170,7 +170,7 @@ class PendingCalls:
         Infinite while the clocks are stopped, or if there is none.
         """
         due = self._due
-        return due[0][0] if due and not self._frozen else math.inf
+        return due[0][0] if due and not self.frozen_by else math.inf
 
     def freeze(self, who: int, now: float) -> None:
         """Stop the clocks of all calls until `thaw`, because the agent with the incarnation ``who`` wants it.
@@ -179,9 +179,9 @@ class PendingCalls:
         made meanwhile gets its whole time afterwards.
         """
         with self._lock:
-            if not self._frozen:
+            if not self.frozen_by:
                 self._frozen_at = now
-            self._frozen.add(who)
+            self.frozen_by.add(who)
 
     def thaw(self, who: int, now: float) -> None:
         """Restart the clocks that ``who`` wanted stopped, unless another agent still wants that.
@@ -189,10 +189,10 @@ class PendingCalls:
         Does nothing if ``who`` did not stop any. The arguments are those of `freeze`.
         """
         with self._lock:
-            if who not in self._frozen:
+            if who not in self.frozen_by:
                 return
-            self._frozen.discard(who)
-            if self._frozen:
+            self.frozen_by.discard(who)
+            if self.frozen_by:
                 return
             for call in self.all():
                 call.spared += now - max(call.started, self._frozen_at)
@@ -206,7 +206,7 @@ class PendingCalls:
         half: list[Pending] = []
         over: list[Pending] = []
         with self._lock:
-            while self._due and self._due[0][0] <= now and not self._frozen:
+            while self._due and self._due[0][0] <= now and not self.frozen_by:
                 _, id = heapq.heappop(self._due)
                 call = self._calls.get(id)
                 if call is None:
