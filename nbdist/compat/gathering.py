@@ -44,7 +44,15 @@ from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.futures import Future
 
-__all__ = ["all_gather", "broadcast_to_followers", "fail_gathering", "gather_from_subtree", "gather_to_leader"]
+__all__ = [
+    "TreePlace",
+    "all_gather",
+    "broadcast_to_followers",
+    "fail_gathering",
+    "gather_from_subtree",
+    "gather_to_leader",
+    "tree_place",
+]
 
 
 _FAN_OUT = 16
@@ -58,7 +66,7 @@ _TOLD_WITHIN = 5.0
 
 
 @dataclass
-class _Place:
+class TreePlace:
     """The place of a member in the tree of its group. Member i, from 0, is the parent of 16i + 1 to 16i + 16."""
 
     above: list[str]
@@ -73,7 +81,7 @@ class _Place:
         return [*self.above[:1], *self.children]
 
 
-def _place(names: Sequence[str], me: str) -> _Place:
+def tree_place(names: Sequence[str], me: str) -> TreePlace:
     """Return the place of member ``me`` in the group of ``names``, which are sorted."""
     size = len(names)
     index = number = names.index(me) if me in names else size
@@ -86,7 +94,7 @@ def _place(names: Sequence[str], me: str) -> _Place:
     while first < size:
         below.update(names[first : last + 1])
         first, last = first * _FAN_OUT + 1, (last + 1) * _FAN_OUT
-    return _Place(above, list(names[index * _FAN_OUT + 1 : (index + 1) * _FAN_OUT + 1]), below)
+    return TreePlace(above, list(names[index * _FAN_OUT + 1 : (index + 1) * _FAN_OUT + 1]), below)
 
 
 class _Round:
@@ -197,7 +205,7 @@ def broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> Non
     try:
         if len(objects_map) > _FAN_OUT + 1:
             timeout = -1.0 if gathering is None else gathering.timeout
-            _broadcast(sequence_id, objects_map, _place(sorted(objects_map), agent.me.name).children, timeout)
+            _broadcast(sequence_id, objects_map, tree_place(sorted(objects_map), agent.me.name).children, timeout)
     finally:
         if gathering is not None:  # else this member has sent its objects, and then given up
             gathering.whole.try_settle(objects_map, None)
@@ -232,7 +240,7 @@ def _tell_failed(
     """
     plain = type(error)(str(error))  # without frames, notes and causes
     teller = "" if to_leader else agent.me.name
-    for name in [names[0]] if to_leader else _place(names, agent.me.name).neighbours:
+    for name in [names[0]] if to_leader else tree_place(names, agent.me.name).neighbours:
         if name != but:
             with contextlib.suppress(NbdistError):  # if this member is lost, nobody must tell it
                 agent.call(name, fail_gathering, list(names), number, teller, plain, timeout=_TOLD_WITHIN)
@@ -250,7 +258,7 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
     everybody = [record.name for record in agent.members()]
     names = sorted(set(worker_names) if worker_names else everybody)
     me = agent.me.name
-    place = _place(names, me)
+    place = tree_place(names, me)
     group = agent.me.incarnation, _group_id(names)
     with _lock:
         number = _numbers[group]
@@ -295,7 +303,7 @@ def all_gather(obj: Any, worker_names: Collection[str] | None, timeout: float) -
 class _Wait:
     """The waits of one member in one call of `all_gather`."""
 
-    def __init__(self, agent: Agent, names: Sequence[str], number: int, place: _Place, deadline: float) -> None:
+    def __init__(self, agent: Agent, names: Sequence[str], number: int, place: TreePlace, deadline: float) -> None:
         """Prepare the waits, which end with RpcTimeout at the ``deadline``, a time of `time.monotonic`."""
         self._agent = agent
         self._names = names

@@ -7,6 +7,7 @@ import pytest
 
 from nbdist import Interrupted, RpcTimeout, UnknownWorker, WorkerLost
 from nbdist.compat import gathering
+from nbdist.rpc.futures import Future
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.testing import World
 
@@ -74,7 +75,7 @@ def left_behind(world):
 @pytest.mark.parametrize("size", [1, 2, 17, 18, 19, 273, 274, 1000])
 def test_each_member_has_one_place(size):
     names = [f"{number:04}" for number in range(size)]
-    places = {name: gathering._place(names, name) for name in names}
+    places = {name: gathering.tree_place(names, name) for name in names}
     assert places[names[0]].above == []
     assert places[names[0]].below == set(names)
     for name, place in places.items():
@@ -86,7 +87,7 @@ def test_each_member_has_one_place(size):
 
 def test_a_small_group_is_a_star():
     names = [f"{number:02}" for number in range(17)]
-    assert gathering._place(names, "00").children == names[1:]
+    assert gathering.tree_place(names, "00").children == names[1:]
 
 
 def test_every_member_has_all_objects_again_and_again(names):
@@ -191,18 +192,17 @@ def test_a_member_that_has_its_answer_may_leave_before_the_others_have_theirs(na
 @pytest.mark.parametrize("interrupted", [0, 1], ids=["leader", "inner"])
 def test_nobody_waits_for_a_member_that_is_interrupted(names, monkeypatch, interrupted, when):
     """Before it has all objects below it, all others fail; after that, all others have the objects."""
-    who, until = names[interrupted], gathering._Wait.until
-
-    def interrupt(self, outcome):
-        of_all = (
-            outcome is not gathering._rounds[self._agent.me.incarnation, gathering._sequence_id(names, 0)].collected
-        )
-        if self._agent.me.name == who and (of_all or when == "before"):
-            raise KeyboardInterrupt
-        return until(self, outcome)
-
-    monkeypatch.setattr(gathering._Wait, "until", interrupt)
+    who, wait = names[interrupted], Future.wait
     with World(MANY) as world:
+        (own,) = [agent.me.incarnation for agent in world if agent.me.name == who]
+
+        def interrupt(outcome, *args):
+            rounds = [each for (incarnation, _), each in list(gathering._rounds.items()) if incarnation == own]
+            if any(outcome is each.whole or (when == "before" and outcome is each.collected) for each in rounds):
+                raise KeyboardInterrupt
+            return wait(outcome, *args)
+
+        monkeypatch.setattr(Future, "wait", interrupt)
         gatherings = Gatherings(world)
         gatherings.begin(names)
         results = gatherings.ends()
@@ -219,13 +219,22 @@ def test_nobody_waits_for_a_member_that_is_interrupted(names, monkeypatch, inter
 
 
 def test_what_comes_for_a_round_that_has_failed_is_dropped(names):
-    with World(MANY) as world, world[0].activate():
-        number = gathering._numbers[world[0].me.incarnation, gathering._group_id(names)] = 3
-        gathering.gather_from_subtree(gathering._sequence_id(names, number - 1), names[1], {names[1]: 1})
+    """What comes for a round that the leader has not begun is kept."""
+    with World(MANY) as world:
+        agents = {agent.me.name: agent for agent in world}
+
+        def gather_alone(name, timeout):
+            with agents[name].activate(), pytest.raises(RpcTimeout):
+                gathering.all_gather(name, names, timeout)
+
+        leader, leaf = names[0], names[16]
+        gather_alone(leader, 0.1)
+        gather_alone(leaf, 1.0)
         assert not left_behind(world)
-        gathering.gather_from_subtree(gathering._sequence_id(names, number), names[1], {names[1]: 1})
-        (new,) = left_behind(world)
-        del gathering._rounds[new]
+        gather_alone(leaf, 1.0)  # for the next round
+        assert has_part_of(agents[leader], leaf)
+        gather_alone(leader, 0.1)
+        assert not left_behind(world)
 
 
 def test_an_unknown_member_fails_all(names):

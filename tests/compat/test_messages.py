@@ -46,12 +46,12 @@ class Engines(list):
     ("use", "error", "text"),
     [
         (
-            lambda: agents.FaultyTensorPipeAgent._channel_wrapper(rpc.RpcBackendOptions()),
+            lambda: agents.FaultyTensorPipeAgent(None, "a", 0, 1, rpc.RpcBackendOptions()),
             TypeError,
             r"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`, not ",
         ),
         (
-            lambda: backend_registry._start(None, "a", 0, 1, 5),
+            lambda: backend_registry.BackendType.TENSORPIPE.value.init_backend_handler(None, "a", 0, 1, 5),
             TypeError,
             r"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, not 5",
         ),
@@ -155,16 +155,23 @@ def test_torchs_words_for_a_reference_after_the_end():
             words.refuse_rref(NotInitialized("ended"), "to_here()", ended)
 
 
-def test_all_gather_that_is_called_unequally_or_of_workers_that_are_gone():
+def test_all_gather_that_is_called_unequally():
     with World(2) as world, world[0].activate():
         gathering.gather_to_leader("round 1", "worker1", 3, ["worker0", "worker1"])
         with pytest.raises(RuntimeError, match=r"worker1 has sent its part of round 1 before: all workers must call"):
             gathering.gather_to_leader("round 1", "worker1", 3, ["worker0", "worker1"])
+
+
+def test_all_gather_whose_answer_does_not_reach_a_worker():
+    with World(2) as world, world[0].activate():
+        names = ["worker0", "worker1"]
+        with world[1].activate(), pytest.raises(RpcTimeout):
+            gathering.all_gather(1, names, 1)  # until then its object is here
         world.kill(1)
         with pytest.raises(
             RpcTimeout, match=r"worker1 timed out in _all_gather after 5.00 seconds; the first error was"
         ):
-            gathering._broadcast("round 1", {}, ["worker1"], 5)
+            gathering.all_gather(0, names, 5)
 
 
 def test_the_notebook_has_imported_ipyparallel_itself(monkeypatch):
@@ -186,6 +193,6 @@ def test_flags_that_hide_pythonpath(monkeypatch):
 
 
 def test_torchs_own_rpc_runs(monkeypatch):
-    monkeypatch.setattr(substitution, "_torch_rpc_runs", lambda: True)
+    monkeypatch.setattr(substitution, "torch_rpc", lambda: SimpleNamespace(_is_current_rpc_agent_set=lambda: True))
     with pytest.raises(UsageError, match=r"torch's own RPC is running in this process, so nbdist cannot replace it"):
         substitution.install()
