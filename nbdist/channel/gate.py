@@ -36,7 +36,7 @@ class Gate:
         self._gate = select.epoll()
         self._gate.register(self.news, select.EPOLLIN)
         self._lock = threading.RLock()  # reentrant: a user's ``__del__`` may run while it is held, and call this gate
-        self._owner = 0
+        self.owner = 0
         """The ident of the thread that has shut the gate; 0 while it is open."""
         self._since = 0.0
         """The moment at which the gate was last shut, as of `time.monotonic`."""
@@ -49,7 +49,7 @@ class Gate:
         """
         if self._gate.poll(timeout, 1):
             return True
-        owner = self._owner
+        owner = self.owner
         if owner and time.monotonic() - self._since > OPEN_AFTER:
             return not self._open(owner, blocking=False)
         return False
@@ -64,29 +64,25 @@ class Gate:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            if self._owner:
+            if self.owner:
                 return False
             # Set the owner first: if Ctrl-C comes right after, `open` still knows that the gate may be shut.
             me = threading.get_ident()
-            self._since, self._owner = time.monotonic(), me
+            self._since, self.owner = time.monotonic(), me
             self._let_through(0)
-            if self._owner == me:
+            if self.owner == me:
                 return True
             self._let_through(select.EPOLLIN)  # a signal handler has made a call here, and opened the gate after it
             return False
         finally:
             self._lock.release()
 
-    def is_shut_by(self, thread: int) -> bool:
-        """Return whether the thread with this ident has shut the gate."""
-        return self._owner == thread
-
     def open(self, owner: int) -> None:
         """Let files wake the threads in `wait` again, if the thread with the ident ``owner`` still keeps the gate shut.
 
         A file that is still readable then wakes a thread. Otherwise this does nothing.
         """
-        if self._owner == owner:
+        if self.owner == owner:
             self._open(owner, blocking=True)
 
     def _open(self, owner: int, *, blocking: bool) -> bool:
@@ -94,9 +90,9 @@ class Gate:
         if not self._lock.acquire(blocking=blocking):
             return False
         try:
-            if self._owner == owner:
+            if self.owner == owner:
                 self._let_through(select.EPOLLIN)
-                self._owner = 0
+                self.owner = 0
             return True
         finally:
             self._lock.release()
@@ -114,7 +110,7 @@ class Gate:
         Only the child may call this.
         """
         self._lock = threading.RLock()
-        self._owner = 0
+        self.owner = 0
 
     def close(self) -> None:
         """Close both epolls. No thread may be in `wait`."""

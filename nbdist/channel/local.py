@@ -125,8 +125,9 @@ class LocalChannel:
             except OSError as error:
                 raise ChannelError(f"cannot listen at {path}: {error}") from error
             self._listener.listen(1024)
-            self._gate = Gate()
-            undo.callback(self._gate.close)
+            self.gate = Gate()
+            """Where readers sleep until a file is readable."""
+            undo.callback(self.gate.close)
             self._guests = undo.enter_context(select.epoll())
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._wake)
@@ -177,7 +178,7 @@ class LocalChannel:
         guest reads its answer.
         """
         self._guests.register(file, _READABLE_ONCE)
-        self._gate.news.register(file, _READABLE_ONCE)
+        self.gate.news.register(file, _READABLE_ONCE)
 
     @property
     def readers(self) -> int:
@@ -197,7 +198,7 @@ class LocalChannel:
             # Read this once, here: when this thread gets the lock, another thread may have taken everything.
             has_some = bool(self._arrived or self._ready or self._more_beside)
             if has_some:
-                events = () if self._arrived else self._wait(self._guests if guest else self._gate.news, 0) or ()
+                events = () if self._arrived else self._wait(self._guests if guest else self.gate.news, 0) or ()
             elif (watched := self._watch(timeout, guest, soon)) is not None:
                 events = watched
             else:
@@ -216,7 +217,7 @@ class LocalChannel:
                     self._gather()
                 message = self._arrived.popleft() if self._arrived else None
             if soon:
-                self._gate.open(threading.get_ident())
+                self.gate.open(threading.get_ident())
             if message is not None:
                 frames = message if isinstance(message, list) else self._cut_into_frames(message)
                 if frames is not None:
@@ -236,17 +237,17 @@ class LocalChannel:
         Returns () after ``timeout`` seconds, and None if this thread was woken but another thread has read the file.
         """
         me, begun, spinning = threading.get_ident(), time.monotonic(), self._spinning[guest]
-        looks = (guest and self._gate.is_shut_by(me)) or (
-            (guest or soon) and self._may_look and spinning.is_worth_while and self._gate.shut()
+        looks = (guest and self.gate.owner == me) or (
+            (guest or soon) and self._may_look and spinning.is_worth_while and self.gate.shut()
         )
         events: Sequence[tuple[int, int]] | None = ()
         looked = 0.0
         if looks:
             look_until = begun + (POLL_SECONDS if timeout is None else min(POLL_SECONDS, timeout))
-            events = self._wait(self._guests if guest else self._gate.news, timeout, look_until)
+            events = self._wait(self._guests if guest else self.gate.news, timeout, look_until)
             looked = time.monotonic() - begun
             if not events:
-                self._gate.open(me)
+                self.gate.open(me)
         if not events:
             events = self._wait(self._guests if guest else None, timeout)
         if guest or soon:
@@ -280,8 +281,8 @@ class LocalChannel:
                 pass
             elif epoll is not None:
                 events = epoll.poll(timeout, _EVENTS_PER_POLL)
-            elif self._gate.wait(timeout):
-                events = self._gate.news.poll(0, _EVENTS_PER_POLL) or None
+            elif self.gate.wait(timeout):
+                events = self.gate.news.poll(0, _EVENTS_PER_POLL) or None
             self._waiting.discard(me)
             this_thread.is_closed = was_closed
             return events
@@ -409,7 +410,7 @@ class LocalChannel:
             _log.warning("dropped what process %d sent, and its connection: %s", peer_of(incoming.socket)[0], error)
         # Closing the socket is not enough: while a forked process has it, the epolls keep reporting it.
         self._guests.unregister(number)
-        self._gate.news.unregister(number)
+        self.gate.news.unregister(number)
         del self._incoming[number]
         self._ready.discard(number)
         incoming.socket.close()
@@ -420,11 +421,11 @@ class LocalChannel:
         The thread must then call ``receive(guest=True)`` and `expect_no_more`. Does nothing if it would sleep anyway.
         """
         if self._may_look and self._spinning[True].is_worth_while:
-            self._gate.shut()
+            self.gate.shut()
 
     def expect_no_more(self) -> None:
         """Let messages wake readers again, if the calling thread's `expect` still prevents it."""
-        self._gate.open(threading.get_ident())
+        self.gate.open(threading.get_ident())
 
     def call(self) -> None:
         """Make ``receive(guest=True)`` return None, again and again until `called`. Does nothing once closed."""
@@ -483,7 +484,7 @@ class LocalChannel:
             return
         self._closed = True
         self._may_look = False
-        self._gate.forked()
+        self.gate.forked()
         for link in list(self._links):
             link.forked()
         self._outbox.release()

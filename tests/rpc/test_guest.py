@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import workers
 
 from nbdist import rpc, trace
-from nbdist.channel import gate, local
+from nbdist.channel import gate, local, machine
 from nbdist.errors import EncodeError, RpcTimeout, WorkerLost
+from nbdist.rpc.calls.waiting_reader import WaitingReader
 from nbdist.rpc.futures import Latch
 from nbdist.testing import World
 from nbdist.wire import usual
@@ -63,7 +66,7 @@ def test_where_one_thread_reads_there_are_no_guests(channel, readers):
 def test_what_somebody_else_settles_ends_the_wait(pair):
     guest = pair[0].read_as_guest
     for _ in range(3):
-        guest.__self__._rest = 0
+        guest.__self__.skips = 0
         outcome = Latch()
         threading.Timer(0.05, outcome.try_settle, (7, None)).start()
         start = time.monotonic()
@@ -77,14 +80,18 @@ def test_what_somebody_else_settles_ends_the_wait(pair):
 
 def test_what_is_settled_before_or_by_a_call_that_comes_too_late(pair):
     guest = pair[0].read_as_guest
-    outcome = Latch()
-    outcome.try_settle(1, None)
+    outcome, seen = Latch(), []
+    threading.Timer(0.05, lambda: (seen.append(outcome.on_settle), outcome.try_settle(1, None))).start()
     assert outcome.wait(guest) == 1
-    guest.__self__._call()  # by who saw the guest before it left
+    skips = guest.__self__.skips
+    seen[0]()  # by who saw the guest before it left
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.2
-    assert not guest.__self__._rest
+    assert guest.__self__.skips == skips
+    outcome = Latch()
+    outcome.try_settle(1, None)
+    assert outcome.wait(guest) == 1
 
 
 def test_what_is_asked_of_a_worker_whose_main_thread_reads_runs_elsewhere(pair, readers):
@@ -126,7 +133,7 @@ def test_a_fault_of_ours_while_reading_is_not_the_callers(pair, caplog):
 
     pair[0].handle_cast("fault", fault)
     for _ in range(5):
-        pair[0].read_as_guest.__self__._rest = 0
+        pair[0].read_as_guest.__self__.skips = 0
         cast = Cast("fault", b"", Payload())
         threading.Timer(0.05, pair[1].post, (pair[0].me.incarnation, cast)).start()
         assert rpc.rpc_sync("worker1", workers.sleep, args=(0.15,)) == 0.15
@@ -288,17 +295,21 @@ def test_ctrl_c_in_a_child_that_another_thread_forks():
 
 def test_who_calls_a_guest_that_is_leaving_calls_nobody(pair, monkeypatch):
     """The settler has seen the guest, which leaves before it is called: nobody must be called for good."""
-    guest, outcome = pair[0].read_as_guest.__self__, Latch()
+    guest, channel, outcome = pair[0].read_as_guest.__self__, pair[0].channel, Latch()
     real, leave = threading.get_ident, threading.Event()
     settler = threading.Thread(target=lambda: outcome.try_settle(1, None))
 
     def get_ident():
         if real() == settler.ident and not leave.is_set():
             leave.set()
-            pair[0].channel.wake()  # the guest finds that it is settled, and wants to leave
+            channel.wake()  # the guest finds that it is settled, and wants to leave
             time.sleep(0.1)
         return real()
 
+    calls = []
+    for name in ("call", "called"):
+        real_one = getattr(channel, name)
+        monkeypatch.setattr(channel, name, lambda name=name, real_one=real_one: (calls.append(name), real_one()))
     monkeypatch.setattr("nbdist.rpc.calls.waiting_reader.threading.get_ident", get_ident)
     threading.Timer(0.1, settler.start).start()
     assert outcome.wait(guest.read) == 1
@@ -306,7 +317,7 @@ def test_who_calls_a_guest_that_is_leaving_calls_nobody(pair, monkeypatch):
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.2
-    assert not guest._is_called
+    assert calls[-1:] != ["call"], "the next guest would be called in vain"
 
 
 # --- the gate, which keeps what comes from waking others --------------------------------------------
@@ -316,60 +327,85 @@ OWNERS = []
 
 
 def note_owner():
-    OWNERS.append(WORLD[0][0].channel._gate._owner)
+    OWNERS.append(WORLD[0][0].channel.gate.owner)
 
 
 WORLD = []
 
 
+class Steady:
+    """What stands in for `Spinning`: each wait begins with a look, or none does."""
+
+    def __init__(self, is_worth_while):
+        self.is_worth_while = is_worth_while
+
+    def waited(self, seconds, looked=0.0):
+        pass
+
+
 @pytest.fixture
-def brisk(pair):
-    """A world whose last calls were so quick that who waits looks without sleeping."""
-    WORLD[:] = [pair]
-    OWNERS.clear()
-    for _ in range(20):
-        pair[0].channel._spinning[True].is_worth_while = True
-        rpc.rpc_sync("worker1", workers.identity, args=(1,))
-    pool = pair[0].channel._spinning[False]
-    pool.waited, pool.is_worth_while = lambda *_: None, False  # a thread of the pool that looks shuts the gate, too
-    workers.eventually(lambda: pair[0].channel._gate._owner == 0)
-    pair[0].channel._may_look = pair[0].channel._spinning[True].is_worth_while = True
-    yield pair
-    workers.eventually(lambda: pair[0].channel._gate._owner == 0)
-    WORLD.clear()
+def brisk(monkeypatch):
+    """A world in which guests look without sleeping, and threads of the pool, which would shut the gate too, never."""
+    monkeypatch.setattr(machine, "cores", lambda: 2)  # on a single core nobody looks
+    of_readers_and_of_guests = itertools.cycle([Steady(False), Steady(True)])
+    monkeypatch.setattr(local, "Spinning", lambda: next(of_readers_and_of_guests))
+    with World(2, channel="local") as world, world[0].activate():
+        WORLD[:] = [world]
+        OWNERS.clear()
+        for _ in range(20):
+            rpc.rpc_sync("worker1", workers.identity, args=(1,))
+        workers.eventually(lambda: world[0].channel.gate.owner == 0)
+        yield world
+        workers.eventually(lambda: world[0].channel.gate.owner == 0)
+        WORLD.clear()
 
 
 @pytest.mark.skipif(not usual.IS_ON, reason="NBDIST_USUAL=0: a guest leaves each answer to the pool, and rests")
 def test_the_gate_is_shut_while_the_caller_looks_and_open_afterwards(brisk, monkeypatch):
     monkeypatch.setattr(local, "POLL_SECONDS", 10.0)  # it looks until the answer is there, however long that takes
     rpc.rpc_sync("worker1", note_owner)
-    assert brisk[0].channel._gate._owner == 0
+    assert brisk[0].channel.gate.owner == 0
     assert OWNERS.pop() == threading.get_ident()
 
 
 def is_opened():
     """Return whether worker0's gate is opened, by its owner alone, while this call runs."""
     with contextlib.suppress(AssertionError):
-        workers.eventually(lambda: WORLD[0][0].channel._gate._owner == 0, timeout=5)
+        workers.eventually(lambda: WORLD[0][0].channel.gate.owner == 0, timeout=5)
         return True
     return False
 
 
-@pytest.mark.parametrize("kind", ["rests", "in a mode", "taken"])
+@pytest.mark.parametrize("kind", ["rests", "in a mode"])
 def test_a_caller_that_does_not_read_leaves_the_gate_open(brisk, monkeypatch, kind):
     monkeypatch.setattr(local, "POLL_SECONDS", 1000.0)
     monkeypatch.setattr(gate, "OPEN_AFTER", 1000.0)
     guest = brisk[0].read_as_guest.__self__
     if kind == "rests":
-        guest._rest = 1
-    if kind == "taken":
-        guest._free.acquire()
-    try:
-        with torch.inference_mode(kind == "in a mode"):
-            assert rpc.rpc_sync("worker1", is_opened, timeout=20)
-    finally:
-        if kind == "taken":
-            guest._free.release()
+        guest.skips = 1
+    with torch.inference_mode(kind == "in a mode"):
+        assert rpc.rpc_sync("worker1", is_opened, timeout=20)
+
+
+def test_a_caller_beside_the_guest_leaves_the_gate_open():
+    """While another thread is the guest, as a fake channel has it: a real guest would shut the gate itself."""
+    is_guest, answer, opened = threading.Event(), threading.Event(), []
+    channel = SimpleNamespace(
+        expect_no_more=lambda: opened.append(threading.get_ident()), has_more=lambda: False, call=answer.set
+    )
+    channel.called = answer.clear
+    reader = WaitingReader(
+        channel, SimpleNamespace(closed=False), lambda _: is_guest.set() or (answer.wait(20) and None), print
+    )
+    outcome = Latch()
+    guest = threading.Thread(target=outcome.wait, args=(reader.read,))
+    guest.start()
+    assert is_guest.wait(20)
+    reader.read(Latch())
+    assert opened == [threading.get_ident()]
+    outcome.try_settle(1, None)
+    guest.join(20)
+    assert opened == [threading.get_ident(), guest.ident]
 
 
 def test_a_caller_whose_answer_takes_long_sleeps_with_the_gate_open(brisk, monkeypatch):
@@ -384,16 +420,16 @@ def test_a_call_that_is_not_sent_leaves_the_gate_open(brisk):
 
     with pytest.raises(EncodeError, match="not this one"):
         rpc.rpc_sync("worker1", workers.identity, args=(Unsendable(),))
-    assert brisk[0].channel._gate._owner == 0
+    assert brisk[0].channel.gate.owner == 0
     brisk[1].close("is gone")
     with pytest.raises(WorkerLost):
         rpc.rpc_sync("worker1", workers.identity, args=(1,))
-    assert brisk[0].channel._gate._owner == 0
+    assert brisk[0].channel.gate.owner == 0
 
 
 def test_a_gate_left_shut_does_not_keep_messages_for_long(brisk):
     """As after a Ctrl-C between the send and the wait."""
-    shut = threading.Thread(target=brisk[0].channel._gate.shut)
+    shut = threading.Thread(target=brisk[0].channel.gate.shut)
     shut.start()
     shut.join()
     with brisk[1].activate():

@@ -44,9 +44,9 @@ class WaitingReader:
     ) -> None:
         self._channel, self._links = channel, links
         self._read, self._submit = read, submit
-        self._rest = 0
+        self.skips = 0
         """The number of next waits that must sleep on a lock."""
-        self._rest_next = 1
+        self._next_skips = 1
         """The number of waits that must sleep on a lock after the next failure."""
         self._free = threading.Lock()
         """Held by the guest."""
@@ -64,8 +64,8 @@ class WaitingReader:
         reading did not save time (`_read_less_often`). Then the caller sleeps on ``outcome``.
         """
         try:
-            if self._rest:
-                self._rest -= 1
+            if self.skips:
+                self.skips -= 1
             elif not (self._free.locked() or is_in_a_mode()):
                 self._read_until(outcome)
         finally:  # also if this thread has read nothing: another thread must read now
@@ -82,7 +82,7 @@ class WaitingReader:
             self._thread = threading.get_ident()
             try:
                 outcome.on_settle = self._call
-                while not (outcome.is_settled or deferral.is_due or self._rest):
+                while not (outcome.is_settled or deferral.is_due or self.skips):
                     self._read_one()
             finally:
                 outcome.on_settle = None
@@ -90,8 +90,8 @@ class WaitingReader:
                     self._thread = 0
                 if self._is_called:
                     self._note_heard()
-                if not self._rest and self._rest_next > 1:
-                    self._rest_next >>= 1
+                if not self.skips and self._next_skips > 1:
+                    self._next_skips >>= 1
                 self._free.release()
                 if self._channel.has_more() or self._links.closed:
                     self._channel.wake()  # a sleeping reader is not woken for messages that came together
@@ -118,8 +118,8 @@ class WaitingReader:
 
         Called when reading did not save time: another thread settled the call, or the guest read a request.
         """
-        self._rest = self._rest_next
-        self._rest_next = min(2 * self._rest_next, _MOST_SKIPS)
+        self.skips = self._next_skips
+        self._next_skips = min(2 * self._next_skips, _MOST_SKIPS)
 
     def _call(self) -> None:
         """Wake the guest, because the calling thread has settled the outcome for which the guest waits.
