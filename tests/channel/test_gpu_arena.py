@@ -46,6 +46,11 @@ def memory_at(address, length, owner=None):
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def bytes_at(place):
+    """Return what a segment of this process has at a place, by the segment's file."""
+    return torch.frombuffer(bytearray(os.pread(place.file, place.length, place.offset)), dtype=torch.uint8)
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """Two GPUs of files; ``gpu.is_done`` is an event: clear, the GPUs still work."""
@@ -66,7 +71,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(gpu_memory, "create", create)
     monkeypatch.setattr(gpu_memory, "open_descriptor", Pretended)
     monkeypatch.setattr(GpuBytes, "tensor", tensor)
-    monkeypatch.setattr(gpu_arena, "_bound", lambda index: 64 * MB)
+    of_256_mb = SimpleNamespace(total_memory=256 * MB)  # an arena takes a quarter at most
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: of_256_mb)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: made.is_done.wait(20))
     return made
@@ -124,7 +131,7 @@ def test_a_tensor_is_copied_once_and_read_in_place(owner, reader):
     found = memory.tensor()
     assert torch.equal(found, expected)
     found.fill_(3)
-    assert (arena._mappings[slot.place.segment].part(slot.place.offset, 3 * MB) == 3).all()
+    assert (bytes_at(slot.place) == 3).all()
 
 
 def test_a_block_comes_back_when_the_gpu_is_done(gpu, owner, reader):
@@ -186,8 +193,7 @@ def test_a_space_takes_the_gpu_that_both_share(owner, reader, monkeypatch):
     for there in ("cuda:1", "cpu", None):
         slot = space.put_from_gpu(part, there)
         assert slot.place.segment < FIRST_GPU_SEGMENT
-        mapped = host._mappings[slot.place.segment]
-        assert torch.equal(memory_at(mapped.address + slot.place.offset, MB), values(MB))
+        assert torch.equal(bytes_at(slot.place), values(MB))
     assert space.put_from_gpu(values(100).as_subclass(OnGpu), "cuda:0") is None, "too small"
     host.close()
 
@@ -276,17 +282,20 @@ def test_a_segment_that_its_owner_closes_is_unmapped(owner, reader):
 
 def test_a_receiver_that_takes_nothing_is_told_later(owner, reader):
     arena = owner.arenas[1]
+    slot = arena.put_tensor(values(20 * MB), READER)
+    segment = slot.place.segment
     with contextlib.suppress(MemoryFailure):
         for _ in range(10_000):
             owner.descriptors.send(READER, "nothing", None)
-    arena._known[READER] = {7}
-    arena._close(7)
+    del slot
+    for _ in range(3):
+        arena.trim()
+    assert arena.statistics()["arena_segments"] == 0
+    assert reader.take_closed() == [], "there was no room for the notice"
     arena.trim()
-    assert arena._untold == [(READER, 7)]
-    reader.descriptors.take_closed()
+    assert reader.take_closed() == [(OWNER, segment)]
     arena.trim()
-    assert arena._untold == []
-    assert reader.take_closed() == [(OWNER, 7)]
+    assert reader.take_closed() == [], "it is told once"
 
 
 def test_a_descriptor_is_taken_once_and_closed_with_its_sender():
@@ -355,15 +364,11 @@ def test_a_forked_process_keeps_nothing_open():
     with open("/dev/null") as file:
         one.send(READER, "a", file.fileno())
     other.take_closed()  # it takes in what has come
-    read, write = os.pipe()
+    before = len(os.listdir("/proc/self/fd"))
     if not (pid := os.fork()):
-        os.write(write, f"{len(other._came)} {other._socket.fileno()}".encode())
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert os.read(read, 99) == b"0 -1"
+        os._exit(before - len(os.listdir("/proc/self/fd")))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3, "two sockets, and the descriptor"
     os.close(other.take(OWNER, "a"))
-    for file in (read, write):
-        os.close(file)
     one.close()
     other.close()
 
@@ -448,7 +453,7 @@ def with_driver(monkeypatch):
     def use(*refused):
         driver = Driver(refused)
         driver.is_done = is_done
-        monkeypatch.setattr(gpu_memory, "_driver", lambda: driver)
+        monkeypatch.setattr(gpu_memory, "cuda_driver", lambda: driver)
         return driver
 
     yield use
@@ -543,14 +548,22 @@ def test_a_segment_that_is_made_in_inference_mode_serves_outside(with_driver, mo
     assert torch.equal(mapped.part(5, 10), values(10))
 
 
-def test_a_process_that_was_forked_leaves_the_driver_alone(with_driver):
-    driver = with_driver()
-    file, mapped = gpu_memory.create(0, MB)
-    os.close(file)
-    mapped._process = os.getpid() - 1
-    del mapped
-    settle()
-    assert driver.count("cuMemUnmap") == 0
+def test_a_process_that_was_forked_leaves_the_driver_alone(with_driver, monkeypatch):
+    with_driver()
+    unmapping = []
+    with monkeypatch.context() as context:
+        context.setattr(quiet, "when_done", lambda index, then: unmapping.append(os.getpid()))
+        file, mapped = gpu_memory.create(0, MB)
+        os.close(file)
+        if not (child := os.fork()):
+            try:
+                del mapped
+                os._exit(len(unmapping))
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        del mapped
+    assert unmapping == [os.getpid()]
 
 
 def test_which_gpus_can_share_memory(with_driver):

@@ -1,24 +1,33 @@
 """How many cores and how much memory a process may use, on machines and in containers of several kinds."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 
 import pytest
 
-from nbdist.channel import machine
+import nbdist.channel.machine
 
 GB = 10**9
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch):
+def machine():
+    """Load the module anew: it reads some files once in a process."""
+    spec = importlib.util.spec_from_file_location("fresh_machine", nbdist.channel.machine.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch, machine):
     """Write the control groups of a machine that has 64 cores and 100 GB; the process may run on all cores."""
+    pages = {"SC_PAGE_SIZE": 4000, "SC_PHYS_PAGES": 100 * GB // 4000}
     monkeypatch.setattr(machine, "_GROUPS", tmp_path / "groups")
     monkeypatch.setattr(machine, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(machine, "_quota_of_cores", machine._quota_of_cores.__wrapped__)  # not kept from another test
-    monkeypatch.setattr(machine, "_memory_of_the_machine", lambda: 100 * GB)
-    monkeypatch.setattr(machine, "_read_groups", machine._read_groups.__wrapped__)
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
 
@@ -31,12 +40,12 @@ def files(tmp_path, monkeypatch):
     return write
 
 
-def test_a_machine_without_control_groups(files):
+def test_a_machine_without_control_groups(machine, files):
     assert (machine.cores(), machine.memory(), machine.limits()) == (64, 100 * GB, "")
     assert machine.available_memory() == 100 * GB
 
 
-def test_a_container_of_version_2(files):
+def test_a_container_of_version_2(machine, files):
     files(
         {
             "proc/self/cgroup": "0::/\n",
@@ -53,7 +62,7 @@ def test_a_container_of_version_2(files):
     assert machine.limits() == "2 of 64 cores and 4.0 GB of 100 GB of memory"
 
 
-def test_the_lowest_limit_of_all_groups_counts(files):
+def test_the_lowest_limit_of_all_groups_counts(machine, files):
     files(
         {
             "proc/self/cgroup": "0::/user.slice/session/job\n",
@@ -74,7 +83,7 @@ def test_the_lowest_limit_of_all_groups_counts(files):
 
 @pytest.mark.parametrize("inside", ["", "docker/0123/"])
 @pytest.mark.parametrize("together", ["cpu", "cpu,cpuacct"])
-def test_version_1(files, inside, together):
+def test_version_1(machine, files, inside, together):
     """In a container the folder of the group's name is often missing, and the top is the group's own."""
     files(
         {
@@ -92,7 +101,7 @@ def test_version_1(files, inside, together):
     assert machine.limits() == "3 of 64 cores and 2.0 GB of 100 GB of memory"
 
 
-def test_version_1_without_limits(files):
+def test_version_1_without_limits(machine, files):
     files(
         {
             "proc/self/cgroup": "9:memory:/\n4:cpu:/\n",
@@ -105,7 +114,7 @@ def test_version_1_without_limits(files):
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "0::/../other\n", "0::/is/not/there\n"])
-def test_groups_that_cannot_be_read_set_no_limit(files, text):
+def test_groups_that_cannot_be_read_set_no_limit(machine, files, text):
     files({"proc/self/cgroup": text, "groups/cpu.max": "nonsense", "groups/memory.max": ""})
     assert (machine.cores(), machine.memory(), machine.limits()) == (64, 100 * GB, "")
 

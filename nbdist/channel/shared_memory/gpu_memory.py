@@ -24,7 +24,17 @@ from nbdist import amounts
 from nbdist.channel.shared_memory import quiet
 from nbdist.channel.shared_memory.mapping import MemoryFailure
 
-__all__ = ["GRANULE", "GpuBytes", "GpuMapping", "create", "is_available", "open_descriptor", "uuids", "why_unavailable"]
+__all__ = [
+    "GRANULE",
+    "GpuBytes",
+    "GpuMapping",
+    "create",
+    "cuda_driver",
+    "is_available",
+    "open_descriptor",
+    "uuids",
+    "why_unavailable",
+]
 
 _PINNED = 1
 """The driver's number for pinned memory, which stays where it is made."""
@@ -59,8 +69,8 @@ class _Access(ctypes.Structure):
 
 
 @functools.cache
-def _driver() -> Any:
-    """Return CUDA's driver as a ctypes library; raise OSError if there is none."""
+def cuda_driver() -> Any:
+    """Return CUDA's driver as a ctypes library, started; raise OSError if there is none."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuInit(0)
     return driver
@@ -68,9 +78,9 @@ def _driver() -> Any:
 
 def _ask(name: str, *args: Any) -> None:
     """Call a function of the driver; raise MemoryFailure, with the driver's name for the error, if it fails."""
-    if number := getattr(_driver(), name)(*args):
+    if number := getattr(cuda_driver(), name)(*args):
         word = ctypes.c_char_p()
-        _driver().cuGetErrorName(number, ctypes.byref(word))
+        cuda_driver().cuGetErrorName(number, ctypes.byref(word))
         raise MemoryFailure(f"CUDA refuses {name}: {(word.value or str(number).encode()).decode()}")
 
 
@@ -115,7 +125,7 @@ class GpuMapping:
 
     def __init__(self, handle: ctypes.c_ulonglong, index: int, size: int) -> None:
         """Map ``size`` bytes behind a handle for GPU ``index``, and release the handle. May raise MemoryFailure."""
-        driver = _driver()
+        driver = cuda_driver()
         place = _Location(_ON_DEVICE, index)
         address, length = ctypes.c_ulonglong(), ctypes.c_size_t(_rounded(size))
         nothing = ctypes.c_ulonglong(0)
@@ -209,7 +219,7 @@ def create(index: int, size: int) -> tuple[int, GpuMapping]:
         try:
             _ask("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, _DESCRIPTOR, ctypes.c_ulonglong(0))
         except MemoryFailure:
-            _driver().cuMemRelease(handle)
+            cuda_driver().cuMemRelease(handle)
             raise
         try:
             return descriptor.value, GpuMapping(handle, index, size)
