@@ -37,9 +37,11 @@ __all__ = [
     "CHUNK_BYTES",
     "STAGED_BYTES",
     "CopyLane",
+    "CopyLanes",
     "describe",
     "free",
     "fresh_host_copy",
+    "process_lanes",
     "refusal",
     "statistics",
     "to_gpu",
@@ -77,7 +79,7 @@ class CopyLane(Protocol):
         """Wait for all copies."""
 
 
-class _Lanes:
+class CopyLanes:
     """The lanes of this process. Any thread may call the methods, at any moment: none of them takes a lock.
 
     ::
@@ -158,13 +160,14 @@ class _Lanes:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(lane))
 
 
-_lanes = _Lanes()
+process_lanes = CopyLanes()
+"""The lanes of this process."""
 
 
 def _after_fork() -> None:
-    global _lanes
-    _lanes.forked()
-    _lanes = _Lanes()
+    global process_lanes
+    process_lanes.forked()
+    process_lanes = CopyLanes()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -222,7 +225,7 @@ def _copied(
     False if no lane is free, if the thread's stream records a CUDA graph, or if torch fails. When this returns or
     raises an error, no copy is under way, unless the GPU has failed.
     """
-    lanes = _lanes
+    lanes = process_lanes  # a child's fork replaces them
     try:
         with pinned.on(device):
             if pinned.is_capturing() or (lane := lanes.take()) is None:
@@ -278,21 +281,21 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def free() -> None:
     """Give the pinned memory that is not in use now back to torch's cache. An agent calls this when it closes."""
-    _lanes.clear()
+    process_lanes.clear()
 
 
 def statistics() -> dict[str, int]:
     """Return counters of this process: bytes of pinned memory, and bytes that were copied by way of it."""
-    return {"pinned_bytes": _lanes.pinned, "staged_bytes": _lanes.staged}
+    return {"pinned_bytes": process_lanes.pinned, "staged_bytes": process_lanes.staged}
 
 
 def refusal() -> str:
     """Return why this process uses no pinned memory; an empty text if it does, or has not needed any yet."""
-    return _lanes.refused
+    return process_lanes.refused
 
 
 def describe() -> str:
     """Return in words how large tensors go between GPUs and the host in this process, for `nbdist.doctor`."""
-    if _lanes.refused:
-        return f"through ordinary memory of the host, as pinned memory is refused: {_lanes.refused}"
+    if process_lanes.refused:
+        return f"through ordinary memory of the host, as pinned memory is refused: {process_lanes.refused}"
     return f"through pinned memory of the host, {size(CHUNK_BYTES)} at a time"

@@ -30,7 +30,18 @@ from nbdist.large_memory import with_large_pages
 from nbdist.wire.devices import CPU_ONLY, Devices
 from nbdist.wire.messages import Place, TensorMeta
 
-__all__ = ["Buffer", "Lent", "Slot", "Space", "TensorPacker", "Unreadable", "pack_alone", "unpack_tensors"]
+__all__ = [
+    "Buffer",
+    "Lent",
+    "Slot",
+    "Space",
+    "StoragePart",
+    "TensorPacker",
+    "Unreadable",
+    "move_to",
+    "pack_alone",
+    "unpack_tensors",
+]
 
 Buffer = bytes | memoryview
 
@@ -244,7 +255,7 @@ def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[T
     return meta, _bytes_at(plain.data_ptr(), length)
 
 
-class _Storage:
+class StoragePart:
     """The part of one storage that the tensors of a message use: from byte ``start`` to byte ``end``."""
 
     __slots__ = ("device", "end", "number", "start", "storage")
@@ -325,8 +336,8 @@ class TensorPacker:
         if self._devices.leave_cpu and (packed := self._pack_simple()) is not None:
             return packed
         # The general way: find which tensors share a storage, and which part of each storage they use together.
-        storages: dict[int, _Storage] = {}
-        placed: list[tuple[torch.Tensor, _Storage, str | None]] = []
+        storages: dict[int, StoragePart] = {}
+        placed: list[tuple[torch.Tensor, StoragePart, str | None]] = []
         users: dict[int, int] = {}
         values = [self._value(tensor) for tensor in self.tensors]
         for tensor in values:
@@ -344,7 +355,7 @@ class TensorPacker:
                 start -= start % _ALIGN  # because views of one storage may have different dtypes
             storage = storages.get(key)
             if storage is None:
-                storage = storages[key] = _Storage(len(storages), data.untyped_storage(), start, end, device)
+                storage = storages[key] = StoragePart(len(storages), data.untyped_storage(), start, end, device)
             else:
                 storage.start, storage.end = min(start, storage.start), max(end, storage.end)
             placed.append((data, storage, device))
@@ -406,7 +417,7 @@ class TensorPacker:
             return False
         return self._keep(self._space.put(pointer, length))
 
-    def _put_from_gpu(self, storage: _Storage) -> tuple[int, int, int] | None:
+    def _put_from_gpu(self, storage: StoragePart) -> tuple[int, int, int] | None:
         """Copy the part of a storage on a GPU into shared memory; return its place.
 
         Returns None for a storage on the CPU, and if there is no room: then the bytes are sent like those of a CPU
@@ -457,7 +468,7 @@ class TensorPacker:
         return plain
 
     @staticmethod
-    def _meta(original: torch.Tensor, data: torch.Tensor, storage: _Storage, device: str | None) -> TensorMeta:
+    def _meta(original: torch.Tensor, data: torch.Tensor, storage: StoragePart, device: str | None) -> TensorMeta:
         """Return the description of a tensor whose ``data`` lies in a storage of the message.
 
         The offset counts elements from the beginning of the copied part of the storage. Strides are left out for a
@@ -621,7 +632,7 @@ def _leased(leased: Sequence[Buffer | Lent], index: int, length: int) -> Buffer 
 def _finished(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """Return a tensor with the requires_grad, the class and the device that its description names."""
     if meta.device is not None:
-        tensor = _moved(tensor, meta.device)
+        tensor = move_to(tensor, meta.device)
     if meta.flags & _PARAMETER:
         tensor = torch.nn.Parameter(tensor, requires_grad=bool(meta.flags & _REQUIRES_GRAD))
     elif meta.flags & _REQUIRES_GRAD:
@@ -637,11 +648,11 @@ def _on_device(storage: torch.UntypedStorage, device: str | None) -> torch.Untyp
     if (device or "cpu") == str(storage.device):
         return storage
     part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-    there: torch.UntypedStorage = _moved(part, device or "cpu").untyped_storage()
+    there: torch.UntypedStorage = move_to(part, device or "cpu").untyped_storage()
     return there
 
 
-def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+def move_to(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """Return a tensor on ``device``, complete when this returns, so that any thread may use it on any stream.
 
     torch waits for a copy between the CPU and a GPU. It does not wait for a copy from GPU to GPU, so this does.

@@ -16,6 +16,7 @@ from nbdist.channel.shared_memory import mapping
 from nbdist.errors import DecodeError, EncodeError, NbdistError, UsageError
 from nbdist.wire import tensors
 from nbdist.wire.devices import Devices
+from nbdist.wire.messages import TensorMeta
 
 
 @pytest.mark.parametrize(
@@ -76,5 +77,6 @@ def test_a_tensor_on_a_device_without_a_map():
 
 
 def test_shared_memory_that_cannot_be_read():
+    one_double = TensorMeta(0, 1, [1], None, 0, 0)
     with pytest.raises(DecodeError, match=r"the sender's shared memory cannot be read in this process: it is gone"):
-        tensors._leased([tensors.Unreadable("it is gone")], 0, 8)
+        tensors.unpack_tensors([one_double], [(-1, 0, 8)], [], [tensors.Unreadable("it is gone")])

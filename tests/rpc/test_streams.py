@@ -183,5 +183,5 @@ def test_a_copy_from_gpu_to_gpu_is_complete_when_a_value_is_there(monkeypatch, t
     stream = SimpleNamespace(synchronize=lambda: waited.append(asked[-1]))
     asked = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: asked.append(device) or stream)
-    assert tensors._moved(Moving("cuda:0"), there).device == there
+    assert tensors.move_to(Moving("cuda:0"), there).device == there
     assert waited == waits

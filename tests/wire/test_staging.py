@@ -75,7 +75,7 @@ def gpu(request, monkeypatch):
 def pretend(monkeypatch, lane, made=None):
     monkeypatch.setattr(staging, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(staging, "STAGED_BYTES", 2 * CHUNK)
-    monkeypatch.setattr(staging, "_lanes", staging._Lanes(lane))
+    monkeypatch.setattr(staging, "process_lanes", staging.CopyLanes(lane))
     monkeypatch.setattr(pinned, "on", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(pinned, "is_capturing", lambda: False)
     monkeypatch.setattr(
@@ -152,7 +152,7 @@ def test_bytes_arrive_as_they_were(gpu, length):
 @pytest.fixture
 def packed(gpu, monkeypatch):
     """A function that sends tensors from a GPU and receives them on one, with or without shared memory between."""
-    original, arrived = tensors._moved, []
+    original, arrived = tensors.move_to, []
 
     def moved(tensor, there):
         if any(tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in arrived):
@@ -160,8 +160,8 @@ def packed(gpu, monkeypatch):
         arrived.append(original(tensor, there) if tensor.nbytes >= 2000 else tensor.clone())
         return arrived[-1]
 
-    monkeypatch.setattr(tensors._Storage, "is_on_gpu", True)
-    monkeypatch.setattr(tensors, "_moved", moved)
+    monkeypatch.setattr(tensors.StoragePart, "is_on_gpu", True)
+    monkeypatch.setattr(tensors, "move_to", moved)
 
     def send(sent, space=None):
         packer = TensorPacker(Devices("other", {"cpu": "cuda:0"}), space)
@@ -170,9 +170,8 @@ def packed(gpu, monkeypatch):
         metas, where, frames = packer.pack()
         leased = []
         for slot in packer.slots:
-            mapped = slot._arena._mappings[slot.place.segment]
-            address = mapped.address + slot.place.offset
-            leased.append(memoryview(bytearray((tensors.ctypes.c_char * slot.place.length).from_address(address).raw)))
+            place = slot.place
+            leased.append(memoryview(bytearray(os.pread(place.file, place.length, place.offset))))
         return unpack_tensors(metas, where, [bytes(frame) for frame in frames], leased)
 
     return send
@@ -220,7 +219,7 @@ def test_views_arrive_equal_and_share_memory(packed, gpu, space):
 
 
 def test_what_is_sent_is_the_value_at_the_call(gpu, monkeypatch):
-    monkeypatch.setattr(tensors._Storage, "is_on_gpu", True)
+    monkeypatch.setattr(tensors.StoragePart, "is_on_gpu", True)
     sent = values(1 << 20)
     before = sent.clone()
     packer = TensorPacker(Devices("other", {"cpu": "cuda:0"}))
