@@ -34,6 +34,7 @@ __all__ = [
     "FUNCTIONS",
     "NEWEST_TESTED",
     "SYMBOLS",
+    "collect_all_of_torch",
     "engine",
     "compilation",
     "direct_apply",
@@ -317,7 +318,8 @@ def is_torch_future(value: object) -> bool:
     return isinstance(value, _future)
 
 
-_collect_all: Any = _find("torch._C._collect_all", False)
+collect_all_of_torch: Any = _find("torch._C._collect_all", False)
+"""torch's own function behind ``torch.futures.collect_all`` and ``wait_all``; None if this torch has it no more."""
 
 
 def take_over_collect_all(collect: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
@@ -326,8 +328,8 @@ def take_over_collect_all(collect: Callable[[Any, Callable[[Any], Any]], Any]) -
     ``collect_of_torch`` is the function of torch that they called before, for futures that are all torch's. Does
     nothing if this torch has no private function to replace.
     """
-    if _collect_all:
-        torch._C._collect_all = lambda futures: collect(futures, _collect_all)
+    if collect_all_of_torch:
+        torch._C._collect_all = lambda futures: collect(futures, collect_all_of_torch)
 
 
 def torch_rpc() -> Any:

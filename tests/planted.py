@@ -192,7 +192,7 @@ FAULTS = {
     ),
     "a delete that overtakes the creation is forgotten": Fault(
         "rpc/core/forks.py",
-        "                self._early[message.fork] = sender",
+        "                self.early[message.fork] = sender",
         "                pass",
         "rpc/test_forks.py::test_a_delete_that_overtakes_the_creation_ends_it",
     ),

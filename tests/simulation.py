@@ -464,7 +464,7 @@ class Member:
             "jobs": self.jobs.waiting,
             "kept": sum(peer.outstanding for peer in agent.links.peers()),
             # A message that a channel refused leaves a gap, which is filled when anything else comes.
-            "gaps": [gap for peer in agent.links.peers() for gap in peer._arrived.above if not self.world.refused],
+            "gaps": [gap for peer in agent.links.peers() for gap in peer.arrived.above if not self.world.refused],
         }
         return {name: table for name, table in tables.items() if table}
 
@@ -699,22 +699,22 @@ class SimulatedWorld:
         lost = {other for other in self.all if not member.knows(self.all[other])}
         for other in lost:
             assert frozenset((member.incarnation, other)) in self.parted, f"{member} has lost {other} for nothing"
-        for owned in forks._owned.values():
+        for owned in forks.owned.values():
             assert not lost & set(owned.forks.values()), f"{member} counts forks of a lost member"
         for handle in member.handles:
             if handle.fork_id is None:
                 self._check_owned(member, handle)
             else:
-                assert handle.fork_id in forks._users, f"{member} let go of {handle!r}, which it holds"
-        for fork, user in forks._users.items():
+                assert handle.fork_id in forks.users, f"{member} let go of {handle!r}, which it holds"
+        for fork, user in forks.users.items():
             if user.held and not self.is_excused(Held(member.incarnation, user.rref, fork, user.owner)):
                 is_dead = user.standing is ForkStanding.DEAD
                 assert not is_dead or self._is_never_made(user.rref), f"{fork} of {member} is dead"
                 if user.standing is ForkStanding.CONFIRMED:
                     owner = self.all[user.owner].agent.references
-                    assert user.rref in owner.forks._owned, f"{user.rref} is dropped by its owner"
-                    assert fork in owner.forks._owned[user.rref].forks, f"{fork} of {member} is not counted"
-                    is_made = owner.forks._owned[user.rref].created
+                    assert user.rref in owner.forks.owned, f"{user.rref} is dropped by its owner"
+                    assert fork in owner.forks.owned[user.rref].forks, f"{fork} of {member} is not counted"
+                    is_made = owner.forks.owned[user.rref].created
                     assert user.rref in owner._values or not is_made, f"the value of {user.rref} is dropped"
 
     def _is_never_made(self, rref):

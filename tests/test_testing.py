@@ -101,7 +101,7 @@ def test_references_between_the_agents_of_a_world(channel):
         world.shutdown(SOON)
         for agent in world:
             forks = agent.references.forks
-            assert (forks.owners, forks.users, forks.pending) == (0, 0, 0)
+            assert (forks.owners, len(forks.users), forks.pending) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -163,9 +163,9 @@ def stop(pid: int) -> None:
 
 # -- what workers run ---------------------------------------------------------------------------
 
-_calls: dict[str, list[None]] = {}
-_kept: list[Any] = []
-_release = threading.Event()
+counted: dict[str, list[None]] = {}
+kept: list[Any] = []
+released = threading.Event()
 
 
 def identity(value: Any) -> Any:
@@ -184,7 +184,7 @@ def define(source: str) -> None:
 
 def count(key: str) -> int:
     """How often this was called with ``key`` on this worker."""
-    calls = _calls.setdefault(key, [])
+    calls = counted.setdefault(key, [])
     calls.append(None)  # by several threads at a time, of which none may wait for a lock: finalisers call this
     return len(calls)
 
@@ -204,19 +204,19 @@ def sleep(seconds: float) -> float:
 
 def hold() -> bool:
     """Block until `release` is called here."""
-    return _release.wait(60)
+    return released.wait(60)
 
 
 def release() -> None:
-    _release.set()
+    released.set()
 
 
 def keep(value: Any) -> None:
-    _kept.append(value)
+    kept.append(value)
 
 
 def unkeep() -> None:
-    _kept.clear()
+    kept.clear()
 
 
 def statistics() -> dict[str, int]:
@@ -389,7 +389,7 @@ with warnings.catch_warnings():  # torch 2.15 says, where all see it, that this 
 
 
 def repr_kept() -> str:
-    return repr(_kept)
+    return repr(kept)
 
 
 def chain(depth: int) -> None:
@@ -397,7 +397,7 @@ def chain(depth: int) -> None:
     if depth:
         rpc.rpc_async(f"worker{depth % 3}", chain, args=(depth - 1,))
     else:
-        _kept.append("end of a chain")
+        kept.append("end of a chain")
 
 
 def resident() -> float:

@@ -814,7 +814,7 @@ class Agent:
             "threads": self.pool.threads,
             "owned_values": forks.owners,
             "forks_of_owned": forks.forks,
-            "used_references": forks.users,
+            "used_references": len(forks.users),
             "pending_references": forks.pending,
             "unacknowledged": sum(peer.outstanding for peer in peers),
             "duplicates_dropped": sum(peer.duplicates for peer in peers),

@@ -243,7 +243,7 @@ class Peer:
         self._limits = limits
         self._may_watch = watch_silence
         """True for a peer on another host, which `watch` may watch."""
-        self._watch = watch_silence
+        self.is_watched = watch_silence
         """True while the peer is watched: it gets heartbeats, and its silence counts."""
         self._watched_since = now
         """The moment from which the peer's silence counts. Before it, the peer had no reason to speak."""
@@ -259,7 +259,7 @@ class Peer:
         self._first = 1  # the lowest kept number, or the next one: finding it in a dict with a deleted front is slow
         self._kept: dict[int, Outgoing] = {}
         """The messages that are sent and not acknowledged, by number."""
-        self._arrived = SeqSet()
+        self.arrived = SeqSet()
         """The numbers of the peer's messages that have arrived."""
         self.ack_due = math.inf
         """The moment at which an acknowledgement must be sent alone; infinite if none is due."""
@@ -302,14 +302,14 @@ class Peer:
 
         Does nothing for a peer that is watched already, or is on this host.
         """
-        if self._may_watch and not self._watch:
-            self._watch = True
+        if self._may_watch and not self.is_watched:
+            self.is_watched = True
             self._watched_since = since
 
     def rest(self) -> None:
         """Stop watching the peer, unless it is suspect, or nothing has arrived from it since `doubt`."""
         if self.standing is Standing.LIVE and self._heard >= self._doubted:
-            self._watch = False
+            self.is_watched = False
 
     def doubt(self, silent: float, now: float) -> None:
         """Watch the peer until something arrives from it: another agent has not heard it for ``silent`` seconds.
@@ -382,7 +382,7 @@ class Peer:
         It acknowledges all messages up to the mark of `SeqSet`, and at most 64 above it. A due acknowledgement is
         thereby sent.
         """
-        arrived = self._arrived
+        arrived = self.arrived
         more = sorted(arrived.above)[:_MOST_NUMBERS_ABOVE_MARK] if arrived.above else []
         self.ack_due = math.inf
         self._ack_bytes = 0
@@ -443,7 +443,7 @@ class Peer:
             self.standing = Standing.LIVE
         if self._kept and (envelope.ack >= self._first or envelope.more):
             self._forget_arrived(envelope.ack, envelope.more)
-        arrived, seq = self._arrived, envelope.seq
+        arrived, seq = self.arrived, envelope.seq
         # The sender has given these messages up. Do not wait for them.
         if envelope.base > arrived.mark + 1:
             arrived.advance(envelope.base - 1)
@@ -526,10 +526,10 @@ class Peer:
             return []
         actions: list[Action] = []
         silent = now - max(self._heard, self._watched_since)
-        if self._watch and silent >= self._limits.lost_after:
+        if self.is_watched and silent >= self._limits.lost_after:
             self.standing = Standing.LOST
             return [Lost(silent)]
-        if self._watch and silent >= self._limits.suspect_after and self.standing is Standing.LIVE:
+        if self.is_watched and silent >= self._limits.suspect_after and self.standing is Standing.LIVE:
             self.standing = Standing.SUSPECT
             actions.append(Suspect(silent))
         if self._retrying:
@@ -555,7 +555,7 @@ class Peer:
         due = math.inf
         if self._kept:
             due = max(self._kept[self._first].sent_at, self._ping_sent) + self._ping_wait
-        if self._watch:
+        if self.is_watched:
             due = min(due, max(self._heard, self._ping_sent) + self._heartbeat)
         return due
 
@@ -569,7 +569,7 @@ class Peer:
         due = min(self.ack_due, self._deletes_due, self._ping_due())
         if self._retrying:
             due = min(due, *(kept.retry_at for kept in self._kept.values()))
-        if self._watch:
+        if self.is_watched:
             patience = self._limits.suspect_after if self.standing is Standing.LIVE else self._limits.lost_after
             due = min(due, max(self._heard, self._watched_since) + patience)
         return due

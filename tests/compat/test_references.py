@@ -24,8 +24,8 @@ def nothing_is_left(world):
         gc.collect()
         found = {}
         for agent in [agent for agent in world if not agent.closed]:
-            references = agent.references
-            counts = (references.forks.users, references.forks.forks, references.forks.pending, len(references._values))
+            references, forks = agent.references, agent.references.forks
+            counts = (len(forks.users), forks.forks, forks.pending, len(references._values))
             if any(counts):
                 found[agent.me.name] = counts
         return found

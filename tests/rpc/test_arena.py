@@ -41,7 +41,7 @@ def nothing_out(*agents):
 def pair(request):
     with World(2, channel=request.param, options=ALL) as world, world[0].activate():
         yield world
-        workers._kept.clear()
+        workers.kept.clear()
         workers.eventually(lambda: nothing_out(*world))
         assert not any(arena(agent, "falls_back") for agent in world)
 
@@ -87,7 +87,7 @@ def test_what_is_received_is_the_receivers_own(pair):
     future = rpc.rpc_async("worker1", workers.keep, args=(x,))
     x.zero_()
     future.wait()
-    (there,) = workers._kept
+    (there,) = workers.kept
     assert there.eq(1).all()
     there.add_(1)
     assert x.eq(0).all()
@@ -235,9 +235,9 @@ def test_who_leaves_but_lives_keeps_its_tensors():
         for value in range(5):
             assert rpc.rpc_sync("worker2", torch.full, args=((M,), float(value))).eq(value).all()
             rpc.rpc_sync("worker2", workers.identity, args=(torch.zeros(M),))
-        assert workers._kept[0].eq(1).all()
+        assert workers.kept[0].eq(1).all()
         assert mine.eq(2).all()
-        workers._kept.clear()
+        workers.kept.clear()
         del mine
         workers.eventually(lambda: nothing_out(world[0], world[2]))
 

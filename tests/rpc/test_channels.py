@@ -9,10 +9,11 @@ import workers
 
 import nbdist
 from nbdist import rpc
-from nbdist.channel.contract import ChannelError
 from nbdist.channel.local_link import LocalLink
 from nbdist.channel.zeromq import LargeZeroMqLink, ZeroMqLink
+from nbdist.errors import WorkerLost
 from nbdist.rpc import api
+from nbdist.rpc.links import Connection
 from nbdist.testing import World
 
 
@@ -47,13 +48,28 @@ def test_a_world_of_one_kind(channel, link, large, monkeypatch):
 
 
 def test_an_agent_that_is_lost_meanwhile_gets_no_link_for_large_messages():
-    with World(2) as world:
-        links = world[0].links
-        connection = links.connections[world[1].me.incarnation]
-        world.kill(1)
-        with pytest.raises(ChannelError, match="worker1 is gone"):
-            links._link_for_large(connection)
-        assert connection.large_link is None
+    with World(2, options=rpc.RpcBackendOptions(arena_bytes=0)) as world, world[0].activate():
+        links, lost = [], []
+
+        class LostWhileSending(Connection):
+            """A connection whose agent is lost when a sender, which holds no lock then, looks for the link."""
+
+            @property
+            def large_link(self):
+                if not lost:
+                    lost.append(world[1].me.name)
+                    world.kill(1)
+                return links[-1] if links else None
+
+            @large_link.setter
+            def large_link(self, link):
+                links.append(link)
+
+        world[0].links.connections[world[1].me.incarnation].__class__ = LostWhileSending
+        with pytest.raises(WorkerLost, match="worker1 died"):
+            rpc.rpc_sync("worker1", workers.identity, args=(torch.ones(1 << 20),))
+        assert lost
+        assert not links
 
 
 def test_a_large_tensor_that_came_alone_is_where_it_came(monkeypatch):

@@ -21,8 +21,8 @@ from nbdist import rpc
 from nbdist.channel.secret import runtime_directory
 from nbdist.channel.zeromq import sweep
 from nbdist.rpc.api import current_agent
+from nbdist.rpc.references.reference_table import References
 from nbdist.testing import World
-from nbdist.wire.messages import ForkRequest
 
 
 def run_directories() -> set[str]:
@@ -101,22 +101,23 @@ def test_calls_of_the_dead_do_not_wait_on_for_a_value():
 
 
 @pytest.mark.parametrize("event", ["expect", "on_fork_request"])
-def test_a_member_lost_while_its_message_is_handled_holds_nothing_after(event):
+def test_a_member_lost_while_its_message_is_handled_holds_nothing_after(event, monkeypatch):
+    original, handled = getattr(References, event), threading.Event()
+
+    def meanwhile(references, *arguments):
+        if references is not owner.references:
+            return original(references, *arguments)
+        lost = threading.Thread(target=owner.lose, args=(holder.me.incarnation, "died"))
+        lost.start()
+        lost.join(0.3)  # where a loss does not wait for the message, it is over now
+        try:
+            return original(references, *arguments)
+        finally:
+            handled.set()
+
+    monkeypatch.setattr(References, event, meanwhile)  # before the world is made, whose agents list their handlers
     with World(3) as world:
         lender, owner, holder = world
-        original, handled = getattr(owner.references, event), threading.Event()
-
-        def meanwhile(*arguments):
-            lost = threading.Thread(target=owner.lose, args=(holder.me.incarnation, "died"))
-            lost.start()
-            lost.join(0.3)  # where a loss does not wait for the message, it is over now
-            try:
-                return original(*arguments)
-            finally:
-                handled.set()
-
-        setattr(owner.references, event, meanwhile)
-        owner._handlers[ForkRequest] = owner.references.on_fork_request
         if event == "expect":
             with holder.activate():
                 held = rpc.remote("worker1", workers.identity, args=(1,))
@@ -149,7 +150,7 @@ def test_a_stopped_local_process_is_not_lost():
 
 
 def test_leaving_without_the_others():
-    code = "import time; workers._release.wait(60)"
+    code = "import time; workers.released.wait(60)"
     with workers.world(2, graceful=False, then=f"{code}\nrpc.shutdown(graceful=False)\nraise SystemExit") as others:
         held = rpc.rpc_async("worker1", workers.sleep, args=(60,))
         with contextlib.suppress(nbdist.WorkerLost):  # it may leave before it answers
@@ -162,7 +163,7 @@ def test_leaving_without_the_others():
 
 
 def test_exit_without_shutdown_is_told():
-    with workers.world(2, graceful=False, then="workers._release.wait(60); raise SystemExit(0)"):
+    with workers.world(2, graceful=False, then="workers.released.wait(60); raise SystemExit(0)"):
         said: list[str] = []
         rpc.rpc_async("worker1", workers.release)
 
@@ -178,7 +179,7 @@ def test_exit_without_shutdown_is_told():
 
 
 def test_shutdown_with_a_limit_names_who_is_missing():
-    with workers.world(3, graceful=False, then="workers._release.wait(60)"):
+    with workers.world(3, graceful=False, then="workers.released.wait(60)"):
         rpc.rpc_sync("worker1", workers.release)
         with pytest.raises(nbdist.RendezvousError, match="worker2 to call shutdown"):
             rpc.shutdown(timeout=5.0)
@@ -186,7 +187,7 @@ def test_shutdown_with_a_limit_names_who_is_missing():
 
 
 def test_shutdown_with_a_limit_names_who_still_runs_a_call():
-    with workers.world(3, graceful=False, then="workers._release.wait(60)\nrpc.shutdown(timeout=20)"):
+    with workers.world(3, graceful=False, then="workers.released.wait(60)\nrpc.shutdown(timeout=20)"):
         for name in ("worker1", "worker2"):
             rpc.rpc_sync(name, workers.release)
         rpc.rpc_async("worker2", workers.sleep, args=(4,))
@@ -195,7 +196,7 @@ def test_shutdown_with_a_limit_names_who_still_runs_a_call():
 
 
 def test_shutdown_with_a_limit_names_who_does_not_answer():
-    with workers.world(3, graceful=False, then="workers._release.wait(60)\nrpc.shutdown(timeout=20)") as others:
+    with workers.world(3, graceful=False, then="workers.released.wait(60)\nrpc.shutdown(timeout=20)") as others:
         for name in ("worker1", "worker2"):
             rpc.rpc_sync(name, workers.release)
         process = others.processes["worker2"]
@@ -220,7 +221,7 @@ def test_shutdown_names_the_first_member_where_that_is_missing(tmp_path):
 
 
 def test_shutdown_without_one_that_dies_meanwhile():
-    with workers.world(3, graceful=False, then="workers._release.wait(60)") as others:
+    with workers.world(3, graceful=False, then="workers.released.wait(60)") as others:
         rpc.rpc_sync("worker1", workers.release)
         killer = threading.Timer(0.5, lambda: others.kill("worker2"))
         killer.start()
@@ -278,7 +279,7 @@ def test_a_name_can_be_taken_again_in_a_dynamic_world():
     options = rpc.RpcBackendOptions(init_method=f"file://{store}")
     rpc.init_rpc("worker0", rank=0, rpc_backend_options=options)
     try:
-        code = workers.member("late", 1, None, store, then="workers._release.wait(60)")
+        code = workers.member("late", 1, None, store, then="workers.released.wait(60)")
         others.start("late", code)
         workers.eventually(lambda: len(current_agent().membership.members()) == 2)
         rref = rpc.remote("late", workers.Counter, args=(1,))
@@ -291,7 +292,7 @@ def test_a_name_can_be_taken_again_in_a_dynamic_world():
         with pytest.raises(nbdist.WorkerLost, match="late"):
             rref.to_here()
         # A third one joins, and takes part in everything.
-        others.start("third", workers.member("third", 2, None, store, then="workers._release.wait(60)"))
+        others.start("third", workers.member("third", 2, None, store, then="workers.released.wait(60)"))
         workers.eventually(lambda: len(current_agent().membership.members()) == 3)
         workers.eventually(lambda: rpc.rpc_sync("late", workers.statistics)["members"] == 3)  # it says hello in turn
         assert rpc.rpc_sync("late", workers.call_there, args=("third", workers.name)) == "third"
@@ -352,7 +353,7 @@ def test_leaving_a_dynamic_world_does_not_wait_for_one_that_hangs(tmp_path):
     others = workers.Workers()
     rpc.init_rpc("worker0", rank=0, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{store}"))
     try:
-        others.start("late", workers.member("late", 1, None, store, then="workers._release.wait(60)"))
+        others.start("late", workers.member("late", 1, None, store, then="workers.released.wait(60)"))
         workers.eventually(lambda: len(current_agent().membership.members()) == 2)
         rref = rpc.remote("late", workers.Counter)
         assert rref.rpc_sync().add(1) == 1

@@ -58,7 +58,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "peek": lambda timeout: rpc.remote("worker1", max, (1, 2)).peek(timeout),
     "the type of an RRef": lambda timeout: _get_type(rpc.remote("worker1", max, (1, 2)), timeout),
     "rpc_timeout": lambda timeout: rpc.RpcBackendOptions(rpc_timeout=timeout),
-    "_set_rpc_timeout": lambda timeout: _set_rpc_timeout(timeout),
+    "torch's function for the default": lambda timeout: _set_rpc_timeout(timeout),
 }
 """0 is for no limit."""
 

@@ -125,7 +125,8 @@ def test_a_lost_caller_ends_its_calls_that_wait(exchange, stage):
     if stage is ArrivalStage.CONFIRMING:
         assert confirm(exchange, CHILD) == []  # it is not told twice
     exchange.answered(arrival)
-    assert exchange._by_fork == exchange._by_target == {}
+    assert exchange.awaited() == set()
+    assert confirm(exchange, CHILD) == exchange.made(VALUE) == []
 
 
 def test_a_call_goes_on_once_the_creator_of_its_target_is_lost(exchange):

@@ -130,7 +130,7 @@ def test_an_orderly_end_waits_for_calls_that_calls_have_made():
         for _ in range(10):
             rpc.rpc_async("worker1", workers.chain, args=(30,))
     world.shutdown()
-    assert len(workers._kept) == 10
+    assert len(workers.kept) == 10
     workers.unkeep()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import signal
+import socket
 import threading
 
 import pytest
@@ -13,12 +14,12 @@ import workers
 
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
-from nbdist.channel.local_link import LocalLink
-from nbdist.channel.shared_memory.arena import Arena
+from nbdist.autograd.passes import contexts
+from nbdist.channel.shared_memory.blocks import Blocks
+from nbdist.channel.shared_memory.leases import Leases
 from nbdist.errors import UsageError
 from nbdist.rpc.core.forks import Forks
 from nbdist.rpc.here import here
-from nbdist.rpc.shared_tensors import Sharing
 from nbdist.testing import World
 from nbdist.wire.peer import Peer
 
@@ -36,9 +37,9 @@ WAYS = {
 PLACES = [
     (Peer, "send"),
     (Peer, "receive"),
-    (Arena, "_take_block"),
-    (LocalLink, "_write_what_fits"),
-    (Sharing, "_collect"),
+    (Blocks, "take"),
+    (socket.socket, "send"),
+    (Leases, "take_ended"),
     (Forks, "set_state"),
 ]
 
@@ -69,7 +70,7 @@ class Finaliser:
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    workers._calls.pop("finaliser", None)
+    workers.counted.pop("finaliser", None)
     Finaliser.forget()
     yield
     gc.collect()
@@ -104,7 +105,7 @@ def test_a_finaliser_may_call_wherever_python_runs_it(monkeypatch, cls, name, wa
         if way == "method":
             workers.eventually_is(1, lambda: counter.to_here().value)
         elif way != "to_here":
-            workers.eventually_is(1, lambda: len(workers._calls.get("finaliser", ())))
+            workers.eventually_is(1, lambda: len(workers.counted.get("finaliser", ())))
         assert [str(error) for error in Finaliser.errors if "finaliser" not in str(error)] == []
         assert all(isinstance(error, UsageError) for error in Finaliser.errors)
         assert len(Finaliser.errors) + len(Finaliser.outcomes) == 1
@@ -129,7 +130,7 @@ def test_finalisers_may_call_at_any_moment(channel, way):
             gc.set_threshold(*before)
         gc.collect()
         workers.eventually_is(300, lambda: Finaliser.made)
-        workers.eventually_is(300, lambda: len(workers._calls["finaliser"]))
+        workers.eventually_is(300, lambda: len(workers.counted["finaliser"]))
         assert all(isinstance(error, UsageError) for error in Finaliser.errors)
         assert way == "rpc_sync" or not Finaliser.errors
         assert len(Finaliser.outcomes) + len(Finaliser.errors) == 300
@@ -174,19 +175,28 @@ def test_a_signals_handler_may_call_at_any_moment(channel, alarm):
             assert rpc.rpc_sync("worker1", workers.identity, args=(1,), timeout=20) == 1
         signal.setitimer(signal.ITIMER_REAL, 0)
         made = len(Finaliser.outcomes) + len(Finaliser.errors)
-        workers.eventually_is(made, lambda: len(workers._calls["finaliser"]))
+        workers.eventually_is(made, lambda: len(workers.counted["finaliser"]))
 
 
-def test_a_finaliser_may_open_a_context_while_one_is_made():
+def test_a_finaliser_may_open_a_context_while_one_is_made(monkeypatch):
     """Python may collect garbage, and run the finaliser, while the thread makes a context under the lock."""
     with World(2) as world, world[0].activate():
-        done = []
+        made, opened, done = contexts.Context, [], []
+
+        def make(*arguments, **options):
+            if not opened:
+                opened.append(True)
+                with dist_autograd.context():
+                    done.append("in the finaliser")
+            return made(*arguments, **options)
 
         def open_context():
-            with world[0].activate(), world[0].recorder.contexts._lock, dist_autograd.context():
-                done.append(True)
+            with world[0].activate(), dist_autograd.context():
+                done.append("after it")
+
+        monkeypatch.setattr(contexts, "Context", make)
 
         thread = threading.Thread(target=open_context, daemon=True)
         thread.start()
         thread.join(20)
-        assert done
+        assert done == ["in the finaliser", "after it"]

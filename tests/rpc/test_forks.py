@@ -18,8 +18,7 @@ def ids(agent):
 
 
 def is_empty(agent):
-    tables = (agent._owned, agent._users, agent._children, agent._early)
-    return (agent.owners, agent.forks, agent.users, agent.pending) == (0, 0, 0, 0) and not any(tables)
+    return (agent.owned, agent.users, agent.early, agent.forks, agent.pending) == ({}, {}, {}, 0, 0)
 
 
 # --- one agent, by events -------------------------------------------------------------------------
@@ -127,14 +126,15 @@ def test_an_owner_that_hands_to_itself_counts_no_fork():
     assert owner.release_owned(rref) == [Drop(rref)]
 
 
-def shared_by_a_third():
+def shared_by_a_third(*, is_made=True):
     """An owner, a user with a confirmed fork, and another that has just been handed a child of it."""
     owner, user, other = forks(OWNER), forks(USER), forks(OTHER)
     rref, fork = ids(USER)
     user.begin(rref, fork, OWNER)
     owner.create(rref, fork, USER)
-    owner.set_state(rref, INT)
-    owner.release_owned(rref)
+    if is_made:
+        owner.set_state(rref, INT)
+        owner.release_owned(rref)
     user.confirm(fork, INT)
     handed = user.hand_over(rref, fork, OTHER)
     (request,) = other.accept(handed)
@@ -187,8 +187,7 @@ def test_a_child_that_was_never_sent_is_taken_back():
 
 
 def test_users_that_were_confirmed_too_early_learn_what_the_value_is():
-    owner, _user, other, rref, _fork, handed, request = shared_by_a_third()
-    owner._owned[rref].state = None  # as if the value were still to come
+    owner, _user, other, rref, _fork, handed, request = shared_by_a_third(is_made=False)
     (confirm,) = owner.on_fork_request(request, OTHER)
     other.on_fork_confirm(confirm.message)
     assert other.state(rref, handed.fork) == INT  # it came along with the fork

@@ -14,8 +14,9 @@ import nbdist
 from nbdist import rpc
 from nbdist.rpc.api import current_agent
 from nbdist.testing import World
+from nbdist.wire.messages import Envelope, encode_envelope
 
-SERVE = "workers._release.wait(60)"
+SERVE = "workers.released.wait(60)"
 SOON = 0.5
 
 
@@ -88,7 +89,7 @@ def test_a_member_of_another_host_that_was_given_up_learns_it_when_it_answers(im
             rpc.rpc_sync("worker0", workers.name)
         lost = []
         first.on_lost(lambda record, why: lost.append(record.name))
-        with first._turn:
-            first.handshake.on_stranger(greetings[-1])
+        envelope = Envelope(late.me.incarnation, first.me.incarnation, 0, 1, 0, [], greetings[-1])
+        late.channel.connect(first.me.addresses).send([encode_envelope(envelope)], "hello")
         workers.eventually(lambda: lost == ["late"])
         assert [record.name for record in first.members()] == ["worker0"]

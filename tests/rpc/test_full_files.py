@@ -20,7 +20,7 @@ def test_a_member_that_joins_while_the_file_table_is_full_can_be_called_afterwar
     rpc.init_rpc("worker0", rank=0, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{store}"))
     try:
         begin = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)"
-        others.start("late", workers.member("late", 1, None, store, first=begin, then="workers._release.wait(60)"))
+        others.start("late", workers.member("late", 1, None, store, first=begin, then="workers.released.wait(60)"))
         agent, knocked = current_agent(), threading.Event()
         on_stranger = agent.handshake.on_stranger
 

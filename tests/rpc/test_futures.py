@@ -116,9 +116,8 @@ def test_all_who_wait_are_woken():
     assert [outcome.wait(SOON) for outcome in waiting] == ["x"] * 16
 
 
-def test_who_is_being_woken_hides_the_outcome_from_nobody():
+def test_who_is_being_woken_hides_the_outcome_from_nobody(monkeypatch):
     """A waiter takes the latch for a moment; the future is done all the same."""
-    future = Future()
     woken, go = threading.Event(), threading.Event()
 
     class Slow:
@@ -132,10 +131,19 @@ def test_who_is_being_woken_hides_the_outcome_from_nobody():
                 go.wait(SOON)
             return got
 
+        def __enter__(self):
+            self.latch.acquire()
+
+        def __exit__(self, *error):
+            self.latch.release()
+
         def __getattr__(self, name):
             return getattr(self.latch, name)
 
-    future._latch = Slow(future._latch)
+    with monkeypatch.context() as patch:
+        make_lock = threading.Lock
+        patch.setattr(threading, "Lock", lambda: Slow(make_lock()))
+        future = Future()
     waiter = in_thread(lambda: future.wait(SOON))
     future.set_result(1)
     called = []
@@ -269,18 +277,20 @@ def test_a_future_can_be_awaited_wherever_it_is_set():
 
 
 def test_a_cancelled_await_leaves_nothing_behind(caplog):
-    future = Future()
+    future, loops = Future(), []
 
     async def wait():
         return await future
 
     async def main():
+        loops.append(weakref.ref(asyncio.get_running_loop()))
         for _ in range(3):
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(wait(), 0.01)
 
     asyncio.run(main())
-    assert not future._callbacks
+    gc.collect()
+    assert loops[0]() is None
     future.set_result(1)
     assert caplog.text == ""
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import threading
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -25,15 +26,15 @@ from nbdist.errors import (
     VersionMismatch,
     WorkerLost,
 )
+from nbdist.ids import GlobalId
 from nbdist.rpc import api, hosted
 from nbdist.rpc.calls.stopping import Stopping
 from nbdist.rpc.futures import Latch
-from nbdist.rpc.references import reference_table
 from nbdist.rpc.world import meeting, tcp_store
 from nbdist.rpc.world.handshake import Handshake
 from nbdist.rpc.world.meeting_file import MeetingFile
 from nbdist.testing import World
-from nbdist.wire.messages import Cast, Payload
+from nbdist.wire.messages import Cast, Payload, Refused, Stop
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def caller(two):
 def held_call(world, monkeypatch):
     """A call from worker0 to worker1, which runs until the block ends."""
     gate = threading.Event()
-    monkeypatch.setattr(workers, "_release", gate)
+    monkeypatch.setattr(workers, "released", gate)
     future = rpc.rpc_async("worker1", workers.hold)
     workers.eventually(lambda: bool(world[1].exchange.active))
     try:
@@ -180,50 +181,70 @@ def test_calls_that_cannot_be_made(caller):
 
 
 def test_a_world_of_which_a_member_is_lost_or_refuses():
-    forming = SimpleNamespace(
-        _changed=threading.Condition(), _world={5}, _ready=set(), _welcomed=set(), _error=None, _complete=False
-    )
-    forming._links = SimpleNamespace(connected=lambda _: True)
-    forming._membership = SimpleNamespace(name_of=lambda _: "worker1")
-    Handshake.on_lost(forming, SimpleNamespace(incarnation=5, name="worker1"), "died")
-    lost, forming._error = forming._error, None
-    Handshake.on_refused(forming, SimpleNamespace(about=5, version=1, reason="too old"))
     with pytest.raises(WorkerLost, match=r"worker1 died while the RPC world formed"):
-        raise lost
+        join_with(lambda handshake, other: handshake.on_lost(other, "died"))
+    refused = Refused(5, "too old", version=1)
     with pytest.raises(VersionMismatch, match=r"worker1 uses version 1 of nbdist's protocol, this agent \d+: install"):
-        raise forming._error
+        join_with(lambda handshake, other: handshake.on_refused(refused))
+
+
+def join_with(event):
+    """Have worker0 join a world of two, where something happens as soon as it connects to worker1."""
+    me, other = (SimpleNamespace(incarnation=number, name=name) for number, name in ((4, "worker0"), (5, "worker1")))
+    members = SimpleNamespace(me=me, add=lambda record: None, name_of=lambda _: "worker1")
+    links = SimpleNamespace(connect=lambda record: event(handshake, record), connected=lambda _: other)
+    handshake = Handshake(members, links, None, lose=None, ended=None, joined=None, lost_after=12.0)
+    handshake.join_fixed([me, other], time.monotonic() + 10)
 
 
 def test_a_store_that_cannot_be_served():
     with pytest.raises(RendezvousError, match=r"rank 0 cannot serve the store at no-such-host.invalid:29500: "):
-        tcp_store._listen("no-such-host.invalid", 29500)
+        tcp_store.open_store("no-such-host.invalid", 29500, 10.0, serve=True)
 
 
 def test_an_end_that_takes_too_long(monkeypatch):
     too_long = pytest.raises(RendezvousError, match=r"shutdown of worker0 timed out, with calls that it made still")
     with World(2, dynamic=True) as world, world[0].activate(), held_call(world, monkeypatch), too_long:
-        api._drain(world[0], 0.01)
+        rpc.shutdown(timeout=0.01)
 
 
 def test_a_nested_call_whose_caller_was_interrupted():
-    ended = []
-    stopping = SimpleNamespace(_end_waits=lambda calls, error: ended.append(error))
-    Stopping._give_up(stopping, [SimpleNamespace(result=1), SimpleNamespace(result=None)])
+    ended, stopped = [], []
+    nested = [SimpleNamespace(id=id, to=8, thread=threading.get_ident(), result=id or None) for id in (1, 0)]
+    stopping = Stopping(
+        SimpleNamespace(incarnation=7),
+        SimpleNamespace(calls=SimpleNamespace(all=lambda: nested), lock=threading.Lock()),
+        SimpleNamespace(post=lambda to, message: stopped.append(message)),
+        call=None,
+        give_up=lambda calls, error: ended.append(error),
+        submit=lambda job: job(),
+        is_blocked=lambda thread: True,
+    )
+    stopping.begin((9, 5))
+    stopping.on_stop(Stop(5), 9, [])
+    assert stopped == [Stop(1), Stop(0)]
     assert [type(error) for error in ended] == [Interrupted, KeyboardInterrupt]
     with pytest.raises(Interrupted, match=r"stopped: its caller was interrupted"):
         raise ended[0]
 
 
-def test_a_value_that_does_not_exist_any_more():
+def test_a_value_that_does_not_exist_any_more(caller):
     with pytest.raises(RRefError, match=r"the value of this RRef is gone: a worker that passed it on was lost"):
-        reference_table._failed_promise().wait()
+        caller.references.target(GlobalId(1, 1, 1)).wait()
 
 
-def test_a_call_that_ctrl_c_ends(two, caller, monkeypatch):
-    with held_call(two, monkeypatch) as future:
-        api._give_up(caller)
+def test_a_call_that_ctrl_c_ends(tmp_path, monkeypatch):
+    watches = []
+    monkeypatch.setattr(api, "InterruptWatch", SimpleNamespace(start=watches.append))
+    rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=at(f"file://{tmp_path}/world"))
+    try:
+        future = rpc.rpc_async("worker0", workers.sleep, args=(0.5,))
+        (give_up,) = watches
+        give_up()  # as the watch does while the main thread sleeps in a wait of torch's own
         with pytest.raises(Interrupted, match=r"interrupted \(Ctrl-C\) while waiting for this call"):
             future.wait()
+    finally:
+        rpc.shutdown()
 
 
 def test_futures_that_are_not_done():
@@ -292,5 +313,3 @@ def test_the_owner_is_gone():
         world.kill(1)
         with pytest.raises(WorkerLost, match=r"the value of this RRef is lost: its owner worker1 died"):
             rref.to_here()
-        with pytest.raises(WorkerLost, match=r"the value of this RRef is lost: its owner worker1 died"):
-            world[0].caller._owner(rref)

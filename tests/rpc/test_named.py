@@ -49,7 +49,7 @@ def test_an_agent_calls_its_own_objects_too(world, counter):
     assert world[1].at("worker1", "counter").ask("add", 1) == 1
 
 
-@pytest.mark.parametrize("method", ["reset", "value", "__init__", "_add", "nothing"])
+@pytest.mark.parametrize("method", ["reset", "value", "__init__", "_change", "nothing"])
 def test_no_other_method_can_be_called(world, counter, method):
     with pytest.raises(NotOffered, match=rf"worker1 offers no counter\.{method}"):
         world[0].at("worker1", "counter").ask(method)

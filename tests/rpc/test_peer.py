@@ -95,8 +95,7 @@ class Ends:
     def assert_at_rest(self):
         for peer in self.peers.values():
             assert peer.outstanding == 0
-            assert not peer._arrived.above
-            assert peer._retrying == 0
+            assert not peer.arrived.above
             assert peer.next_tick() == math.inf
 
 

@@ -169,12 +169,11 @@ def test_garbage_from_a_member(over_tcp):
     assert rpc.rpc_sync("worker1", workers.name) == "worker1"
 
 
-def test_another_version_is_named(over_tcp):
+def test_another_version_is_named(over_tcp, monkeypatch):
     record = msgspec.structs.replace(api.current_agent().me, version=99, incarnation=new_incarnation(), name="future")
     refused = []
     agent = api.current_agent()
-    original = agent.handshake._refuse
-    agent.handshake._refuse = lambda record, reason: refused.append(reason) or original(record, reason)
+    monkeypatch.setattr(agent.links, "refuse", lambda record, answer: refused.append(answer.reason))
     link = agent.channel.connect(agent.me.addresses)
     link.send([encode_envelope(Envelope(record.incarnation, 0, 0, 1, 0, [], Hello(record)))], "hello")
     workers.eventually(lambda: refused)

@@ -134,13 +134,13 @@ class Forks:
         self._me = me
         """This agent's incarnation."""
         self._ids = ids
-        self._owned: dict[GlobalId, _Owned] = {}
+        self.owned: dict[GlobalId, _Owned] = {}
         """The values that this agent owns or is about to own."""
-        self._users: dict[GlobalId, _User] = {}
+        self.users: dict[GlobalId, _User] = {}
         """The forks that this agent holds, of values of other agents."""
         self._children: dict[GlobalId, tuple[GlobalId, int]] = {}
         """The parent fork and the receiver of each fork that was passed on and is not accepted yet."""
-        self._early: dict[GlobalId, int] = {}
+        self.early: dict[GlobalId, int] = {}
         """The forks whose delete arrived before the call that creates them, each with its holder's incarnation."""
         self._lost: set[int] = set()
         """The incarnations of lost agents."""
@@ -152,28 +152,23 @@ class Forks:
     @property
     def owners(self) -> int:
         """The number of values that are owned here and of which other agents hold forks."""
-        return sum(1 for owned in list(self._owned.values()) if owned.forks)
+        return sum(1 for owned in list(self.owned.values()) if owned.forks)
 
     @property
     def forks(self) -> int:
         """The number of forks that other agents hold of values owned here."""
-        return sum(len(owned.forks) for owned in list(self._owned.values()))
-
-    @property
-    def users(self) -> int:
-        """The number of forks held here."""
-        return len(self._users)
+        return sum(len(owned.forks) for owned in list(self.owned.values()))
 
     @property
     def pending(self) -> int:
         """The number of pending forks held here, plus the number of forks passed on from here and not accepted yet."""
-        return sum(1 for user in list(self._users.values()) if user.standing is ForkStanding.PENDING) + len(
+        return sum(1 for user in list(self.users.values()) if user.standing is ForkStanding.PENDING) + len(
             self._children
         )
 
     def owner(self, fork: GlobalId) -> int | None:
         """Return the incarnation of the owner of a value, given a fork that is held here; None for any other fork."""
-        user = self._users.get(fork)
+        user = self.users.get(fork)
         return user.owner if user is not None else None
 
     def owns(self, rref: GlobalId) -> bool:
@@ -181,11 +176,11 @@ class Forks:
 
         It is about to own a value if something refers to the value before the call that makes it has arrived.
         """
-        return rref in self._owned
+        return rref in self.owned
 
     def is_made(self, rref: GlobalId) -> bool:
         """Return whether a value owned here exists, or the error in its place."""
-        owned = self._owned.get(rref)
+        owned = self.owned.get(rref)
         return owned is not None and owned.made
 
     def is_gone(self, rref: GlobalId) -> bool:
@@ -193,7 +188,7 @@ class Forks:
 
         False for a value that may still be made, by a call that has not arrived yet.
         """
-        owned = self._owned.get(rref)
+        owned = self.owned.get(rref)
         if owned is not None:
             return not owned.created and rref.incarnation in self._lost
         return rref.incarnation == self._me or rref.incarnation in self._lost or rref in self._dropped
@@ -204,11 +199,11 @@ class Forks:
 
     def expected_from(self, creator: int) -> list[GlobalId]:
         """List the values that agents refer to already and that agent ``creator`` has not yet created here."""
-        return [rref for rref, owned in self._owned.items() if rref.incarnation == creator and not owned.created]
+        return [rref for rref, owned in self.owned.items() if rref.incarnation == creator and not owned.created]
 
     def holders_of(self, rref: GlobalId) -> set[int]:
         """Return the incarnations of the agents that hold forks of an owned value."""
-        owned = self._owned.get(rref)
+        owned = self.owned.get(rref)
         return set(owned.forks.values()) if owned is not None else set()
 
     def handed_out(self, to: int | None = None) -> list[tuple[GlobalId, GlobalId]]:
@@ -218,14 +213,14 @@ class Forks:
         """
         return [
             (rref, fork)
-            for rref, owned in self._owned.items()
+            for rref, owned in self.owned.items()
             for fork, holder in owned.forks.items()
             if to is None or holder == to
         ]
 
     def forks_of(self, rref: GlobalId) -> int:
         """Return how many forks of an owned value other agents hold."""
-        owned = self._owned.get(rref)
+        owned = self.owned.get(rref)
         return len(owned.forks) if owned is not None else 0
 
     def standing(self, fork: GlobalId) -> ForkStanding | None:
@@ -233,7 +228,7 @@ class Forks:
 
         None if this agent does not hold the fork (any more).
         """
-        user = self._users.get(fork)
+        user = self.users.get(fork)
         return user.standing if user is not None else None
 
     def state(self, rref: GlobalId, fork: GlobalId | None) -> State | None:
@@ -242,14 +237,14 @@ class Forks:
         ``fork`` is None on the owner.
         """
         if fork is None:
-            owned = self._owned.get(rref)
+            owned = self.owned.get(rref)
             return owned.state if owned is not None else None
-        user = self._users.get(fork)
+        user = self.users.get(fork)
         return user.state if user is not None else None
 
     def held(self) -> list[GlobalId]:
         """List the forks that objects here still refer to."""
-        return [fork for fork, user in self._users.items() if user.held]
+        return [fork for fork, user in self.users.items() if user.held]
 
     # -- the owner's side ---------------------------------------------------------------------
 
@@ -258,7 +253,7 @@ class Forks:
 
         `release_owned` must follow when the object or call ends.
         """
-        self._owned.setdefault(rref, _Owned()).handles += 1
+        self.owned.setdefault(rref, _Owned()).handles += 1
 
     def release_owned(self, rref: GlobalId) -> list[Instruction]:
         """Undo one `retain`: an object or call of this agent does not refer to the value any more.
@@ -267,7 +262,7 @@ class Forks:
         else an empty list; the caller carries it out with `References.perform`. Does nothing for a value not owned
         here.
         """
-        owned = self._owned.get(rref)
+        owned = self.owned.get(rref)
         if owned is None:
             return []
         owned.handles -= 1
@@ -281,9 +276,9 @@ class Forks:
         to it.
         """
         self.retain(rref)
-        self._owned[rref].created = True
-        if self._early.pop(fork, None) is None:
-            self._owned[rref].forks[fork] = creator
+        self.owned[rref].created = True
+        if self.early.pop(fork, None) is None:
+            self.owned[rref].forks[fork] = creator
 
     def uncreate(self, rref: GlobalId, fork: GlobalId) -> list[Instruction]:
         """Undo `create`: the call lacks a function or class of its caller's ``__main__``, and may be repeated.
@@ -291,7 +286,7 @@ class Forks:
         ``fork`` is the caller's fork, as in `create`. Returns the instruction to drop the value if nothing refers to
         it, else an empty list, for `References.perform`.
         """
-        owned = self._owned[rref]
+        owned = self.owned[rref]
         owned.handles -= 1
         owned.created = False
         owned.forks.pop(fork, None)
@@ -303,8 +298,8 @@ class Forks:
         ``fork`` is the fork of the call's caller; an early delete of it is forgotten. Other agents may refer to the
         value already. They keep their forks until they release them.
         """
-        self._early.pop(fork, None)
-        owned = self._owned.get(rref)
+        self.early.pop(fork, None)
+        owned = self.owned.get(rref)
         if owned is not None:
             owned.created = True  # calls for the value need not wait for the creating call any more
         else:
@@ -315,7 +310,7 @@ class Forks:
 
         `References.perform` sends them. Agents that get a fork later receive the description with the fork.
         """
-        owned = self._owned.get(rref)
+        owned = self.owned.get(rref)
         if owned is None:
             return []
         owned.state = state
@@ -327,7 +322,7 @@ class Forks:
 
         Nothing happens if no one refers to the value any more.
         """
-        owned = self._owned.get(rref)
+        owned = self.owned.get(rref)
         if owned is not None:
             owned.made = True
 
@@ -338,7 +333,7 @@ class Forks:
         """
         if self.is_gone(message.rref):
             return [Send(sender, ForkConfirm(message.rref, message.fork, gone=True))]
-        owned = self._owned.setdefault(message.rref, _Owned())
+        owned = self.owned.setdefault(message.rref, _Owned())
         owned.forks[message.fork] = sender
         self._remember_uninformed(owned, sender)
         return [Send(sender, ForkConfirm(message.rref, message.fork, owned.state))]
@@ -349,11 +344,11 @@ class Forks:
         Returns the instruction to drop the value if nothing refers to it any more, else an empty list, for
         `References.perform`.
         """
-        owned = self._owned.get(message.rref)
+        owned = self.owned.get(message.rref)
         if owned is None or message.fork not in owned.forks:
             # The delete is early if the value may still be created. If the value was here, it is late, and ignored.
             if message.rref not in self._dropped and (owned is None or not owned.created):
-                self._early[message.fork] = sender
+                self.early[message.fork] = sender
             return []
         del owned.forks[message.fork]
         return self._drop_if_free(message.rref, owned)
@@ -371,7 +366,7 @@ class Forks:
         """
         if owned.handles > 0 or owned.forks:
             return []
-        del self._owned[rref]
+        del self.owned[rref]
         if owned.created and rref.incarnation not in self._lost:
             self._remember_dropped(rref)
         return [Drop(rref)]
@@ -389,7 +384,7 @@ class Forks:
 
     def begin(self, rref: GlobalId, fork: GlobalId, owner: int) -> None:
         """Register the fork of a ``remote()`` call that is about to be sent; `confirm` or `fail` must follow."""
-        self._users[fork] = _User(rref, owner, parent=None)
+        self.users[fork] = _User(rref, owner, parent=None)
 
     def confirm(self, fork: GlobalId, state: State | None) -> list[Instruction]:
         """Mark the fork of a ``remote()`` call as confirmed, because the reply has arrived.
@@ -407,7 +402,7 @@ class Forks:
         owner. A late reply may still confirm the fork. Returns the delete if the fork was released before, for
         `References.perform`; else an empty list.
         """
-        user = self._users.get(fork)
+        user = self.users.get(fork)
         if user is not None:
             user.known_to_owner = may_exist
         return self._settle(fork, ForkStanding.FAILED, None)
@@ -418,7 +413,7 @@ class Forks:
         Returns the message that then tells the owner, or an empty list. A fork of any other standing stays as it is.
         ``state`` describes the value; None leaves the description as it is.
         """
-        user = self._users.get(fork)
+        user = self.users.get(fork)
         if user is None or user.standing not in (ForkStanding.PENDING, ForkStanding.FAILED):
             return []
         user.standing = standing
@@ -432,7 +427,7 @@ class Forks:
         wait any more. If the fork was released here meanwhile, the owner learns that it has ended. Nothing happens if
         the fork is not pending, or not known here any more.
         """
-        user = self._users.get(message.fork)
+        user = self.users.get(message.fork)
         if user is None or user.standing is not ForkStanding.PENDING:
             return []
         instructions: list[Instruction] = []
@@ -442,7 +437,7 @@ class Forks:
         if message.gone:
             user.standing = ForkStanding.DEAD
             if not user.held and not user.children:
-                del self._users[message.fork]
+                del self.users[message.fork]
             return instructions
         return instructions + self._settle(message.fork, ForkStanding.CONFIRMED, message.state)
 
@@ -457,9 +452,9 @@ class Forks:
 
     def on_state(self, message: RRefState) -> list[GlobalId]:
         """Store the description of another agent's value that now exists; return the forks here that refer to it."""
-        told = [fork for fork, user in self._users.items() if user.rref == message.rref]
+        told = [fork for fork, user in self.users.items() if user.rref == message.rref]
         for fork in told:
-            self._users[fork].state = message.state
+            self.users[fork].state = message.state
         return told
 
     def release(self, fork: GlobalId) -> list[Instruction]:
@@ -468,7 +463,7 @@ class Forks:
         The owner is told as soon as the fork is no longer pending, and all forks that were made from it are accepted.
         Returns that message if it can be sent now, for `References.perform`; else an empty list.
         """
-        user = self._users.get(fork)
+        user = self.users.get(fork)
         if user is None:
             return []
         user.held = False
@@ -481,7 +476,7 @@ class Forks:
         """
         if user.held or user.children or user.standing is ForkStanding.PENDING:
             return []
-        del self._users[fork]
+        del self.users[fork]
         if user.standing is ForkStanding.DEAD or not user.known_to_owner:
             return []
         return [Send(user.owner, UserDelete(user.rref, fork))]
@@ -493,7 +488,7 @@ class Forks:
         is accepted, when its message is not sent, and when its receiver is lost.
         """
         parent, _ = self._children.pop(child, (None, 0))
-        user = self._users.get(parent) if parent is not None else None
+        user = self.users.get(parent) if parent is not None else None
         if user is None or parent is None:
             return []
         user.children.discard(child)
@@ -512,12 +507,12 @@ class Forks:
         """
         child = child or self._ids.next()
         if fork is None:
-            owned = self._owned[rref]
+            owned = self.owned[rref]
             if to != self._me:
                 owned.forks[child] = to
                 self._remember_uninformed(owned, to)
             return Fork(rref, child, self._me, self._me, owned.state)
-        user = self._users[fork]
+        user = self.users[fork]
         if to != user.owner:
             self._children[child] = (fork, to)  # first, because `take_back` looks here, also after Ctrl-C
             user.children.add(child)
@@ -531,7 +526,7 @@ class Forks:
         """
         if handed.owner != self._me:
             return self._end_child(handed.fork)
-        owned = self._owned.get(handed.rref)
+        owned = self.owned.get(handed.rref)
         if owned is None or to == self._me:
             return []
         owned.forks.pop(handed.fork, None)
@@ -548,17 +543,17 @@ class Forks:
             self.retain(handed.rref)
             return []
         if handed.owner in self._lost:
-            self._users[handed.fork] = _User(
+            self.users[handed.fork] = _User(
                 handed.rref, handed.owner, handed.parent, ForkStanding.DEAD, state=handed.state
             )
             return [Send(handed.parent, ChildAccept(handed.fork))]
         # The owner counted this fork before it sent it.
         if handed.parent == handed.owner:
-            self._users[handed.fork] = _User(
+            self.users[handed.fork] = _User(
                 handed.rref, handed.owner, handed.parent, ForkStanding.CONFIRMED, state=handed.state
             )
             return []
-        self._users[handed.fork] = _User(handed.rref, handed.owner, handed.parent, state=handed.state)
+        self.users[handed.fork] = _User(handed.rref, handed.owner, handed.parent, state=handed.state)
         return [Send(handed.owner, ForkRequest(handed.rref, handed.fork))]
 
     # -- losing members -----------------------------------------------------------------------
@@ -572,7 +567,7 @@ class Forks:
         self._lost.add(incarnation)
         for rref in [rref for rref in self._dropped if rref.incarnation == incarnation]:
             del self._dropped[rref]
-        for rref, owned in list(self._owned.items()):
+        for rref, owned in list(self.owned.items()):
             owned.uninformed.pop(incarnation, None)
             gone = [fork for fork, holder in owned.forks.items() if holder == incarnation]
             for fork in gone:
@@ -580,14 +575,14 @@ class Forks:
             if gone:
                 instructions += self._drop_if_free(rref, owned)
         # Its early deletes, and the children that it was to accept.
-        for fork, holder in list(self._early.items()):
+        for fork, holder in list(self.early.items()):
             if holder == incarnation:
-                del self._early[fork]
+                del self.early[fork]
         for child, (_, holder) in list(self._children.items()):
             if holder == incarnation:
                 instructions += self._end_child(child)
         # References to its values.
-        for fork, user in list(self._users.items()):
+        for fork, user in list(self.users.items()):
             if user.owner == incarnation:
                 if user.standing is ForkStanding.PENDING and user.parent is not None:
                     instructions.append(Send(user.parent, ChildAccept(fork)))  # the parent need not wait for this fork
