@@ -11,7 +11,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed
@@ -66,10 +66,8 @@ __all__ = ["DistMagics"]
 _MANY_PAIRS = 20
 """The number of pairs of members from which `%dist_doctor` first says that it takes a while."""
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def _shortly(magic: F) -> F:
+def _shortly(magic: Callable[..., Any]) -> Callable[..., Any]:
     """Return the magic, changed so that nbdist's errors show no traceback: it would have only nbdist's own code.
 
     An error with a rendering of its own, or with notes, such as an error of a worker, is shown as usual.
@@ -85,10 +83,10 @@ def _shortly(magic: F) -> F:
                 error._render_traceback_ = lambda: [shown]  # type: ignore[attr-defined]
             raise
 
-    return call  # type: ignore[return-value]
+    return call
 
 
-def _describing_options(magic: F) -> F:
+def _describing_options(magic: Callable[..., Any]) -> Callable[..., Any]:
     """Return the magic, with the options of a cluster in its help, in place of the words in parentheses."""
     whole = re.sub(r" (?!\[)", "\0", READERS["%dist_init"].usage or "")  # no line ends inside of brackets
     usage = textwrap.fill(whole, 108, subsequent_indent=" " * 11).replace("\0", " ")
@@ -112,9 +110,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         said |= {f"%%{name}": magic.__doc__ for name, magic in self.magics["cell"].items()}
         self._overview = overview(said)
         type(self).dist.__doc__ = self._overview  # what `%dist?` shows
+        for kind, magics in self.magics.items():
+            self.magics[kind] = {name: _shortly(magic) for name, magic in magics.items()}
 
     @line_magic
-    @_shortly
     def dist(self, line: str) -> None:
         """List all magics by the question that they answer, such as "it hangs" or "it is slow".
 
@@ -127,7 +126,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     # -- the cluster ----------------------------------------------------------------------------
 
     @line_magic
-    @_shortly
     @_describing_options
     def dist_init(self, line: str) -> None:
         """Start workers, and form a process group of them.
@@ -180,7 +178,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             print(f"Kept your own {names}: `del {names}` and %dist_init again give {modules}.")
 
     @line_magic
-    @_shortly
     def dist_shutdown(self, line: str) -> None:
         """End the workers, and remove all their files.
 
@@ -197,7 +194,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         print(f"{counted(left, 'process', 'processes')} left.")
 
     @line_magic
-    @_shortly
     def dist_reset(self, line: str) -> None:
         """Kill all workers at once, and switch `%dist_mode` off. %dist_init then starts afresh.
 
@@ -210,7 +206,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         print(f"{counted(left, 'process', 'processes')} left.")
 
     @line_magic
-    @_shortly
     def dist_restart(self, line: str) -> None:
         """Restart workers, under their names and ranks.
 
@@ -240,7 +235,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             print("The process group is formed anew.")
 
     @line_magic
-    @_shortly
     def dist_invite(self, line: str) -> None:
         """Invite more workers, on any host, into a cluster of `%dist_init --host ADDRESS`; or revoke all invitations.
 
@@ -268,7 +262,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         print(f"Invited {counted(found.uses, 'worker')}: {how_to_join(Path(found.file))}.")
 
     @line_magic
-    @_shortly
     def dist_status(self, line: str) -> StatusTable | None:
         """Show each worker's pid, device, state, memory and calls in flight.
 
@@ -289,7 +282,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         return StatusTable(collect(Cluster.current))
 
     @line_magic
-    @_shortly
     def dist_panel(self, line: str) -> Panel:
         """Show a live row for each worker: running code, CPU, memory, calls; with buttons to interrupt and restart.
 
@@ -302,7 +294,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         return Panel(self._session.cluster())
 
     @line_magic
-    @_shortly
     def dist_memory(self, line: str) -> MemoryTable:
         """Show how much memory each worker uses, which values take it, which names hold them, and what has grown.
 
@@ -340,7 +331,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         return own | ({worker.name for worker in cluster.select(others)} if others else set())
 
     @line_magic
-    @_shortly
     def dist_free(self, line: str) -> FreedTable:
         """Free the values that only `Out`, `_` and tracebacks hold, in the notebook and on all workers.
 
@@ -355,7 +345,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         return FreedTable(free())
 
     @line_magic
-    @_shortly
     def dist_log(self, line: str) -> None:
         """Show all lines that workers have printed, even those that a cell left out or printed while no page was open.
 
@@ -381,7 +370,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             raise UsageError(f"what the workers printed cannot be saved: {error}") from error
 
     @line_magic
-    @_shortly
     def dist_debug(self, line: str) -> StatusTable | None:
         """Show what `%dist_status` shows: this is its name in nbdistributed.
 
@@ -391,7 +379,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         return self._status(line)
 
     @line_magic
-    @_shortly
     def dist_doctor(self, line: str) -> Examination:
         """Show versions, clocks, memory and GPUs, how fast each worker reaches every other one, and what to do.
 
@@ -415,7 +402,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         return cluster.examine(timeout=timeout)
 
     @line_magic
-    @_shortly
     def sync(self, line: str) -> None:
         """Wait until every worker has run all cells that it was sent.
 
@@ -426,7 +412,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         print(f"{counted(len(self._session.cluster().sync()), 'worker is', 'workers are')} in step.")
 
     @line_magic
-    @_shortly
     def dist_mode(self, line: str) -> None:
         """Run cells without a magic on all workers (-e, --enable) or here (-d, --disable); else say where they run.
 
@@ -445,7 +430,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
     # -- values ---------------------------------------------------------------------------------
 
     @line_magic
-    @_shortly
     def dist_push(self, line: str) -> None:
         """Copy variables of the notebook to workers: %dist_push NAME [NAME ...] [-r TARGET].
 
@@ -462,7 +446,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         self._session.cluster().push({name: self._shell.user_ns[name] for name in names}, targets)
 
     @line_magic
-    @_shortly
     def dist_pull(self, line: str) -> None:
         """Copy variables of workers to the notebook: %dist_pull NAME [NAME ...] [-r TARGET].
 
@@ -490,7 +473,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @no_var_expand
     @line_magic
-    @_shortly
     def dist_diff(self, line: str) -> DiffTable:
         """Show whether a value is equal on all workers, or where it first differs: %dist_diff EXPRESSION [-r TARGET].
 
@@ -511,7 +493,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @no_var_expand
     @line_cell_magic
-    @_shortly
     def remote(self, line: str, cell: str | None = None) -> Any:
         """Run a cell on workers, or return the value that an expression has there.
 
@@ -541,7 +522,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @no_var_expand
     @cell_magic
-    @_shortly
     def timeline(self, line: str, cell: str) -> Any:
         """Run a cell in the notebook, and show what all workers did meanwhile, as a timeline.
 
@@ -567,7 +547,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @no_var_expand
     @cell_magic
-    @_shortly
     def watch(self, line: str, cell: str) -> Any:
         """Run a cell in the notebook, and show its backward passes and pipeline steps live, here and on workers.
 
@@ -629,7 +608,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @no_var_expand
     @cell_magic
-    @_shortly
     def distributed(self, line: str, cell: str) -> Any:
         """Run a cell on all workers, with the options of `%%remote`.
 
@@ -644,7 +622,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @no_var_expand
     @cell_magic
-    @_shortly
     def rank(self, line: str, cell: str) -> Any:
         """Run a cell on some workers: %%rank[0,1], %%rank [0-2], with the options of `%%remote`.
 
