@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 __all__ = ["Listener", "Steps", "emit", "show_steps", "steps", "subscribe"]
@@ -58,13 +59,7 @@ def subscribe(listener: Listener) -> Callable[[], None]:
     global listeners
     with _lock:
         listeners = (*listeners, listener)
-
-    def unsubscribe() -> None:
-        global listeners
-        with _lock:
-            listeners = tuple(other for other in listeners if other is not listener)
-
-    return unsubscribe
+    return partial(_drop, listener)
 
 
 def emit(event: str, **fields: Any) -> None:
@@ -85,7 +80,6 @@ def emit(event: str, **fields: Any) -> None:
 
 
 def _drop(listener: Listener) -> None:
-    """Unsubscribe a listener, because it has raised an error."""
     global listeners
     with _lock:
         listeners = tuple(other for other in listeners if other is not listener)
@@ -115,8 +109,4 @@ def steps() -> Steps:
         >>> show = steps()
         >>> show("loading worker1")
     """
-    return _show() if _show is not None else _skip
-
-
-def _skip(line: str) -> None:
-    """Show nothing."""
+    return _show() if _show is not None else lambda line: None
