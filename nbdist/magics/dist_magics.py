@@ -36,17 +36,7 @@ from nbdist.cluster.output.sinks import current_sink
 from nbdist.cluster.spec import DEFAULT_INVITATION, describe_options
 from nbdist.errors import NbdistError, UsageError
 from nbdist.magics.checking import check
-from nbdist.magics.lines import (
-    READERS,
-    CellLine,
-    parse_cell,
-    parse_diff,
-    parse_init,
-    parse_log,
-    parse_value,
-    parse_watch,
-    read,
-)
+from nbdist.magics.lines import READERS, CellLine, parse_cell, parse_diff, parse_init, parse_value, read
 from nbdist.magics.overview import overview
 from nbdist.magics.session import NotebookSession
 from nbdist.views.passes.watching import Watcher
@@ -54,7 +44,6 @@ from nbdist.views.workers.difference import DiffTable
 from nbdist.views.workers.line import line_in_place, lines_below
 from nbdist.views.workers.memory import FreedTable, MemoryTable
 from nbdist.views.workers.panel import Panel
-from nbdist.views.workers.printed import LineRange
 from nbdist.views.workers.printed import save as save_printed
 from nbdist.views.workers.printed import say as say_printed
 from nbdist.views.workers.progress import StartProgress
@@ -359,10 +348,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         Example:
             %dist_log worker1 --lines 20
         """
-        asked = parse_log(line)
+        asked = read("%dist_log", line)
         printed = read_logs(self._session.cluster(), asked.targets, asked.cell)
         if asked.save is None:
-            print(say_printed(printed, LineRange(*asked.lines) if asked.lines is not None else None))
+            print(say_printed(printed, asked.lines))
             return
         try:
             print(f"{counted(save_printed(printed, asked.save), 'line is', 'lines are')} in {asked.save}.")
@@ -562,7 +551,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             with dist_autograd.context() as context_id:
                 dist_autograd.backward(context_id, [loss])
         """
-        options = parse_watch(line)
+        options = read("%%watch", line)
         self._session.cluster()
         watcher = Watcher(paused=options.paused, norms=not options.no_norms)
         shown = display(watcher, display_id=True)

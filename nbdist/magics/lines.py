@@ -1,4 +1,8 @@
-"""Parses the lines of magics into options. Pure. A wrong line raises UsageError, which says how to write it."""
+"""Parses the lines of magics into options. Pure. A wrong line raises UsageError, which says how to write it.
+
+A function that reads the text of one option raises argparse's ArgumentTypeError if the text is wrong; `Reader` makes
+the UsageError of it.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,16 @@ import keyword
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from nbdist.cluster.spec import DEFAULT_INVITATION, OPTIONS, VALID_FOR, Spec
 from nbdist.cluster.spec import usage as options_usage
+from nbdist.durations import LONGEST
 from nbdist.errors import UsageError
 from nbdist.magics.reader import Reader
 from nbdist.rpc.options import Device, RpcBackendOptions
 
-__all__ = [
-    "READERS",
-    "CellLine",
-    "ValueLine",
-    "parse_cell",
-    "parse_diff",
-    "parse_init",
-    "parse_log",
-    "parse_value",
-    "parse_watch",
-    "read",
-]
+__all__ = ["READERS", "CellLine", "ValueLine", "parse_cell", "parse_diff", "parse_init", "parse_value", "read"]
 
 
 READERS: dict[str, Reader] = {}
@@ -35,8 +29,7 @@ READERS: dict[str, Reader] = {}
 
 def _reader(usage: str, *flags: str) -> Reader:
     """Make the parser of a magic, with options that have no value, and enter it into `READERS`."""
-    reader = READERS[re.split(r"[ \[]", usage)[0]] = Reader(usage)
-    reader.add_flags(*flags)
+    reader = READERS[re.split(r"[ \[]", usage)[0]] = Reader(usage, *flags)
     return reader
 
 
@@ -51,42 +44,36 @@ def read(magic: str, line: str) -> Any:
     return found
 
 
-_LONGEST_TIMEOUT = 1e8
-"""The most seconds of a time limit: Python can wait for this long on every system."""
-
-
 def _this_host(text: str) -> str:
-    """Return the address of ``--master-addr`` if it is this host's own loopback address.
-
-    For any other address raises argparse's error, which the user sees as UsageError.
-    """
+    """Return the address of ``--master-addr``, which must be this host's own loopback address."""
     if text not in ("localhost", "127.0.0.1"):
         raise argparse.ArgumentTypeError(f"workers are started on this host only, not at {text!r}")
     return text
 
 
 def _seconds(text: str) -> float:
-    """Return a number of seconds above 0.
-
-    Raises argparse's error, which the user sees as UsageError, for any other text or number.
-    """
+    """Return a number of seconds above 0."""
     try:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
-    if not 0 < value <= _LONGEST_TIMEOUT:
+    if not 0 < value <= LONGEST:
         raise argparse.ArgumentTypeError(
-            f"the time must be more than 0 s, and at most {_LONGEST_TIMEOUT:.0f}, not {text.strip()}"
+            f"the time must be more than 0 s, and at most {LONGEST:.0f}, not {text.strip()}"
         )
     return value
 
 
 def _seconds_or_0(text: str) -> float:
-    """Return a number of seconds; 0 is allowed.
-
-    Raises argparse's error, which the user sees as UsageError, for a negative number or other text.
-    """
+    """Return a number of seconds; 0 is allowed."""
     return 0.0 if text.strip() in ("0", "0.0") else _seconds(text)
+
+
+def _variable(text: str) -> str:
+    """Return the text behind ``-o``, which must be able to name a variable."""
+    if not text.isidentifier() or keyword.iskeyword(text):
+        raise argparse.ArgumentTypeError(f"needs the name of a variable, not {text!r}")
+    return text
 
 
 # -- %%remote -----------------------------------------------------------------------------------
@@ -111,10 +98,7 @@ def parse_cell(line: str, magic: str = "%%remote") -> CellLine:
 
     Raises UsageError for a wrong line; the target is not looked up here.
     """
-    found = read(magic, line)
-    if not _can_name(found.out):
-        raise UsageError(f"-o needs the name of a variable, not {found.out!r}; write: {READERS[magic].usage}")
-    return CellLine(**vars(found))
+    return CellLine(**vars(read(magic, line)))
 
 
 # The option may also stand after the target, because no expression begins with -t and a number.
@@ -161,10 +145,7 @@ def parse_value(line: str) -> ValueLine:
 
 
 def _ports(text: str) -> tuple[int, int]:
-    """Return the first and the last port of a range such as ``40000-40100``.
-
-    Raises argparse's error, which the user sees as UsageError, for any other text.
-    """
+    """Return the first and the last port of a range such as ``40000-40100``."""
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is no range of ports such as 40000-40100")
@@ -174,7 +155,7 @@ def _ports(text: str) -> tuple[int, int]:
 def _device_map(text: str) -> tuple[str, dict[str, str]]:
     """Return the receiver in a text such as ``worker1:0=1,cpu=cuda:0``, and its device for each device of a sender.
 
-    A number stands for a GPU. Raises argparse's error, which the user sees as UsageError, for any other text.
+    A number stands for a GPU.
     """
     name, _, pairs = text.partition(":")
     devices = {}
@@ -219,64 +200,18 @@ def parse_init(line: str) -> Spec:
     return Spec.of({**given, "n": found.count, "rpc": _with_maps(found.device_map)})
 
 
-class WatchLine(NamedTuple):
-    """The options of a line of ``%%watch``. ``%%watch?`` explains them."""
-
-    paused: bool
-    noblock: bool
-    no_norms: bool
-    out: str | None
-
-
-def parse_watch(line: str) -> WatchLine:
-    """Parse the line of ``%%watch``.
-
-    Raises UsageError for a wrong line.
-    """
-    found = read("%%watch", line)
-    if not _can_name(found.out):
-        raise UsageError(f"%%watch -o needs the name of a variable, not {found.out!r}")
-    return WatchLine(**vars(found))
-
-
-class LogLine(NamedTuple):
-    """The options of a line of ``%dist_log``."""
-
-    targets: str | None
-    cell: int | None
-    """The number of the only cell whose lines are shown."""
-    lines: tuple[int | None, int | None] | None
-    """The first and the last line, counted from 1; ``(None, n)`` for the last n lines, ``(n, None)`` from line n on."""
-    save: str | None
-    """The file that all lines are written to."""
-
-
-def parse_log(line: str) -> LogLine:
-    """Parse the line of ``%dist_log``.
-
-    Raises UsageError for a wrong line; the target is not looked up here.
-    """
-    return LogLine(**vars(read("%dist_log", line)))
-
-
-def _can_name(out: str | None) -> bool:
-    """Return whether the text behind ``-o`` can name a variable; True if the option is not given."""
-    return out is None or (out.isidentifier() and not keyword.iskeyword(out))
-
-
 def _whole_number(text: str) -> int:
-    """Return the whole number in the text of an option. Raises argparse's error if it is none from 1 to 999999999."""
+    """Return the whole number in the text of an option, from 1 to 999999999."""
     if not re.fullmatch(r"\s*\d{1,9}\s*", text) or not int(text):
         raise argparse.ArgumentTypeError(f"{text.strip()!r} is not a whole number from 1 to 999999999")
     return int(text)
 
 
 def _line_span(text: str) -> tuple[int | None, int | None]:
-    """Return the first and the last line of ``FIRST:LAST``, as `LogLine.lines` has them.
+    """Return the first and the last line of ``FIRST:LAST``, a `nbdist.views.workers.printed.LineRange`.
 
     Without FIRST the first line is 1; without LAST the last one is None. A single number N, without a colon, returns
-    ``(None, N)``: the last N lines. Raises argparse's error, which the user sees as UsageError, for numbers below 1 or
-    other text.
+    ``(None, N)``: the last N lines.
     """
     first, colon, last = text.partition(":")
     if not colon:
@@ -315,7 +250,7 @@ _CELL = "[-a] [-o NAME] [-t SECONDS] [--group-outputs] [--fail-fast] [--progress
 for _magic in ("%%remote [TARGET]", "%%distributed", "%%rank[0,1]"):
     _cell = _reader(f"{_magic} {_CELL}", "-a --noblock", "--group-outputs", "--fail-fast", "--local")
     _cell.add_argument("targets", nargs="*", help=argparse.SUPPRESS if _magic == "%%distributed" else None)
-    _cell.add_argument("-o", "--out")
+    _cell.add_argument("-o", "--out", type=_variable)
     _cell.add_argument("-t", "--timeout", type=_seconds)
     _cell.add_argument("--progress-after", type=_seconds_or_0, default=10.0)
 
@@ -346,7 +281,7 @@ _init.add_argument("--device-map", action="append", type=_device_map, default=[]
 _init.add_argument("-a", "--master-addr", type=_this_host, help=argparse.SUPPRESS)  # nbdistributed has this option
 
 _watch = _reader("%%watch [--paused] [-a] [-o NAME] [--no-norms]", "--paused", "-a --noblock", "--no-norms")
-_watch.add_argument("-o", "--out")
+_watch.add_argument("-o", "--out", type=_variable)
 
 _log = _reader("%dist_log [TARGET] [--cell NUMBER] [--lines FIRST:LAST] [--save FILE]")
 _log.add_argument("targets", nargs="*")
@@ -357,10 +292,8 @@ _log.add_argument("--save")
 _reader("%dist_memory [TARGET] [-v | --all]", "-v --all").add_argument("targets", nargs="*")
 _reader("%dist_restart [TARGET] [-p]", "-p --process-group").add_argument("targets", nargs="*")
 _reader("%dist_doctor [-t SECONDS]").add_argument("-t", "--timeout", type=_seconds, default=60.0)
-_reset = _reader("%dist_reset")
-_reset.add_argument(
-    "-n", "--nuclear", action="store_true", help=argparse.SUPPRESS
-)  # nbdistributed has it; it is ignored
+# nbdistributed has the option -n of %dist_reset; it is ignored.
+_reader("%dist_reset").add_argument("-n", "--nuclear", action="store_true", help=argparse.SUPPRESS)
 _reader("%%timeline [FILE]").add_argument("file", nargs="?")
 
 _invite = _reader("%dist_invite [FILE] [--uses N] [--expires SECONDS] | --revoke", "--revoke")
@@ -377,9 +310,8 @@ for _magic in ("%dist_push NAME [NAME ...]", "%dist_pull NAME [NAME ...]", "%dis
     _values.add_argument("names", nargs="+")
     _values.add_argument("-r", "--rank", "--targets", dest="targets", nargs="+")
 
-_value = _reader(
-    "%remote [-t SECONDS] TARGET expression"
-)  # for completion: parse_value reads the line, as parse_diff does
+# For completion: parse_value reads the line, as parse_diff does.
+_value = _reader("%remote [-t SECONDS] TARGET expression")
 _value.add_argument("-t", "--timeout")
 _value.add_argument("targets")
 

@@ -13,11 +13,16 @@ __all__ = ["Reader"]
 
 
 class Reader(argparse.ArgumentParser):
-    """Parses the line of one magic, whose syntax is ``usage``. Options must be written in full."""
+    """Parses the line of one magic, whose syntax is ``usage``. Options must be written in full.
 
-    def __init__(self, usage: str) -> None:
+    Each of ``flags`` has the spellings of one option without a value, such as ``-a --noblock``.
+    """
+
+    def __init__(self, usage: str, *flags: str) -> None:
         super().__init__(prog=usage.split()[0], usage=usage, add_help=False, allow_abbrev=False)
         self._negative_number_matcher = re.compile(r"-\d")  # a word such as -1,0 is a target, not an option
+        for flag in flags:
+            self.add_argument(*flag.split(), action="store_true")
 
     @property
     def options(self) -> list[str]:
@@ -28,11 +33,6 @@ class Reader(argparse.ArgumentParser):
     def takes_targets(self) -> bool:
         """Return whether the line may name workers."""
         return any(action.dest == "targets" and action.help is None for action in self._actions)
-
-    def add_flags(self, *flags: str) -> None:
-        """Add options without a value. Each of ``flags`` has the spellings of one, such as ``-a --noblock``."""
-        for flag in flags:
-            self.add_argument(*flag.split(), action="store_true")
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError with the message and the syntax; argparse itself would end the process.

@@ -14,8 +14,8 @@ from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.output_cutter import OutputCutter
 from nbdist.cluster.output.print_log import PrintLog
 from nbdist.errors import UsageError
-from nbdist.magics.lines import parse_log
-from nbdist.views.workers.printed import LineRange, say
+from nbdist.magics.lines import read
+from nbdist.views.workers.printed import say
 
 
 def out(text, stream="stdout"):
@@ -157,10 +157,10 @@ def test_which_lines_are_shown(tmp_path):
         return said[0], said[1], said[-1]
 
     assert shown(3) == ("lines 2,001 to 6,000 of 10,000 in cell 3; `--lines FIRST:LAST` shows others", "2001", "6000")
-    assert shown(3, LineRange(9999, None))[1:] == ("9999", "10000")
-    assert shown(3, LineRange(1, 3))[1:] == ("1", "3")
-    assert shown(3, LineRange(None, 2))[1:] == ("9999", "10000")
-    assert say([log.read(3)], LineRange(20_000, None)) == "there are 10,000 lines in cell 3"
+    assert shown(3, (9999, None))[1:] == ("9999", "10000")
+    assert shown(3, (1, 3))[1:] == ("1", "3")
+    assert shown(3, (None, 2))[1:] == ("9999", "10000")
+    assert say([log.read(3)], (20_000, None)) == "there are 10,000 lines in cell 3"
     assert say([log.read(4)], None) == "four"
     assert say([log.read(5)], None) == "nothing printed in cell 5"
     assert shown(None)[1:] == ("-- cell 3 --", "four")
@@ -172,7 +172,7 @@ def test_which_lines_are_shown(tmp_path):
 @pytest.mark.parametrize("line", ["--cell x", "--cell 0", "--lines 0:3", "--lines a", "--nothing"])
 def test_a_wrong_line_says_how_to_write_it(line):
     with pytest.raises(UsageError, match="write: %dist_log"):
-        parse_log(line)
+        read("%dist_log", line)
 
 
 # -- in a notebook --------------------------------------------------------------------------------

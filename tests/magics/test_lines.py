@@ -119,7 +119,7 @@ def test_words_are_not_glued_to_other_targets(line):
         ("-t nan", "not nan"),
         ("-t inf", "not inf"),
         ("-o", "-o/--out: expected one argument"),
-        ("-o 2x", "-o needs the name of a variable, not '2x'"),
+        ("-o 2x", "-o/--out: needs the name of a variable, not '2x'"),
         ("-o -1", "not '-1'"),
         ("-o a.b", "not 'a.b'"),
         ("-o class", "not 'class'"),

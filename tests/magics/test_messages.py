@@ -39,9 +39,15 @@ def test_magics_that_are_refused(magics, name, arguments, text):
     ("read", "text"),
     [
         (lambda: lines.parse_diff("  "), r"%dist_diff needs an expression to compare; write: "),
-        (lambda: lines.parse_watch("-o a.b"), r"%%watch -o needs the name of a variable, not 'a.b'"),
-        (lambda: lines.parse_watch("-o class"), r"%%watch -o needs the name of a variable, not 'class'"),
-        (lambda: lines.parse_log("--cell 1000000000"), r"'1000000000' is not a whole number from 1 to 999999999"),
+        (
+            lambda: lines.read("%%watch", "-o a.b"),
+            r"-o/--out: needs the name of a variable, not 'a.b'; write: %%watch ",
+        ),
+        (lambda: lines.read("%%watch", "-o class"), r"-o/--out: needs the name of a variable, not 'class'"),
+        (
+            lambda: lines.read("%dist_log", "--cell 1000000000"),
+            r"'1000000000' is not a whole number from 1 to 999999999",
+        ),
         (NotebookSession.cluster, r"no cluster runs; start one with %dist_init -n 4"),
     ],
 )

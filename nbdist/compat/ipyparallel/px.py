@@ -20,10 +20,9 @@ def _read(line: str) -> dict[str, Any]:
 
     Raises UsageError for a wrong line.
     """
-    reader = Reader(_USAGE)
+    reader = Reader(_USAGE, "-a --noblock", "--local", "--stream", "--no-stream", "-v --verbose")
     for option in ("-t --targets", "-o --out", "-g --group-outputs", "-p --progress-after"):
         reader.add_argument(*option.split())
-    reader.add_flags("-a --noblock", "--local", "--stream", "--no-stream", "-v --verbose")
     reader.add_argument("--block", dest="noblock", action="store_false")
     return {name.replace("_", "-"): value for name, value in vars(reader.read(line)).items()}
 

@@ -12,19 +12,14 @@ from nbdist.cluster.output.arranger import label_of
 from nbdist.cluster.output.output_cutter import LINES_KEPT
 from nbdist.cluster.output.print_log import Printed
 
-__all__ = ["LineRange", "save", "say"]
+__all__ = ["save", "say"]
 
 _LINES_SHOWN = 2 * LINES_KEPT
 """The most lines to show, of all workers together: as many as a cell shows of one worker."""
 
 
-class LineRange(NamedTuple):
-    """The lines to show, numbered from 1, the first line ever printed; both ends are included."""
-
-    first: int | None
-    """The first line. With None, the last ``last`` lines are shown."""
-    last: int | None
-    """The last line; None for the end."""
+LineRange = tuple[int | None, int | None]
+"""The first and the last line to show, counted from 1; ``(None, n)`` for the last n lines, ``(n, None)`` from n on."""
 
 
 class _Shown(NamedTuple):
