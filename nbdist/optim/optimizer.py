@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -56,32 +57,23 @@ class DistributedOptimizer(Distributed):
         numbers = [number for number, group in enumerate(groups) for _ in group.rrefs]
         for position, (rref, number) in enumerate(zip(rrefs, numbers, strict=True)):
             positions.setdefault(rref.owner_name(), [[] for _ in groups])[number].append(position)
-        answers = ask_all(
-            new_local_optimizer,
-            {
-                owner: (
-                    optimizer_class,
-                    [
-                        {**group.options, "params": [rrefs[position] for position in own]}
-                        for group, own in zip(groups, of_groups, strict=True)
-                    ],
-                    args,
-                    kwargs,
-                )
-                for owner, of_groups in positions.items()
-            },
-        )
+        calls = {}
+        for owner, of_groups in positions.items():
+            own = [[rrefs[position] for position in of_group] for of_group in of_groups]
+            local = [{**group.options, "params": params} for group, params in zip(groups, own, strict=True)]
+            calls[owner] = optimizer_class, local, args, kwargs
+        answers = ask_all(new_local_optimizer, calls)
         self.remote_optimizers: list[RRef[LocalOptimizer]] = [rref for rref, _ in answers.values()]
         super().__init__(self.remote_optimizers)
-        known: list[tuple[str | None, list[int]]] = [(None, [])] * len(rrefs)
-        for (_, described), of_groups in zip(answers.values(), positions.values(), strict=True):
-            for position, found in zip((position for own in of_groups for position in own), described, strict=True):
-                known[position] = found
-        keys = keys_of([name for group in groups for name in group.names], [name for name, _ in known])
-        self._shapes: dict[Key, list[int]] = {key: shape for key, (_, shape) in zip(keys, known, strict=True)}
-        self._groups: list[list[Key]] = [
-            [key for key, its in zip(keys, numbers, strict=True) if its == number] for number in range(len(groups))
-        ]
+        known: dict[int, tuple[str | None, list[int]]] = {}
+        for owner, (_, described) in answers.items():
+            known.update(zip(itertools.chain.from_iterable(positions[owner]), described, strict=True))
+        names = [known[position][0] for position in range(len(rrefs))]
+        keys = keys_of([name for group in groups for name in group.names], names)
+        self._shapes: dict[Key, list[int]] = {key: known[position][1] for position, key in enumerate(keys)}
+        self._groups: list[list[Key]] = [[] for _ in groups]
+        for key, number in zip(keys, numbers, strict=True):
+            self._groups[number].append(key)
         self._keys: dict[str, list[list[Key]]] = {
             owner: [[keys[position] for position in own] for own in of_groups] for owner, of_groups in positions.items()
         }
