@@ -6,9 +6,9 @@
             |  step                   |  step                   |  norms, factor
     LocalOptimizer            a scheduler of torch        the context's gradients on every owner of parameters
 
-Users call `optimizer`, `scheduler` and `clipping`. `distributed` calls a method on all owners at once. `local` has the
-code that runs on an owner, and `ask_all`, which calls all owners and raises `StepFailed` if several fail. `parameters`
-reads and names the parameters, and `saving` joins the owners' states into one that does not depend on the workers.
+Users call `optimizer`, `scheduler` and `clipping`. `local` has the code that runs on an owner, and `ask_all`, which
+calls all owners and raises `StepFailed` if several fail. `parameters` reads and names the parameters, and `saving`
+joins the owners' states into one that does not depend on the workers.
 """
 
 from __future__ import annotations

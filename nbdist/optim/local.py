@@ -1,4 +1,4 @@
-"""Local optimizers, on the workers that own parameters; and `ask_all`, which calls all owners at once."""
+"""Local optimizers, on the workers that own parameters; `ask_all` and `Distributed`, which call all owners at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nbdist.rpc import api
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.references.rref import RRef
 
-__all__ = ["LocalOptimizer", "StepFailed", "ask_all", "by_owner", "on_cpu", "refuse_closure"]
+__all__ = ["Distributed", "LocalOptimizer", "StepFailed", "ask_all", "by_owner", "on_cpu", "refuse_closure"]
 
 
 class StepFailed(NbdistError):
@@ -133,6 +133,21 @@ def call_local(rref: RRef[Any], method: str, *args: Any) -> Any:
     An error of the method goes to the caller.
     """
     return getattr(rref.local_value(), method)(*args)
+
+
+class Distributed:
+    """Local objects on several workers, at most one on each, whose methods are called on all of them at once."""
+
+    def __init__(self, parts: Sequence[RRef[Any]]) -> None:
+        self._parts = {rref.owner_name(): rref for rref in parts}
+
+    def call_all(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call a method on all local objects at once, and return the results by worker name, as `ask_all` does."""
+        return ask_all(call_local, {name: (rref, method, *args) for name, rref in self._parts.items()})
+
+    def give_all(self, method: str, values: Mapping[str, Any]) -> None:
+        """Call ``method(value)`` on all local objects at once, each with its worker's value; see `ask_all`."""
+        ask_all(call_local, {name: (rref, method, values[name]) for name, rref in self._parts.items()})
 
 
 def by_owner(rrefs: Sequence[RRef[Any]]) -> dict[str, list[RRef[Any]]]:

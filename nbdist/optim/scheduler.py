@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nbdist.optim.distributed import Distributed
-from nbdist.optim.local import LocalOptimizer, ask_all
+from nbdist.optim.local import Distributed, LocalOptimizer, ask_all
 from nbdist.optim.optimizer import DistributedOptimizer
 from nbdist.optim.saving import agreed, refuse_old_form
 from nbdist.rpc.references.rref import RRef
