@@ -19,6 +19,7 @@ same in all schedules, to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from nbdist.columns import aligned
@@ -67,10 +68,8 @@ def gpipe(workers: int, stages: int, micro_batches: int) -> Table:
         worker0  F0 F1 F2 F3 .  .  B0 B1 B2 B3
         worker1  .  F0 F1 F2 F3 B0 B1 B2 B3 .
     """
-    return [
-        [*_forwards(worker, workers, stages, micro_batches), *_backwards(worker, workers, stages, micro_batches)]
-        for worker in range(workers)
-    ]
+    shape = workers, stages, micro_batches
+    return [[*_operations("F", worker, *shape), *_operations("B", worker, *shape)] for worker in range(workers)]
 
 
 def one_f_one_b(workers: int, stages: int, micro_batches: int) -> Table:
@@ -110,14 +109,15 @@ def interleaved(workers: int, stages: int, micro_batches: int) -> Table:
             micro_batches,
             lambda worker, more=more: (workers - worker - 1) * 2 + (depth - 1) * workers + more,  # type: ignore[misc]
         )
-        if _can_be_done(table, stages):
+        with suppress(UsageError):
+            simulate(table, stages)
             return table
     raise AssertionError("a table with all forwards first can always be run")
 
 
 def forward_only(workers: int, stages: int, micro_batches: int) -> Table:
     """Return the table of `Pipeline.forward`: all forwards. A distributed backward pass does the rest, if wanted."""
-    return [list(_forwards(worker, workers, stages, micro_batches)) for worker in range(workers)]
+    return [list(_operations("F", worker, workers, stages, micro_batches)) for worker in range(workers)]
 
 
 SCHEDULES: Mapping[str, Callable[[int, int, int], Table]] = {
@@ -127,26 +127,17 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Table]] = {
 }
 
 
-def _forwards(worker: int, workers: int, stages: int, micro_batches: int) -> Iterator[Op]:
-    """Yield a worker's forwards in order: groups of ``workers`` micro-batches, each group through all its stages.
+def _operations(kind: str, worker: int, workers: int, stages: int, micro_batches: int) -> Iterator[Op]:
+    """Yield a worker's forwards ("F") or backwards ("B") in order: groups of ``workers`` micro-batches.
 
-    A group goes through one of the worker's stages completely before it goes through the next.
+    A group goes through one of the worker's stages completely before it goes through the next: in forwards from the
+    first stage on, in backwards from the last.
     """
+    own = range(worker, stages, workers)
     for first in range(0, micro_batches, workers):
-        for stage in range(worker, stages, workers):
+        for stage in own if kind == "F" else reversed(own):
             for micro_batch in range(first, min(first + workers, micro_batches)):
-                yield Op("F", stage, micro_batch)
-
-
-def _backwards(worker: int, workers: int, stages: int, micro_batches: int) -> Iterator[Op]:
-    """Yield a worker's backwards in order: groups of ``workers`` micro-batches, each from the worker's last stage on.
-
-    A group goes through one of the worker's stages completely before it goes through the one before.
-    """
-    for first in range(0, micro_batches, workers):
-        for stage in reversed(range(worker, stages, workers)):
-            for micro_batch in range(first, min(first + workers, micro_batches)):
-                yield Op("B", stage, micro_batch)
+                yield Op(kind, stage, micro_batch)
 
 
 def _alternating(workers: int, stages: int, micro_batches: int, ahead: Callable[[int], int]) -> Table:
@@ -156,8 +147,8 @@ def _alternating(workers: int, stages: int, micro_batches: int, ahead: Callable[
     """
     table: Table = []
     for worker in range(workers):
-        forwards = list(_forwards(worker, workers, stages, micro_batches))
-        backwards = list(_backwards(worker, workers, stages, micro_batches))
+        forwards = list(_operations("F", worker, workers, stages, micro_batches))
+        backwards = list(_operations("B", worker, workers, stages, micro_batches))
         first = min(len(forwards), ahead(worker))
         row = forwards[:first]
         for forward, backward in zip(forwards[first:], backwards, strict=False):
@@ -204,14 +195,6 @@ def simulate(table: Table, stages: int, cost: Callable[[Op], float] = lambda op:
             "one that it needs (what_it_needs)"
         )
     return rows
-
-
-def _can_be_done(table: Table, stages: int) -> bool:
-    try:
-        simulate(table, stages)
-    except UsageError:
-        return False
-    return True
 
 
 def draw(table: Table, stages: int) -> str:
