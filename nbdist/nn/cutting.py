@@ -120,9 +120,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     [1, 1, 1]
     """
     count = len(costs)
-    before = [0.0]
-    for cost in costs:
-        before.append(before[-1] + cost)
+    before = list(itertools.accumulate(costs, initial=0.0))
     # Dynamic programming. best[k][i] is for the best division of the first i items into k + 1 parts: the cost of its
     # most expensive part, and the index of the item at which its last part begins.
     best: list[list[tuple[float, int]]] = [[(before[i], 0) for i in range(count + 1)]]
@@ -139,8 +137,9 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     return sizes[::-1]
 
 
-def times_of(layers: Sequence[torch.nn.Module], sample: Any, rounds: int = 3) -> list[float]:
-    """Return the seconds that each layer takes for a sample, forward and backward: the median of some rounds.
+@torch.random.fork_rng(devices=[])
+def times_of(layers: Sequence[torch.nn.Module], sample: Any) -> list[float]:
+    """Return the seconds that each layer takes for a sample, forward and backward: the median of three rounds.
 
     Each layer gets the output of the one before it. The layers' buffers and gradients and torch's CPU generator stay as
     they are. Raises UsageError if ``sample`` is None.
@@ -148,17 +147,12 @@ def times_of(layers: Sequence[torch.nn.Module], sample: Any, rounds: int = 3) ->
     if sample is None:
         raise UsageError('balance="time" measures the layers on a sample: give sample=… (an input, or a tuple)')
     value = sample if isinstance(sample, tuple) else (sample,)
-    with torch.random.fork_rng(devices=[]):
-        return _times_of(layers, value, rounds)
-
-
-def _times_of(layers: Sequence[torch.nn.Module], value: Any, rounds: int) -> list[float]:
     times = []
     for layer in layers:
         buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
         parameters = dict(layer.named_parameters())
         took = []
-        for _ in range(rounds):
+        for _ in range(3):
             leaves = tuple(_leaf(part) for part in value)
             given = tuple(part.clone() if _wants_grad(part) else part for part in leaves)  # may be changed in place
             start = time.perf_counter()

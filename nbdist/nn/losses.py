@@ -41,7 +41,4 @@ def loss_of(
 
 def total(losses: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the losses, added in the order given: equal losses give the same sum to the last bit."""
-    found = losses[0]
-    for loss in losses[1:]:
-        found = found + loss
-    return found
+    return sum(losses[1:], losses[0])

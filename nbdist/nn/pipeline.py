@@ -158,22 +158,11 @@ class Pipeline:
         where = [names[stage % len(names)] for stage in range(len(parts))]
         options = {"seed": seed, "checkpoint": checkpoint}
         prefixed = not isinstance(model, torch.nn.Sequential)
-        made = ask_all(
-            build_stages,
-            {
-                name: (
-                    self._uid,
-                    _parts_by_stage(parts, worker, len(names)),
-                    where,
-                    agent.me.name,
-                    device,
-                    prefixed,
-                    options,
-                )
-                for worker, (name, (_, device)) in enumerate(zip(names, places, strict=True))
-            },
-        )
-        self._parts: list[RRef[PipelinePart]] = list(made.values())
+        calls = {}
+        for worker, (name, (_, device)) in enumerate(zip(names, places, strict=True)):
+            own = _parts_by_stage(parts, worker, len(names))
+            calls[name] = self._uid, own, where, agent.me.name, device, prefixed, options
+        self._parts: list[RRef[PipelinePart]] = list(ask_all(build_stages, calls).values())
 
     def __repr__(self) -> str:
         return (
@@ -324,9 +313,8 @@ class Pipeline:
             if watched is not None:
                 watched.end(error, {})
             if isinstance(error, Exception):
-                for (
-                    latch
-                ) in abandoned:  # so that no worker's gradients are in the context when the caller sees the error
+                # so that no worker's gradients are in the context when the caller sees the error
+                for latch in abandoned:
                     with contextlib.suppress(Exception):
                         latch.wait()
             raise
@@ -518,13 +506,11 @@ class Pipeline:
         Each gets ``args`` and a dict: the values of ``by_stage`` for the stages that live on that worker, by stage
         number. If one worker fails, its error is raised; if several fail, `StepFailed`.
         """
-        ask_all(
-            call_part,
-            {
-                rref.owner_name(): (rref, method, *args, _parts_by_stage(by_stage, worker, len(self.workers)))
-                for worker, rref in enumerate(self._parts)
-            },
-        )
+        calls = {}
+        for worker, rref in enumerate(self._parts):
+            own = _parts_by_stage(by_stage, worker, len(self.workers))
+            calls[rref.owner_name()] = rref, method, *args, own
+        ask_all(call_part, calls)
 
     def _gather(self, method: str) -> dict[int, Any]:
         """Call a method of the `PipelinePart` of each worker that returns a dict by stage; return the dicts' union.

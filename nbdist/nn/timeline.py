@@ -77,16 +77,13 @@ class PipelineTimeline:
         return {op: medians[op.kind, op.stage] for row in self.table for op in row}
 
     def __repr__(self) -> str:
-        return "\n".join(
-            [
-                f"step {self.step}: {duration(self.seconds)}, bubbles {self.bubble:.0%}; "
-                f"ideal {duration(self.ideal_seconds)}, bubbles {self.ideal_bubble:.0%}",
-                *(
-                    f"{name}: busy {duration(_busy([row]))}, {counted(len(row), 'operation')}"
-                    for name, row in zip(self.workers, self.rows, strict=True)
-                ),
-            ]
-        )
+        lines = [
+            f"step {self.step}: {duration(self.seconds)}, bubbles {self.bubble:.0%}; "
+            f"ideal {duration(self.ideal_seconds)}, bubbles {self.ideal_bubble:.0%}"
+        ]
+        for name, row in zip(self.workers, self.rows, strict=True):
+            lines.append(f"{name}: busy {duration(_busy([row]))}, {counted(len(row), 'operation')}")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return registry.draw(self)["text/html"]

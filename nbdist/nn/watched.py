@@ -56,19 +56,9 @@ def plan_of_step(context_id: int, table: Table, workers: Sequence[str], stages: 
             sender, source = places[each]
             what = "activations" if op.kind == "F" else "gradients"
             found.edges.append(Edge(_message_number(op, stages), sender, worker, what, (), (source,)))
-        found.nodes.setdefault(worker, []).append(
-            NodeInfo(
-                number,
-                _name(op),
-                "operation",
-                None,
-                None,
-                tuple(own),
-                message,
-                (0,) if away else (),
-                NodeOrigin(module=f"stage {op.stage}"),
-            )
-        )
+        origin, tensors = NodeOrigin(module=f"stage {op.stage}"), (0,) if away else ()
+        node = NodeInfo(number, _name(op), "operation", None, None, tuple(own), message, tensors, origin)
+        found.nodes.setdefault(worker, []).append(node)
         waits_for[worker, number] = len(needed)
     roots = [key for key, count in waits_for.items() if not count]
     return Plan(found, roots, waits_for, list(found.edges), [])
