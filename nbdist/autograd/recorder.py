@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -390,7 +390,7 @@ class Recorder:
         """Run a job, a function without arguments, in a thread of the agent's pool; its errors are logged."""
         self._agent.submit(job)
 
-    def post(self, to: int, message: messages.Message, body: Any = None) -> None:
+    def post(self, to: int, message: messages.PassMessage, body: Any = None) -> None:
         """Send a message to another worker, or to this one; ``body`` travels as its payload.
 
         ``to`` is the worker's incarnation. Raises WorkerLost if the worker is gone, EncodeError if the body cannot be
@@ -419,7 +419,7 @@ class Recorder:
             raise EncodeError(f"{what} {error}") from error.__cause__
         agent.post(to, Cast(topic, data, encoded.payload), encoded.frames, slots=encoded.slots)
 
-    def tell(self, to: int, message: messages.Message, body: Any = None) -> None:
+    def tell(self, to: int, message: messages.PassMessage, body: Any = None) -> None:
         """Send a message, and do nothing if the worker is gone.
 
         Use `post` where the loss of the worker must be noticed.
@@ -567,5 +567,5 @@ class _Running:
             self._contexts.here.context = self._before
 
 
-_TOPICS: dict[type, str] = {kind: f"autograd.{kind.__name__.lower()}" for kind in get_args(messages.Message)}
+_TOPICS: dict[type, str] = {kind: f"autograd.{kind.__name__.lower()}" for kind in messages.PassMessage.__subclasses__()}
 _NO_PAYLOAD = Payload()

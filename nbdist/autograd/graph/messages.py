@@ -28,7 +28,7 @@ Workers are named by their incarnations, and the tensors of a message by their i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Union
 
 import msgspec
 import torch
@@ -53,12 +53,12 @@ __all__ = [
     "Head",
     "Mark",
     "Marked",
-    "Message",
     "Missing",
     "Mode",
     "Observed",
     "Over",
     "PassId",
+    "PassMessage",
     "Release",
     "Report",
     "Steer",
@@ -162,7 +162,11 @@ class Head(msgspec.Struct, array_like=True, frozen=True):
     watching: Watching | None = None
 
 
-class Mark(msgspec.Struct, array_like=True, frozen=True, tag=0):
+class PassMessage(msgspec.Struct, array_like=True, frozen=True):
+    """The base class of the messages below. Each type of message is a subclass with its own tag."""
+
+
+class Mark(PassMessage, frozen=True, tag=0):
     """From one worker to another: some tensors of some messages that the other sent will get gradients."""
 
     head: Head
@@ -170,7 +174,7 @@ class Mark(msgspec.Struct, array_like=True, frozen=True, tag=0):
     sends: list[tuple[int, list[int]]]
 
 
-class Report(msgspec.Struct, array_like=True, frozen=True, tag=2):
+class Report(PassMessage, frozen=True, tag=2):
     """To the root: the tokens that this worker has settled, and those it has sent because of that, with receivers.
 
     Reports of one worker are numbered from 1, because one may overtake another.
@@ -191,7 +195,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True, tag=2):
     """The number of `Observed` messages that the worker has sent to the watcher of the pass."""
 
 
-class Gradients(msgspec.Struct, array_like=True, frozen=True, tag=1):
+class Gradients(PassMessage, frozen=True, tag=1):
     """From one worker to another: gradients for tensors of a message that the other sent. They are in the payload."""
 
     head: Head
@@ -202,52 +206,52 @@ class Gradients(msgspec.Struct, array_like=True, frozen=True, tag=1):
     """The worker's report, if the gradients go to the root anyway."""
 
 
-class Marked(msgspec.Struct, array_like=True, frozen=True, tag=3):
+class Marked(PassMessage, frozen=True, tag=3):
     """From the root: the marking is over, and the pass has its turn to reduce if it needs one."""
 
     id: PassId
 
 
-class Turn(msgspec.Struct, array_like=True, frozen=True, tag=15):
+class Turn(PassMessage, frozen=True, tag=15):
     """From the root to the worker that gives turns: a pass asks for its turn, or (``over``) needs it no more."""
 
     id: PassId
     over: bool
 
 
-class Granted(msgspec.Struct, array_like=True, frozen=True, tag=16):
+class Granted(PassMessage, frozen=True, tag=16):
     """To the root: its pass has its turn."""
 
     id: PassId
 
 
-class Failed(msgspec.Struct, array_like=True, frozen=True, tag=5):
+class Failed(PassMessage, frozen=True, tag=5):
     """To the root: the pass has failed on this worker; the error is in the payload."""
 
     id: PassId
 
 
-class Cancel(msgspec.Struct, array_like=True, frozen=True, tag=6):
+class Cancel(PassMessage, frozen=True, tag=6):
     """To all workers that take part: the pass is given up. A worker passes it on to those it has sent something."""
 
     id: PassId
     context: int
 
 
-class Entered(msgspec.Struct, array_like=True, frozen=True, tag=7):
+class Entered(PassMessage, frozen=True, tag=7):
     """To the maker of a context: a third worker has brought the context to the sender of this message."""
 
     context: int
 
 
-class Release(msgspec.Struct, array_like=True, frozen=True, tag=8):
+class Release(PassMessage, frozen=True, tag=8):
     """To all workers of a context: it has ended. The worker that takes a dead maker's place reuses the ids."""
 
     context: int
     maker: int
 
 
-class WatchChanged(msgspec.Struct, array_like=True, frozen=True, tag=9):
+class WatchChanged(PassMessage, frozen=True, tag=9):
     """To all workers of a context, through its maker: its passes are watched from now on, or (``over``) no more."""
 
     context: int
@@ -256,7 +260,7 @@ class WatchChanged(msgspec.Struct, array_like=True, frozen=True, tag=9):
     over: bool
 
 
-class Observed(msgspec.Struct, array_like=True, frozen=True, tag=10):
+class Observed(PassMessage, frozen=True, tag=10):
     """To the watcher: events of a pass on this worker, and the version of the control that holds there.
 
     The messages of one worker about one pass are numbered from 1, because one may overtake another.
@@ -271,7 +275,7 @@ class Observed(msgspec.Struct, array_like=True, frozen=True, tag=10):
     version: int
 
 
-class Over(msgspec.Struct, array_like=True, frozen=True, tag=11):
+class Over(PassMessage, frozen=True, tag=11):
     """From the root to the watcher: a pass is over, by ``error`` if there is one.
 
     ``observed`` is the number of `Observed` messages that each worker has sent; it is empty after an error.
@@ -284,7 +288,7 @@ class Over(msgspec.Struct, array_like=True, frozen=True, tag=11):
     observed: dict[int, int]
 
 
-class Steer(msgspec.Struct, array_like=True, frozen=True, tag=12):
+class Steer(PassMessage, frozen=True, tag=12):
     """From the watcher: a new control, and for each pass the number of its halts on this worker that are over."""
 
     context: int
@@ -293,7 +297,7 @@ class Steer(msgspec.Struct, array_like=True, frozen=True, tag=12):
     over: list[tuple[PassId, int]]
 
 
-class Go(msgspec.Struct, array_like=True, frozen=True, tag=13):
+class Go(PassMessage, frozen=True, tag=13):
     """From the watcher: the number of a pass's halts on this worker that are over; the control stays as it is."""
 
     id: PassId
@@ -301,41 +305,23 @@ class Go(msgspec.Struct, array_like=True, frozen=True, tag=13):
     halts: int
 
 
-class Freeze(msgspec.Struct, array_like=True, frozen=True, tag=14):
+class Freeze(PassMessage, frozen=True, tag=14):
     """To all members: calls must not time out while this worker pauses a pass, or may time out again."""
 
     number: int
     frozen: bool
 
 
-Message = (
-    Mark
-    | Gradients
-    | Report
-    | Marked
-    | Failed
-    | Cancel
-    | Entered
-    | Release
-    | WatchChanged
-    | Observed
-    | Over
-    | Steer
-    | Go
-    | Freeze
-    | Turn
-    | Granted
-)
-
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_types: Any = Union[tuple(PassMessage.__subclasses__())]  # noqa: UP007
+_decoder: msgspec.msgpack.Decoder[PassMessage] = msgspec.msgpack.Decoder(_types)
 
 
-encode: Callable[[Message], bytes] = _encoder.encode
+encode: Callable[[PassMessage], bytes] = _encoder.encode
 """Return the bytes of a message."""
 
 
-def decode(data: bytes) -> Message:
+def decode(data: bytes) -> PassMessage:
     """Decode a message from another worker. Raises ProtocolError if the bytes are not a message."""
     try:
         return _decoder.decode(data)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     class _Transport(Protocol):
         """The methods of an agent's recorder that `TurnTaking` calls."""
 
-        def tell(self, to: int, message: messages.Message) -> None:
+        def tell(self, to: int, message: messages.PassMessage) -> None:
             """Send a message to the worker with incarnation ``to``; do nothing if the worker is gone."""
 
         def is_there(self, worker: int) -> bool:

@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     class _Transport(ObservingTransport, Protocol):
         """The methods of an agent's recorder that passes call."""
 
-        def post(self, to: int, message: messages.Message, body: Any = None) -> None:
+        def post(self, to: int, message: messages.PassMessage, body: Any = None) -> None:
             """Send a message, with ``body`` as its payload, to the worker with incarnation ``to``.
 
             Raises WorkerLost if the worker is gone.
@@ -585,7 +585,7 @@ class Passes:
         for peer, message in out:
             self._post(run, peer, message)
 
-    def _post(self, run: Run, to: int, message: messages.Message, body: Any = None) -> None:
+    def _post(self, run: Run, to: int, message: messages.PassMessage, body: Any = None) -> None:
         """Send a message of a pass, unless the pass has ended; raises WorkerLost.
 
         It also notes the receiver, which has to be told if the pass is given up.

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         def name_of(self, worker: int) -> str:
             """Return the name of a worker, given its incarnation."""
 
-        def tell(self, to: int, message: messages.Message, body: Any = None) -> None:
+        def tell(self, to: int, message: messages.PassMessage, body: Any = None) -> None:
             """Send a message to a worker; drop it if the worker is gone."""
 
         def is_there(self, worker: int) -> bool:
