@@ -21,25 +21,12 @@ after another::
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.messages import PassId
+from nbdist.autograd.graph.transport import Transport
 from nbdist.autograd.passes.context import Run
 from nbdist.autograd.passes.ledger import Ledger
-
-if TYPE_CHECKING:
-    from typing import Protocol
-
-    class _Transport(Protocol):
-        """The methods of an agent's recorder that `TurnTaking` calls."""
-
-        def tell(self, to: int, message: messages.PassMessage) -> None:
-            """Send a message to the worker with incarnation ``to``; do nothing if the worker is gone."""
-
-        def is_there(self, worker: int) -> bool:
-            """Return whether this agent is still connected to a worker, given by its incarnation."""
-
 
 __all__ = ["TurnTaking", "Turns"]
 
@@ -81,7 +68,7 @@ class Turns:
 class TurnTaking:
     """Gives passes their turn to average gradients of DDP modules, one at a time; one object on each worker."""
 
-    def __init__(self, transport: _Transport) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._turns = Turns()
         self._lock = threading.Lock()

@@ -19,30 +19,17 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
 
 from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.messages import Head, PassId, Watching
 from nbdist.autograd.graph.traces import Plan
+from nbdist.autograd.graph.transport import Transport
 from nbdist.autograd.passes import claims, inherited_nans
 from nbdist.autograd.passes.context import Context, Run
 from nbdist.autograd.passes.contexts import Contexts
 from nbdist.autograd.watching.observer import Observer
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.errors import UsageError
-
-if TYPE_CHECKING:
-    from typing import Protocol
-
-    from nbdist.autograd.watching.watcher import WatchTransport
-
-    class ObservingTransport(WatchTransport, Protocol):
-        """The methods of an agent that observing needs."""
-
-        @property
-        def name(self) -> str:
-            """This worker's name."""
-
 
 __all__ = ["Observing"]
 
@@ -53,7 +40,7 @@ _CLOSED_WATCHES_KEPT = 64
 class Observing:
     """The watches of one worker, and the observers of the passes that run there; `Passes` has one on each worker."""
 
-    def __init__(self, transport: ObservingTransport, contexts: Contexts) -> None:
+    def __init__(self, transport: Transport, contexts: Contexts) -> None:
         self._transport = transport
         self._contexts = contexts
         self._awaiting: OrderedDict[tuple[int, int], Watch] = OrderedDict()

@@ -54,9 +54,9 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -65,6 +65,8 @@ from nbdist import trace
 from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.edges import Node, Received
 from nbdist.autograd.graph.messages import Head, Missing, Mode, PassId, Report, Token
+from nbdist.autograd.graph.traces import Plan
+from nbdist.autograd.graph.transport import Transport
 from nbdist.autograd.passes import ddp
 from nbdist.autograd.passes.context import Context, Outgoing, Run
 from nbdist.autograd.passes.contexts import Contexts
@@ -78,28 +80,6 @@ from nbdist.gpus import side_streams, spans
 from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.rpc.failures import Failure, describe, rebuild
 from nbdist.rpc.futures import Future, Latch
-
-if TYPE_CHECKING:
-    from typing import Protocol
-
-    from nbdist.autograd.graph.traces import Plan
-    from nbdist.autograd.passes.observing import ObservingTransport
-
-    class _Transport(ObservingTransport, Protocol):
-        """The methods of an agent's recorder that passes call."""
-
-        def post(self, to: int, message: messages.PassMessage, body: Any = None) -> None:
-            """Send a message, with ``body`` as its payload, to the worker with incarnation ``to``.
-
-            Raises WorkerLost if the worker is gone.
-            """
-
-        def submit(self, job: Any) -> None:
-            """Run a job, a function without arguments, on another thread; log its errors."""
-
-        def noting(self, context: Context) -> AbstractContextManager[None]:
-            """Return the block in which a thread notes lines of code, or looks for NaN, as the context asks."""
-
 
 __all__ = ["Passes", "UnusedOutputs"]
 
@@ -133,7 +113,7 @@ class UnusedOutputs(UsageError):
 class Passes:
     """All passes that touch one worker: begins them, acts on their messages and ends them."""
 
-    def __init__(self, transport: _Transport, contexts: Contexts) -> None:
+    def __init__(self, transport: Transport, contexts: Contexts) -> None:
         self.observing = Observing(transport, contexts)
         self._transport = transport
         self._me = transport.me

@@ -32,38 +32,16 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.edges import Node
 from nbdist.autograd.graph.events import Event, Key, Pass, Share
 from nbdist.autograd.graph.messages import Control, Happening, Mode, PassId, Watching
 from nbdist.autograd.graph.traces import Plan
+from nbdist.autograd.graph.transport import Transport
 from nbdist.errors import UsageError
 from nbdist.rpc.futures import blocking_wait
-
-if TYPE_CHECKING:
-    from typing import Protocol
-
-    class WatchTransport(Protocol):
-        """The methods of an agent that a watch needs."""
-
-        @property
-        def me(self) -> int:
-            """This worker's incarnation."""
-
-        def name_of(self, worker: int) -> str:
-            """Return the name of a worker, given its incarnation."""
-
-        def tell(self, to: int, message: messages.PassMessage, body: Any = None) -> None:
-            """Send a message to a worker; drop it if the worker is gone."""
-
-        def is_there(self, worker: int) -> bool:
-            """Return whether this agent is still connected to a worker."""
-
-        def freeze(self, context_id: int, frozen: bool) -> None:
-            """Stop the clocks of all timeouts on all workers while a pass is paused, or start them again."""
-
 
 __all__ = ["Until", "Watch"]
 
@@ -95,7 +73,7 @@ class Watch:
     """
 
     def __init__(
-        self, transport: WatchTransport, context: int, *, paused: bool, norms: bool, ended: Callable[[Watch], None]
+        self, transport: Transport, context: int, *, paused: bool, norms: bool, ended: Callable[[Watch], None]
     ) -> None:
         self.id = next(_ids)
         self.context_id = context
