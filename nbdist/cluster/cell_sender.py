@@ -110,7 +110,8 @@ class CellSender:
                 if not self._thread.soon(self.send, token, cell, workers, *packed):
                     raise UsageError("this cluster has been shut down; make another")
                 if progress_after > 0 and sink.interactive:
-                    self._thread.soon(Lookout(self._thread, self._agent, cell, workers, progress_after).start)
+                    probe = self._lifecycle.launcher.probe
+                    self._thread.soon(Lookout(self._thread, self._agent, probe, cell, workers, progress_after).start)
 
             if block:
                 try:

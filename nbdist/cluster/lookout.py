@@ -3,14 +3,19 @@
 ::
 
     worker0 waits in dist.recv(src=1), In[3]:2, 14 s; worker1 has failed
+    worker0,2 wait in dist.all_reduce(), In[7]:7, 12 s; worker1 computes at In[7]:5
     worker0 is still busy with loss.backward(), In[2]:5, 34 s; worker1 is stopped by a signal, 12 s
+    worker1 holds the GIL at In[3]:4, 10 s
 
     notebook: `Lookout` ── every 2 s of silence ──> worker: `place` ──> `Stands.saw` ──> `Stands.say` ──> the line
+                        ── if it does not answer ──> its host: `Launcher.probe`
 
 A worker counts as waiting if its main thread is at the same instruction as at the last look, and has used hardly any
-processor time since then. The line appears after ``progress_after`` seconds of silence, if all running workers wait, or
-if one waits and another has ended the cell, and if a worker cannot begin: it still runs an earlier cell, or a signal
-such as SIGSTOP has stopped it. Each look updates the line, or removes it. If all workers compute, there is no line.
+processor time since then. The line appears after ``progress_after`` seconds of silence, if all running workers wait, if
+one has waited for so long itself, or if one waits and another has ended the cell. It also appears if a worker cannot
+begin, because it still runs an earlier cell or a signal such as SIGSTOP has stopped it, and if a worker has not
+answered for so long: then its main thread holds the GIL, and its host tells where. Each look updates the line, or
+removes it. If all workers compute, there is no line.
 """
 
 from __future__ import annotations
@@ -19,14 +24,17 @@ import contextlib
 import linecache
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist.amounts import plural
+from nbdist.cluster.jupyter.labels import is_cell
 from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.output.in_place import InPlace
-from nbdist.cluster.processes.probe import is_stopped
+from nbdist.cluster.processes.probe import Probe, is_stopped
+from nbdist.cluster.processes.where import Frame, read_frames
 from nbdist.code_places import TORCH, is_nbdists, is_torchs, is_users, shown_name
 from nbdist.errors import NbdistError
 from nbdist.thread_frames import thread_frames
@@ -42,7 +50,7 @@ __all__ = ["Lookout", "Position", "Stands", "say_where"]
 _LOOK_EVERY = 2.0
 """Seconds between two looks."""
 _ANSWER_WITHIN = 0.4
-"""Seconds for the workers to answer. A worker that holds the GIL cannot, and counts as computing."""
+"""Seconds for the workers to answer. A worker that holds the GIL cannot."""
 
 _SHARE_OF_WAITING = 0.05
 """The share of the time between two looks for which a waiting thread may use the processor."""
@@ -150,20 +158,41 @@ def _say_call(frame: FrameType) -> str:
 class Stands:
     """Collects the positions of the workers of one cell and makes the line from them. Pure."""
 
-    def __init__(self) -> None:
+    def __init__(self, after: float) -> None:
+        """Make a line about a worker that has waited, or has not answered, for ``after`` seconds."""
+        self._after = after
         self._last: dict[str, tuple[float, Position]] = {}
         """When each worker was seen last, and where."""
         self._since: dict[str, float] = {}
         """The time from which each worker has waited. A worker without an entry computes, or is not known to wait."""
+        self._silent: dict[str, float] = {}
+        """The time from which each worker has not answered."""
+        self._places: dict[str, str] = {}
+        """Where workers that do not answer are, as far as their hosts have told."""
+
+    def heard_nothing(self, worker: str, now: float) -> None:
+        """Note that a worker has not answered at the time ``now``."""
+        self._last.pop(worker, None)
+        self._since.pop(worker, None)
+        self._silent.setdefault(worker, now)
+
+    def told(self, worker: str, place: str) -> None:
+        """Note where a worker that does not answer is, such as ``In[3]:2``."""
+        self._places[worker] = place
+
+    def silent_workers(self) -> list[str]:
+        """Return the workers that did not answer the last time."""
+        return list(self._silent)
 
     def saw(self, worker: str, found: Position | None, now: float) -> None:
         """Note that a worker was at ``found`` at the time ``now``, in seconds of any one clock.
 
-        ``found`` is None if the worker has not answered or runs no user code.
-
-        The worker counts as waiting, since the earlier of two looks, if it is at the same instruction in both and has
-        used at most `_SHARE_OF_WAITING` of the time between them on the processor.
+        ``found`` is None if the worker runs no user code, or was not asked. The worker counts as waiting, since the
+        earlier of two looks, if it is at the same instruction in both and has used at most `_SHARE_OF_WAITING` of the
+        time between them on the processor.
         """
+        self._silent.pop(worker, None)
+        self._places.pop(worker, None)
         if found is None:
             self._last.pop(worker, None)
             self._since.pop(worker, None)
@@ -181,13 +210,17 @@ class Stands:
     def say(self, running: Sequence[str], ended: Mapping[str, bool], held: Mapping[str, str], now: float) -> str:
         """Return the line to show at the time ``now``; empty if none should be shown.
 
-        There is a line if all ``running`` workers wait, or if some wait and others have ended, as in a deadlock after
-        an error; and if there are workers in ``held``, which says in words what keeps each of them from the cell.
-        Workers that wait at the same place are named together. ``ended`` has the workers that have ended the cell: True
-        for a worker that failed.
+        There is a line if all ``running`` workers wait, if one has waited or not answered for long, or if some wait and
+        others have ended, as in a deadlock after an error; and if there are workers in ``held``, which says in words
+        what keeps each of them from the cell. Workers at the same place are named together. ``ended`` has the workers
+        that have ended the cell: True for a worker that failed.
         """
         waiting = [worker for worker in running if worker in self._since and worker not in held]
-        if not held and not (waiting and (ended or len(waiting) == len(running))):
+        mute = [
+            worker for worker in running if worker not in held and now - self._silent.get(worker, now) >= self._after
+        ]
+        is_long = any(now - self._since[worker] >= self._after for worker in waiting)
+        if not held and not mute and not (waiting and (ended or is_long or len(waiting) == len(running))):
             return ""
         groups: dict[tuple[str, str], list[str]] = {}
         for worker in waiting:
@@ -199,8 +232,16 @@ class Stands:
             said.append(
                 f"{say_names(workers)} {plural(len(workers), 'waits', 'wait')} in {call}, {line}, {now - since:.0f} s"
             )
-        if computing := [worker for worker in running if worker not in (*waiting, *held)]:
-            said.append(f"{say_names(computing)} {plural(len(computing), 'computes', 'compute')}")
+        for worker in mute:
+            at = f" at {self._places[worker]}" if worker in self._places else ""
+            said.append(f"{worker} holds the GIL{at}, {now - self._silent[worker]:.0f} s")
+        computing: dict[str, list[str]] = {}
+        for worker in running:
+            if worker not in (*waiting, *held, *mute):
+                at = f" at {self._last[worker][1].line}" if worker in self._last else ""
+                computing.setdefault(at, []).append(worker)
+        for at, workers in computing.items():
+            said.append(f"{say_names(workers)} {plural(len(workers), 'computes', 'compute')}{at}")
         verbs = {
             True: ("has failed", "have failed"),
             False: ("is through with this cell", "are through with this cell"),
@@ -215,14 +256,27 @@ class Stands:
 
 
 class Lookout:
-    """Looks at the workers of a silent cell, and shows the line after ``after`` seconds. In the kernel thread."""
+    """Looks at the workers of a silent cell, and shows the line after ``after`` seconds. In the kernel thread.
 
-    def __init__(self, thread: KernelThread, agent: Agent, cell: Cell, workers: Sequence[Worker], after: float) -> None:
-        self._thread, self._agent, self._cell, self._after = thread, agent, cell, after
+    ``probe`` is `Launcher.probe`.
+    """
+
+    def __init__(
+        self,
+        thread: KernelThread,
+        agent: Agent,
+        probe: Callable[[str], Future[Probe]],
+        cell: Cell,
+        workers: Sequence[Worker],
+        after: float,
+    ) -> None:
+        self._thread, self._agent, self._probe, self._cell, self._after = thread, agent, probe, cell, after
         self._workers = {worker.name: worker for worker in workers}
         self._stopped: dict[str, float] = {}
         """The workers that a signal has stopped, each with the time at which this was seen first."""
-        self._stands = Stands()
+        self._stands = Stands(after)
+        self._probes: dict[str, Future[Probe]] = {}
+        """The questions to the hosts of workers that did not answer at the last look."""
         self._line = InPlace(cell.sink.page)
 
     def start(self) -> None:
@@ -245,10 +299,12 @@ class Lookout:
         if self._cell.done:
             return
         asked: dict[str, Any] = {}
+        self._probes = {}
         if time.monotonic() - self._cell.last_output >= min(_LOOK_EVERY, self._after) * 0.9:
             for part in self._running():
                 with contextlib.suppress(NbdistError):  # the worker is gone
                     asked[part.worker] = self._agent.call(part.worker, place, timeout=_ANSWER_WITHIN)
+            self._probes = {worker: self._probe(worker) for worker in self._stands.silent_workers() if worker in asked}
         self._call_later(self._judge, _ANSWER_WITHIN, asked)
 
     def _judge(self, asked: Mapping[str, Any]) -> None:
@@ -265,9 +321,16 @@ class Lookout:
             if answer is not None and answer.done():
                 with contextlib.suppress(Exception):  # the worker died, or the answer is late
                     found = answer.value()
-            self._stands.saw(part.worker, found, now)
+                    answer = None
+            if answer is None:
+                self._stands.saw(part.worker, found, now)
+            else:
+                self._stands.heard_nothing(part.worker, now)
             if why := self._say_held(self._workers[part.worker], found, now):
                 held[part.worker] = why
+        for worker, answer in self._probes.items():
+            if answer.done() and (where := _place_of(read_frames(answer.result().frames), self._cell)):
+                self._stands.told(worker, where)
         ended = {part.worker: part.error is not None for part in self._cell.parts.values() if part.done}
         silent = now - self._cell.last_output >= self._after
         running = [part.worker for part in self._running()]
@@ -287,3 +350,15 @@ class Lookout:
     def _running(self) -> list[CellPart]:
         """Return the parts of the cell (one for each worker) that have not ended."""
         return [part for part in self._cell.parts.values() if not part.done]
+
+
+def _place_of(frames: Sequence[Frame], cell: Cell) -> str:
+    """Return the innermost line of the user's code among frames, such as ``In[3]:2``; "" if there is none."""
+    for frame in frames:
+        if is_cell(frame.file, cell.source):
+            return f"In[{cell.number}]:{frame.line}"
+        if frame.in_cell:
+            return f"line {frame.line} of an earlier cell"
+        if is_users(frame.file):
+            return f"{shown_name(frame.file)}:{frame.line}"
+    return ""

@@ -208,17 +208,61 @@ def place(instruction, processor, call="f()", line="In[3]:1"):
 
 
 def test_who_moves_on_or_computes_does_not_wait():
-    stands = Stands()
+    stands = Stands(after=100.0)
     for now in (0.0, 2.0, 4.0):
         stands.saw("still", place(1, 0.0), now)
         stands.saw("moves", place(now, 0.0), now)
         stands.saw("busy", place(3, now), now)
     assert stands.say(["still", "moves", "busy"], {}, {}, 4.0) == ""
     assert stands.say(["still"], {}, {}, 4.0) == "still waits in f(), In[3]:1, 4 s"
-    said = stands.say(["still", "moves", "busy"], {"gone": True, "over": False}, {}, 4.0)
-    assert (
-        said == "still waits in f(), In[3]:1, 4 s; moves,busy compute; gone has failed; over is through with this cell"
+    assert stands.say(["still", "moves", "busy"], {"gone": True, "over": False}, {}, 4.0) == (
+        "still waits in f(), In[3]:1, 4 s; moves,busy compute at In[3]:1; gone has failed; "
+        "over is through with this cell"
     )
-    stands.saw("still", None, 6.0)  # holds the GIL
+    stands.heard_nothing("still", 6.0)
     assert stands.say(["still"], {}, {}, 6.0) == ""
     assert stands.say(["still", "behind"], {}, {"behind": "is held"}, 6.0) == "behind is held; still computes"
+
+
+def test_who_waits_for_long_is_told_with_the_line_of_who_computes():
+    stands = Stands(after=10.0)
+    for now in (0.0, 4.0, 8.0):
+        stands.saw("worker0", place(1, 0.0, "dist.all_reduce()", "In[7]:7"), now)
+        stands.saw("worker1", place(2, now, line="In[7]:5"), now)
+    assert stands.say(["worker0", "worker1"], {}, {}, 9.0) == ""
+    assert stands.say(["worker0", "worker1"], {}, {}, 12.0) == (
+        "worker0 waits in dist.all_reduce(), In[7]:7, 12 s; worker1 computes at In[7]:5"
+    )
+
+
+def test_who_does_not_answer_for_long_holds_the_gil():
+    stands = Stands(after=10.0)
+    stands.heard_nothing("worker0", 1.0)
+    assert stands.silent_workers() == ["worker0"]
+    stands.told("worker0", "train.py:4")
+    stands.heard_nothing("worker0", 8.0)
+    assert stands.say(["worker0"], {}, {}, 10.9) == ""
+    assert stands.say(["worker0"], {}, {}, 12.0) == "worker0 holds the GIL at train.py:4, 11 s"
+    stands.saw("worker0", place(1, 1.0), 13.0)
+    assert stands.say(["worker0"], {}, {}, 13.0) == ""
+
+
+def test_a_wait_for_a_worker_that_computes_is_told(notebook):
+    code = "import math\nif rank == 1:\n    while True: math.sqrt(2.0)\ndist.all_reduce(torch.ones(1))"
+    cell = notebook.send(f"%%remote --progress-after 1\n{code}")
+    notebook.until(lambda: "computes" in (line_of(cell) or ""))
+    assert re.fullmatch(
+        r"worker0,2 wait in dist\.all_reduce\(\), In\[\d+\]:5, \d+ s; worker1 computes at In\[\d+\]:4", line_of(cell)
+    ), line_of(cell)
+    stop(notebook, cell)
+
+
+def test_a_worker_that_holds_the_gil_is_told_with_its_line(notebook):
+    code = "if rank == 1:\n    sum(range(8 * 10**8))  # some seconds, in C"
+    cell = notebook.send(f"%%remote --progress-after 1\n{code}")
+    notebook.until(lambda: "GIL at" in (line_of(cell) or ""))
+    assert re.fullmatch(
+        r"worker1 holds the GIL at In\[\d+\]:3, \d+ s; worker0,2 are through with this cell", line_of(cell)
+    ), line_of(cell)
+    notebook.finish(cell)
+    assert line_of(cell) == ""

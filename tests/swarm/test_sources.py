@@ -74,11 +74,11 @@ def test_a_call_asks_for_64_mb_or_for_one_weight(monkeypatch):
     monkeypatch.setattr(sources, "_PART_BYTES", 64)
     calls = []
 
-    def answer(client, function, args, timeout):
-        calls.append(args[1])
-        return dict.fromkeys(args[1], torch.ones(1))
+    def answer(source, method, names, timeout):
+        calls.append(names)
+        return dict.fromkeys(names, torch.ones(1))
 
-    monkeypatch.setattr(sources, "rpc_sync", answer)
+    monkeypatch.setattr(Source, "ask", answer)
     assert list(FarWeights(Source("", (), "", ""), sizes).read(list(sizes))) == list(sizes)
     assert calls == [["a", "b"], ["c"], ["large"], ["d"]]
 

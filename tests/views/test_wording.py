@@ -56,6 +56,7 @@ def test_what_nbdist_calls_is_named_in_words():
         ("pipeline.deliver", "a micro-batch arrives"),
         ("server.export", "send a session's caches"),
         ("server.something_new", "serve blocks"),
+        ("pushed.receive", "variables arrive"),
         ("keeper.start", "nbdist's own work"),
     ):
         assert name_call(label, call_method, ()) == ("own", told)

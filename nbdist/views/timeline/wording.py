@@ -100,6 +100,7 @@ _HIDDEN_NAMES = ("collectives", "mending", "recording", "scout", "watcher")
 _OF_NAMED: Mapping[str, str] = {
     "pipeline.deliver": "a micro-batch arrives",
     "pipeline.abandon": "break off a pipeline step",
+    "pushed.receive": "variables arrive",
     "checkpoint.read": "read weights",
 }
 """Words for the methods of other named objects."""
@@ -138,7 +139,6 @@ _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "rpc.references.rref:_backward": "backward from a reference",
     "cluster.inspection.comparing:prints": "fingerprints of a value",
     "cluster.inspection.comparing:part_of": "part of a value",
-    "cluster.worker.values:receive": "variables arrive",
     "cluster.worker.output:take_last_value": "value of a cell",
     "autograd.inspection:local_nodes": "look at a graph",
     "compat.gathering:gather_to_leader": "gather objects",
