@@ -35,7 +35,7 @@ from nbdist.autograd.graph.noting import noted
 from nbdist.autograd.passes.context import Context, Run
 from nbdist.autograd.passes.contexts import Contexts
 from nbdist.autograd.passes.pass_driver import Passes
-from nbdist.autograd.passes.worker_part import PassRoots
+from nbdist.autograd.passes.worker_part import Entry
 from nbdist.code_places import NBDIST
 from nbdist.errors import EncodeError, NbdistError, NotInitialized, UsageError
 from nbdist.gpus import side_streams
@@ -353,7 +353,7 @@ class Recorder:
         """
         there = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
         edges = [(edge.node, edge.output_nr) for edge in there]
-        return self.passes.begin(context, PassRoots(edges, gradients), outcome, **options)
+        return self.passes.begin(context, Entry(edges, list(gradients)), outcome, **options)
 
     def wait(self, run: Run) -> None:
         """Wait for the end of a pass that began here; raises its error, or the one that `failure_words` returns for it.

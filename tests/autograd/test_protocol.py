@@ -17,7 +17,7 @@ from nbdist.autograd.passes.contexts import Contexts
 from nbdist.autograd.passes.ddp_turns import Turns
 from nbdist.autograd.passes.ledger import Ledger
 from nbdist.autograd.passes.pass_driver import Passes
-from nbdist.autograd.passes.worker_part import Part, PassRoots
+from nbdist.autograd.passes.worker_part import Entry, Part
 from nbdist.rpc.futures import Future
 
 WORKERS = 3
@@ -170,7 +170,7 @@ def run_and_compare(seed):
     )
     passes = net.workers[0].passes
     ended = Future()
-    run = passes.begin(context, PassRoots([(loss.grad_fn, 0)], [torch.ones_like(loss)]), ended)
+    run = passes.begin(context, Entry([(loss.grad_fn, 0)], [torch.ones_like(loss)]), ended)
     passes.go(run)
     net.deliver_all()
     assert ended.done(), "the pass does not end"

@@ -73,7 +73,7 @@ from nbdist.autograd.passes.contexts import Contexts
 from nbdist.autograd.passes.ddp_turns import TurnTaking
 from nbdist.autograd.passes.ledger import Ledger
 from nbdist.autograd.passes.observing import Observing
-from nbdist.autograd.passes.worker_part import Marks, Part, PassRoots
+from nbdist.autograd.passes.worker_part import Entry, Marks, Part
 from nbdist.channel import machine
 from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.gpus import side_streams, spans
@@ -133,7 +133,7 @@ class Passes:
     def begin(
         self,
         context: Context,
-        roots: PassRoots,
+        roots: Entry,
         outcome: Future[None] | None = None,
         *,
         smart: bool = True,

@@ -72,7 +72,7 @@ from nbdist.autograd.watching.observer import Observer
 from nbdist.gpus import side_streams, spans, staging
 from nbdist.gpus.spans import CUDA_IS_BUILT
 
-__all__ = ["Entry", "Marks", "Part", "PassRoots", "GateState"]
+__all__ = ["Entry", "Marks", "Part", "GateState"]
 
 _RUNS_LAST = 0
 """The sequence number of barriers: torch's engine always runs the ready node with the highest number."""
@@ -100,21 +100,16 @@ class Crossing(NamedTuple):
     gradient: torch.Tensor
 
 
-class PassRoots:
-    """The graph edges from which a pass begins, with a gradient for each; only the pass's root has them."""
+class Entry(msgspec.Struct, eq=False):
+    """Graph edges with a gradient for each: the roots of a pass, or the one gradient that has arrived for a slot.
 
-    def __init__(self, edges: Sequence[tuple[Node, int]], gradients: Sequence[torch.Tensor]) -> None:
-        self.edges = list(edges)
-        self.gradients: list[torch.Tensor | None] = list(gradients)
-        self.slot: EdgeSlot | None = None
-
-
-class _Arrived(msgspec.Struct, eq=False):
-    """The gradient that has arrived for one slot. ``gradients`` has one item, and none once it is kept or has run."""
+    Both lists are empty once the gradients are kept or have run.
+    """
 
     edges: list[tuple[Node, int]]
     gradients: list[torch.Tensor | None]
-    slot: EdgeSlot | None
+    slot: EdgeSlot | None = None
+    """None for the roots, which only the worker has on which the pass begins."""
 
 
 class _Step(msgspec.Struct, eq=False):
@@ -127,7 +122,6 @@ class _Step(msgspec.Struct, eq=False):
     """True for a contested step, during which no other step of the part may run."""
 
 
-Entry = PassRoots | _Arrived
 Marks = dict[Received, list[int]]
 """The indices of the tensors that will get a gradient, for each message that this worker received."""
 
@@ -240,7 +234,7 @@ class Part:
 
     # -- arriving -----------------------------------------------------------------------------
 
-    def begin(self, roots: PassRoots) -> None:
+    def begin(self, roots: Entry) -> None:
         """Make the roots of the pass, with their gradients, the first entry; nothing runs before `run`.
 
         Called once, on the worker where the pass begins.
@@ -276,7 +270,7 @@ class Part:
                     gradient = gradient.to(slot.device)  # to the CPU, where the tensor was
                 self.states[slot] = GateState.ARRIVED
                 self._release(slot)
-                entry = _Arrived([slot.edge], [gradient], slot)
+                entry = Entry([slot.edge], [gradient], slot)
                 if (region := self._regions.pop(slot, None)) is not None:
                     self._regions[entry] = region  # slot and entry have the same graph edge
                 self.ready.append(entry)
@@ -468,22 +462,16 @@ class Part:
         little, because the marking has no gradient to wait for. And the module can average while other gradients are
         computed, as in a local pass.
         """
-        entries, self.ready = self._in_turn(self.ready)
+        ready = self.ready
+        entries = [entry for entry in ready if entry.slot is None or self._lines.has_turn(entry.slot)]
+        self.ready = [entry for entry in ready if entry not in entries] if len(entries) < len(ready) else []
         if ddp.living and not self._may_reduce:
             for entry in list(entries):
-                if isinstance(entry, PassRoots) and ddp.own(self._region(entry).leaves):
+                if entry.slot is None and ddp.own(self._region(entry).leaves):
                     self._note_reached(entry, self._due)
                     self.ready.append(entry)
                     entries.remove(entry)
         return entries
-
-    def _in_turn(self, ready: list[Entry]) -> tuple[list[Entry], list[Entry]]:
-        """Return the entries that may run now, and the entries that must wait for others of their `ordered` group.
-
-        When an entry has run, the caller asks again about the waiting ones.
-        """
-        now = [entry for entry in ready if entry.slot is None or self._lines.has_turn(entry.slot)]
-        return now, [entry for entry in ready if entry not in now] if len(now) < len(ready) else []
 
     def _held_nodes(self, entries: Sequence[Entry]) -> Set[Node]:
         """Return the nodes that may not run yet, in a process with DistributedDataParallel modules.
@@ -657,18 +645,12 @@ class Part:
             if node._sequence_nr() == _RUNS_LAST:
                 node._set_sequence_nr(_RUNS_LAST + 1)
         devices = devices_of([*free, *(slot.node for slot in missing)])
-        countdown: Countdown | None = None
-        barriers = PassRoots([], [])
         for slot in missing:
             slot.node._set_sequence_nr(_RUNS_LAST)
-        if len(devices) > 1:
-            countdown = Countdown(free)
-            barriers.edges.append(countdown.chain([slot.gate for slot in missing], _RUNS_LAST))
-            barriers.gradients.append(_one)
-        else:
-            for slot in missing:
-                barriers.edges.append((slot.node, 0))
-                barriers.gradients.append(_one_for(slot))
+        barriers = Entry([(slot.node, 0) for slot in missing], [_one_for(slot) for slot in missing])
+        countdown = Countdown(free) if len(devices) > 1 else None
+        if countdown is not None:
+            barriers = Entry([countdown.chain([slot.gate for slot in missing], _RUNS_LAST)], [_one])
         try:
             self._call([*entries, barriers], kept, free, [node for node in free if type(node) is ACCUMULATE])
         except HeldBack:
@@ -746,9 +728,8 @@ class Part:
             outputs = sorted(crossed.keys() & self._awaited[end])  # one node may have made several tensors
             self._send_back(end, outputs, list(map(crossed.get, outputs)))
         else:
-            self._send_back(
-                end, range(len(end.like)), [_or_zeros(crossed.get(i), end, i) for i in range(len(end.like))]
-            )
+            every = range(len(end.like))
+            self._send_back(end, every, [_or_zeros(crossed.get(index), end, index) for index in every])
 
     def _awaited_of(self, end: Received) -> set[int]:
         """Return the indices of the tensors of a received message that will get gradients, in FAST mode.
