@@ -95,11 +95,9 @@ def holds_nan(tensor: torch.Tensor) -> bool:
 
 def _holds_nan(values: torch.Tensor) -> bool:
     """Return whether a detached tensor holds a NaN, of a nested or sparse one by its values."""
-    if values.is_nested:
-        values = values.values()
-    elif values.layout is torch.sparse_coo:
-        values = values.coalesce().values()
-    elif values.layout is not torch.strided:
+    if values.layout is torch.sparse_coo:
+        values = values.coalesce()
+    if values.is_nested or values.layout is not torch.strided:
         values = values.values()
     if values.is_floating_point() and values.itemsize == 1:
         values = values.float()  # torch has no sum of one-byte floats
@@ -174,8 +172,11 @@ class NanCheck:
         if _is_of_gradients(bool(held), bool(place().module)):
             return
         if held:
-            raise self._given_error(name, held[0], place())
-        raise self._made_error(name, given, outputs, place())
+            argument, value = held[0]
+            raise self._error(f"{argument} of {name} holds NaN already: {self._source(value)}", name, place())
+        inputs = [text for argument, value in given for text in _range(argument, value)]
+        made_from = f" from {', '.join(inputs)}" if inputs else ""
+        raise self._error(f"{name} made {_count_nans(outputs)}{made_from}; no input holds one", name, place())
 
     def pass_on(self, result: Any) -> None:
         """Remember what an operation that is not checked has returned, if it is a tensor: `returned` then skips it.
@@ -209,19 +210,6 @@ class NanCheck:
 
     # -- errors -------------------------------------------------------------------------------
 
-    def _made_error(
-        self, name: str, given: Sequence[Named], outputs: Sequence[torch.Tensor], place: NodeOrigin
-    ) -> ForwardNaN:
-        """Return the error for an operation that made a NaN; its text has the ranges of the inputs, ``given``."""
-        inputs = [text for argument, value in given for text in _range(argument, value)]
-        made_from = f" from {', '.join(inputs)}" if inputs else ""
-        return self._error(f"{name} made {_count_nans(outputs)}{made_from}; no input holds one", name, place)
-
-    def _given_error(self, name: str, held: Named, place: NodeOrigin) -> ForwardNaN:
-        """Return the error for an operation that was given a NaN by the argument ``held``; its text says from where."""
-        argument, value = held
-        return self._error(f"{argument} of {name} holds NaN already: {self._source(value)}", name, place)
-
     def _source(self, value: Any) -> str:
         """Return a phrase that says where the NaN of an argument comes from."""
         tensor = next((tensor for tensor in tensors_in([value]) if holds_nan(tensor)), None)
@@ -252,13 +240,8 @@ class NanCheck:
         return error
 
 
-_IN_PLACE = {
-    f"__i{operator}__"
-    for operator in (
-        *("add", "sub", "mul", "matmul", "truediv", "floordiv", "div", "mod", "pow"),
-        *("lshift", "rshift", "and", "xor", "or"),
-    )
-}
+_OPERATORS = "add sub mul matmul truediv floordiv div mod pow lshift rshift and xor or"
+_IN_PLACE = {f"__i{operator}__" for operator in _OPERATORS.split()}
 """The methods behind ``+=`` and its like; not all names that begin with ``__i``, such as ``__invert__``."""
 
 
