@@ -71,8 +71,18 @@ class Edge:
         return sum(size for _, _, size in self.tensors)
 
 
+class _Drawn:
+    """The base of the data that views draw: the repr is text, and a notebook shows a picture."""
+
+    def __repr__(self) -> str:
+        return registry.describe(self)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return registry.draw(self)
+
+
 @dataclass(repr=False)
-class Trace:
+class Trace(_Drawn):
     """The graph of a context as plain data: nodes by worker, and the edges between workers. `trace` makes one.
 
     Its repr is text; in a notebook it shows itself as a picture, as in notebooks/02_distributed_autograd.ipynb.
@@ -96,15 +106,9 @@ class Trace:
         """The names of the workers that the context reaches."""
         return list(self.nodes)
 
-    def __repr__(self) -> str:
-        return registry.describe(self)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return registry.draw(self)
-
 
 @dataclass(repr=False)
-class Plan:
+class Plan(_Drawn):
     """The plan of a pass as plain data: which nodes would run, and for how many gradients each waits. `plan` makes one.
 
     Its repr is text; in a notebook it shows itself as a picture.
@@ -132,12 +136,6 @@ class Plan:
     def workers(self) -> list[str]:
         """The names of the workers on which at least one node would run."""
         return [worker for worker in self.trace.workers if any(worker == name for name, _ in self.waits_for)]
-
-    def __repr__(self) -> str:
-        return registry.describe(self)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return registry.draw(self)
 
 
 def planned(recorded: Trace, roots: Sequence[Key], mode: Mode = "smart") -> Plan:
