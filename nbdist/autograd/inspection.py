@@ -148,48 +148,31 @@ def local_nodes(
     numbers = context.number_all(starts)
     accumulate: Any = ACCUMULATE
     names = names_of(node.variable for node in numbers if type(node) is accumulate)
-    nodes = [
-        _describe(node, number, numbers, names) for node, number in sorted(numbers.items(), key=lambda item: item[1])
-    ]
-    edges = [
-        Edge(
-            sent.message,
-            here.name,
-            here.name_of(sent.peer),
-            sent.function,
-            tuple(_tensor(slot) for slot in sent.slots),
-            tuple(numbers[slot.edge[0]] for slot in sent.slots),
-        )
-        for sent in list(context.sends.values())
-    ]
+    nodes = [_describe(node, numbers, names) for node in sorted(numbers, key=numbers.__getitem__)]
+    edges = []
+    for sent in list(context.sends.values()):
+        tensors, sources = tuple(map(_tensor, sent.slots)), tuple(numbers[slot.edge[0]] for slot in sent.slots)
+        edges.append(Edge(sent.message, here.name, here.name_of(sent.peer), sent.function, tensors, sources))
     touched = {context.maker, *context.workers, *(end.peer for end in list(context.receives.values()))}
     return nodes, edges, sorted(touched)
 
 
-def _describe(node: Node, number: int, numbers: dict[Node, int], names: dict[int, ParameterName]) -> NodeInfo:
-    """Return a node as data for a trace.
-
-    ``number`` is the node's number, ``numbers`` has the numbers of all nodes, and ``names`` the names of leaves by the
-    leaf's `id`.
-    """
+def _describe(node: Node, numbers: dict[Node, int], names: dict[int, ParameterName]) -> NodeInfo:
+    """Return a node as data for a trace; ``names`` has the names of leaves by the leaf's `id`."""
     kind: Any = type(node)
+    number = numbers[node]
     if kind is ACCUMULATE:
         leaf = node.variable
         label, holder = names.get(id(leaf), (None, None))
-        return NodeInfo(
-            number, type(leaf).__name__, "leaf", *_shape_and_dtype(leaf), inputs=(), label=label, parameter_of=holder
-        )
+        kept = type(leaf).__name__, "leaf", *_shape_and_dtype(leaf)
+        return NodeInfo(number, *kept, inputs=(), label=label, parameter_of=holder)
     name = kind.name(node)
     shape, dtype = _shape_and_dtype(node._input_metadata[0]) if node._input_metadata else (None, None)
     if kind is RECEIVE:
-        return NodeInfo(number, name, "receive", shape, dtype, (), node.end.message, _tensors_of(node))
+        made = range(node.first, node.first + len(node._input_metadata))  # the indices of its tensors in the message
+        return NodeInfo(number, name, "receive", shape, dtype, (), node.end.message, tuple(made))
     inputs = tuple(numbers[to] for to, _ in node.next_functions if to is not None)
     return NodeInfo(number, name, "operation", shape, dtype, inputs, origin=origin_of(node))
-
-
-def _tensors_of(node: Node) -> tuple[int, ...]:
-    """Return the indices, in its message, of the tensors that a receive node made."""
-    return tuple(range(node.first, node.first + len(node._input_metadata)))
 
 
 def _shape_and_dtype(tensor: Any) -> tuple[tuple[int, ...], str]:

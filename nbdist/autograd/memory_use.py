@@ -41,19 +41,14 @@ def kept_by(context: Context) -> dict[Place, int]:
     torch's engine may be freeing the saved tensors. On workers other than its root, a pass stays in `Context.runs` for
     a while after its end.
     """
-    found: dict[Place, int] = {}
-    leaves: set[Place] = set()
+    leaves, kept = [], context.stored()
     with no_torch_function():
         for node in context.nodes() if not context.runs else ():
             kind: Any = type(node)
             if kind is ACCUMULATE:
-                at = storage_of(node.variable)
-                leaves.update([at[0]] if at is not None else [])
-                continue
-            for saved in saved_by(node):  # not unpacked, which might compute a tensor anew
-                at = storage_of(saved.tensor) if saved.tensor is not None else None
-                found.update([at] if at is not None else [])
-        for gradient in context.stored():
-            at = storage_of(gradient)
-            found.update([at] if at is not None else [])
-    return {place: nbytes for place, nbytes in found.items() if place not in leaves}
+                leaves.append(node.variable)
+            else:  # not unpacked, which might compute a tensor anew
+                kept += [saved.tensor for saved in saved_by(node) if saved.tensor is not None]
+        of_leaves = dict(filter(None, map(storage_of, leaves)))
+        found = dict(filter(None, map(storage_of, kept)))
+    return {place: nbytes for place, nbytes in found.items() if place not in of_leaves}
