@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
@@ -83,16 +83,10 @@ def explain_sent(context_id: int, message: int, index: int, value: str) -> Inher
     return _Search(context, agent.me.name, agent.name_of, node, saved).follow(node, output, value)
 
 
-class _HasContexts(Protocol):
-    """The attribute of an agent's recorder that this module reads; the recorder itself is made of higher modules."""
-
-    contexts: Contexts
-    """The contexts of the agent."""
-
-
 def _contexts() -> Contexts:
     """Return the contexts of the calling thread's agent."""
-    return cast(_HasContexts, current_agent().recorder).contexts
+    recorder: Any = current_agent().recorder  # it is made of higher modules
+    return cast(Contexts, recorder.contexts)
 
 
 class _Search:
