@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -109,11 +110,8 @@ class LauncherContract:
 
 def _texts(cell: Any) -> list[str]:
     """Return the texts of a cell's outputs, in their order."""
-    found: list[str] = []
-    for outputs in cell.outputs.values():
-        for output in outputs:
-            found.append(output.get("text", "") or output.get("data", {}).get("text/plain", ""))
-    return found
+    outputs = itertools.chain.from_iterable(cell.outputs.values())
+    return [output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in outputs]
 
 
 def _until(happened: Callable[[], object]) -> None:

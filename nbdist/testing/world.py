@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Literal
 
 from nbdist.channel.contract import Channel
@@ -242,29 +240,16 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _all_at_once(self, action: Callable[[Agent], object]) -> None:
         """Call ``action`` with every living agent, each in its own thread; raise the first error once all are done."""
-        errors: list[BaseException] = []
 
         def act(agent: Agent) -> None:
             with agent.activate():
-                try:
-                    action(agent)
-                except BaseException as error:
-                    errors.append(error)
+                action(agent)
 
-        _join_all([threading.Thread(target=act, args=(agent,)) for agent in self.agents if not agent.closed])
-        if errors:
-            raise errors[0]
-
-
-def _join_all(threads: Sequence[threading.Thread]) -> None:
-    with contextlib.ExitStack() as joins:
-        for thread in threads:
-            thread.start()
-            joins.callback(thread.join)
+        with ThreadPoolExecutor(max(1, len(self.agents))) as threads:
+            for ended in as_completed([threads.submit(act, agent) for agent in self.agents if not agent.closed]):
+                ended.result()
