@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Generator, Sequence
-from types import TracebackType
 from typing import Any, Literal, cast
 
 import torch
@@ -155,9 +154,7 @@ class context:
         self._context: Context = self._recorder.open(lines=self._lines, check=self._check)
         return ContextId(self._context.id)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._recorder.close(self._context)
 
 

@@ -43,7 +43,6 @@ from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.rpc import devices
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
-from nbdist.rpc.core.members import Membership
 from nbdist.rpc.failures import describe
 from nbdist.rpc.futures import Future, Surroundings, set_carrier
 from nbdist.rpc.pool import Job
@@ -87,6 +86,8 @@ class Recorder:
     def __init__(self, agent: Agent) -> None:
         self.me = agent.me.incarnation
         """This agent's incarnation."""
+        self.membership = agent.membership
+        """The members of the agent's world."""
         self.contexts = Contexts(agent.me.id, self.me)
         self.contexts.is_gone = agent.membership.is_gone
         self.contexts.on_displaced = lambda context: self.submit(partial(self._end, context))
@@ -123,11 +124,6 @@ class Recorder:
         self._handle(messages.Steer, observing.on_steer)
         self._handle(messages.Go, lambda message, sender: observing.on_go(message))
         self._handle(messages.Freeze, self._on_freeze)
-
-    @property
-    def membership(self) -> Membership:
-        """The members of the agent's world."""
-        return self._agent.membership
 
     # -- contexts -----------------------------------------------------------------------------
 

@@ -41,22 +41,18 @@ class Countdown:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         """Count these nodes; each runs once. `remove` ends it."""
-        self._left = self._seen = len(nodes)
+        self.left = self._seen = len(nodes)
+        """The number of nodes that have not run yet."""
         self._count = len(nodes)
         self._patience = _FIRST_PATIENCE
         self._root: torch.Tensor | None = None
         self._changed = threading.Condition()
         self._handles = [type(node).register_hook(node, self._note) for node in nodes]
 
-    @property
-    def left(self) -> int:
-        """The number of nodes that have not run yet."""
-        return self._left
-
     def _note(self, *_: Any) -> None:
         """Count a node that has run. A hook of each node; runs in a thread of the engine."""
         with self._changed:
-            self._left -= 1
+            self.left -= 1
             self._changed.notify_all()
 
     def chain(self, gates: Sequence[torch.Tensor], sequence_nr: int) -> tuple[Node, int]:
@@ -82,13 +78,13 @@ class Countdown:
         Raises HeldBack, which ends the engine's call, once all nodes have run.
         """
         with self._changed:
-            if self._left and self._left == self._seen:
+            if self.left and self.left == self._seen:
                 self._changed.wait(self._patience)
-            if not self._left:
+            if not self.left:
                 raise HeldBack
-            has_run = self._left != self._seen
+            has_run = self.left != self._seen
             self._patience = _FIRST_PATIENCE if has_run else min(2 * self._patience, _LONGEST_PATIENCE)
-            self._seen = self._left
+            self._seen = self.left
         if has_run:
             time.sleep(_QUEUES_WITHIN)
 

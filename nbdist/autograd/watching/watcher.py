@@ -31,7 +31,6 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Literal
 
 from nbdist.autograd.graph import messages
@@ -86,7 +85,8 @@ class Watch:
         """The event at which the passes halted that `run` was waiting for."""
         self._lost = set[int]()
         self._frozen = False
-        self._closed = False
+        self.closed = False
+        """True if the watch has ended, by `close` or with its context."""
         self._changed = threading.Condition(threading.RLock())
         self.on_begin: Callable[[Mode, Sequence[tuple[Node, int]]], None] | None = None
         """Called with the mode and the roots before a pass begins on this worker, by the thread that begins it."""
@@ -105,11 +105,6 @@ class Watch:
         return Watching(self._transport.me, self.id, self._norms, self._control)
 
     @property
-    def closed(self) -> bool:
-        """True if the watch has ended, by `close` or with its context."""
-        return self._closed
-
-    @property
     def passes(self) -> list[Pass]:
         """The passes, oldest first.
 
@@ -117,7 +112,7 @@ class Watch:
         events that are known now.
         """
         with blocking_wait(), self._changed:
-            while any(seen.over and not seen.complete for seen in self._passes.values()) and not self._closed:
+            while any(seen.over and not seen.complete for seen in self._passes.values()) and not self.closed:
                 self._changed.wait()
             for seen in self._passes.values():
                 seen.events.sort(key=lambda event: event.time)
@@ -139,7 +134,7 @@ class Watch:
         return sorted(found, key=lambda event: event.time)
 
     def __repr__(self) -> str:
-        how = "closed" if self._closed else "paused" if self._control.paused else "open"
+        how = "closed" if self.closed else "paused" if self._control.paused else "open"
         lines = [f"<Watch of context {self.context_id}, {how}>"]
         with self._changed:
             lines += [f"  {seen!r}" for seen in self._passes.values()]
@@ -211,7 +206,7 @@ class Watch:
             self._reached = None
             self._steer(until=how, worker=worker, node=node)
             while self._reached is None:
-                if self._closed or all(each.complete for each in self._passes.values()):
+                if self.closed or all(each.complete for each in self._passes.values()):
                     break
                 self._changed.wait()
             return self._reached
@@ -240,7 +235,7 @@ class Watch:
                 found = self._next_halt(worker)
                 if found is not None:
                     ran += self._let_go(*found)
-                elif self._closed or not self._may_go_on(worker):
+                elif self.closed or not self._may_go_on(worker):
                     break
                 else:
                     self._changed.wait()
@@ -290,7 +285,7 @@ class Watch:
         while True:
             if found := [event for event in worker.done[known:] if event.node == node]:
                 return found[:1]
-            if self._closed or (seen.over and seen.complete):
+            if self.closed or (seen.over and seen.complete):
                 return []
             self._changed.wait()
 
@@ -303,7 +298,7 @@ class Watch:
             UsageError: the watch is closed.
         """
         with self._changed:
-            if self._closed:
+            if self.closed:
                 raise UsageError(
                     f"the watch of context {self.context_id} has ended: its context ended, or close() was called. Call "
                     "watch() in an open context for a new one"
@@ -331,7 +326,7 @@ class Watch:
 
         Calls of the user would otherwise time out while the pass is paused.
         """
-        frozen = not self._closed and self._control.paused and bool(self._open_passes())
+        frozen = not self.closed and self._control.paused and bool(self._open_passes())
         if frozen != self._frozen:
             self._frozen = frozen
             self._transport.freeze(self.context_id, frozen)
@@ -342,11 +337,11 @@ class Watch:
         Every context closes its watch when it ends.
         """
         with self._changed:
-            if self._closed:
+            if self.closed:
                 return
             if self._control.paused or self._control.until:
                 self._steer()
-            self._closed = True
+            self.closed = True
             self._freeze()
             self._changed.notify_all()
         self._ended(self)
@@ -358,9 +353,7 @@ class Watch:
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- messages that arrive -----------------------------------------------------------------
