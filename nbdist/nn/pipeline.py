@@ -517,10 +517,7 @@ class Pipeline:
 
         If one worker fails, its error is raised; if several fail, `StepFailed`.
         """
-        found: dict[int, Any] = {}
-        for part in self._call_all_parts(method):
-            found.update(part)
-        return found
+        return {stage: value for part in self._call_all_parts(method) for stage, value in part.items()}
 
 
 def _parts_by_stage(parts: Sequence[Any] | Mapping[int, Any], worker: int, workers: int) -> dict[int, Any]:
