@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from nbdist.compat import autograd as dist_autograd
 from nbdist.compat.agents import RpcAgent, TensorPipeAgent
@@ -176,11 +176,7 @@ def enable_gil_profiling(enabled: bool) -> None:
     With False, do nothing.
     """
     if enabled:
-        _refuse_profiling()
-
-
-def _refuse_profiling() -> NoReturn:
-    """Raise UsageError: nbdist cannot profile the GIL."""
-    raise UsageError(
-        "nbdist does not measure how long calls wait for the interpreter's lock: leave out enable_gil_profiling(True)"
-    )
+        raise UsageError(
+            "nbdist does not measure how long calls wait for the interpreter's lock: leave out "
+            "enable_gil_profiling(True)"
+        )
