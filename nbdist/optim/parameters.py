@@ -56,10 +56,7 @@ def read_groups(given: Any) -> list[Group]:
             f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: "
             "put it in a list"
         )
-    try:
-        entries = list(given) if not isinstance(given, torch.Tensor | str) else None
-    except TypeError:
-        entries = None
+    entries = _listed(given)
     if entries is None:
         raise UsageError(
             f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: "
@@ -93,17 +90,20 @@ def _read_group(index: int, entry: Mapping[str, Any]) -> Group:
         )
     params = entry["params"]
     options = {name: value for name, value in entry.items() if name != "params"}
-    found = [params] if isinstance(params, RRef) else params
-    if isinstance(found, torch.Tensor | str | Mapping):
+    entries = [params] if isinstance(params, RRef) else _listed(params)
+    if entries is None:
         raise UsageError(
-            f"'params' of group {index} should be a list of RRefs to parameters, not {_value_in_words(found)}"
+            f"'params' of group {index} should be a list of RRefs to parameters, not {_value_in_words(params)}"
         )
+    return _group(entries, f"'params' of group {index}", options)
+
+
+def _listed(given: Any) -> list[Any] | None:
+    """Return the entries of a list or another iterable; None for a tensor, a str, a mapping, and what has none."""
     try:
-        return _group(list(found), f"'params' of group {index}", options)
+        return list(given) if not isinstance(given, torch.Tensor | str | Mapping) else None
     except TypeError:
-        raise UsageError(
-            f"'params' of group {index} should be a list of RRefs to parameters, not {_value_in_words(found)}"
-        ) from None
+        return None
 
 
 def _group(entries: Sequence[Any], where: str, options: dict[str, Any]) -> Group:
