@@ -99,7 +99,7 @@ class SteppedWorld(World):
         self.on = index
         if agent.pool.waiting:
             job = agent.pool.waiting.popleft()
-        elif agent.channel._queue.empty():
+        elif agent.channel.arrived.empty():
             if not agent.references.holds.ended:
                 return False
             agent.references.release_ended()

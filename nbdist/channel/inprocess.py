@@ -55,7 +55,8 @@ class InProcessChannel(Channel):
         self.address = address
         """The channel's only address, ``inprocess://…``."""
         self._network = network
-        self._queue: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
+        self.arrived: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
+        """The messages that `receive` has not returned, as frames; None for each call of `wake`."""
         self._closed = False
 
     @property
@@ -79,7 +80,7 @@ class InProcessChannel(Channel):
     def deliver(self, frames: list[bytes]) -> None:
         """Put a message, as ``frames``, into the queue. Does nothing after `close`."""
         if not self._closed:
-            self._queue.put(frames)
+            self.arrived.put(frames)
 
     @property
     def readers(self) -> int:
@@ -98,7 +99,7 @@ class InProcessChannel(Channel):
         if self._closed:
             return None
         try:
-            return self._queue.get(timeout=None if timeout is None else max(timeout, 0))
+            return self.arrived.get(timeout=None if timeout is None else max(timeout, 0))
         except queue.Empty:
             return None
 
@@ -107,7 +108,7 @@ class InProcessChannel(Channel):
 
         A thread calls this if it changes something that the reader waits for.
         """
-        self._queue.put(None)
+        self.arrived.put(None)
 
     def close(self) -> None:
         """Leave the network; `receive` returns None from now on. A second call has no further effect."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import queue
+import sys
 import threading
 import time
 
@@ -208,15 +209,16 @@ def test_two_jobs_for_one_sleeping_thread_both_start():
     assert asleep.wait(SOON)
     try:
         call(pool.submit, lambda: None).wait(SOON)  # makes a second thread, which falls asleep
-        while not pool._idle:
-            threading.Event().wait(0.001)
+        time.sleep(0.2)
+        assert pool.threads == 2
         second = threading.Event()
-        with pool._condition:  # both before the sleeper can wake up
-            outcome = Future()
-            pool._queue.append(lambda: outcome.set_result(second.wait(SOON)))
-            pool._provide()
-            pool._queue.append(second.set)
-            pool._provide()
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(SOON)  # both are queued before the sleeper gets the GIL
+        try:
+            outcome = call(pool.submit, lambda: second.wait(SOON))
+            pool.submit(second.set)
+        finally:
+            sys.setswitchinterval(before)
         assert outcome.wait(SOON)
         assert not done.is_set()
     finally:

@@ -2,8 +2,10 @@
 
 import itertools
 import logging
+import queue
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,16 +159,47 @@ def test_in_any_order_of_answers_a_chain_of_calls_is_seen():
 
 def test_an_answer_to_an_earlier_look_is_no_part_of_a_later_one():
     """The member answered before the other members' answers of that look came, and has run a call since."""
-    with World(3) as world:
-        leader = world[0].ending
-        leader._survey = Survey({agent.me.incarnation for agent in world})
-        first, second = leader._look, leader._look + 1
-        member = world[1].me.incarnation
-        leader._look = second
-        leader.on_state(ShutdownState(DRAINING, 0, 0, first), member, [])
-        assert member not in leader._answers
-        leader.on_state(ShutdownState(DRAINING, 0, 0, second), member, [])
-        assert member in leader._answers
+    asked = queue.SimpleQueue()
+    me, first, second = (SimpleNamespace(incarnation=number, name=f"worker{number}") for number in (1, 2, 3))
+    members = SimpleNamespace(me=me, members=lambda: [me, first, second], others=lambda: [first, second])
+    members.name_of = lambda incarnation: f"worker{incarnation}"
+    links = SimpleNamespace(
+        post=lambda to, ask: asked.put((to, ask)), post_waiting=lambda: None, traffic=lambda: (0, 0)
+    )
+    exchange = SimpleNamespace(active=0, served=0, calls=SimpleNamespace(unended=0))
+    references = SimpleNamespace(release_all=lambda: None, reap=lambda: None, forks=SimpleNamespace(pending=0))
+    leader = ending.Shutdown(members, links, exchange, references, threading.RLock())
+    end = threading.Thread(target=leader.end, args=(20.0,))
+    end.start()
+
+    def answer(member, look, round=DRAINING):
+        leader.on_state(ShutdownState(round, 0, 0, look), member.incarnation, [])
+
+    def asks(look, round):
+        """Wait until the leader asks this in this look of its, in this round."""
+        while (ask := asked.get(timeout=20)[1]).look != look:
+            pass
+        return ask.round == round
+
+    assert asks(1, DRAINING)
+    answer(first, 1)
+    answer(second, 1)
+    assert asks(2, DRAINING)
+    answer(first, 1)
+    answer(second, 2)
+    time.sleep(0.3)
+    while not asked.empty():
+        assert asked.get()[1].look == 2, "the answer to look 1 counts for look 2"
+    answer(first, 2)
+    assert asks(3, RELEASING)
+    for look in (3, 4):
+        for member in (first, second):
+            answer(member, look, RELEASING)
+        assert asks(look + 1, RELEASING if look == 3 else CLOSING)
+    for member in (first, second):
+        answer(member, 0, CLOSING)
+    end.join(20)
+    assert leader.completed
 
 
 # --- what a shutdown that waits tells -------------------------------------------------------------
