@@ -170,7 +170,7 @@ ROOMS: dict[str, str] = {
     ),
     "swarm": "carriage history policy stacking weight_file adapter named_models server client swarm",
     "cluster": (
-        "spec jupyter targets spawning processes output errors kernels examination lifecycle team lookout hosts "
+        "spec jupyter targets spawning processes output errors kernels examination lifecycle team stands lookout hosts "
         "deaths growing launching worker_changes mending worker executor interrupting cell_sender cell_values "
         "cluster asking inspection"
     ),

@@ -16,6 +16,7 @@ mending        requests of workers that concern their process group
 spawning       says what to write in place of ``torch.multiprocessing.spawn``
 executor       calls functions on the first free worker, as an executor of `concurrent.futures` does
 asking         completion and inspection of code in a cell for workers
+stands         where the workers of a cell stand, in words
 lookout        the line below a cell that says what its workers wait for
 errors         the errors with which cells fail
 subpackages

@@ -27,14 +27,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from nbdist.amounts import plural
 from nbdist.cluster.jupyter.labels import is_cell
-from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.output.in_place import InPlace
 from nbdist.cluster.processes.probe import Probe, is_stopped
 from nbdist.cluster.processes.where import Frame, read_frames
+from nbdist.cluster.stands import Position, Stands
 from nbdist.code_places import TORCH, is_nbdists, is_torchs, is_users, shown_name
 from nbdist.errors import NbdistError
 from nbdist.thread_frames import thread_frames
@@ -45,15 +44,12 @@ if TYPE_CHECKING:  # workers import this module, but not the notebook's side of 
     from nbdist.cluster.kernels.workers import Worker
     from nbdist.rpc.agent import Agent
 
-__all__ = ["Lookout", "Position", "Stands", "say_where"]
+__all__ = ["Lookout", "say_where"]
 
 _LOOK_EVERY = 2.0
 """Seconds between two looks."""
 _ANSWER_WITHIN = 0.4
 """Seconds for the workers to answer. A worker that holds the GIL cannot."""
-
-_SHARE_OF_WAITING = 0.05
-"""The share of the time between two looks for which a waiting thread may use the processor."""
 
 _SHOWN = 60
 """The most characters of a line of code that are shown."""
@@ -63,19 +59,6 @@ _COLLECTIVE_WRAPPER = f"{TORCH}distributed/c10d_logger.py"
 
 _SHOWN_ARGUMENTS = ("src", "dst", "group_src", "group_dst", "to")
 """The arguments of a call that the line shows: they name the worker for which the call waits."""
-
-
-class Position(NamedTuple):
-    """Where a worker's main thread is, and how much it has computed."""
-
-    instruction: tuple[int, int]
-    """The id of the innermost frame, and the offset of the instruction in its code."""
-    processor: float
-    """Seconds of processor time that the thread has used since it began."""
-    call: str
-    """The call that the user's code waits in, such as ``dist.recv(src=0)``, or the text of the line."""
-    line: str
-    """The file and line number of the user's code, such as ``In[3]:2``."""
 
 
 # -- on the worker ----------------------------------------------------------------------------------------------
@@ -150,106 +133,6 @@ def _say_call(frame: FrameType) -> str:
         if isinstance(value, int | str):
             told.append(f"{name}={value!r}")
     return f"{space}{code.co_qualname}({', '.join(told)})"
-
-
-# -- the line: pure ---------------------------------------------------------------------------------------------
-
-
-class Stands:
-    """Collects the positions of the workers of one cell and makes the line from them. Pure."""
-
-    def __init__(self, after: float) -> None:
-        """Make a line about a worker that has waited, or has not answered, for ``after`` seconds."""
-        self._after = after
-        self._last: dict[str, tuple[float, Position]] = {}
-        """When each worker was seen last, and where."""
-        self._since: dict[str, float] = {}
-        """The time from which each worker has waited. A worker without an entry computes, or is not known to wait."""
-        self._silent: dict[str, float] = {}
-        """The time from which each worker has not answered."""
-        self._places: dict[str, str] = {}
-        """Where workers that do not answer are, as far as their hosts have told."""
-
-    def heard_nothing(self, worker: str, now: float) -> None:
-        """Note that a worker has not answered at the time ``now``."""
-        self._last.pop(worker, None)
-        self._since.pop(worker, None)
-        self._silent.setdefault(worker, now)
-
-    def told(self, worker: str, place: str) -> None:
-        """Note where a worker that does not answer is, such as ``In[3]:2``."""
-        self._places[worker] = place
-
-    def silent_workers(self) -> list[str]:
-        """Return the workers that did not answer the last time."""
-        return list(self._silent)
-
-    def saw(self, worker: str, found: Position | None, now: float) -> None:
-        """Note that a worker was at ``found`` at the time ``now``, in seconds of any one clock.
-
-        ``found`` is None if the worker runs no user code, or was not asked. The worker counts as waiting, since the
-        earlier of two looks, if it is at the same instruction in both and has used at most `_SHARE_OF_WAITING` of the
-        time between them on the processor.
-        """
-        self._silent.pop(worker, None)
-        self._places.pop(worker, None)
-        if found is None:
-            self._last.pop(worker, None)
-            self._since.pop(worker, None)
-            return
-        before = self._last.get(worker)
-        self._last[worker] = now, found
-        if before is not None:
-            then, place = before
-            used = found.processor - place.processor
-            if found.instruction == place.instruction and used <= _SHARE_OF_WAITING * (now - then):
-                self._since.setdefault(worker, then)
-                return
-        self._since.pop(worker, None)
-
-    def say(self, running: Sequence[str], ended: Mapping[str, bool], held: Mapping[str, str], now: float) -> str:
-        """Return the line to show at the time ``now``; empty if none should be shown.
-
-        There is a line if all ``running`` workers wait, if one has waited or not answered for long, or if some wait and
-        others have ended, as in a deadlock after an error; and if there are workers in ``held``, which says in words
-        what keeps each of them from the cell. Workers at the same place are named together. ``ended`` has the workers
-        that have ended the cell: True for a worker that failed.
-        """
-        waiting = [worker for worker in running if worker in self._since and worker not in held]
-        mute = [
-            worker for worker in running if worker not in held and now - self._silent.get(worker, now) >= self._after
-        ]
-        is_long = any(now - self._since[worker] >= self._after for worker in waiting)
-        if not held and not mute and not (waiting and (ended or is_long or len(waiting) == len(running))):
-            return ""
-        groups: dict[tuple[str, str], list[str]] = {}
-        for worker in waiting:
-            found = self._last[worker][1]
-            groups.setdefault((found.call, found.line), []).append(worker)
-        said = [f"{worker} {why}" for worker, why in held.items()]
-        for (call, line), workers in groups.items():
-            since = min(self._since[worker] for worker in workers)
-            said.append(
-                f"{say_names(workers)} {plural(len(workers), 'waits', 'wait')} in {call}, {line}, {now - since:.0f} s"
-            )
-        for worker in mute:
-            at = f" at {self._places[worker]}" if worker in self._places else ""
-            said.append(f"{worker} holds the GIL{at}, {now - self._silent[worker]:.0f} s")
-        computing: dict[str, list[str]] = {}
-        for worker in running:
-            if worker not in (*waiting, *held, *mute):
-                at = f" at {self._last[worker][1].line}" if worker in self._last else ""
-                computing.setdefault(at, []).append(worker)
-        for at, workers in computing.items():
-            said.append(f"{say_names(workers)} {plural(len(workers), 'computes', 'compute')}{at}")
-        verbs = {
-            True: ("has failed", "have failed"),
-            False: ("is through with this cell", "are through with this cell"),
-        }
-        for failed, words in verbs.items():
-            if workers := [worker for worker, how in ended.items() if how == failed]:
-                said.append(f"{say_names(workers)} {plural(len(workers), *words)}")
-        return "; ".join(said)
 
 
 # -- the driver -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from frontend import Notebook
 import nbdist
 from nbdist.cluster.errors import WorkerError
 from nbdist.cluster.kernels.notices import say_failed
-from nbdist.cluster.lookout import Position, Stands
+from nbdist.cluster.stands import Position, Stands
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ _CALLS_STOP_WITHIN = 1.2
 """Seconds to wait until the calls that this worker made have stopped after an interrupt; the notebook waits longer."""
 
 
-_worker: ThisWorker | None = None
+_worker: WorkerKernel | None = None
 """Set by `main`; None in a process that is no worker."""
 
 
@@ -58,7 +58,7 @@ def setup() -> WorkerSetup:
     return _here().setup
 
 
-def _here() -> ThisWorker:
+def _here() -> WorkerKernel:
     if _worker is None:
         raise UsageError("this process is not a worker of a cluster: call this on a worker, as in a cell with %%remote")
     return _worker
@@ -72,7 +72,7 @@ def main(told: str) -> None:
     """
     global _worker
     setup = WorkerSetup.decode(told)
-    _worker = ThisWorker(setup)
+    _worker = WorkerKernel(setup)
     _set_environment(setup)
     log = os.dup(2)  # the kernel replaces standard error
     faulthandler.enable(file=log, all_threads=False)
@@ -175,7 +175,7 @@ def _write_where_asked(told: WorkerSetup) -> None:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Turn a starting kernel into a worker: see `ThisWorker.prepare`.
+    """Turn a starting kernel into a worker: see `WorkerKernel.prepare`.
 
     ``--ext`` names this module, so the kernel calls this function before it serves requests.
     """
@@ -183,16 +183,16 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def join() -> None:
-    """Start the RPC agent and join the RPC world: see `ThisWorker.join`. The notebook calls this by a silent cell."""
+    """Start the RPC agent and join the RPC world: see `WorkerKernel.join`. The notebook calls this by a silent cell."""
     _here().join()
 
 
 def group(generation: int, world_size: int) -> None:
-    """Form the process group: see `ThisWorker.group`. The notebook calls this by a silent cell."""
+    """Form the process group: see `WorkerKernel.group`. The notebook calls this by a silent cell."""
     _here().group(generation, world_size)
 
 
-class ThisWorker:
+class WorkerKernel:
     """The worker that this process is."""
 
     def __init__(self, setup: WorkerSetup) -> None:
