@@ -2,7 +2,7 @@
 
 ============  =======================================================
 `view`        the base class of all live views
-`live`        limits the number of live cards and tables
+`live`        the base class of views of references, and a limit for their number
 `card`        one remote reference; `rref_table`: several, in a table
 `backward`    a backward pass, with buttons to pause and step it
 `panel`       the workers of a cluster: `%dist_panel`

@@ -24,6 +24,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from nbdist.cluster.jupyter.versions import handle_where_sent
 from nbdist.cluster.output.sinks import Sink
 from nbdist.views.shown import Bundle, Shown
 
-__all__ = ["View", "identity", "script", "style"]
+__all__ = ["View", "identity", "queuing", "script", "style"]
 
 _STEADY, _BURST = 8, 2
 """A token bucket for snapshots: `_STEADY` a second, and after a pause `_BURST` at once.
@@ -232,6 +233,20 @@ class View(anywidget.AnyWidget):
         if "press" not in message:
             return
         threading.Thread(target=_press, args=(self, message), name="pressed", daemon=True).start()
+
+
+def queuing(view: View) -> Callable[..., None]:
+    """Return a function that queues a view for publishing and does not keep it alive; it ignores its arguments.
+
+    It may be the callback of a weak reference to what the view shows: it takes no locks, and publishes nothing itself.
+    """
+    return partial(_queue, weakref.ref(view))
+
+
+def _queue(known: weakref.ref[View], *_: object) -> None:
+    view = known()
+    if view is not None:
+        view.changed()
 
 
 def _receive(view: View, message: Any, _: Any) -> None:
