@@ -17,20 +17,23 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.output.sinks import PlainSink, Sink, current_sink
 from nbdist.rpc.references.rref import RRef
 from nbdist.views import cards
-from nbdist.views.map import Mapped, snapshot_of
 from nbdist.views.map import as_html as map_as_html
+from nbdist.views.map import snapshot_of
 from nbdist.views.passes import report
 from nbdist.views.passes.watching import Watcher
 from nbdist.views.references import FINAL_STANDINGS, are_references, bundle, bundle_of_many, facts_of
 from nbdist.views.shown import Bundle
 from nbdist.views.workers.panel import Panel
+
+if TYPE_CHECKING:
+    from nbdist.swarm.swarm import Swarm
 
 __all__ = ["register", "unregister"]
 
@@ -147,7 +150,7 @@ def _show_panel(panel: Panel) -> Bundle:
     return {"text/plain": repr(panel), "text/html": panel._repr_html_()}
 
 
-def _show_swarm(swarm: Mapped) -> Bundle:
+def _show_swarm(swarm: Swarm) -> Bundle:
     return _picture_of_swarm(snapshot_of(swarm), repr(swarm), lasting=True)
 
 
@@ -241,7 +244,7 @@ def _live_panel(panel: Panel) -> None:
     _keep(PanelView(panel)).show(sink, partial(_show_panel, panel))
 
 
-def _live_swarm(swarm: Mapped) -> None:
+def _live_swarm(swarm: Swarm) -> None:
     sink = _sink()
     if swarm.ended:
         raise NotImplementedError

@@ -1,23 +1,25 @@
 """Draws the map of a swarm: a row for each worker, a column for each block, coloured where the worker has the block.
 
 This is the form without a script, for saved notebooks; `nbdist.views.widgets.map` is the live form. Pure: a snapshot of
-a swarm in, HTML out. The protocol `Mapped` stands for the class `Swarm`, whose module needs transformers, which a
-notebook without swarms need not have installed.
+a swarm in, HTML out.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist.amounts import counted, plural, size
 from nbdist.views import tables
 from nbdist.views.drawing.pictures import SVG_FONT, SVG_STYLE, as_image, themed
 
-__all__ = ["Mapped", "MapPart", "as_html", "as_svg", "in_order", "missing", "parts", "snapshot_of"]
+if TYPE_CHECKING:
+    from nbdist.swarm.swarm import Swarm  # which needs transformers
+
+__all__ = ["MapPart", "as_html", "as_svg", "in_order", "missing", "parts", "snapshot_of"]
 
 _ROW = 20
 """The height of a row in pixels."""
@@ -40,35 +42,7 @@ _VARIES_BY_RUN = re.compile(r"(?<=\bsession) \d+\.\d+|, [\d.]+ (?:µs|ms|s)\b")
 """The parts of a log line that differ in each run, and are left out of lasting pictures: session ids and times."""
 
 
-class Mapped(Protocol):
-    """The methods of a swarm that a map needs."""
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the facts that this process knows about the swarm, as values that JSON can hold; asks no worker."""
-        ...
-
-    def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback`` whenever there is news, in any thread. Returns a function that ends this.
-
-        ``callback`` must be quick, since the thread that made the change calls it. Its errors are logged, not raised in
-        that thread.
-        """
-        ...
-
-    def kill(self, name: str) -> None:
-        """Kill a worker's process.
-
-        Returns at once. Raises UsageError if the worker does not serve or is this process, or the swarm is closed.
-        """
-        ...
-
-    @property
-    def ended(self) -> bool:
-        """True if the swarm was closed or its cluster has ended, so that it will serve no more."""
-        ...
-
-
-def snapshot_of(swarm: Mapped) -> dict[str, Any]:
+def snapshot_of(swarm: Swarm) -> dict[str, Any]:
     """Return a swarm's snapshot for a map: one server for each worker, in order, and ``"over"`` if it has ended."""
     found = swarm.snapshot()
     return {**found, "servers": in_order(found["servers"]), "over": swarm.ended}

@@ -8,13 +8,14 @@ picture of the swarm's last state, without buttons, which says that the swarm is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import UsageError
-from nbdist.views.map import Mapped, snapshot_of
-from nbdist.views.widgets.view import View, identity, script, style
+from nbdist.views.map import snapshot_of
+from nbdist.views.widgets.view import View, identity, queuing, script, style
+
+if TYPE_CHECKING:
+    from nbdist.swarm.swarm import Swarm  # which needs transformers
 
 __all__ = ["MapView"]
 
@@ -26,11 +27,9 @@ class MapView(View):
     _esm = script("amounts.js", "blocks.js", "buttons.js", "looking.js", "map.js")
     _css = style("common.css", "map.css")
 
-    def __init__(self, swarm: Mapped) -> None:
-        self._swarm = weakref.ref(swarm, partial(_queue_view, weakref.ref(self)))
-        listener = _Listener(self)
-        listener.forget = swarm.listen(listener)
-        self._listener = weakref.ref(listener)
+    def __init__(self, swarm: Swarm) -> None:
+        self._swarm = weakref.ref(swarm, queuing(self))
+        self._listener = weakref.ref(_Listener(self, swarm))
         super().__init__(snapshot=snapshot_of(swarm))
 
     def close(self) -> None:
@@ -108,20 +107,9 @@ class _Listener:
     alive.
     """
 
-    def __init__(self, view: MapView) -> None:
-        self._view = weakref.ref(view)
-        self.forget: Callable[[], None] = _do_nothing
+    def __init__(self, view: MapView, swarm: Swarm) -> None:
+        self._queue = queuing(view)
+        self.forget = swarm.listen(self)
 
     def __call__(self) -> None:
-        _queue_view(self._view)
-
-
-def _do_nothing() -> None:
-    pass
-
-
-def _queue_view(known: weakref.ref[MapView], _: object = None) -> None:
-    """Queue a view for publishing. Threads of the swarm and the garbage collector call this, so it must not block."""
-    view = known()
-    if view is not None:
-        view.changed()
+        self._queue()
