@@ -14,7 +14,8 @@ from nbdist.cluster.executor import Task
 from nbdist.cluster.output.sinks import current_sink
 from nbdist.cluster.worker.tasks import now
 from nbdist.compat.ipyparallel.closed import Closed
-from nbdist.views.workers.progress import LiveText, bar
+from nbdist.views.workers.line import LiveText
+from nbdist.views.workers.progress import bar
 
 __all__ = ["AsyncResult", "wait_for"]
 

@@ -1,4 +1,4 @@
-"""Shows lines below the running cell: the current step of a long operation, and news that come after the cell's end.
+"""Shows texts below the running cell: the current step of a long operation, and news that come after the cell's end.
 
 Imports only modules that load fast.
 """
@@ -9,10 +9,10 @@ import uuid
 from collections.abc import Callable
 
 from nbdist.cluster.output.arranger import Published
-from nbdist.cluster.output.sinks import PlainSink, current_sink
+from nbdist.cluster.output.sinks import PlainSink, Sink, current_sink
 from nbdist.trace import Steps
 
-__all__ = ["line_in_place", "lines_below"]
+__all__ = ["LiveText", "line_in_place", "lines_below"]
 
 
 def lines_below() -> Callable[[str], None]:
@@ -28,22 +28,33 @@ def lines_below() -> Callable[[str], None]:
     return show
 
 
+class LiveText:
+    """Shows a text below a cell, and replaces it by later texts.
+
+    If no user can be watching, or on a terminal, which cannot replace its text, only the last text is shown.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._id = uuid.uuid4().hex
+        self._kind = "display_data"
+        self._live = sink.interactive and not isinstance(sink, PlainSink)
+
+    def draw(self, text: str, *, last: bool = False) -> None:
+        """Show a text in place of the one before. ``last`` says that no other text follows.
+
+        Where output cannot be replaced, only the last text is shown.
+        """
+        if self._live or last:
+            content = {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": self._id}}
+            self._sink.publish(Published(self._kind, content))
+            self._kind = "update_display_data"
+
+
 def line_in_place() -> Steps:
     """Return a function that shows its argument as a line below the running cell, in place of the line before.
 
     The function shows nothing if no user can watch (nbval, nbconvert), or on a terminal, where a line cannot be
     replaced once others have written below it.
     """
-    sink = current_sink()
-    id, shown = uuid.uuid4().hex, False
-
-    def show(line: str) -> None:
-        nonlocal shown
-        if not sink.interactive or isinstance(sink, PlainSink):
-            return
-        kind = "update_display_data" if shown else "display_data"
-        shown = True
-        content = {"data": {"text/plain": line}, "metadata": {}, "transient": {"display_id": id}}
-        sink.publish(Published(kind, content))
-
-    return show
+    return LiveText(current_sink()).draw

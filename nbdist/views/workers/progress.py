@@ -1,17 +1,16 @@
-"""Shows the progress of each worker while a cluster starts; also progress bars and texts for other views."""
+"""Shows the progress of each worker while a cluster starts; also progress bars for other views."""
 
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Sequence
 
 from nbdist.cluster.kernels.workers import STEPS
-from nbdist.cluster.output.arranger import Published
-from nbdist.cluster.output.sinks import PlainSink, Sink
+from nbdist.cluster.output.sinks import Sink
 from nbdist.columns import aligned
+from nbdist.views.workers.line import LiveText
 
-__all__ = ["LiveText", "StartProgress", "bar", "draw"]
+__all__ = ["StartProgress", "bar", "draw"]
 
 _WIDTH = 12
 """The width of a worker's bar in characters."""
@@ -31,29 +30,6 @@ def draw(names: Sequence[str], steps: dict[str, str]) -> str:
         reached = len(STEPS) if step == "ready" else STEPS.index(step) + 1 if step in STEPS else 0
         rows.append((name, bar(reached, len(STEPS), _WIDTH), step))
     return "\n".join(aligned(rows))
-
-
-class LiveText:
-    """Shows a text below a cell, and replaces it by later texts.
-
-    If no user can be watching, or on a terminal, which cannot replace its text, only the last text is shown.
-    """
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._id = uuid.uuid4().hex
-        self._kind = "display_data"
-        self._live = sink.interactive and not isinstance(sink, PlainSink)
-
-    def draw(self, text: str, *, last: bool = False) -> None:
-        """Show a text in place of the one before. ``last`` says that no other text follows.
-
-        Where output cannot be replaced, only the last text is shown.
-        """
-        if self._live or last:
-            content = {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": self._id}}
-            self._sink.publish(Published(self._kind, content))
-            self._kind = "update_display_data"
 
 
 class StartProgress:
