@@ -7,7 +7,7 @@ it sent after its last cell: completion never waits for a worker that computes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import asking
@@ -43,20 +43,8 @@ class RemoteCompleter:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell: Any = shell
-        self._remove: Callable[[], None] | None = None
-
-    def install(self) -> None:
-        """Add this completer to the shell's completers, until `remove`.
-
-        Called once. IPython then asks this completer for each completion.
-        """
-        self._remove = add_completer(self._shell, self.complete)
-
-    def remove(self) -> None:
-        """Remove this completer from the shell. Call this once after `install`."""
-        if self._remove is not None:
-            self._remove()
-            self._remove = None
+        self.remove = add_completer(shell, self.complete)
+        """Removes this completer from the shell's completers again. Call this once."""
 
     def complete(self, text: str, cursor: int) -> Completions:
         """Return the completions at a place in a cell's text; ``cursor`` counts characters.

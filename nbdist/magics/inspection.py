@@ -18,16 +18,10 @@ class RemoteInspector:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._plain = kernel.do_inspect
-
-    def install(self) -> None:
-        """Replace the kernel's method ``do_inspect``, until `remove`.
-
-        Called once, when the session begins.
-        """
-        self._kernel.do_inspect = self._inspect
+        kernel.do_inspect = self._inspect
 
     def remove(self) -> None:
-        """Restore the kernel's own ``do_inspect``. Call this once after `install`."""
+        """Restore the kernel's own ``do_inspect``. Call this once."""
         del self._kernel.do_inspect
 
     def _inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:

@@ -49,16 +49,13 @@ class NotebookSession:
         """The cluster that `%dist_init` has called ``cluster``; None if the user has a variable of this name."""
         labels.install(shell, None)
         spawning.install(on_worker=False)
-        self._completer = RemoteCompleter(shell)
         shell.input_transformers_cleanup.insert(0, self._transform)
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
-        self._completer.install()
+        self._completer = RemoteCompleter(shell)
         labels.trim_tracebacks(shell)
         kernel = getattr(shell, "kernel", None)
         self._inspector = RemoteInspector(kernel) if hasattr(kernel, "do_inspect") else None
-        if self._inspector is not None:
-            self._inspector.install()
         hook: Any = self._shell.displayhook
         self._show_result: Any = hook.start_displayhook
         hook.start_displayhook = self._before_result
