@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist.amounts import counted, plural, size
 from nbdist.views import tables
-from nbdist.views.drawing.pictures import SVG_FONT, SVG_STYLE, as_image, themed
+from nbdist.views.drawing.pictures import as_image, legend, svg, themed
 
 if TYPE_CHECKING:
     from nbdist.swarm.swarm import Swarm  # which needs transformers
@@ -146,12 +146,7 @@ def as_svg(snapshot: Mapping[str, Any]) -> str:
     cell = max(4, min(30, 420 // max(1, count)))
     left = 12 + _LETTER * max((min(len(name), _LONGEST) for name, _ in rows), default=0)
     width, height = left + max(1, count) * cell + 12, _ROW * (len(rows) + 1)
-    drawn = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="{SVG_FONT}" font-size="11">',
-        f"<title>{escape(_head(snapshot))}</title>{SVG_STYLE}",
-        '<rect width="100%" height="100%" class="paper"/>',
-    ]
+    drawn = []
     step = next((step for step in (1, 2, 5, 10, 20, 50, 100, 200) if step * cell >= 24), 500)
     for number in range(0, count, step):
         x = left + (number + 0.5) * cell
@@ -165,7 +160,7 @@ def as_svg(snapshot: Mapping[str, Any]) -> str:
     for number in range(1, count):
         x = left + number * cell
         drawn.append(f'<path d="M{x} {_ROW}V{height}" class="gap"/>')
-    return "".join([*drawn, "</svg>"])
+    return svg(width, height, _head(snapshot), drawn)
 
 
 def _draw_part(name: str, part: MapPart, left: int, top: int, cell: int) -> str:
@@ -246,12 +241,7 @@ def _legend(snapshot: Mapping[str, Any]) -> str:
     over = snapshot["over"]
     drawn = [part for server in snapshot["servers"] for part in parts(server, snapshot["route"], over=over)]
     seen = {part.kind for part in [*drawn, *missing(snapshot)]}
-    return " ".join(
-        f'<span style="margin-right:12px;white-space:nowrap"><span style="color:{colour}">■</span> '
-        f"{_KINDS[kind]}</span>"
-        for kind, colour in _COLOURS.items()
-        if kind in seen
-    )
+    return legend((colour, _KINDS[kind]) for kind, colour in _COLOURS.items() if kind in seen)
 
 
 def _blocks(runs: Sequence[MapPart]) -> str:

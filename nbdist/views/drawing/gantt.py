@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from html import escape
 from typing import NamedTuple
 
-from nbdist.views.drawing.pictures import SVG_FONT, SVG_STYLE, as_image, themed
+from nbdist.views.drawing.pictures import as_image, legend, svg, themed
 
 __all__ = ["KINDS", "Bar", "Kind", "gantt", "micro_batch_name", "with_legend"]
 
@@ -81,12 +81,7 @@ def with_legend(drawings: Sequence[str], kinds: Collection[str]) -> str:
 
     ``kinds`` are the keys of `KINDS` for the legend to explain.
     """
-    entries = "".join(
-        f'<span style="margin-right:12px;white-space:nowrap"><span style="color:{kind.colour}">■</span> '
-        f"{escape(kind.words)}</span> "
-        for name, kind in KINDS.items()
-        if name in kinds
-    )
+    entries = legend((kind.colour, kind.words) for name, kind in KINDS.items() if name in kinds)
     return themed(*drawings, f"<div>{entries}</div>")
 
 
@@ -100,13 +95,7 @@ def gantt(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], seconds: float)
     left_end = 16 + int(_LETTER * max(map(len, labels), default=0))
     scale = (_WIDTH - left_end - 8) / seconds if seconds else 0.0
     height = 20 + _ROW * len(rows) + 18
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
-        f'font-family="{SVG_FONT}" font-size="11">',
-        f"<title>{escape(title)}</title>{SVG_STYLE}",
-        '<rect width="100%" height="100%" class="paper"/>',
-        f'<text x="4" y="13" font-weight="bold" class="ink">{escape(title)}</text>',
-    ]
+    parts = [f'<text x="4" y="13" font-weight="bold" class="ink">{escape(title)}</text>']
     for number, (label, (_, bars)) in enumerate(zip(labels, rows, strict=True)):
         top = 20 + number * _ROW
         parts.append(f'<text x="4" y="{top + 15}" class="ink">{escape(label)}</text>')
@@ -132,4 +121,4 @@ def gantt(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], seconds: float)
         parts.append(
             f'<text x="{x:.0f}" y="{axis}" text-anchor="{anchor}" class="ink">{seconds * at / 4 * 1e3:.1f} ms</text>'
         )
-    return as_image("".join([*parts, "</svg>"]))
+    return as_image(svg(_WIDTH, height, title, parts))

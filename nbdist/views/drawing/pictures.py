@@ -1,7 +1,7 @@
 """HTML in the font and colours of the page around it, and drawings as images.
 
 A page that is not trusted shows no SVG, but it shows images of SVG. An image cannot read the page's variables, so a
-drawing has two sets of colours (`SVG_STYLE`), and a style rule beside the image tells it whether the page is dark::
+drawing has two sets of colours (`_SVG_STYLE`), and a style rule beside the image tells it whether the page is dark::
 
     the page is light, or does not say      dark ink on white paper
     the page is dark, and trusted           light ink on dark paper
@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Iterable
 from html import escape
 from xml.etree import ElementTree
 
-__all__ = ["SVG_FONT", "SVG_STYLE", "as_image", "themed"]
+__all__ = ["as_image", "legend", "svg", "themed"]
 
 _UNFIT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff\ud800-\udfff]")
 """Characters that XML does not allow, but source code may contain."""
 _SMALLEST = 0.66
 """The smallest scale of an image before it is scrolled instead: letters of 11 pixels are 7 pixels high then."""
 
-SVG_FONT = "system-ui, sans-serif"
-"""The font of drawings."""
-SVG_STYLE = (
+_SVG_STYLE = (
     "<style>.paper{fill:#fff}.track{fill:#eee}.ink{fill:#222}.line{stroke:#222}.gap{stroke:#fff}"
     "@media (prefers-color-scheme:dark){.paper{fill:#111}.track{fill:#2b2b2b}.ink{fill:#e6e6e6}.line{stroke:#888}"
     ".gap{stroke:#111}}</style>"
@@ -45,13 +44,31 @@ def themed(*parts: str) -> str:
     return f'<div style="{_THEME}">{"".join(parts)}</div>'
 
 
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Return a legend as HTML. Each entry is a colour and its meaning, which is escaped here."""
+    return " ".join(
+        f'<span style="margin-right:12px;white-space:nowrap"><span style="color:{colour}">■</span> '
+        f"{escape(meaning)}</span>"
+        for colour, meaning in entries
+    )
+
+
+def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
+    """Return a drawing on paper as SVG; ``title`` is escaped here. The ``parts`` use the classes of `_SVG_STYLE`."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'font-family="system-ui, sans-serif" font-size="11"><title>{escape(title)}</title>{_SVG_STYLE}'
+        f'<rect width="100%" height="100%" class="paper"/>{"".join(parts)}</svg>'
+    )
+
+
 def as_image(svg: str) -> str:
     """Return a drawing as an HTML image, with a tooltip over the box of each group that has a title.
 
     The image is as wide as its page allows, and never wider than it was drawn. If the page has less than two thirds of
     this width, the image scrolls in a box of its own; it is never cut. The tooltips show the titles of the drawing's
     groups. They are elements that lie on the image, because an image map does not follow an image's size. In a dark
-    page the drawing is dark if it uses the classes of `SVG_STYLE`.
+    page the drawing is dark if it uses the classes of `_SVG_STYLE`.
     """
     svg = _UNFIT.sub("", svg)
     root = ElementTree.fromstring(svg)
