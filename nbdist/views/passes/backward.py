@@ -25,7 +25,7 @@ from nbdist.autograd.graph.events import Event, Key
 from nbdist.autograd.graph.inherited import Inherited
 from nbdist.autograd.graph.traces import NodeInfo, Plan
 from nbdist.rpc.references.peeking import Histogram
-from nbdist.views.drawing.graph import name_of
+from nbdist.views.drawing.folding import crossings, name_of
 from nbdist.views.passes.intervals import Interval, uncovered
 
 __all__ = ["Backward", "WorkerShare"]
@@ -62,10 +62,11 @@ class Backward:
             (worker, node.number): node for worker, each in plan.trace.nodes.items() for node in each
         }
         self._after = self._find_next()
-        self._before: dict[Key, list[Key]] = {key: [] for key in self.nodes}
+        self.before: dict[Key, list[Key]] = {key: [] for key in self.nodes}
+        """The nodes, on any worker, whose gradients go to each node."""
         for key, targets in self._after.items():
             for target, _ in targets:
-                self._before[target].append(key)
+                self.before[target].append(key)
         self._targets: dict[int, list[Key]] = {}
         for key, targets in self._after.items():
             for target, message in targets:
@@ -99,39 +100,21 @@ class Backward:
     def _find_next(self) -> dict[Key, list[tuple[Key, int | None]]]:
         """Return for each node the nodes to which its gradients go, each with the id of the message that takes them.
 
-        The id is None for gradients that stay on the worker.
+        The id is None for gradients that stay on the worker. A backward pass runs against the order of the graph; a
+        step of a pipeline runs in it.
         """
-        sources = {
-            (e.autograd_message_id, i): (e.sender, s) for e in self.plan.trace.edges for i, s in enumerate(e.sources)
-        }
-        found: dict[Key, list[tuple[Key, int | None]]] = {}
-        if self.plan.trace.of_step:
-            return self._find_next_of_step()
-        for (worker, number), node in self.nodes.items():
-            targets: list[tuple[Key, int | None]] = [((worker, to), None) for to in node.inputs]
-            if node.message is not None:
-                known = [(node.message, index) for index in node.tensors if (node.message, index) in sources]
-                targets += [(sources[each], node.message) for each in known]
-            found[worker, number] = targets
-        return found
-
-    def _find_next_of_step(self) -> dict[Key, list[tuple[Key, int | None]]]:
-        """Return the result of `_find_next` for a step of a pipeline, whose nodes are forwards and backwards of stages.
-
-        There, a node's ``inputs`` run before the node; in a backward pass they run after it.
-        """
+        trace = self.plan.trace
+        ways: list[tuple[Key, Key, int | None]] = [
+            ((worker, source), (worker, number), None)
+            for (worker, number), node in self.nodes.items()
+            for source in node.inputs
+        ]
+        ways += [(source, target, edge.autograd_message_id) for edge, source, target in crossings(trace)]
         found: dict[Key, list[tuple[Key, int | None]]] = {key: [] for key in self.nodes}
-        sources = {edge.autograd_message_id: (edge.sender, edge.sources[0]) for edge in self.plan.trace.edges}
-        for (worker, number), node in self.nodes.items():
-            for source in node.inputs:
-                found[worker, source].append(((worker, number), None))
-            if node.message is not None:
-                found[sources[node.message]].append(((worker, number), node.message))
+        for source, target, message in ways:
+            first, then = (source, target) if trace.of_step else (target, source)
+            found[first].append((then, message))
         return found
-
-    def before(self, key: Key) -> list[Key]:
-        """Return the nodes, on any worker, whose gradients go to a node; an empty list if there are none."""
-        return self._before[key]
 
     def links(self) -> Iterator[tuple[Key, Key, int | None]]:
         """Yield each gradient that goes from node to node: the node, the target, and the message that takes it.
@@ -226,7 +209,7 @@ class Backward:
         """Return the nodes whose gradients a node has not got: they have not run, or the message is under way."""
         return [
             other
-            for other in self._before[key]
+            for other in self.before[key]
             if other in self.plan.waits_for and (other not in self.ended or self._is_on_its_way(other, key))
         ]
 
@@ -278,7 +261,7 @@ class Backward:
         path: dict[Key, None] = {}
         while key is not None and key not in path:  # incomplete events could form a circle
             path[key] = None
-            before = max((one for one in self._before[key] if one in ends), key=ends.__getitem__, default=None)
+            before = max((one for one in self.before[key] if one in ends), key=ends.__getitem__, default=None)
             key = before if ends is not self.ended else self._ran_before(key, before)
         return list(path)[::-1]
 
@@ -299,7 +282,7 @@ class Backward:
         """
         if not self.halts and not self._halted:
             return self.ended
-        before = {key: [other for other in self._before[key] if other in self.ended] for key in self.ended}
+        before = {key: [other for other in self.before[key] if other in self.ended] for key in self.ended}
         ends: dict[Key, float] = {}
         for key in TopologicalSorter(before).static_order():
             ends[key] = max((ends[other] for other in before[key]), default=0.0) + self.seconds[key]

@@ -573,7 +573,7 @@ class Watcher:
         except UsageError:  # the context has ended
             return
         whole = Backward(planned(recorded, []))
-        roots = [key for key in whole.nodes if key[0] == seen.root and not whole.before(key)]
+        roots = [key for key in whole.nodes if key[0] == seen.root and not whole.before[key]]
         found = Backward(planned(recorded, roots, "fast" if seen.mode == "fast" else "smart"))
         with self._changed:
             if self._id == id:
