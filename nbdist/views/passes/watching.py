@@ -99,7 +99,8 @@ class Watcher:
         """The number of threads that wait for a pass, to step or run it."""
         self._due = set[int]()
         """The threads that are opening a context that will be watched."""
-        self._ended = False
+        self.ended = False
+        """True once the watcher is closed, or the user's own watch has ended. Only the watcher sets it."""
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._own = threading.get_ident() if given is None else 0
@@ -145,9 +146,9 @@ class Watcher:
     def close(self) -> None:
         """Stop watching, and resume paused passes. What was seen stays. Doing this twice is harmless."""
         with self._changed:
-            if self._ended:
+            if self.ended:
                 return
-            self._ended = True
+            self.ended = True
             watches, self._watches = self._watches, []
             self._changed.notify_all()
         self._forget()
@@ -219,11 +220,6 @@ class Watcher:
         cell opens in this process do not count.
         """
         return sum(self._opened.values())
-
-    @property
-    def ended(self) -> bool:
-        """True once the watcher is closed, or the user's own watch has ended."""
-        return self._ended
 
     @property
     def under_way(self) -> bool:
@@ -343,7 +339,7 @@ class Watcher:
 
         Does not wait for them. Does nothing if the watcher has ended.
         """
-        if self._scouts is not None and not self._ended:
+        if self._scouts is not None and not self.ended:
             self._scouts.hold(self._must_halt())
 
     @staticmethod
@@ -366,7 +362,7 @@ class Watcher:
         Raises UsageError in the thread of the cell, which would wait for itself.
         """
         with blocking_wait(), self._changed:
-            while not self._ended:
+            while not self.ended:
                 watch = self._open()
                 if watch is not None and self.under_way:
                     return watch
@@ -408,7 +404,7 @@ class Watcher:
             return "failed"
         seen = self.last
         if seen is None:
-            return "ended" if self._ended else "waiting for a backward pass"
+            return "ended" if self.ended else "waiting for a backward pass"
         if seen.error:
             return "failed"
         if seen.over:
@@ -437,7 +433,7 @@ class Watcher:
             **(page.snapshot(found) if found is not None else {}),
             "state": self.state,
             "paused": self.paused,
-            "ended": self._ended,
+            "ended": self.ended,
             "over": seen is not None and seen.over,
             "told": self._told(found),
         }
@@ -475,20 +471,15 @@ class Watcher:
         """
         now = time.monotonic()
         with self._changed:
-            if self._is_anothers():
+            if _cells.get(threading.get_ident(), self) is not self:
                 return False
             self._opened[self._recorder.me] = self._opened.get(self._recorder.me, 0) + 1
             self._pace.begins(now)
-            due = not self._ended and (self._must_halt() or (not self.under_way and self._pace.is_due(now)))
+            due = not self.ended and (self._must_halt() or (not self.under_way and self._pace.is_due(now)))
             if due:
                 self._pace.looks(now)
                 self._due.add(threading.get_ident())
         return due
-
-    def _is_anothers(self) -> bool:
-        """Return whether the calling thread runs the cell of another watcher."""
-        owner = _cells.get(threading.get_ident())
-        return owner is not None and owner is not self
 
     def _must_halt(self) -> bool:
         """Return whether the next pass must halt before its first node: passes are paused, or a thread waits for it."""
@@ -513,7 +504,7 @@ class Watcher:
         """
         with self._changed:
             self._opened[context.maker] = opened
-            if self._ended or context.watch is not None or not (self._must_halt() or not self.under_way):
+            if self.ended or context.watch is not None or not (self._must_halt() or not self.under_way):
                 return None
         watch = self._recorder.passes.observing.watch(context, paused=self._must_halt(), norms=self._norms)
         self._follow(watch)
@@ -538,7 +529,7 @@ class Watcher:
         watch.on_step = lambda plan: self.plan(watch.context_id, self._recorder.me, plan)
         watch.on_news = lambda: self._on_news(watch)
         with self._changed:
-            ended = self._ended
+            ended = self.ended
             self._watches = [other for other in self._watches if not other.closed]
             if not ended:
                 self._watches.append(watch)
@@ -586,10 +577,10 @@ class Watcher:
         Any thread may call this. A watcher that has ended keeps its present pass.
         """
         with self._changed:
-            if not self._ended:
+            if not self.ended:
                 self._turn_to(watch)
             if watch is self._given and watch.closed:
-                self._ended = True
+                self.ended = True
         self._wake_and_tell()
 
     def _turn_to(self, watch: Watch) -> None:
