@@ -166,16 +166,9 @@ def _more(state: State | None) -> list[tuple[str, str]]:
     """
     if state is None or state.error is not None:
         return []
-    rows = []
-    if state.device is not None:
-        rows.append(("device", state.device))
-    if state.requires_grad is not None:
-        rows.append(("requires_grad", str(state.requires_grad)))
-    if state.grad_fn is not None:
-        rows.append(("grad_fn", state.grad_fn))
-    if state.nbytes is not None:
-        rows.append(("bytes", size(state.nbytes)))
-    return rows
+    known = {"device": state.device, "requires_grad": state.requires_grad, "grad_fn": state.grad_fn}
+    rows = [(name, str(value)) for name, value in known.items() if value is not None]
+    return rows + ([("bytes", size(state.nbytes))] if state.nbytes is not None else [])
 
 
 def _badge(standing: str) -> str:

@@ -28,7 +28,7 @@ from nbdist.views.map import as_html as map_as_html
 from nbdist.views.map import snapshot_of
 from nbdist.views.passes import report
 from nbdist.views.passes.watching import Watcher
-from nbdist.views.references import FINAL_STANDINGS, are_references, bundle, bundle_of_many, facts_of
+from nbdist.views.references import FINAL_STANDINGS, are_references, bundle, bundle_of_rows, facts_of, rows_of
 from nbdist.views.shown import Bundle
 from nbdist.views.workers.panel import Panel
 
@@ -122,7 +122,7 @@ def _show_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Any:
         return None
     if not current_sink().interactive:
         _await(list(value.values() if isinstance(value, dict) else value))
-    return bundle_of_many(value)
+    return bundle_of_rows(rows_of(value).each(facts_of))
 
 
 def _show_watched(watcher: Watcher) -> Bundle:

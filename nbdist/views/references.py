@@ -13,17 +13,7 @@ from nbdist.views.cards import Facts, Rows
 from nbdist.views.shown import Bundle
 from nbdist.wire.messages import State
 
-__all__ = [
-    "FINAL_STANDINGS",
-    "Many",
-    "are_references",
-    "bundle",
-    "bundle_of_many",
-    "bundle_of_rows",
-    "facts_of",
-    "over",
-    "rows_of",
-]
+__all__ = ["FINAL_STANDINGS", "Many", "are_references", "bundle", "bundle_of_rows", "facts_of", "over", "rows_of"]
 
 FINAL_STANDINGS = frozenset({"failed", "dead", "released", "ended"})
 """The standings that never change again."""
@@ -97,11 +87,6 @@ def rows_of(value: Many) -> Rows[RRef[Any]]:
         first = itertools.islice(value.items(), cards.ROWS_SHOWN)
         return Rows(type(value), [(repr(key), rref) for key, rref in first], len(value))
     return Rows(type(value), [(str(number), rref) for number, rref in enumerate(value[: cards.ROWS_SHOWN])], len(value))
-
-
-def bundle_of_many(value: Many) -> Bundle:
-    """Return a list, tuple or dict of references by MIME type: an HTML table, and text as IPython would print it."""
-    return bundle_of_rows(rows_of(value).each(facts_of))
 
 
 def bundle_of_rows(rows: Rows[Facts]) -> Bundle:
