@@ -27,7 +27,7 @@ from nbdist.autograd.graph.walk import walk
 from nbdist.autograd.passes.claims import current_claim, halted_leaves
 from nbdist.errors import UsageError
 
-__all__ = ["run_backward"]
+__all__ = ["edge_of", "run_backward"]
 
 _native: Any = torch_private.engine
 
@@ -69,7 +69,7 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
             _refuse_halted(tensors)
         if current_part() is None or inputs:
             return _native.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **options)
-        region = walk([_edge(tensor) for tensor in tensors])
+        region = walk([edge_of(tensor) for tensor in tensors])
         if region.receives:
             raise UsageError(
                 "a reentrant checkpoint, or a Function whose backward calls backward(), contains a call to another "
@@ -96,14 +96,14 @@ def _refuse_halted(roots: Sequence[Any]) -> None:
     own.
     """
     halted = halted_leaves()
-    if halted and any(id(node.variable) in halted for node in walk([_edge(root) for root in roots]).leaves):
+    if halted and any(id(node.variable) in halted for node in walk([edge_of(root) for root in roots]).leaves):
         raise UsageError(
             "a paused backward pass is writing the .grad of leaves that this pass reaches: let it go on first "
             "(`watch.run()`), or use torch.autograd.grad, which does not write .grad"
         )
 
 
-def _edge(root: Any) -> tuple[Any, int]:
+def edge_of(root: Any) -> tuple[Any, int]:
     """Return the graph edge of a root, which is a tensor or a graph edge of torch's."""
     edge = torch.autograd.graph.get_gradient_edge(root) if isinstance(root, torch.Tensor) else root
     return edge.node, edge.output_nr

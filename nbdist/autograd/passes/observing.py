@@ -228,12 +228,11 @@ class Observing:
 
         Does nothing if nobody watches the pass, or on another worker than the root.
         """
-        ledger, watching = run.ledger, run.head.watching
-        if ledger is not None and watching is not None:
-            self.tell_over(run.head, run.context, error, ledger.observed)
+        if run.ledger is not None:
+            self.tell_over(run.head, run.context, error, run.ledger.observed)
 
     def tell_over(self, head: Head, context: Context, error: str, observed: dict[int, int]) -> None:
-        """Tell the watcher that a pass or step is over; ``observed`` has the number of batches sent, by incarnation.
+        """Tell the watcher, if any, that a pass or step is over; ``observed`` has the number of batches by incarnation.
 
         After an error the watcher awaits no batches, because the workers' numbers are not known.
         """

@@ -65,7 +65,7 @@ from nbdist.autograd.graph.messages import Head
 from nbdist.autograd.graph.walk import ACCUMULATE, Region, walk
 from nbdist.autograd.passes import ddp
 from nbdist.autograd.passes.claims import Claim, GradientStore
-from nbdist.autograd.passes.engine import run_backward
+from nbdist.autograd.passes.engine import edge_of, run_backward
 from nbdist.autograd.passes.ordering import GateQueues
 from nbdist.autograd.watching.node_hooks import CallHooks
 from nbdist.autograd.watching.observer import Observer
@@ -617,7 +617,7 @@ class Part:
                 if self._observer is None:
                     run_backward(roots, gradients, retain_graph=retain_graph)
                 else:
-                    with CallHooks(self._observer, self, nodes, [_node_of(root) for root in roots]):
+                    with CallHooks(self._observer, self, nodes, [edge_of(root)[0] for root in roots]):
                         run_backward(roots, gradients, retain_graph=retain_graph)
             finally:
                 swap_part(outer)
@@ -738,12 +738,6 @@ class Part:
         """
         self._awaited = walk([*self.root_edges, *(slot.edge for slot in self.states)]).receives
         return self._awaited[end]
-
-
-def _node_of(root: Any) -> Node:
-    """Return the node of a root of the engine: of a GradientEdge, or of a tensor."""
-    found: Node = root.node if isinstance(root, torch.autograd.graph.GradientEdge) else root.grad_fn
-    return found
 
 
 def _brought(gradient: torch.Tensor, device: torch.device) -> torch.Tensor:
