@@ -246,10 +246,7 @@ class Recorder:
         return Recording(context.id, context.maker, message, torch.is_grad_enabled(), context.lines, context.check)
 
     def withdraw(self, recording: Recording) -> None:
-        """Forget the gates of a message that was not sent.
-
-        The agent calls this when the sending fails. Harmless if the context has ended.
-        """
+        """Forget the gates of a message that could not be sent. Harmless if the context has ended."""
         context = self.contexts.find(recording.context)
         if context is not None:
             context.sends.pop(recording.message, None)
@@ -296,10 +293,7 @@ class Recorder:
         return context is not None and (context.lines or context.watching is not None or context.watch is not None)
 
     def running(self, context: Context, recording: Recording) -> AbstractContextManager[None]:
-        """Return a block that runs a function in the context of its call, and in the caller's gradient mode.
-
-        The agent wraps each call that it serves in it.
-        """
+        """Return the block in which the agent runs a call: in its context, and in the caller's gradient mode."""
         return _Running(self, context, recording.grad)
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
@@ -343,10 +337,7 @@ class Recorder:
         /,
         **options: bool,
     ) -> Run:
-        """Begin a pass from these roots, with a gradient for each; ``options`` and the rest as for `Passes.begin`.
-
-        Nothing runs yet: `Passes.go` runs the part of this worker.
-        """
+        """Begin a pass from these roots, with a gradient for each; the rest is as for `Passes.begin`."""
         there = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
         edges = [(edge.node, edge.output_nr) for edge in there]
         return self.passes.begin(context, Entry(edges, list(gradients)), outcome, **options)
@@ -416,10 +407,7 @@ class Recorder:
         agent.post(to, Cast(topic, data, encoded.payload), encoded.frames, slots=encoded.slots)
 
     def tell(self, to: int, message: messages.PassMessage, body: Any = None) -> None:
-        """Send a message, and do nothing if the worker is gone.
-
-        Use `post` where the loss of the worker must be noticed.
-        """
+        """Send a message, and do nothing if the worker is gone: `post` raises then."""
         try:
             self.post(to, message, body)
         except NbdistError:
@@ -521,10 +509,7 @@ class Recorder:
             self._agent.submit(partial(self._release, context.id, context.maker))
 
     def _close(self) -> None:
-        """End all contexts here, because the agent ends.
-
-        Passes that still run fail.
-        """
+        """End all contexts here, because the agent ends; passes that still run fail."""
         for context in self.contexts.all():
             self._release(context.id, context.maker)
 

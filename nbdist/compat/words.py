@@ -153,11 +153,7 @@ def _of_pickler(error: EncodeError) -> Exception:
 
 
 def _of_worker_info(error: UsageError, name: Any) -> Exception:
-    """Return torch's error for ``get_worker_info(name)``.
-
-    If ``name`` is no str, id or `WorkerInfo`, this is torch's TypeError; else it is the error that `_of_call` returns
-    for a call to ``name``.
-    """
+    """Return torch's error for ``get_worker_info(name)``: a TypeError in place of the ValueError of a call."""
     said = _of_call(error, name)
     if isinstance(said, ValueError):
         return TypeError(f"get_worker_info(): incompatible function arguments. Invoked with: {name!r}")

@@ -493,18 +493,14 @@ class Pipeline:
         return PipelineTimeline(self.workers, self.stages, moved, step)
 
     def _call_all_parts(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the `PipelinePart` of each worker at the same time; return the answers by worker, in order.
-
-        If one worker fails, its error is raised; if several fail, `StepFailed`.
-        """
+        """Call a method of each worker's `PipelinePart` at once, as `ask_all` does; return the answers by worker."""
         calls = {rref.owner_name(): (rref, method, *args) for rref in self._parts}
         return list(ask_all(call_part, calls).values())
 
     def _call_with_parts(self, method: str, by_stage: Mapping[int, Any], *args: Any) -> None:
-        """Call a method of the `PipelinePart` of each worker at the same time, and wait for all.
+        """Call a method of each worker's `PipelinePart` at once, as `ask_all` does.
 
-        Each gets ``args`` and a dict: the values of ``by_stage`` for the stages that live on that worker, by stage
-        number. If one worker fails, its error is raised; if several fail, `StepFailed`.
+        Each gets ``args`` and a dict: the values of ``by_stage`` for the stages that live on that worker.
         """
         calls = {}
         for worker, rref in enumerate(self._parts):
@@ -513,10 +509,7 @@ class Pipeline:
         ask_all(call_part, calls)
 
     def _gather(self, method: str) -> dict[int, Any]:
-        """Call a method of the `PipelinePart` of each worker that returns a dict by stage; return the dicts' union.
-
-        If one worker fails, its error is raised; if several fail, `StepFailed`.
-        """
+        """Call a method of each worker's `PipelinePart` that returns a dict by stage; return the dicts' union."""
         return {stage: value for part in self._call_all_parts(method) for stage, value in part.items()}
 
 

@@ -83,10 +83,7 @@ class Context:
         self._contributions: dict[object, GradientStore] = {}
 
     def nodes(self, more: Iterable[tuple[Node, int]] = ()) -> Iterable[Node]:
-        """Return all nodes of the graph on this worker: those behind sent tensors, behind roots, and behind ``more``.
-
-        The receive nodes that are still alive are among them.
-        """
+        """Return all nodes here: those behind sent tensors, roots and ``more``, and receive nodes that are alive."""
         starts = [*more, *self.roots]
         starts += [slot.edge for sent in list(self.sends.values()) for slot in sent.slots]
         starts += [(node, 0) for end in list(self.receives.values()) for node in end.nodes]
@@ -137,10 +134,7 @@ class Context:
                 run.part.gradients = GradientStore()
 
     def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
-        """Multiply the gradients of some leaves by a factor; call it only while no pass runs.
-
-        It serves the clipping of gradients. Leaves without a gradient are skipped; the products are new tensors.
-        """
+        """Fold, and multiply as `GradientStore.scale` does; call it only while no pass runs."""
         self.fold()
         with self.lock:
             self._gradients.scale(leaves, factor)

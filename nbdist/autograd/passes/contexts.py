@@ -183,10 +183,7 @@ class Contexts:
             return self._contexts.pop(id) if context is not None and context.maker == maker else None
 
     def _note_over(self, id: int, maker: int) -> None:
-        """Remember that a context has ended, so that a late message does not make it again; called with the lock held.
-
-        ``maker`` is the incarnation of the worker that made it. Only the last 10,000 are remembered.
-        """
+        """Remember that a context has ended, so that a late message does not make it again; the lock is held."""
         self._over[id, maker] = None
         if len(self._over) > _ENDED_CONTEXTS_REMEMBERED:
             self._over.popitem(last=False)

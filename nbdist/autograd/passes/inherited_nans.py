@@ -223,10 +223,7 @@ class _Search:
         return Inherited(value, how, self._worker, number, name, perhaps=perhaps)
 
     def _doubtful_messages(self, node: Node) -> Iterator[Carried]:
-        """Yield the messages behind a node that may have held a NaN or Inf, as far as this worker knows.
-
-        The user sees them as the messages that may have brought the NaN or Inf.
-        """
+        """Yield the messages behind a node that may have held a NaN or Inf, as far as this worker knows."""
         seen, queue = {node}, [node]
         while queue:
             for edge in _edges_behind(queue.pop(0)):

@@ -61,10 +61,7 @@ class Observing:
         return watch
 
     def _unwatch(self, watch: Watch) -> None:
-        """Tell the workers of the context that a watch is closed; keep the watch while batches are on their way.
-
-        Batches that workers have sent before they hear of the end still arrive at it.
-        """
+        """Tell the workers of the context that a watch is closed; keep the watch while batches are on their way."""
         if not watch.complete:
             self._awaiting[watch.context_id, watch.id] = watch
             while len(self._awaiting) > _CLOSED_WATCHES_KEPT:
@@ -74,10 +71,7 @@ class Observing:
             self._have_watched(context, watch.watching, over=True)
 
     def _have_watched(self, context: Context, watching: Watching, *, over: bool) -> None:
-        """Send the begin or the end of a watch to the maker of the context, which passes it on to all its workers.
-
-        The maker alone knows all workers of a context.
-        """
+        """Send the begin or the end of a watch to the maker of the context, which alone knows all its workers."""
         message = messages.WatchChanged(context.id, context.maker, watching, over)
         if context.maker != self._transport.me:
             self._transport.tell(context.maker, message)
@@ -95,10 +89,7 @@ class Observing:
             self._forget_complete(watch)
 
     def on_over(self, message: messages.Over) -> None:
-        """On the watcher: tell the watch that a pass has ended, and how many batches each worker sent of it.
-
-        The watch is complete once these batches have arrived. A message for an unknown watch is skipped.
-        """
+        """On the watcher: tell the watch, if it is known here, that a pass has ended; see `Watch.on_over`."""
         watch = self._find(message.context, message.watch)
         if watch is not None:
             watch.on_over(message)
@@ -121,9 +112,7 @@ class Observing:
     def on_watch(self, message: messages.WatchChanged) -> None:
         """Note that a watch of a context begins or ends (``message.over``); the maker tells all other workers of it.
 
-        Passes that begin here from now on report to the watch that has begun.
-        The end of a watch also ends its halts here. An end that overtakes its begin is remembered, and the begin is
-        ignored.
+        The end of a watch also ends its halts here. If it overtakes the begin, the begin is ignored.
         """
         context = self._contexts.enter(message.context, message.maker)
         if context is None:
@@ -143,10 +132,7 @@ class Observing:
                 self._transport.tell(worker, message)
 
     def on_join(self, context: Context, worker: int) -> None:
-        """On the maker: tell a worker that joins a context about its watch.
-
-        Without it, passes on that worker would not be seen.
-        """
+        """On the maker: tell a worker that joins a context about its watch, so that passes there are seen."""
         if context.watching is not None and context.maker == self._transport.me:
             self._transport.tell(worker, messages.WatchChanged(context.id, context.maker, context.watching, False))
 

@@ -530,10 +530,7 @@ class Passes:
             self._post(run, end.peer, *out)
 
     def _send_marks(self, known: weakref.ref[Run], marks: Marks) -> None:
-        """Tell other workers which tensors that they sent will get gradients; ``known`` refers to the run.
-
-        Raises WorkerLost if one of them is gone.
-        """
+        """Tell other workers which tensors that they sent will get gradients. Raises WorkerLost if one is gone."""
         run = known()
         assert run is not None
         with run.lock:
@@ -558,18 +555,12 @@ class Passes:
         return token
 
     def _post_marks(self, run: Run, out: Sequence[tuple[int, messages.Mark]]) -> None:
-        """Send marks that `_announce` has made; called without a lock.
-
-        Raises WorkerLost if a receiver is gone.
-        """
+        """Send marks that `_announce` has made; called without a lock. Raises WorkerLost if a receiver is gone."""
         for peer, message in out:
             self._post(run, peer, message)
 
     def _post(self, run: Run, to: int, message: messages.PassMessage, body: Any = None) -> None:
-        """Send a message of a pass, unless the pass has ended; raises WorkerLost.
-
-        It also notes the receiver, which has to be told if the pass is given up.
-        """
+        """Send a message of a pass that has not ended; note the receiver, for `_end`. Raises WorkerLost."""
         run.told.add(to)
         if not run.ended:
             self._transport.post(to, message, body)
@@ -641,10 +632,7 @@ class Passes:
             self._let_go_on(run, self.turns.wait(run, ledger, waiting))
 
     def _let_go_on(self, run: Run, workers: set[int]) -> None:
-        """Tell workers that the marking is over, and that their DistributedDataParallel modules may reduce.
-
-        A worker that cannot be reached fails the pass.
-        """
+        """Tell workers that the marking is over, and their DDP modules may reduce; one that is gone fails the pass."""
         for worker in workers:
             if worker == self._me:
                 self._transport.submit(partial(self.on_marked, messages.Marked(run.head.id)))

@@ -235,10 +235,7 @@ class Part:
     # -- arriving -----------------------------------------------------------------------------
 
     def begin(self, roots: Entry) -> None:
-        """Make the roots of the pass, with their gradients, the first entry; nothing runs before `run`.
-
-        Called once, on the worker where the pass begins.
-        """
+        """Make the roots of the pass, with their gradients, the first entry; nothing runs before `run`."""
         self.ready.append(roots)
         self.root_edges = list(roots.edges)
 
@@ -276,10 +273,7 @@ class Part:
                 self.ready.append(entry)
 
     def missing(self) -> list[EdgeSlot]:
-        """Return the sent tensors whose gates are EXPECTED: their gradients must still arrive.
-
-        A FAST pass that cannot end names them in its error.
-        """
+        """Return the sent tensors whose gates are EXPECTED: their gradients must still arrive."""
         with self._lock:
             return [slot for slot, state in self.states.items() if state is GateState.EXPECTED]
 
@@ -299,10 +293,7 @@ class Part:
         return left and (GateState.UNSURE in self.states.values() or (self.reduces and not self._may_reduce))
 
     def stop(self) -> None:
-        """Begin no further step, because the pass has been given up. Steps that run now continue to their end.
-
-        Gradients that arrive later are not entered.
-        """
+        """Begin no further step, because the pass has been given up. Steps that run now continue to their end."""
         self._stopped = True
 
     # -- running ------------------------------------------------------------------------------

@@ -28,10 +28,7 @@ class CallHooks:
     """
 
     def __init__(self, observer: Observer, part: RunningPart, nodes: Collection[Node], first: Iterable[Node]) -> None:
-        """Set what to observe: ``nodes``. ``first`` are the nodes at the roots of the call.
-
-        A gate among the roots is not observed, but the node behind it is.
-        """
+        """Observe ``nodes``. ``first`` are those at the roots: of a gate among them, the node behind is observed."""
         self.observer = observer
         self.part = part
         self._first = first
@@ -69,7 +66,6 @@ class CallHooks:
                 self._set_on(after, number)
 
     def _set_on(self, node: Node, number: int) -> None:
-        """Set the two hooks on a node."""
         hooks = _NodeHooks(self, node, number)
         kind = type(node)
         self._handles += [kind.register_prehook(node, hooks.before), kind.register_hook(node, hooks.after)]

@@ -314,18 +314,15 @@ class Watch:
             self._freeze()
 
     def _send_control(self, number: int) -> None:
-        """Send the worker with incarnation ``number`` the control, and the number of its last ended halt in every pass.
+        """Send a worker, by incarnation, the control and the number of its last ended halt in every pass.
 
-        The control says where to halt. A worker that is gone is skipped. The lock is held.
+        The lock is held.
         """
         over = [(id, seen.shares[number].gone) for id, seen in self._passes.items() if number in seen.shares]
         self._transport.tell(number, messages.Steer(self.context_id, self.id, self._control, over))
 
     def _freeze(self) -> None:
-        """Stop the timeouts of all workers while a pass is paused, and start them again after; the lock is held.
-
-        Calls of the user would otherwise time out while the pass is paused.
-        """
+        """Stop the timeouts of all calls while a pass is paused, and start them again after; the lock is held."""
         frozen = not self.closed and self._control.paused and bool(self._open_passes())
         if frozen != self._frozen:
             self._frozen = frozen
@@ -370,10 +367,7 @@ class Watch:
                 _log.exception("drawing a backward pass failed; the pass begins all the same")
 
     def prepare_step(self, plan: Plan) -> None:
-        """Show a step of a pipeline that is about to begin on this worker: call `on_step` with its ``plan``.
-
-        A view sets `on_step` to draw the plan before its first operation runs.
-        """
+        """Show a step of a pipeline that is about to begin on this worker: call `on_step` with its ``plan``."""
         if self.on_step is not None:
             self.on_step(plan)
 
@@ -445,10 +439,7 @@ class Watch:
         self._tell_news()
 
     def _tell_news(self) -> None:
-        """Call `on_news`, without the lock.
-
-        A view sets `on_news` to draw again.
-        """
+        """Call `on_news`, which a view sets to draw again, without the lock."""
         then = self.on_news
         if then is not None:
             then()

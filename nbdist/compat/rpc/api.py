@@ -54,10 +54,7 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Run a function on a worker and return the result; see `nbdist.rpc.rpc_sync`.
-
-    Only the errors differ: they have torch's class and text.
-    """
+    """Run a function on a worker and return the result; see `nbdist.rpc.rpc_sync`."""
     try:
         return rpc.rpc_sync(to, *_pickled(func, args, kwargs), timeout)
     except UsageError as error:
@@ -71,10 +68,7 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
-    """Run a function on a worker and return a Future at once; see `nbdist.rpc.rpc_async`.
-
-    Only the errors differ: they have torch's class and text. A `_wait_all` block collects the calls made in it.
-    """
+    """Run a function on a worker and return a Future at once; see `nbdist.rpc.rpc_async`."""
     try:
         future = rpc.rpc_async(to, *_pickled(func, args, kwargs), timeout)
     except UsageError as error:
@@ -91,10 +85,7 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """Run a function on a worker and return a reference to the result; see `nbdist.rpc.remote`.
-
-    Only the errors differ: they have torch's class and text.
-    """
+    """Run a function on a worker and return a reference to the result; see `nbdist.rpc.remote`."""
     try:
         return rpc.remote(to, *_pickled(func, args, kwargs), timeout)
     except UsageError as error:
@@ -177,18 +168,12 @@ _run_async = async_execution(_run)
 
 
 def _get_current_rpc_agent() -> RpcAgent:
-    """Return a wrapper of the current agent with the methods of torch's agents.
-
-    Raises NotInitialized if RPC does not run.
-    """
+    """Return the current agent in torch's form. Raises NotInitialized if RPC does not run."""
     return agent_of_torch()
 
 
 def _init_rpc_states(agent: Any) -> None:
-    """Do nothing if this process has a running agent of nbdist; else raise UsageError.
-
-    The given agent is not used in either case.
-    """
+    """Do nothing if this process has a running agent of nbdist; else raise UsageError."""
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 
