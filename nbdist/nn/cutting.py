@@ -196,12 +196,10 @@ def parts_of(
         count = workers if stages is None and not at else stages
         found = cut(model, count, at=at, balance=balance, sample=sample)
         return list(found), [next(iter(stage._modules)) for stage in found]
-    if isinstance(model, torch.nn.Module) or not isinstance(model, Sequence) or not model:
-        raise UsageError(
-            f"a pipeline is made of a Sequential, or of a list of stages, not of {type(model).__name__}"
-            if not isinstance(model, Sequence)
-            else "a pipeline has at least one stage, but the list of stages is empty"
-        )
+    if isinstance(model, torch.nn.Module) or not isinstance(model, Sequence):
+        raise UsageError(f"a pipeline is made of a Sequential, or of a list of stages, not of {type(model).__name__}")
+    if not model:
+        raise UsageError("a pipeline has at least one stage, but the list of stages is empty")
     for index, part in enumerate(model):
         if not callable(part):
             raise UsageError(f"stage {index} should be a module, or a function that makes one, not {part!r}")

@@ -91,13 +91,9 @@ class SharedInputs:
         """
         by_storage: dict[int, dict[int, torch.Tensor]] = {}
         for value in values:
-            if (
-                isinstance(value, torch.Tensor)
-                and value.requires_grad
-                and value.layout == torch.strided
-                and not value.is_nested
-                and value.numel()
-            ):
+            if not isinstance(value, torch.Tensor) or not value.requires_grad:
+                continue
+            if value.layout == torch.strided and not value.is_nested and value.numel():
                 by_storage.setdefault(value.untyped_storage().data_ptr(), {})[id(value)] = value
         self._groups: list[list[tuple[torch.Tensor, torch.Tensor, int]]] = []
         for group in by_storage.values():
@@ -111,14 +107,13 @@ class SharedInputs:
         Inputs that share memory but no element, such as two columns of a matrix, may be changed.
         """
         for group in self._groups:
-            if not any(given._version != version for _, given, version in group):
-                continue
-            if not any(_overlap(one, other) for (one, *_), (other, *_) in itertools.combinations(group, 2)):
-                continue
-            raise UsageError(
-                "this stage changes one of its inputs in place, and the stage before it returned another tensor that "
-                "shares its memory (such as a view). Return a clone() of one of the two"
-            )
+            is_changed = any(given._version != version for _, given, version in group)
+            pairs = itertools.combinations((value for value, _, _ in group), 2)
+            if is_changed and any(itertools.starmap(_overlap, pairs)):
+                raise UsageError(
+                    "this stage changes one of its inputs in place, and the stage before it returned another tensor "
+                    "that shares its memory (such as a view). Return a clone() of one of the two"
+                )
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -121,14 +121,10 @@ class Contexts:
         """Return the context with an id; raises UsageError if this worker does not have it, or no longer."""
         context = self._contexts.get(id)
         if context is None:
-            raise UsageError(
-                f"Could not find autograd context with id: {id}"
-                + (
-                    ": it has ended"
-                    if any(over == id for over, _ in self._over)
-                    else ". It never came to this worker, or it ended: contexts end with their `with` block"
-                )
-            )
+            why = ". It never came to this worker, or it ended: contexts end with their `with` block"
+            if any(over == id for over, _ in self._over):
+                why = ": it has ended"
+            raise UsageError(f"Could not find autograd context with id: {id}{why}")
         return context
 
     def find(self, id: int) -> Context | None:
