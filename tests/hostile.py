@@ -8,7 +8,7 @@ called = []
 """What was called, since the test began."""
 
 
-def _refuse(name):
+def refuse(name):
     def method(*args, **kwargs):
         called.append((name, threading.current_thread().name))
         raise RuntimeError(f"{name} was called")
@@ -37,8 +37,8 @@ _PROPERTIES = ("__class__", "nbytes", "shape", "dtype", "device", "grad", "grad_
 
 def methods(*left_out):
     """The names that a hostile class defines, without some that Python needs to make it."""
-    found = {name: _refuse(name) for name in _NAMES if name not in left_out}
-    found |= {name: property(_refuse(name)) for name in _PROPERTIES if name not in left_out}
+    found = {name: refuse(name) for name in _NAMES if name not in left_out}
+    found |= {name: property(refuse(name)) for name in _PROPERTIES if name not in left_out}
     return found
 
 
@@ -62,7 +62,7 @@ class Meta(type):
         called.append((f"Meta.{name}", threading.current_thread().name))
         raise RuntimeError(f"Meta.{name} was called")
 
-    __hash__ = __eq__ = __repr__ = __dir__ = __len__ = __instancecheck__ = __subclasscheck__ = _refuse("Meta")
+    __hash__ = __eq__ = __repr__ = __dir__ = __len__ = __instancecheck__ = __subclasscheck__ = refuse("Meta")
 
 
 def every(tensor):

@@ -70,22 +70,23 @@ class Entrance:
         self.refused = 0
         """The number of requests that got no answer."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
-        self._socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        self._socket.set(zmq.SNDHWM, _ANSWERS_WAITING)
-        self._socket.set(zmq.RCVHWM, _WAITING)
-        self._socket.set(zmq.IPV6, int(":" in host))
-        self._socket.set(zmq.CURVE_SERVER, 1)
-        self._socket.set(zmq.CURVE_PUBLICKEY, keys.public)
-        self._socket.set(zmq.CURVE_SECRETKEY, keys.private)
+        self.socket = self._context.socket(zmq.ROUTER)
+        """Only the entrance's thread uses it."""
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
+        self.socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self.socket.set(zmq.SNDHWM, _ANSWERS_WAITING)
+        self.socket.set(zmq.RCVHWM, _WAITING)
+        self.socket.set(zmq.IPV6, int(":" in host))
+        self.socket.set(zmq.CURVE_SERVER, 1)
+        self.socket.set(zmq.CURVE_PUBLICKEY, keys.public)
+        self.socket.set(zmq.CURVE_SECRETKEY, keys.private)
         try:
-            bind(self._socket, host, ports)
+            bind(self.socket, host, ports)
         except BaseException:
             self._context.destroy(0)
             raise
-        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self.address = self.socket.get_string(zmq.LAST_ENDPOINT)
         """The address at which newcomers knock, such as ``tcp://10.0.0.5:40123``."""
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="nbdist-entrance", daemon=True)
@@ -95,29 +96,29 @@ class Entrance:
         """Answer requests until `close`, whatever comes: even if there is no memory for a request."""
         while not self._closing:
             try:
-                if self._socket.poll(100):
+                if self.socket.poll(100):
                     self._serve_one()
             except Exception as error:
                 self.refused += 1
                 _log.debug("a request at the entrance is not answered: %s", error)
-        self._socket.close(0)
+        self.socket.close(0)
         self._context.destroy(0)
 
     def _serve_one(self) -> None:
         """Receive a message, and answer it if it is a request, which has one part. Raises any error."""
         try:
-            who, request = self._socket.recv(), b""
-            if self._socket.get(zmq.RCVMORE):
-                request = self._socket.recv()
-            if self._socket.get(zmq.RCVMORE):
+            who, request = self.socket.recv(), b""
+            if self.socket.get(zmq.RCVMORE):
+                request = self.socket.recv()
+            if self.socket.get(zmq.RCVMORE):
                 raise ProtocolError("a request has one part")
         finally:
-            while self._socket.get(zmq.RCVMORE):
-                self._socket.recv(copy=False)
+            while self.socket.get(zmq.RCVMORE):
+                self.socket.recv(copy=False)
         said = self._answer(request)
         del request  # it may be large
         with contextlib.suppress(zmq.ZMQError):  # the newcomer may have left meanwhile
-            self._socket.send_multipart([who, said], zmq.NOBLOCK)
+            self.socket.send_multipart([who, said], zmq.NOBLOCK)
 
     def close(self) -> None:
         """Stop listening. A second call does nothing."""
@@ -164,16 +165,17 @@ class Visit:
         self._address = address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._socket = self._context.socket(zmq.DEALER)
-            self._socket.set(zmq.LINGER, 0)
-            self._socket.set(zmq.MAXMSGSIZE, _LARGEST_ANSWER)
-            self._socket.set(zmq.IPV6, int("[" in address))
+            self.socket = self._context.socket(zmq.DEALER)
+            """The connection to the entrance."""
+            self.socket.set(zmq.LINGER, 0)
+            self.socket.set(zmq.MAXMSGSIZE, _LARGEST_ANSWER)
+            self.socket.set(zmq.IPV6, int("[" in address))
             public, private = zmq.curve_keypair()
-            self._socket.set(zmq.CURVE_PUBLICKEY, public)
-            self._socket.set(zmq.CURVE_SECRETKEY, private)
-            self._socket.set(zmq.CURVE_SERVERKEY, key)
+            self.socket.set(zmq.CURVE_PUBLICKEY, public)
+            self.socket.set(zmq.CURVE_SECRETKEY, private)
+            self.socket.set(zmq.CURVE_SERVERKEY, key)
             try:
-                self._socket.connect(address)
+                self.socket.connect(address)
             except zmq.ZMQError as error:
                 raise ChannelError(f"the address {address} of the cluster cannot be used: {error}") from error
         except BaseException:
@@ -197,12 +199,12 @@ class Visit:
     def ask_all(self, requests: Sequence[bytes], timeout: float) -> list[bytes]:
         """Send requests, one right after the other, and return all answers; raises ChannelError as `ask` does."""
         for request in requests:
-            self._socket.send(request)
+            self.socket.send(request)
         answers: list[bytes] = []
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
-            if self._socket.poll(round(min(left, 0.1) * 1000)):  # short waits: Ctrl-C ends them
-                answers.append(b"".join(self._socket.recv_multipart()))
+            if self.socket.poll(round(min(left, 0.1) * 1000)):  # short waits: Ctrl-C ends them
+                answers.append(b"".join(self.socket.recv_multipart()))
                 if len(answers) == len(requests):
                     return answers
         raise ChannelError(

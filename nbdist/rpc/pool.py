@@ -91,7 +91,8 @@ class Pool:
         the pool calls ``wake()``, one of the threads in ``read`` must return. The pool does so if ``has_more()`` says
         that there are messages for which the channel will wake no reader.
         """
-        self._size = max(1, size)
+        self.size = max(1, size)
+        """The most threads that run jobs at a time, beside those that wait for other calls; `resize` changes it."""
         self._read = read
         self._wake = wake
         self._name = name
@@ -147,7 +148,7 @@ class Pool:
     def resize(self, size: int) -> None:
         """Let up to ``size`` threads, at least 1, run jobs from now on. Jobs that are running are not stopped."""
         with self._condition:
-            self._size = max(1, size)
+            self.size = max(1, size)
             self._provide()
 
     def submit(self, job: Job) -> None:
@@ -196,7 +197,7 @@ class Pool:
 
     def _capacity(self, more: int = 0) -> bool:
         """Return whether ``more`` jobs and another may run now, by the limit. The caller holds the lock."""
-        return self._running - len(self._blocked) + more < self._size + self._extra
+        return self._running - len(self._blocked) + more < self.size + self._extra
 
     def _provide(self) -> None:
         """Wake an idle thread for queued jobs, or start one if the limit allows it. The caller holds the lock."""
@@ -270,7 +271,7 @@ class Pool:
                         if self._guard():
                             break
                         continue
-                    if self._idle > self._size:
+                    if self._idle > self.size:
                         return None
                     self._idle += 1
                     self._condition.wait()

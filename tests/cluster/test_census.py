@@ -186,8 +186,8 @@ def test_a_tensor_whose_class_answers_torch_itself():
         def __init__(self, inner):
             self.inner = inner
 
-        __torch_dispatch__ = classmethod(hostile._refuse("__torch_dispatch__"))
-        __torch_function__ = classmethod(hostile._refuse("__torch_function__"))
+        __torch_dispatch__ = classmethod(hostile.refuse("__torch_dispatch__"))
+        __torch_function__ = classmethod(hostile.refuse("__torch_function__"))
 
     wrapper = Wrapper(torch.ones(100))
     hostile.called.clear()

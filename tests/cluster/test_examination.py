@@ -116,7 +116,7 @@ def test_a_worker_that_is_stopped_meanwhile_fails_its_ways_and_no_others(two):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examination, "measure_from_here", measure)
-        patch.setattr(examination, "_pairs", lambda names: [("notebook", "worker0"), ("worker0", "worker1")])
+        patch.setattr(examination, "pairs_of", lambda names: [("notebook", "worker0"), ("worker0", "worker1")])
         try:
             found = two.examine()
         finally:
@@ -133,7 +133,7 @@ def test_a_way_that_is_slow_is_measured_once_more(two, times):
     """A machine that does something else for a moment is no finding; a way that is slow twice is one."""
     from nbdist.cluster.examination import examination
 
-    real, slow = examination._measure, []
+    real, slow = examination.measure_link, []
 
     def measure(agent, sender, receiver, part):
         link, silent = real(agent, sender, receiver, part)
@@ -143,7 +143,7 @@ def test_a_way_that_is_slow_is_measured_once_more(two, times):
         return link, silent
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(examination, "_measure", measure)
+        patch.setattr(examination, "measure_link", measure)
         # No other way is slow, if the machine is.
         patch.setattr("nbdist.cluster.examination.findings._FAST_ENOUGH", 2.0)
         patch.setattr("nbdist.cluster.examination.findings._MOVES_FAST_ENOUGH", 1e4)

@@ -76,12 +76,12 @@ def test_the_doctor_on_another_host_finds_closed_ports(running, tmp_path):
     rule = ("ip", "netns", "exec", other.name, "ip", "route", "add", "blackhole", "10.199.199.0/24")
     assert subprocess.run(rule).returncode == 0
     hub = cluster.lifecycle.launcher.hub
-    real = hub._agent.me.addresses[:]
+    real = hub.agent.me.addresses[:]
     try:
-        hub._agent.me.addresses[:] = ["tcp://10.199.199.1:40000"]
+        hub.agent.me.addresses[:] = ["tcp://10.199.199.1:40000"]
         code, found = doctor(cluster, other, tmp_path)
     finally:
-        hub._agent.me.addresses[:] = real
+        hub.agent.me.addresses[:] = real
     assert code == 0
     told = found["other ports"].splitlines()
     assert told[0] == "not reached:"

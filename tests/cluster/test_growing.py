@@ -214,7 +214,7 @@ def test_a_newcomer_that_dies_leaves_no_trace(keepers):
         folder.mkdir()
         (folder / "slow").touch()
         process = keepers.another(cluster, cwd=folder)
-        until(lambda: cluster.lifecycle.launcher._placed.keys() >= {"worker1"})
+        until(lambda: cluster.lifecycle.launcher.placed.keys() >= {"worker1"})
         process.kill()
         until(lambda: keepers.told)
         assert keepers.told[0].startswith("worker1 could not join the running cluster: ")
@@ -375,7 +375,7 @@ def test_a_shutdown_while_a_worker_joins_leaves_nothing(keepers):
     with keepers.cluster() as cluster:
         folder = cluster.folder
         process = keepers.another(cluster)
-        until(lambda: cluster.lifecycle.launcher._wanted or len(cluster.lifecycle.launcher._placed) > 1, 60)
+        until(lambda: cluster.lifecycle.launcher.wanted or len(cluster.lifecycle.launcher.placed) > 1, 60)
     assert process.wait(20) is not None
     assert not os.path.exists(folder)
     assert not [thread for thread in threading.enumerate() if thread.name == "nbdist-growing" and thread.is_alive()]

@@ -6,10 +6,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from other_hosts import can_make_hosts
 from nbdist.channel.contract import ChannelError
 from nbdist.channel.entrance import knock
 from nbdist.channel.secret import Secret
+from nbdist.cluster.hosts import admission
 from nbdist.cluster.hosts import hub as hubs
+from nbdist.cluster.hosts.admission import describe_myself
 from nbdist.cluster.hosts.group_board import Boards, BoardStore
 from nbdist.cluster.hosts.interfaces import interface_of, own_address_towards
 from nbdist.cluster.hosts.invitations import Invitation
@@ -29,10 +31,11 @@ from nbdist.cluster.hosts.keeper import _places_of_host
 from nbdist.cluster.hosts.launchers import ray as ray_launcher
 from nbdist.cluster.hosts.launchers.ray import RayLauncher
 from nbdist.cluster.spec import Spec
-from nbdist.errors import ProtocolError, RendezvousError, UsageError, WorkerLost
+from nbdist.errors import RendezvousError, UsageError, WorkerLost
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.start import start_agent
 from nbdist.testing import World
+from nbdist.wire.messages import GiveBack
 
 
 def refused_ray(spec: Spec, monkeypatch, **init):
@@ -76,9 +79,6 @@ def test_what_is_refused(tmp_path, monkeypatch):
         own_address_towards("no.such.host.invalid", 1)
     with pytest.raises(ChannelError, match=r"the address nonsense of the cluster cannot be used: "):
         knock("nonsense", Secret(b"a secret of some length", shared_off_host=True).curve("entrance").public, b"", 0.1)
-    hub = SimpleNamespace(_texts=None)
-    with pytest.raises(ProtocolError, match=r"a request at the entrance is none of nbdist's"):
-        hubs.Hub._answer(hub, b"x")
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(
         UsageError, match=r"the launcher ray needs Ray, which is not installed: pip install 'nbdist\[ray"
@@ -131,7 +131,7 @@ def test_a_ray_that_starts_at_the_second_try_is_used(monkeypatch):
 
 def test_a_message_to_an_agent_that_was_never_met_is_refused():
     with World(1) as world, pytest.raises(WorkerLost, match=r"an unknown worker \(2a\) is not connected"):
-        raise world[0].links._no_connection(42)
+        world[0].post(42, GiveBack([]))
 
 
 def test_an_agent_that_cannot_reach_the_one_that_it_is_to_meet_says_so():
@@ -219,6 +219,20 @@ def test_a_board_that_has_ended_or_is_gone_says_so_in_every_wait(store):
         store.wait(["never"])
 
 
+def test_a_request_that_no_program_of_nbdist_sends_gets_no_answer(tmp_path, caplog):
+    caplog.set_level("DEBUG")
+    unused = dict.fromkeys(("on_arrival", "on_gone", "on_end", "on_parcels"))
+    hub = hubs.Hub("127.0.0.1", tmp_path, None, **unused)
+    try:
+        invitation = hub.invite(60.0, 1)
+        with pytest.raises(ChannelError):
+            knock(invitation.address, invitation.key.encode(), b"x", 0.5)
+        assert hub.entrance.refused == 1
+        assert "a request at the entrance is none of nbdist's" in caplog.text
+    finally:
+        hub.close()
+
+
 def test_a_keeper_that_is_lost_while_it_arrives_is_reported_once(tmp_path, monkeypatch):
     arrived, gone = [], []
     unused = dict.fromkeys(("on_end", "on_parcels"))
@@ -232,12 +246,14 @@ def test_a_keeper_that_is_lost_while_it_arrives_is_reported_once(tmp_path, monke
         with World(1) as world:
             record = structs.replace(world[0].me, incarnation=7)
         seen = [record]
-        monkeypatch.setattr(hub._agent, "member", lambda incarnation: seen.pop() if seen else None)
-        monkeypatch.setattr(hub._agent, "fate", lambda incarnation: "was switched off")
-        hub._coming[1] = hubs._Coming("token", 1, time.monotonic() + 60)
-        hub.arrive(1, 7, "127.0.0.1", "far")
+        monkeypatch.setattr(hub.agent, "member", lambda incarnation: seen.pop() if seen else None)
+        monkeypatch.setattr(hub.agent, "fate", lambda incarnation: "was switched off")
+        invitation = hub.invite(60.0, 1)
+        request = admission.NEWCOMER + msgspec.msgpack.encode(describe_myself(invitation.token, 1))
+        answer = knock(invitation.address, invitation.key.encode(), request, 10.0)
+        hub.arrive(admission.decode_answer(answer).id, 7, "127.0.0.1", "far")
         hub._lost(record, "was switched off")
-        assert (arrived, gone, hub.members) == ([], [("token", "was switched off")], [])
+        assert (arrived, gone, hub.members) == ([], [(invitation.token, "was switched off")], [])
     finally:
         hub.close()
 

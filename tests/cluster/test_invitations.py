@@ -159,7 +159,7 @@ def test_a_newcomer_of_another_version_is_refused_by_a_running_cluster(running, 
     answer = admission.decode_answer(knock(invitation.address, invitation.key.encode(), request, 10.0))
     assert isinstance(answer.error(), VersionMismatch)
     assert "Python 3.99.0" in answer.why
-    cluster.lifecycle.launcher.hub._invitations.use(invitation.token, time.time())  # the refusal has taken no use
+    cluster.lifecycle.launcher.hub.invitations.use(invitation.token, time.time())  # the refusal has taken no use
 
 
 def test_the_doctor_says_whether_a_worker_could_join(running, tmp_path, capsys):
@@ -231,7 +231,7 @@ def test_trials_move_bytes_for_the_invited_only_and_a_bounded_number(running, tm
     denied = [answer for answer in answers if isinstance(answer, admission.Denied)]
     assert 0 < len(denied) < 15
     assert "have moved" in denied[-1].why
-    cluster.lifecycle.launcher.hub._invitations.use(invitation.token, time.time())  # the trials have taken no use
+    cluster.lifecycle.launcher.hub.invitations.use(invitation.token, time.time())  # the trials have taken no use
 
 
 def test_the_doctor_still_answers_when_it_may_measure_no_more(running, tmp_path, capsys):
@@ -341,7 +341,7 @@ def test_an_entrance_keeps_nothing_of_requests_and_answers_after_an_error(monkey
     entrance = Entrance("127.0.0.1", keys, lambda request: str(len(request)).encode())
     with contextlib.closing(entrance), Visit(entrance.address, keys.public) as visit:
         # A request of many parts is dropped. The next one is read from its beginning.
-        visit._socket.send_multipart([bytes(1000)] * 50)
+        visit.socket.send_multipart([bytes(1000)] * 50)
         assert visit.ask(b"abc", 10.0) == b"3"
         assert entrance.refused == 1
         assert visit.ask_all([b"", b"a", b"ab"], 10.0) == [b"0", b"1", b"2"]
@@ -350,13 +350,13 @@ def test_an_entrance_keeps_nothing_of_requests_and_answers_after_an_error(monkey
 
         def fail(self, *arguments, **options):
             data = receive(self, *arguments, **options)
-            if self is entrance._socket and failing:
+            if self is entrance.socket and failing:
                 failing.pop()
                 raise MemoryError
             return data
 
         monkeypatch.setattr(zmq.Socket, "recv", fail)
-        visit._socket.send_multipart([b"lost", b"lost"])
+        visit.socket.send_multipart([b"lost", b"lost"])
         assert visit.ask(b"abcd", 10.0) == b"4"
         assert (failing, entrance.refused) == ([], 2)
         monkeypatch.undo()

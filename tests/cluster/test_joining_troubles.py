@@ -33,8 +33,8 @@ def test_ctrl_c_during_a_shutdown_leaves_nothing_open(keepers):
             cluster.shutdown()
     assert not os.path.exists(folder)
     assert not keepers.file.exists()
-    assert hub._agent.closed
-    assert not hub._entrance._thread.is_alive()
+    assert hub.agent.closed
+    assert not [thread for thread in threading.enumerate() if thread.name == "nbdist-entrance"]
 
 
 def test_a_restart_that_nobody_could_serve_in_time_is_forgotten(keepers):
@@ -114,9 +114,9 @@ def test_a_keeper_that_dies_while_it_starts_a_worker_leaves_it_to_another(keeper
         launcher.invite(file, 60, 2)
         keepers.start(file=file)
         keepers.start(file=file)
-        until(lambda: len(launcher.hub.members) == 2 and launcher._placed)
+        until(lambda: len(launcher.hub.members) == 2 and launcher.placed)
         time.sleep(1)  # it imports
-        os.kill(launcher._placed["worker0"].member.record.pid, signal.SIGKILL)
+        os.kill(launcher.placed["worker0"].member.record.pid, signal.SIGKILL)
 
     options = {"host": "127.0.0.1", "invitation": str(keepers.file), "timeout": 60, "preload": ("slow_to_import",)}
     cluster = nbdist.Cluster(1, launcher="join", **options)

@@ -398,7 +398,7 @@ def test_the_end_of_a_zygote_that_reads_nothing(deaf):
 
 def test_a_zygote_that_fails_says_why(owned):
     owned.start("worker0", "sleep")
-    owned.processes._outbox.put(b"no message")
+    owned.processes.line.send_encoded(b"no message")
     assert owned.end_of("worker0") == -signal.SIGKILL
     with pytest.raises(WorkerLost, match="has ended"):
         owned.start("worker1", "sleep")

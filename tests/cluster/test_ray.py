@@ -128,7 +128,7 @@ def pid_of_actor(ray, actor) -> int:
 
 def test_each_worker_has_the_actor_that_was_made_for_it(ray, monkeypatch):
     """Although that of worker0 is the last one to start. So the loss of one's keeper harms no other worker."""
-    make = RayLauncher._make_actor
+    make = RayLauncher.make_actor
     late = threading.Event()
 
     def make_slowly(self, setup):
@@ -138,10 +138,10 @@ def test_each_worker_has_the_actor_that_was_made_for_it(ray, monkeypatch):
         else:
             make(self, setup)
 
-    monkeypatch.setattr(RayLauncher, "_make_actor", make_slowly)
+    monkeypatch.setattr(RayLauncher, "make_actor", make_slowly)
     with nbdist.Cluster(2, launcher="ray", timeout=60) as cluster:
         launcher = cluster.lifecycle.launcher
-        for name, placed in launcher._actors.items():
+        for name, placed in launcher.actors.items():
             assert parent_of_keeper(cluster, name) == pid_of_actor(ray, placed.actor)
         (keeper,) = psutil.Process(parent_of_keeper(cluster, "worker1")).children()
         keeper.kill()
@@ -159,8 +159,8 @@ def test_a_keeper_that_never_comes_is_told_of_at_once_and_tried_again(ray):
         until(lambda: cluster.find("worker0").lost)
 
         def kill_the_next() -> None:
-            until(lambda: launcher._actors and pid_of_actor(ray, launcher._actors["worker0"].actor))
-            actor = psutil.Process(pid_of_actor(ray, launcher._actors["worker0"].actor))
+            until(lambda: launcher.actors and pid_of_actor(ray, launcher.actors["worker0"].actor))
+            actor = psutil.Process(pid_of_actor(ray, launcher.actors["worker0"].actor))
             until(lambda: any("nbdist" in each.cmdline() for each in actor.children()))
             for each in actor.children():
                 each.kill()
@@ -177,13 +177,13 @@ def test_a_keeper_that_never_comes_is_told_of_at_once_and_tried_again(ray):
 @pytest.mark.soak
 def test_an_actor_that_dies_before_its_keeper_comes_is_asked_for_again(ray, monkeypatch):
     """As where Ray places it on a node that is frozen, before Ray has noticed that. But not without end."""
-    make = RayLauncher._make_actor
+    make = RayLauncher.make_actor
     made = []
     deaths = 2
 
     def make_one_that_dies(self, setup):
         make(self, setup)
-        placed = self._actors[setup.name]
+        placed = self.actors[setup.name]
         made.append(placed)
         if len(made) <= deaths:
             threading.Thread(target=kill, args=(placed.actor,)).start()
@@ -192,7 +192,7 @@ def test_an_actor_that_dies_before_its_keeper_comes_is_asked_for_again(ray, monk
         until(lambda: pid_of_actor(ray, actor))
         os.kill(pid_of_actor(ray, actor), signal.SIGKILL)
 
-    monkeypatch.setattr(RayLauncher, "_make_actor", make_one_that_dies)
+    monkeypatch.setattr(RayLauncher, "make_actor", make_one_that_dies)
     with nbdist.Cluster(1, launcher="ray", timeout=60) as cluster:
         assert cluster.evaluate("rank") == [0]
         assert len(made) == 3

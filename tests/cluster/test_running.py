@@ -59,7 +59,7 @@ def test_a_program_that_brings_its_own_world_gets_its_options_or_is_told_that_it
         )
         cell = two.run("%%remote 0\nits.rpc_sync('worker1', time.sleep, args=(5,))", check=False)
         assert cell.error["ename"] == "RpcTimeout"
-        assert two.run("%remote 0 api.current_agent().pool._size").result == "40"
+        assert two.run("%remote 0 api.current_agent().pool.size").result == "40"
         for asked, told in (
             ("rank=1", "cannot get rank 1"),
             ("rank=0, world_size=9", "a world_size of 9 would be waited for in vain"),

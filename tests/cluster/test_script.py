@@ -9,10 +9,12 @@ import time
 import pytest
 
 import nbdist
+from nbdist.cluster.cell_sender import CellSender
 
 SCRIPT = """
 import torch
 import nbdist
+from nbdist.cluster.cell_sender import CellSender
 import nbdist.cluster.output.arranger
 from nbdist import rpc
 
@@ -171,7 +173,7 @@ def test_an_interrupt_just_behind_the_sending_reaches_the_workers(monkeypatch):
 
         def interrupted(function, *args):
             sent = soon(function, *args)
-            if function == cluster._cells.send:
+            if getattr(function, "__func__", None) is CellSender.send:
                 monkeypatch.undo()
                 deadline = time.monotonic() + 10
                 while cluster.workers[0].state != "busy" and time.monotonic() < deadline:

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from nbdist.cluster import interrupting
-from nbdist.cluster.kernels.cells import Cell, CellPart
+from nbdist.cluster.kernels.cells import CellPart
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_next_cell_is_called_off_and_signalled_if_it_does_not_end(began, ended
         await asyncio.sleep(0)
         loop = asyncio.get_running_loop()
         if began is not None:
-            loop.call_later(began, Cell._on_begin, part)
+            loop.call_later(began, part.begin)
         if ended is not None:
             loop.call_later(ended, setattr, part, "done", True)
         await asyncio.sleep(0.3)  # a worker that has not stopped after 0.4 s is asked to leave its collective

@@ -109,8 +109,8 @@ def record(door: str, secret: Secret, message: bytes) -> bytes:
 def doors_of(cluster) -> list[dict[str, str]]:
     """Return the TCP ports of the cluster, and what a stranger may know of each."""
     hub = cluster.lifecycle.launcher.hub
-    secret, found = hub._shared, []
-    agents = [cluster.agent.me, hub._agent.me, hub.members[0].record]
+    secret, found = Secret(hub.secret.encode(), shared_off_host=True), []
+    agents = [cluster.agent.me, hub.agent.me, hub.members[0].record]
     agents += [each for each in cluster.agent.members() if each.name == "worker0"]
     for agent in agents:
         for address in agent.addresses:
@@ -126,7 +126,7 @@ def doors_of(cluster) -> list[dict[str, str]]:
                     }
                 )
     at_the_entrance = {
-        "address": hub._entrance.address,
+        "address": hub.entrance.address,
         "key": secret.curve(ENTRANCE).public.decode(),
         "socket": "DEALER",
     }
@@ -154,7 +154,7 @@ def refusals(cluster) -> list[int]:
     """Return the messages that reached an agent of nbdist and were refused: of the notebook, the hub and worker0."""
     there = "__import__('nbdist.rpc.api').rpc.api.current_agent().statistics()['messages_refused']"
     hub = cluster.lifecycle.launcher.hub
-    return [cluster.agent.refused, hub._agent.refused, rpc.rpc_sync("worker0", eval, args=(there,))]
+    return [cluster.agent.refused, hub.agent.refused, rpc.rpc_sync("worker0", eval, args=(there,))]
 
 
 def footprints(cluster) -> list[int]:
@@ -178,7 +178,7 @@ def test_a_crowd_of_strangers_gets_nowhere(tmp_path, count):
         before = latencies(lambda: time.monotonic() < end)
         refused = refusals(cluster)
         assert min(refused) > 0, "as a member, the recorder came as far as the agents"
-        members = cluster.agent.members(), hub._agent.members()
+        members = cluster.agent.members(), hub.agent.members()
         files, worker_files, memory = footprints(cluster)
 
         attack = send(theirs, doors, count)
@@ -201,7 +201,7 @@ def test_a_crowd_of_strangers_gets_nowhere(tmp_path, count):
         if count >= 10_000:  # else it is over before the 5 seconds are
             assert came["slow, turned away"] > came["slow"] / 2
         assert refusals(cluster) == refused
-        assert (cluster.agent.members(), hub._agent.members()) == members
+        assert (cluster.agent.members(), hub.agent.members()) == members
         assert not Path(MARK).exists()
         assert not rpc.rpc_sync("worker0", os.path.exists, args=(MARK,))
         assert cluster.evaluate("rank", 0) == 0

@@ -148,8 +148,8 @@ def sockets_of(pid: int) -> set[str]:
 def test_no_other_process_reaches_the_zygotes_line():
     """It has no name, workers do not inherit it, and what a process without this user's rights opens is refused."""
     with nbdist.Cluster(2, backend="none") as cluster:
-        zygote = cluster.lifecycle.launcher._processes
-        inode = os.readlink(f"/proc/self/fd/{zygote._line.socket.fileno()}")[8:-1]
+        zygote = cluster.lifecycle.launcher.processes
+        inode = os.readlink(f"/proc/self/fd/{zygote.line.socket.fileno()}")[8:-1]
         lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
         (line,) = [fields for fields in lines if fields[6] == inode]
         assert len(line) == 7, f"the line to the zygote has a name, by which others may connect to it: {line[7:]}"

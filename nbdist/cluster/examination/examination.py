@@ -109,7 +109,7 @@ def _links(agent: Agent, members: Sequence[ExaminedMember], deadline: float) -> 
 
     A member that once does not answer the notebook, or is lost meanwhile, is asked no more.
     """
-    pairs = list(_pairs([member.name for member in members if member.facts is not None]))
+    pairs = list(pairs_of([member.name for member in members if member.facts is not None]))
     found: list[LinkSpeed] = []
     silent: set[str] = set()
     for number, (sender, receiver) in enumerate(pairs):
@@ -119,7 +119,7 @@ def _links(agent: Agent, members: Sequence[ExaminedMember], deadline: float) -> 
         if silent & {sender, receiver}:
             continue
         part = min(1.0, left / (len(pairs) - number) / _PAIR_SECONDS)
-        link, is_silent = _measure(agent, sender, receiver, part)
+        link, is_silent = measure_link(agent, sender, receiver, part)
         found.append(link)
         silent |= is_silent
     return found, 0
@@ -139,7 +139,7 @@ def _again(
         if left <= 0:
             break
         part = min(1.0, left / (len(slow) - number) / _PAIR_SECONDS)
-        found, _ = _measure(agent, link.sender, link.receiver, part)
+        found, _ = measure_link(agent, link.sender, link.receiver, part)
         latencies = [each for each in (found.latency, link.latency) if each is not None]
         rates = [each for each in (found.rate, link.rate) if each is not None]
         better[link.sender, link.receiver] = replace(
@@ -148,7 +148,7 @@ def _again(
     return [better.get((link.sender, link.receiver), link) for link in links]
 
 
-def _measure(agent: Agent, sender: str, receiver: str, part: float) -> tuple[LinkSpeed, set[str]]:
+def measure_link(agent: Agent, sender: str, receiver: str, part: float) -> tuple[LinkSpeed, set[str]]:
     """Return the speed of one link, and the end that does not answer, if any. ``part`` is as in `measure_from_here`."""
     if sender == agent.me.name:
         link = measure_from_here(receiver, part)
@@ -160,7 +160,7 @@ def _measure(agent: Agent, sender: str, receiver: str, part: float) -> tuple[Lin
     return link, {sender} if is_silent else set()
 
 
-def _pairs(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def pairs_of(names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each ordered pair of different names; those with the first name, the notebook, come first."""
     first, *others = names
     for other in others:

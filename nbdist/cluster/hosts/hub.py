@@ -143,13 +143,14 @@ class Hub:
         """The tokens with which keepers have joined, lost ones included."""
         self._on_arrival, self._on_gone, self._on_end, self._on_parcels = on_arrival, on_gone, on_end, on_parcels
         self._texts = Texts(self._shared)
-        self._invitations = Invitations()
+        self.invitations = Invitations()
+        """The invitations by which newcomers are admitted. Guarded by `lock`."""
         self._ids = itertools.count(1)
         self._warned: deque[float] = deque()
         """The times of the last minute's warnings about refused newcomers, by `time.monotonic`."""
         self._coming: dict[int, _Coming] = {}
         """The keepers that were admitted and have not joined yet, by the id that each got. Guarded by `lock`."""
-        self._agent: Agent = start_agent(
+        self.agent: Agent = start_agent(
             _NAME,
             0,
             None,
@@ -159,49 +160,51 @@ class Hub:
             present=[],
             directory=folder,
         )
-        self._agent.named.publish("hub", self, *self.METHODS)
-        self._agent.on_lost(self._lost)
+        """The hub's own agent, which keepers reach."""
+        self.agent.named.publish("hub", self, *self.METHODS)
+        self.agent.on_lost(self._lost)
         try:
-            self._entrance = Entrance(host, self._shared.curve(ENTRANCE), self._answer, ports)
+            self.entrance = Entrance(host, self._shared.curve(ENTRANCE), self._answer, ports)
+            """The port to which newcomers come."""
         except BaseException:
-            self._agent.close("the entrance could not open")
+            self.agent.close("the entrance could not open")
             raise
-        self._texts.serve_at(self._entrance.address.removeprefix("tcp://"))
+        self._texts.serve_at(self.entrance.address.removeprefix("tcp://"))
 
     @property
     def meeting(self) -> str:
         """The ``init_method`` of the RPC world of the workers."""
-        return f"nbdist://{self._entrance.address.removeprefix('tcp://')}/members"
+        return f"nbdist://{self.entrance.address.removeprefix('tcp://')}/members"
 
     def invite(self, seconds: float, uses: int) -> Invitation:
         """Return a new invitation for ``uses`` workers, valid for ``seconds``; UsageError unless both are positive."""
         with self.lock:
-            token = self._invitations.invite(time.time(), seconds, uses)
+            token = self.invitations.invite(time.time(), seconds, uses)
         until = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(time.time() + seconds, 1 << 37)))
-        return Invitation(self._entrance.address, self._shared.curve(ENTRANCE).public.decode(), token, uses, until)
+        return Invitation(self.entrance.address, self._shared.curve(ENTRANCE).public.decode(), token, uses, until)
 
     def revoke(self) -> int:
         """Make all invitations invalid; return how many were valid."""
         with self.lock:
-            return self._invitations.revoke()
+            return self.invitations.revoke()
 
     def call(self, member: KeeperMember, method: str, *arguments: Any, timeout: float = -1.0) -> Future[Any]:
         """Call a method of a keeper; return the future of its result."""
-        return self._agent.at(member.name, "keeper").call(method, *arguments, timeout=timeout)
+        return self.agent.at(member.name, "keeper").call(method, *arguments, timeout=timeout)
 
     def hear_from(self, member: KeeperMember) -> Future[Any]:
         """Return a future that is done once a keeper has answered or is lost. Raises WorkerLost if it is gone."""
-        return self._agent.call(member.name, os.getpid)
+        return self.agent.call(member.name, os.getpid)
 
     def close(self) -> None:
         """Close the entrance and leave the keepers, which end if they have not yet. A second call does nothing."""
         with contextlib.ExitStack() as steps:
-            steps.callback(self._agent.close, "has ended its cluster")
-            self._entrance.close()
+            steps.callback(self.agent.close, "has ended its cluster")
+            self.entrance.close()
 
     def has_lost(self, member: KeeperMember) -> bool:
         """Return whether a keeper is lost. Returns False as long as the hub's agent has not noticed the loss."""
-        return self._agent.member(member.record.incarnation) is None
+        return self.agent.member(member.record.incarnation) is None
 
     # -- the entrance -------------------------------------------------------------------------
 
@@ -224,17 +227,17 @@ class Hub:
                 self._forget_the_late()
                 workers = max(1, newcomer.workers)
                 # Check the token first, so that a stranger does not learn the versions.
-                self._invitations.check(newcomer.token, time.time(), workers)
+                self.invitations.check(newcomer.token, time.time(), workers)
                 if kind == QUESTION:
-                    return msgspec.msgpack.encode(describe_the_notebook(newcomer, self._agent.me.addresses))
+                    return msgspec.msgpack.encode(describe_the_notebook(newcomer, self.agent.me.addresses))
                 check_versions(newcomer)
-                self._invitations.use(newcomer.token, time.time(), workers)
+                self.invitations.use(newcomer.token, time.time(), workers)
                 id = next(self._ids)
                 self._coming[id] = _Coming(newcomer.token, workers, time.monotonic() + _ARRIVES_WITHIN)
         except (SecurityError, VersionMismatch) as error:
             self._warn_of(newcomer, error)
             return msgspec.msgpack.encode(Denied(str(error), isinstance(error, VersionMismatch)))
-        return msgspec.msgpack.encode(Admitted(id, self.secret, self._agent.me))
+        return msgspec.msgpack.encode(Admitted(id, self.secret, self.agent.me))
 
     def _warn_of(self, newcomer: Newcomer, error: Exception) -> None:
         """Log that a newcomer was refused. At most `_WARNINGS` times a minute, since anybody may send requests."""
@@ -254,7 +257,7 @@ class Hub:
         nbytes = len(trial.padding) + wanted + (_CONNECTING_COUNTS if trial.port else 0)
         try:
             with self.lock:
-                self._invitations.try_out(trial.token, time.time(), nbytes)
+                self.invitations.try_out(trial.token, time.time(), nbytes)
         except SecurityError as error:
             return msgspec.msgpack.encode(Denied(str(error), False))
         unreached = ""
@@ -270,7 +273,7 @@ class Hub:
         """Give back the invitations' uses of keepers that were admitted and did not join in time, under the lock."""
         for id in [id for id, coming in self._coming.items() if coming.until < time.monotonic()]:
             coming = self._coming.pop(id)
-            self._invitations.give_back(coming.token, coming.workers)
+            self.invitations.give_back(coming.token, coming.workers)
 
     # -- keepers ------------------------------------------------------------------------------
 
@@ -279,14 +282,14 @@ class Hub:
 
         Raises SecurityError if the keeper joins later than `_ARRIVES_WITHIN` after its admission.
         """
-        record = self._agent.member(incarnation)
+        record = self.agent.member(incarnation)
         with self.lock:
             self._forget_the_late()
             coming = self._coming.pop(id, None)
             if coming is None:
                 raise SecurityError("this keeper came too late after it had been let in: start it again")
             if record is None:  # the keeper is lost already
-                self._invitations.give_back(coming.token, coming.workers)
+                self.invitations.give_back(coming.token, coming.workers)
                 return
             self.came.add(coming.token)
             member = KeeperMember(record, coming.token, coming.workers, address, host)
@@ -295,7 +298,7 @@ class Hub:
             if lost:
                 self.members.remove(member)
         if lost:
-            self._on_gone(member, self._agent.fate(incarnation) or "is gone")
+            self._on_gone(member, self.agent.fate(incarnation) or "is gone")
         else:
             self._on_arrival()
 

@@ -106,6 +106,16 @@ class CellPart:
     held: list[Published] = field(default_factory=list)
     """An error that may be the one that ends the cell, and all output that followed it; not shown yet."""
 
+    def begin(self) -> None:
+        """Note that the code of the cell starts on the worker. From now on its kernel reacts to SIGINT.
+
+        Runs the callbacks in `when_begun`, such as an interrupt that came before the cell began.
+        """
+        self.began = time.monotonic()
+        actions, self.when_begun = self.when_begun, []
+        for action in actions:
+            action()
+
 
 class Cell:
     """Handle of a cell that runs on workers, which ``Cluster.execute(..., block=False)`` and ``%%remote -a`` return.
@@ -437,7 +447,7 @@ class Cell:
         if kind == "status":
             self._on_status(part, content["execution_state"])
         elif kind == "execute_input":
-            self._on_begin(part)
+            part.begin()
         elif kind != "iopub_welcome" and not (self._quiet and kind == "execute_result"):
             self.last_output = time.monotonic()
             if kind.startswith("comm_"):
@@ -488,17 +498,6 @@ class Cell:
         text = f"{worker} {why}"
         part.error = WorkerError(worker, "WorkerLost", text, (f"WorkerLost: {text}",))
         self._end_part(part)
-
-    @staticmethod
-    def _on_begin(part: CellPart) -> None:
-        """Note that the code of the cell starts on a worker. From now on its kernel reacts to SIGINT.
-
-        Runs the callbacks in `CellPart.when_begun`, such as an interrupt that came before the cell began.
-        """
-        part.began = time.monotonic()
-        actions, part.when_begun = part.when_begun, []
-        for action in actions:
-            action()
 
     def _on_status(self, part: CellPart, state: str) -> None:
         """Note that a worker's kernel is idle; ignore other states.

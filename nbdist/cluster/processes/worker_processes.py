@@ -118,7 +118,8 @@ class Processes:
                     env=None if environment is None else dict(environment),
                 )
             undo.pop_all()
-        self._line = MessageSocket(ours)
+        self.line = MessageSocket(ours)
+        """The line to the zygote. Only the thread `_send_all` sends on it."""
         self._thread = threading.Thread(target=self._read, name="nbdist-processes", daemon=True)
         self._thread.start()
         threading.Thread(target=self._send_all, name="nbdist-to-zygote", daemon=True).start()
@@ -210,7 +211,7 @@ class Processes:
         self._outbox.put(None)
         with contextlib.suppress(OSError):  # the socket was closed by an earlier call
             # The zygote ends when it reads the end of the line.
-            self._line.socket.shutdown(socket.SHUT_WR)
+            self.line.socket.shutdown(socket.SHUT_WR)
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -218,7 +219,7 @@ class Processes:
             self._process.wait()
         if threading.current_thread() is not self._thread:  # else `on_end` has called this, in that thread
             self._thread.join(timeout)
-        self._line.socket.close()
+        self.line.socket.close()
         remove_folder(self.folder)
 
     # -- messages to and from the zygote ---------------------------------------------------------------
@@ -234,11 +235,11 @@ class Processes:
     def _send_all(self) -> None:
         """Send the messages in the outbox until `close`. In a thread of its own."""
         while (message := self._outbox.get()) is not None:
-            self._line.send_encoded(message)
+            self.line.send_encoded(message)
 
     def _read(self) -> None:
         """Handle the zygote's events until it ends. In a thread of its own."""
-        while (lines := self._line.receive()) is not None:
+        while (lines := self.line.receive()) is not None:
             for line in lines:
                 self._handle_event(
                     zygote.decode_message(line, ZygoteReady | Preloaded | Started | ProcessFailed | ProcessEnded)

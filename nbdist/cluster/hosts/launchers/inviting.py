@@ -145,7 +145,7 @@ class InvitingLauncher(RemoteLauncher):
             self._ranks[setup.name] = setup.rank
         future = super().start(setup, environment)
         with self._lock:
-            has_no_place = not self._may_wait(setup.name) and self._wanted.pop(setup.name, None) is not None
+            has_no_place = not self._may_wait(setup.name) and self.wanted.pop(setup.name, None) is not None
         if has_no_place:
             future.set_running_or_notify_cancel()
             future.set_exception(WorkerLost(f"{setup.name} has lost its place: the process that came for it has ended"))

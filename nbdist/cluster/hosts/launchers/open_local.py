@@ -57,7 +57,7 @@ class OpenLocalLauncher(InvitingLauncher):
     def _provide(self) -> None:
         """Start a keeper for the workers of this host, if some wait for one and none runs."""
         with self._lock:
-            waiting = any(not self._needs_invited(start.setup.rank) for start in self._wanted.values())
+            waiting = any(not self._needs_invited(start.setup.rank) for start in self.wanted.values())
             if waiting and not self._closing and all(own.poll() is not None for own in self._own.values()):
                 self._start_keeper()
 
@@ -84,9 +84,9 @@ class OpenLocalLauncher(InvitingLauncher):
         with self._lock:
             if self._closing or token in self.hub.came:
                 return  # the hub notices the end of a keeper that has joined
-            starts = [start for start in self._wanted.values() if not self._needs_invited(start.setup.rank)]
+            starts = [start for start in self.wanted.values() if not self._needs_invited(start.setup.rank)]
             for start in starts:
-                del self._wanted[start.name]
+                del self.wanted[start.name]
                 self._has_no_place(start)
         try:
             why = said.read_text(errors="replace").strip().rpartition("\n")[2]
@@ -108,7 +108,7 @@ class OpenLocalLauncher(InvitingLauncher):
     def advice(self) -> str:
         """Return how to start missing workers of other hosts, or ""; workers of this host start by themselves."""
         with self._lock:
-            missing = [name for name in {*self._wanted, *self._missed} if self._needs_invited(self._ranks[name])]
+            missing = [name for name in {*self.wanted, *self._missed} if self._needs_invited(self._ranks[name])]
         return (
             f"{counted(len(missing), 'worker')} must join again: write an invitation with %dist_invite"
             if missing

@@ -76,7 +76,7 @@ class RayLauncher(RemoteLauncher):
                 "the launcher ray needs Ray, which is not installed: pip install 'nbdist[ray]', on all hosts"
             ) from error
         self._ray: Any = ray
-        self._actors: dict[str, _Placed] = {}
+        self.actors: dict[str, _Placed] = {}
         """The actor of each worker that has one, by the worker's name."""
         self._died: Counter[str] = Counter()
         """By worker's name: how many of its actors have died one after another before their keeper joined."""
@@ -114,16 +114,16 @@ class RayLauncher(RemoteLauncher):
         process.
         """
         with self._lock:
-            starts = [start for name, start in self._wanted.items() if name not in self._actors and not self._closing]
+            starts = [start for name, start in self.wanted.items() if name not in self.actors and not self._closing]
             if not starts:
                 return
             lost = self._lost_head()
             for start in starts:
                 if lost:
-                    del self._wanted[start.name]
+                    del self.wanted[start.name]
                     self._has_no_place(start)
                 else:
-                    self._make_actor(start.setup)
+                    self.make_actor(start.setup)
         for start in starts:
             if lost and start.future.set_running_or_notify_cancel():
                 start.future.set_exception(
@@ -146,7 +146,7 @@ class RayLauncher(RemoteLauncher):
 
     def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
         """Return the keeper that the worker's own actor has started; None if that keeper has not joined."""
-        placed = self._actors.get(setup.name)
+        placed = self.actors.get(setup.name)
         if placed is None:
             return None
         with self.hub.lock:
@@ -155,7 +155,7 @@ class RayLauncher(RemoteLauncher):
             self._died.pop(setup.name, None)
         return came
 
-    def _make_actor(self, setup: WorkerSetup) -> None:
+    def make_actor(self, setup: WorkerSetup) -> None:
         """Let Ray start an actor for a worker; the actor's keeper will join later. The caller holds the lock."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -164,7 +164,7 @@ class RayLauncher(RemoteLauncher):
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=setup.rank)
         options = {"num_cpus": self._needs["CPU"], "num_gpus": self._needs.get("GPU", 0), "max_restarts": 0}
         actor = ray.remote(RayActor).options(scheduling_strategy=strategy, **options).remote()
-        placed = self._actors[setup.name] = _Placed(actor, invitation.token)
+        placed = self.actors[setup.name] = _Placed(actor, invitation.token)
         ended = actor.run.remote(msgspec.json.encode(invitation))
         threading.Thread(
             target=self._watch, args=(setup.name, placed, ended), name=f"nbdist-ray-{setup.name}", daemon=True
@@ -183,14 +183,14 @@ class RayLauncher(RemoteLauncher):
             died = isinstance(error, self._ray.exceptions.RayActorError)
             why = str(error).strip().partition("\n")[0].rstrip(".")
         with self._lock:
-            if self._actors.get(name) is not placed:
+            if self.actors.get(name) is not placed:
                 return  # its keeper was lost, or the cluster ends
             if placed.token in self.hub.came:
                 return  # the keeper has joined, and the hub notices its end
-            del self._actors[name]
+            del self.actors[name]
             self._died[name] += died
-            again = died and self._died[name] < _ACTORS_TRIED and name in self._wanted
-            start = None if again else self._wanted.pop(name, None)
+            again = died and self._died[name] < _ACTORS_TRIED and name in self.wanted
+            start = None if again else self.wanted.pop(name, None)
             if not again:
                 self._died.pop(name, None)  # the next restart may try as often
             if start is not None:
@@ -209,9 +209,9 @@ class RayLauncher(RemoteLauncher):
     def _release(self, member: KeeperMember) -> None:
         """Let Ray end the actor of a keeper that is lost: the actor may still hold its place."""
         with self._lock:
-            lost = {name: placed for name, placed in self._actors.items() if placed.token == member.token}
+            lost = {name: placed for name, placed in self.actors.items() if placed.token == member.token}
             for name in lost:
-                del self._actors[name]
+                del self.actors[name]
         for placed in lost.values():
             self._kill(placed)
 
@@ -232,7 +232,7 @@ class RayLauncher(RemoteLauncher):
     def _kill_all(self) -> None:
         """Let Ray end all actors."""
         with self._lock:
-            actors, self._actors = list(self._actors.values()), {}
+            actors, self.actors = list(self.actors.values()), {}
         for placed in actors:
             self._kill(placed)
 

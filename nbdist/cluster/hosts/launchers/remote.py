@@ -11,7 +11,7 @@ The life of a start (`_Start`)::
                                       └── it cannot start (the future fails) ──────────────────────────────────> over
 
 A caller that cancels the future of a start gives the start up: if its process runs already, or starts later, the
-process is killed. Only the thread that takes a start out of `_placed` reports its end or starts it again, so each
+process is killed. Only the thread that takes a start out of `placed` reports its end or starts it again, so each
 happens once.
 """
 
@@ -95,11 +95,11 @@ class RemoteLauncher:
         self._on_end = on_end
         self._modules: tuple[str, ...] = ()
         self._lock = threading.RLock()
-        self._wanted: dict[str, _Start] = {}
+        self.wanted: dict[str, _Start] = {}
         """The starts that have no keeper, by the worker's name."""
         self._missed: set[str] = set()
         """The names of the workers whose last start was given up before a keeper had room."""
-        self._placed: dict[str, _Start] = {}
+        self.placed: dict[str, _Start] = {}
         """The starts that have a keeper, and whose process runs or may still start, by the worker's name."""
         self._relays: dict[str, Relay] = {}
         self._words: dict[str, str] = {}
@@ -177,7 +177,7 @@ class RemoteLauncher:
             if self._closing:
                 start.future.cancel()
                 return
-            self._wanted[start.name] = start
+            self.wanted[start.name] = start
             self._missed.discard(start.name)
             if start.setup.rank == 0 and self._master is not None:
                 self._last_master, self._master = self._master, None
@@ -188,9 +188,9 @@ class RemoteLauncher:
         """Drop a start whose future was cancelled, if it has no keeper yet. Does nothing else."""
         if start.future.cancelled():
             with self._lock:
-                if self._wanted.get(start.name) is not start:
+                if self.wanted.get(start.name) is not start:
                     return  # it has a keeper: `_start_on` kills its process
-                del self._wanted[start.name]
+                del self.wanted[start.name]
                 self._has_no_place(start)
             self._on_end(start.name, GIVEN_UP)
             self._place()
@@ -215,7 +215,7 @@ class RemoteLauncher:
         return True
 
     def _provide(self) -> None:
-        """Start keepers for the workers in `_wanted`. Does nothing here: a person starts keepers, or a subclass."""
+        """Start keepers for the workers in `wanted`. Does nothing here: a person starts keepers, or a subclass."""
 
     def _release(self, member: KeeperMember) -> None:
         """Free the resources of a lost keeper, such as its Ray actor. Does nothing here. A subclass's may wait."""
@@ -241,7 +241,7 @@ class RemoteLauncher:
     def _missing(self) -> int:
         """Return the number of workers for which no keeper has had room."""
         with self._lock:
-            return len(self._wanted) + len(self._missed)
+            return len(self.wanted) + len(self._missed)
 
     def last_words(self, name: str) -> str:
         """Return the last text that a worker wrote to standard error outside of cells, which its keeper has sent."""
@@ -260,8 +260,8 @@ class RemoteLauncher:
             self.hub.revoke()
             with self._lock:
                 self._closing = True
-                members, starts = list(self.hub.members), [*self._wanted.values(), *self._placed.values()]
-                self._wanted.clear()
+                members, starts = list(self.hub.members), [*self.wanted.values(), *self.placed.values()]
+                self.wanted.clear()
             for start in starts:
                 start.future.cancel()
             ending = [(member, self.hub.call(member, "end", timeout=_ENDS_WITHIN)) for member in members]
@@ -273,7 +273,7 @@ class RemoteLauncher:
                     pass  # the keeper has ended before it could send its answer
                 except Exception:
                     with self._lock:
-                        left += sum(start.member is member for start in self._placed.values())
+                        left += sum(start.member is member for start in self.placed.values())
         return left
 
     def _close_relays(self) -> None:
@@ -286,20 +286,20 @@ class RemoteLauncher:
     # -- placing ------------------------------------------------------------------------------
 
     def _place(self) -> None:
-        """Start the workers in `_wanted` for which a keeper has room, the worker of rank 0 first. Does not wait."""
+        """Start the workers in `wanted` for which a keeper has room, the worker of rank 0 first. Does not wait."""
         with self._lock:
             if self._closing:
                 return
-            for start in sorted(self._wanted.values(), key=lambda each: each.setup.rank):
+            for start in sorted(self.wanted.values(), key=lambda each: each.setup.rank):
                 if self._master is None and start.setup.rank != 0:
                     return  # until the worker of rank 0 has its place
-                if start.name in self._placed:
+                if start.name in self.placed:
                     continue  # the worker's earlier start was given up, but its process has not ended
                 member = self._keeper_for(start.setup)
                 if member is None:
                     continue
-                del self._wanted[start.name]
-                self._placed[start.name] = start
+                del self.wanted[start.name]
+                self.placed[start.name] = start
                 start.member = member
                 member.workers.add(start.name)
                 threading.Thread(
@@ -378,11 +378,11 @@ class RemoteLauncher:
         self._place()
 
     def _take_out(self, start: _Start) -> bool:
-        """Take a start out of `_placed`; return False if another thread has done that."""
+        """Take a start out of `placed`; return False if another thread has done that."""
         with self._lock:
-            if self._placed.get(start.name) is not start:
+            if self.placed.get(start.name) is not start:
                 return False
-            del self._placed[start.name]
+            del self.placed[start.name]
             return True
 
     def _send_code(self, member: KeeperMember, start: _Start) -> None:
@@ -437,7 +437,7 @@ class RemoteLauncher:
     def _on_worker_end(self, name: str, how: int | str, words: str) -> None:
         """Note that a worker's process has ended, as its keeper reports."""
         with self._lock:
-            start = self._placed.pop(name, None)
+            start = self.placed.pop(name, None)
             if start is None:
                 return  # its keeper was lost before
             self._words[name] = words
@@ -464,9 +464,9 @@ class RemoteLauncher:
         For the others `_start_on` handles the loss: it still waits for the keeper's answer. A second call does nothing.
         """
         with self._lock:
-            lost = [start for start in self._placed.values() if start.member is member and start.future.done()]
+            lost = [start for start in self.placed.values() if start.member is member and start.future.done()]
             for start in lost:
-                del self._placed[start.name]
+                del self.placed[start.name]
                 self._words[start.name] = ""
         for start in lost:
             self._tell_end(start, f"is lost: its keeper on {member.host} {why}")
@@ -477,7 +477,7 @@ class RemoteLauncher:
 
     def _tell(self, name: str, method: str, *arguments: Any, timeout: float = -1.0) -> RpcFuture[Any] | None:
         """Call a method of the keeper of a worker; None if the worker has none, or its keeper is gone."""
-        start = self._placed.get(name)
+        start = self.placed.get(name)
         if start is None or start.member is None:
             return None
         try:

@@ -152,13 +152,14 @@ class LocalLauncher:
 
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
         threads = str(max(1, machine.cores() // spec.count))
-        self._processes = _take_zygote()
+        self.processes = _take_zygote()
+        """The zygote, and the workers that are forked from it."""
         own = {"OMP_NUM_THREADS": threads}  # else each worker uses all cores
-        self._defaults = {**_ENVIRONMENT, **_home(self._processes.folder), **own}
+        self._defaults = {**_ENVIRONMENT, **_home(self.processes.folder), **own}
         self._on_end = on_end
         self._given_up: set[str] = set()
         """The workers whose start was given up, and whose process is being killed."""
-        self._processes.on_end = self._ended
+        self.processes.on_end = self._ended
 
     def _ended(self, name: str, code: int) -> None:
         """Report the end of a worker's process. Called by the thread that reads the zygote's messages."""
@@ -169,7 +170,7 @@ class LocalLauncher:
     @property
     def folder(self) -> Path:
         """The path of the cluster's run directory, with its sockets, connection files and logs; `close` removes it."""
-        return self._processes.folder
+        return self.processes.folder
 
     @property
     def rpc(self) -> Mapping[str, Any]:
@@ -189,8 +190,8 @@ class LocalLauncher:
         The future fails with UsageError if a module cannot be imported, with WorkerLost if the zygote ends. If workers
         cannot be forked, a warning says that they do not share the imports. Call it before `start`.
         """
-        home = _home(self._processes.folder)
-        return self._processes.preload(modules, {**home, **_surroundings(), **_ZYGOTE_ENVIRONMENT})
+        home = _home(self.processes.folder)
+        return self.processes.preload(modules, {**home, **_surroundings(), **_ZYGOTE_ENVIRONMENT})
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
         """Start a worker; return the future of its start. It has the environment variables of this process.
@@ -199,7 +200,7 @@ class LocalLauncher:
         WorkerLost at once if the zygote has ended, and UsageError if a worker of that name lives.
         """
         variables = {**self._defaults, **_surroundings(), **environment}
-        pid = self._processes.start(setup.name, _ENTRY, [setup.encode()], variables)
+        pid = self.processes.start(setup.name, _ENTRY, [setup.encode()], variables)
         started: Future[StartedWorker] = Future()
 
         def settle(pid: Future[int]) -> None:
@@ -220,11 +221,11 @@ class LocalLauncher:
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a worker; do nothing if it has ended."""
-        self._processes.signal(name, number)
+        self.processes.signal(name, number)
 
     def probe(self, name: str) -> Future[Probe]:
         """Ask the system about a worker's process; return the future of the answer, which is done within 0.3 s."""
-        return probe(self.folder, name, self._processes.living.get(name), self.signal)
+        return probe(self.folder, name, self.processes.living.get(name), self.signal)
 
     def advice(self) -> str:
         """Return an empty text: a worker of this host starts by itself."""
@@ -237,12 +238,12 @@ class LocalLauncher:
         zygote has reported the worker's end: by then, the zygote has added the rest of the text in the worker's pipe.
         """
         try:
-            return self._processes.log(name).read_text(errors="replace")[-_LAST_WORDS_LETTERS:].strip()
+            return self.processes.log(name).read_text(errors="replace")[-_LAST_WORDS_LETTERS:].strip()
         except OSError:
             return ""
 
     def close(self) -> int:
         """Kill all workers and the zygote, and remove the run directory; return how many workers still live."""
-        workers = [(pid, started_at(pid)) for pid in self._processes.living.values()]
-        self._processes.close()
+        workers = [(pid, started_at(pid)) for pid in self.processes.living.values()]
+        self.processes.close()
         return sum(is_alive(pid, started) for pid, started in workers)
