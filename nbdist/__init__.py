@@ -168,7 +168,7 @@ ROOMS: dict[str, str] = {
         "batches cutting shared_inputs losses placement randomness remote_module schedules inbox stage reference "
         "timeline watched pipeline_part pipeline"
     ),
-    "swarm": "carriage history policy stacking weight_file adapter named_models server client swarm",
+    "swarm": "carriage history policy stacking weight_file adapter named_models server client swarm serving",
     "cluster": (
         "spec jupyter targets spawning processes output errors kernels examination lifecycle team stands lookout hosts "
         "deaths growing launching worker_changes mending worker executor interrupting cell_sender cell_values "

@@ -28,7 +28,8 @@ The path of one token, and the modules along it. A *span* is a row of consecutiv
     client   every server also sends its output to the client, which needs it if the next server dies
 
 ============ ======================================================================================
-swarm        `serve` and `Swarm`, the public interface
+serving      `serve`, which loads the blocks on workers
+swarm        `Swarm`, which the client uses: models, and changes of the workers that serve
 client       a subpackage: models, sessions, routes, and what the client knows about the servers
 server       a subpackage: blocks, caches and the computing thread, on each worker
 policy       the arguments of `serve` that concern the client, checked
@@ -44,6 +45,7 @@ adapter      everything that depends on transformers
 from nbdist.swarm.client.routing import NoRoute
 from nbdist.swarm.server.cache_budget import CacheFull
 from nbdist.swarm.server.server import Options
-from nbdist.swarm.swarm import Swarm, serve
+from nbdist.swarm.serving import serve
+from nbdist.swarm.swarm import Swarm
 
 __all__ = ["CacheFull", "NoRoute", "Options", "Swarm", "serve"]

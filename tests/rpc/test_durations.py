@@ -25,7 +25,7 @@ from nbdist.compat.rpc import _set_rpc_timeout
 from nbdist.nn import Pipeline
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.futures import Future
-from nbdist.swarm.swarm import serve
+from nbdist.swarm.serving import serve
 from nbdist.testing import World
 
 SOON = 20.0
