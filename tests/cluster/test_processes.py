@@ -246,7 +246,7 @@ def test_a_start_in_a_deleted_directory_says_so_and_can_be_repeated(owned, tmp_p
 
 def test_a_directory_that_is_deleted_meanwhile_ends_no_zygote(tmp_path, monkeypatch):
     found = Owned(True)
-    monkeypatch.setattr("nbdist.cluster.processes.worker_processes._directory", lambda: str(tmp_path / "gone"))
+    monkeypatch.setattr(os, "getcwd", lambda: str(tmp_path / "gone"))
     with pytest.raises(UsageError, match=r"cannot import anything in .*gone: No such file or directory"):
         found.processes.preload(["json"]).result(30)
     monkeypatch.undo()
