@@ -91,11 +91,13 @@ def test_the_holdings_of_silent_workers_are_missing(paused, monkeypatch):
 def test_the_status_of_silent_workers_is_what_the_notebook_knows(cluster, monkeypatch):
     monkeypatch.setattr(status, "_REPORT_WITHIN", 0.1)
     monkeypatch.setattr(status, "make_report", hang)
+    facts = {"rank": 0, "state": "idle", "pid": 7, "device": "cpu", "gpu": None, "lost": None, "present_cell": None}
     for worker in cluster.workers:
-        vars(worker).update(
-            rank=0, state="idle", pid=7, device="cpu", host="here", present_cell=None, gpu=None, lost=None
-        )
-    assert [(each.name, each.calls) for each in status.collect(cluster)] == [("worker1", None), ("worker2", None)]
+        vars(worker).update(facts, log=SimpleNamespace(timed_lines=list))
+    assert [(each.name, each.report.calls) for each in status.collect(cluster)] == [
+        ("worker1", None),
+        ("worker2", None),
+    ]
     assert given_up(cluster.agent)
 
 
