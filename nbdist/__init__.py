@@ -168,7 +168,9 @@ ROOMS: dict[str, str] = {
         "batches cutting shared_inputs losses placement randomness remote_module schedules inbox stage reference "
         "timeline watched pipeline_part pipeline"
     ),
-    "swarm": "carriage history policy stacking weight_file adapter named_models server client swarm serving",
+    "swarm": (
+        "carriage history policy stacking weight_file adapter model_cache named_models server client swarm serving"
+    ),
     "cluster": (
         "spec jupyter targets spawning processes output errors kernels examination lifecycle team stands lookout hosts "
         "deaths growing launching worker_changes mending worker executor interrupting cell_sender cell_values "
@@ -195,7 +197,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "anywidget": ("views.widgets",),
     "ipywidgets": ("views.widgets", "cluster.jupyter.versions"),
     "ray": ("cluster.hosts.launchers",),
-    "transformers": ("swarm.adapter",),
+    "transformers": ("swarm.adapter", "swarm.model_cache"),
     "safetensors": ("swarm.weight_file",),
 }
 """The third-party packages that only some modules may import."""

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from nbdist.rpc import api
-from nbdist.swarm import adapter
+from nbdist.swarm import model_cache
 from nbdist.swarm.server.server import Server
 
 _COMMON = {"vocab_size": 97}
@@ -77,7 +77,7 @@ def generate(model, mode, tokens=12, **more):
 
 def begin_a_text(server):
     """On a worker: as its own client, a session on somebody else's server."""
-    cache = adapter.new_cache(make("llama").config)
+    cache = model_cache.new_cache(make("llama").config)
     server.rpc_sync().open("a text", 0, cache, api.current_agent().me.incarnation)
 
 

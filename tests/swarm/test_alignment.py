@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from nbdist.swarm import adapter, serve
+from nbdist.swarm import adapter, model_cache, serve
 from nbdist.swarm.server.sources import offer
 from nbdist.swarm.weight_file import WeightFile, write_weights
 from nbdist.testing import World
@@ -81,7 +81,7 @@ def text_through(swarm, model):
     """Compare the logits with the model's, while blocks and caches come to servers in all ways."""
     remote = swarm.causal_lm()
     ids = swarm_models.one()["input_ids"]
-    caches = [adapter.new_cache(each.config) for each in (model, remote)]
+    caches = [model_cache.new_cache(each.config) for each in (model, remote)]
 
     def forget():
         swarm.crew.member("worker1").server.rpc_sync().close(caches[1].nbdist[1].id)
@@ -151,7 +151,7 @@ import sys, tempfile
 from pathlib import Path
 import torch
 import test_alignment as here
-from nbdist.swarm import adapter, serve
+from nbdist.swarm import adapter, model_cache, serve
 from nbdist.testing import World
 
 model = here.make("llama", torch.float32)

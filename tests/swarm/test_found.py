@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
-from nbdist.swarm import CacheFull, NoRoute, adapter, serve
+from nbdist.swarm import CacheFull, NoRoute, adapter, model_cache, serve
 from nbdist.swarm.client import routing
 from nbdist.swarm.server.cache_room import Room
 from nbdist.swarm.server.queues import TooLarge
@@ -143,7 +143,7 @@ def test_room_that_is_asked_for_by_a_session_that_is_over_is_not_kept(world, tmp
     model = swarm_models.make("llama")
     adapter.write_checkpoint(model, tmp_path)
     server = Server(offer(adapter.Checkpoint(tmp_path)), Options(cache_bytes=1000), "over")
-    server.open("s", 0, adapter.new_cache(model.config), client=0)
+    server.open("s", 0, model_cache.new_cache(model.config), client=0)
     session, room = server.find("s", 0), Room(1000)
     server.close("s")  # an interrupt, while it computes
     with pytest.raises(NoSession, match="its client has closed it"):
@@ -155,7 +155,7 @@ def test_a_session_that_is_opened_anew_while_it_ends_is_not_taken_for_it(world, 
     model = swarm_models.make("llama")
     adapter.write_checkpoint(model, tmp_path)
     server = Server(offer(adapter.Checkpoint(tmp_path)), Options(), "anew")
-    cache = adapter.new_cache(model.config)
+    cache = model_cache.new_cache(model.config)
     for begin in (0, 3):
         server.open("s", begin, cache, 1)
     first, other = server.find("s", 0), server.find("s", 3)
@@ -345,7 +345,7 @@ def test_an_error_keeps_neither_caches_nor_servers(world, what):
     swarm = serve(swarm_models.make("llama"), workers=[1, 2], largest=10)
     remote = swarm.causal_lm()
     ids = swarm_models.one()["input_ids"]
-    cache = adapter.new_cache(remote.config)
+    cache = model_cache.new_cache(remote.config)
     gc.collect()
     gc.disable()
     try:
@@ -488,11 +488,11 @@ def test_a_session_that_comes_just_as_the_thread_would_end_is_looked_after(world
     def look():
         found = Server.look(server)
         if not found and not came:
-            came.append(server.open("second", 0, adapter.new_cache(model.config), 1))
+            came.append(server.open("second", 0, model_cache.new_cache(model.config), 1))
         return found
 
     server.look = look
-    server.open("first", 0, adapter.new_cache(model.config), 1)
+    server.open("first", 0, model_cache.new_cache(model.config), 1)
     wait_until(lambda: came)
     wait_until(lambda: server.info().sessions == 0)
 
@@ -501,7 +501,7 @@ def test_a_session_that_comes_just_as_the_thread_would_end_is_looked_after(world
 def test_a_way_that_a_move_left_unlinked_is_linked(world, monkeypatch):
     swarm = serve(swarm_models.make("llama"), workers=[1, 2])
     remote = swarm.causal_lm()
-    cache = adapter.new_cache(remote.config)
+    cache = model_cache.new_cache(remote.config)
     ids = swarm_models.one()["input_ids"]
     remote(ids, past_key_values=cache)
     swarm.join(3, 0, 3)

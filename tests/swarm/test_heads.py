@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from nbdist.errors import UsageError
-from nbdist.swarm import adapter, serve
+from nbdist.swarm import adapter, model_cache, serve
 from nbdist.swarm.weight_file import WeightFile
 from nbdist.testing import World
 
@@ -205,7 +205,7 @@ def deep(model, prompts):
 
     def pre(number):
         def hook(_, args, kwargs):
-            cache = adapter.find_cache([*args, *kwargs.values()])
+            cache = model_cache.find_cache([*args, *kwargs.values()])
             begin = cache.layers[number].get_seq_length() if cache is not None and number < len(cache.layers) else 0
             prompt = prompts[number][:, begin : begin + args[0].shape[1]]
             given = torch.cat([args[0][:, : prompt.shape[1]] + prompt, args[0][:, prompt.shape[1] :]], 1)

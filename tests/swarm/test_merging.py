@@ -4,7 +4,7 @@ import pytest
 import swarm_models
 import torch
 
-from nbdist.swarm import adapter
+from nbdist.swarm import adapter, model_cache
 from nbdist.swarm.client.merging import Unmergeable, is_near, merge, split
 from nbdist.swarm.history import History, Operation, Step
 
@@ -19,7 +19,7 @@ class Noting(torch.nn.Module):
         self.notes = notes
 
     def forward(self, hidden, *args, **kwargs):
-        cache = adapter.find_cache([*args, *kwargs.values()])
+        cache = model_cache.find_cache([*args, *kwargs.values()])
         result = self.layer(hidden, *args, **kwargs)
         found = result[0] if isinstance(result, tuple) else result
         self.notes.append((hidden, adapter.strip(args, kwargs, cache), found))
@@ -63,7 +63,7 @@ def test_all_at_once_comes_to_the_same(noted, texts):
     history = history_of(notes, len(layers), {})
     assert len(history.steps) == 14
     merged = merge(history)
-    cache = adapter.new_cache(model.config)
+    cache = model_cache.new_cache(model.config)
     assert is_near(through(layers, merged.hidden, merged.calls, cache), merged.result, merged.calls)
     assert merged.hidden.shape[1] == history.tokens == cache.get_seq_length()
 
@@ -71,7 +71,7 @@ def test_all_at_once_comes_to_the_same(noted, texts):
 @torch.no_grad()
 def test_beams_and_crops_are_followed(noted):
     model, layers, notes = noted
-    cache = adapter.new_cache(model.config)
+    cache = model_cache.new_cache(model.config)
     ids = swarm_models.batch()["input_ids"].repeat(2, 1)[:, :4]  # shorter than the window
     operations = {1: [Operation("reorder_cache", (torch.tensor([1, 0, 0, 3]),))], 3: [Operation("crop", (-2,))]}
     operations[4] = [Operation("crop", (-1,)), Operation("batch_select_indices", (torch.tensor([2, 0]),))]
@@ -84,7 +84,7 @@ def test_beams_and_crops_are_followed(noted):
         model(ids[:rows, :size], attention_mask=torch.ones(rows, have + size, dtype=torch.long), past_key_values=cache)
     history = history_of(notes, len(layers), operations)
     merged = merge(history)
-    fresh = adapter.new_cache(model.config)
+    fresh = model_cache.new_cache(model.config)
     assert is_near(through(layers, merged.hidden, merged.calls, fresh), merged.result)
     assert fresh.get_seq_length() == cache.get_seq_length()
     for own, other in zip(fresh.layers, cache.layers, strict=True):
@@ -96,15 +96,15 @@ def test_beams_and_crops_are_followed(noted):
 @torch.no_grad()
 def test_a_step_in_parts_comes_to_the_same(noted, size):
     model, layers, notes = noted
-    cache = adapter.new_cache(model.config)
+    cache = model_cache.new_cache(model.config)
     inputs = swarm_models.batch()
     model(**inputs, past_key_values=cache)
     hidden = [note[0] for note in notes[:: len(layers)]]
     expected = [note[2] for note in notes[len(layers) - 1 :: len(layers)]]
-    own, begin = adapter.new_cache(model.config), 0
+    own, begin = model_cache.new_cache(model.config), 0
     for number, (given, result) in enumerate(zip(hidden, expected, strict=True)):
         calls = [told for _, told, _ in notes[number * len(layers) :][: len(layers)]]
-        parts = split(given, calls, begin, size, adapter.windows(own))
+        parts = split(given, calls, begin, size, model_cache.windows(own))
         assert [part.shape[1] for part, _ in parts] == [min(size, 9 - at) for at in range(0, 9, size)]
         found = [through(layers, part, called, own) for part, called in parts]
         assert is_near(torch.cat(found, 1), result, calls)

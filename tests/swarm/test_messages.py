@@ -15,7 +15,7 @@ from torch import nn
 
 from nbdist import swarm
 from nbdist.errors import UsageError
-from nbdist.swarm import adapter, named_models
+from nbdist.swarm import adapter, model_cache, named_models
 from nbdist.swarm.client.routing import NoRoute, Span
 from nbdist.swarm.client.servers import Gone, Servers
 from nbdist.swarm.client.session import Session
@@ -43,7 +43,7 @@ class Flat(nn.Module):
             r"a swarm serves a transformers model, a folder with one, or a name, not a Linear",
         ),
         (
-            lambda: adapter.RecordedCache([], 1),
+            lambda: model_cache.RecordedCache([], 1),
             r"a swarm keeps its caches on the workers, where they grow, so it needs a DynamicCache or none, not a list",
         ),
         (

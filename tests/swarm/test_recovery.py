@@ -11,7 +11,7 @@ import transformers
 
 import nbdist
 from nbdist.errors import UsageError
-from nbdist.swarm import adapter, serve
+from nbdist.swarm import model_cache, serve
 from nbdist.swarm.client.routing import NoRoute
 from nbdist.testing import World
 
@@ -114,7 +114,7 @@ def test_an_empty_step_is_replayed_as_others(world, recover):
     swarm = serve(model, workers=[1, 2], recover=recover, cache_bytes=10**6)
     remote = swarm.causal_lm()
     ids = swarm_models.one()["input_ids"]
-    caches = [adapter.new_cache(each.config) for each in (model, remote)]
+    caches = [model_cache.new_cache(each.config) for each in (model, remote)]
     for given in (ids[:, :0], ids[:, :5], ids[:, :0], ids[:, 5:]):
         forget(swarm, "worker1")
         expected, found = (
@@ -171,7 +171,7 @@ def test_a_session_that_a_move_left_behind_computes_no_token_twice(world, monkey
     swarm = serve(model, workers=[1, 2, 3], spans=[(0, 2), (2, 6), (2, 4)])
     remote = swarm.causal_lm()
     ids = swarm_models.one()["input_ids"]
-    caches = [adapter.new_cache(each.config) for each in (model, remote)]
+    caches = [model_cache.new_cache(each.config) for each in (model, remote)]
     for number in range(4, ids.shape[1]):
         if number == 7:
 
@@ -200,7 +200,7 @@ def test_a_session_whose_move_failed_is_replayed_at_once_and_nobody_is_banned(wo
     swarm = serve(model, workers=[1, 2, 3], spans=[(0, 2), (2, 6), (2, 4)])
     remote = swarm.causal_lm()
     ids = swarm_models.one()["input_ids"]
-    own, cache = (adapter.new_cache(each.config) for each in (model, remote))
+    own, cache = (model_cache.new_cache(each.config) for each in (model, remote))
     model(ids, past_key_values=own)
     remote(ids, past_key_values=cache)
 
@@ -343,7 +343,7 @@ def test_a_session_says_how_it_is(world):
     remote = swarm.causal_lm()
     told = []
     forget_it = swarm.listen(lambda: told.append(swarm.snapshot()))
-    cache = adapter.new_cache(remote.config)
+    cache = model_cache.new_cache(remote.config)
     with torch.no_grad():
         remote(swarm_models.one()["input_ids"], past_key_values=cache)
     forget_it()

@@ -8,7 +8,7 @@ import swarm_models
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.swarm import NoRoute, adapter, serve
+from nbdist.swarm import NoRoute, model_cache, serve
 from nbdist.swarm.client.servers import Gone, Servers
 from nbdist.testing import World
 
@@ -85,7 +85,7 @@ def test_a_refused_first_step_of_blocks_changes_nothing(both):
 def test_a_refused_call_of_a_model_changes_nothing(both, wrong):
     model, _, remote = both
     ids = torch.randint(3, 97, (1, 12), generator=torch.Generator().manual_seed(1))
-    cache, own = (adapter.new_cache(each.config) for each in (remote, model))
+    cache, own = (model_cache.new_cache(each.config) for each in (remote, model))
     with torch.no_grad():
         remote(ids[:, :10], past_key_values=cache)
         model(ids[:, :10], past_key_values=own)
@@ -104,7 +104,7 @@ def test_a_refused_call_of_a_model_changes_nothing(both, wrong):
 def test_a_step_that_is_interrupted_before_it_is_sent_changes_nothing(both, monkeypatch):
     model, _, remote = both
     ids = swarm_models.one()["input_ids"]
-    cache = adapter.new_cache(remote.config)
+    cache = model_cache.new_cache(remote.config)
     with torch.no_grad():
         remote(ids[:, :6], past_key_values=cache)
         with monkeypatch.context() as patch:
@@ -114,7 +114,7 @@ def test_a_step_that_is_interrupted_before_it_is_sent_changes_nothing(both, monk
                 remote(ids[:, 6:], past_key_values=cache)
         assert cache.get_seq_length() == 6
         found = remote(ids[:, 6:], past_key_values=cache).logits
-        own = adapter.new_cache(model.config)
+        own = model_cache.new_cache(model.config)
         model(ids[:, :6], past_key_values=own)
         assert torch.equal(found, model(ids[:, 6:], past_key_values=own).logits)
 
@@ -122,7 +122,7 @@ def test_a_step_that_is_interrupted_before_it_is_sent_changes_nothing(both, monk
 def test_a_step_that_is_interrupted_after_it_was_taken_ends_its_session(both):
     _, swarm, remote = both
     ids = swarm_models.one()["input_ids"]
-    cache = adapter.new_cache(remote.config)
+    cache = model_cache.new_cache(remote.config)
     forget = swarm.listen(interrupted)
     with torch.no_grad(), pytest.raises(KeyboardInterrupt):
         remote(ids, past_key_values=cache)
@@ -139,7 +139,7 @@ def interrupted(*args, **kwargs):
 def test_a_call_with_gradients_that_fails_leaves_its_empty_cache(both, monkeypatch):
     model, _, remote = both
     ids = swarm_models.one()["input_ids"]
-    cache = adapter.new_cache(remote.config)
+    cache = model_cache.new_cache(remote.config)
     with monkeypatch.context() as patch:
         patch.setattr(Servers, "compute", lost)
         with pytest.raises(NoRoute):
@@ -168,7 +168,7 @@ def test_an_unknown_way_to_recover(llama, recover):
     for make in (llama.causal_lm, llama.model, llama.sequence_classifier):
         with pytest.raises(UsageError, match=match):
             make(recover=recover)
-    cache = adapter.DynamicCache()
+    cache = model_cache.DynamicCache()
     with pytest.raises(UsageError, match=match):
         llama.session(cache, recover=recover)
     assert not hasattr(cache, "nbdist")
@@ -180,7 +180,7 @@ CLOSED = {
     "leave": lambda swarm: swarm.leave(1),
     "move": lambda swarm: swarm.move(0, 2, 1),
     "kill": lambda swarm: swarm.kill(1),
-    "session": lambda swarm: swarm.session(adapter.DynamicCache()),
+    "session": lambda swarm: swarm.session(model_cache.DynamicCache()),
     "causal_lm": lambda swarm: swarm.causal_lm(),
     "model": lambda swarm: swarm.model(),
     "sequence_classifier": lambda swarm: swarm.sequence_classifier(),

@@ -11,7 +11,7 @@ import torch
 from nbdist.errors import UsageError
 from nbdist.gpus import staging
 from nbdist.rpc import api
-from nbdist.swarm import adapter, serve
+from nbdist.swarm import adapter, model_cache, serve
 from nbdist.swarm.history import Step
 from nbdist.swarm.server.cache_budget import CacheFull
 from nbdist.swarm.server.neighbours import Address
@@ -40,7 +40,7 @@ def llama(tmp_path_factory):
             lambda _, args, kwargs: notes.append((args[0].detach(), adapter.strip(args[1:], kwargs, cache))),
             with_kwargs=True,
         )
-    cache = adapter.new_cache(model.config)
+    cache = model_cache.new_cache(model.config)
     ids = swarm_models.one()["input_ids"][:, :5]
     with torch.no_grad():
         model(ids, past_key_values=cache)
@@ -81,7 +81,7 @@ class Client:
         return swarm_models.servers_here()[self.key].find(id, begin)  # all workers are in this process
 
     def open(self, id, begin=0, expected=0):
-        self.server.rpc_sync().open(id, begin, adapter.new_cache(self.config), self.me, expected)
+        self.server.rpc_sync().open(id, begin, model_cache.new_cache(self.config), self.me, expected)
 
     def step(self, id, number, begin=0, end=6, hidden=None, **options):
         given = self.hiddens[number] if hidden is None else hidden
@@ -189,7 +189,7 @@ def test_a_session_that_is_opened_anew_while_it_ends_keeps_its_room(world, llama
     folder, config, hiddens, calls = llama
     server = Server(offer(adapter.Checkpoint(folder)), Options(cache_bytes=10**6), "anew")
     server.load(0, 6)
-    cache = adapter.new_cache(config)
+    cache = model_cache.new_cache(config)
     server.open("s", 0, cache, 1)
     server.step("s", 0, 0, Step((), hiddens[0], calls[0])).wait(10)
     used, before = server.info().cache, server.find("s", 0)
@@ -272,7 +272,7 @@ def test_a_session_whose_caches_were_fetched_fails_at_once(client):
     waiting = one.step("s", 1, hidden=torch.empty(0))
     wait_until(lambda: one.held("s").asked)
     cache, taken, _, _ = one.server.rpc_sync().export("s", 0, 0, 6, 1.0)
-    assert adapter.length(cache, (0, 6)) == 5
+    assert model_cache.length(cache, (0, 6)) == 5
     assert taken == 0
     for late in (waiting, one.step("s", 1)):
         with pytest.raises(NoSession, match="another server has fetched its caches"):

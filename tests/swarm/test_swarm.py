@@ -12,7 +12,7 @@ import torch
 from nbdist import trace
 from nbdist.amounts import size
 from nbdist.errors import UsageError
-from nbdist.swarm import adapter, serve
+from nbdist.swarm import adapter, model_cache, serve
 from nbdist.swarm.server.server import Options, Server
 from nbdist.testing import World
 
@@ -62,7 +62,7 @@ def test_several_calls_in_one_cache(both):
     model, remote, _ = both
     texts = []
     for each in (model, remote):
-        cache = adapter.DynamicCache(config=each.config)
+        cache = model_cache.DynamicCache(config=each.config)
         ids = swarm_models.one()["input_ids"]
         for _ in range(3):
             ids = each.generate(ids, past_key_values=cache, max_new_tokens=4, pad_token_id=0, eos_token_id=None)
@@ -160,7 +160,7 @@ def test_a_session_writes_also_between_two_steps(world, monkeypatch):
     swarm = serve(swarm_models.make("llama"), workers=[1, 2, 3])
     remote = swarm.causal_lm()
     assert swarm.snapshot()["session"] is None
-    cache = adapter.DynamicCache(config=remote.config)
+    cache = model_cache.DynamicCache(config=remote.config)
     remote(**swarm_models.one(), past_key_values=cache)
     assert swarm.snapshot()["session"]["state"] == "writing"
     monkeypatch.setattr("nbdist.swarm.client.journal._IDLE_SECONDS", 0.0)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from nbdist.errors import UsageError
-from nbdist.swarm import adapter, stacking
+from nbdist.swarm import adapter, model_cache, stacking
 from nbdist.swarm.adapter import LayerCall
 from nbdist.swarm.client import stateless
 from nbdist.swarm.client.servers import Gone
@@ -91,7 +91,7 @@ class Passage:
         wanted = torch.is_grad_enabled() and (hidden.requires_grad or (prompts is not None and prompts.requires_grad))
         if cache is None:
             return stateless.through(self.crew, 0, hidden, calls, prompts)
-        recorded: adapter.RecordedCache
+        recorded: model_cache.RecordedCache
         session: Session
         recorded, session = cache.nbdist
         session.check_usable()
@@ -149,7 +149,7 @@ class _StandIn(nn.Module):
             cache = notes.cache  # the usual case: all layers are called with the same arguments
             notes.calls.append(notes.calls[-1])
         else:
-            cache = notes.cache = adapter.find_cache([*args, *kwargs.values()])
+            cache = notes.cache = model_cache.find_cache([*args, *kwargs.values()])
             told = adapter.strip(args, kwargs, cache)
             if passage.in_tuple is None:  # the first call of a new model, by `_probe`: end it here
                 raise _Probe(hidden, told)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nbdist.errors import UsageError
-from nbdist.swarm import adapter
+from nbdist.swarm import model_cache
 from nbdist.swarm.client import stateless
 from nbdist.swarm.client.model import Passage
 
@@ -143,7 +143,7 @@ class RemoteSequential(nn.Module):
         ``max_tokens`` is the number of tokens that the session will have, so that servers can reserve memory; 0 if
         unknown. After the ``with`` block, further steps raise UsageError. `RemoteSequential` has an example.
         """
-        cache = adapter.new_cache(self._passage.model.config)
+        cache = model_cache.new_cache(self._passage.model.config)
         sessions = self._passage.sessions
         sessions.begin(cache, self._begin, self._end, expected=max_tokens, recover=self._passage.recover)
         try:

@@ -43,7 +43,7 @@ import torch
 from nbdist.amounts import counted, duration
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc.futures import Future
-from nbdist.swarm import adapter
+from nbdist.swarm import adapter, model_cache
 from nbdist.swarm.carriage import carriage
 from nbdist.swarm.client import merging
 from nbdist.swarm.client.journal import Journal
@@ -211,7 +211,7 @@ class Session:
         if size is None or hidden.shape[1] <= size:
             return self._step_with_spares(Step(before, hidden, tuple(calls), prompts if _is_some(prompts) else None))
         found = []
-        for given, called in merging.split(hidden, calls, begin, size, adapter.windows(self._empty), self._begin):
+        for given, called in merging.split(hidden, calls, begin, size, model_cache.windows(self._empty), self._begin):
             prompt = prompts[:, :, : given.shape[1]] if prompts is not None else None
             found.append(
                 self._step_with_spares(Step(before, given, tuple(called), prompt if _is_some(prompt) else None))
@@ -374,7 +374,7 @@ class Session:
             crew.answer(part.member, answer)
 
     def _history(self) -> History:
-        return History(adapter.forgets(self._empty))
+        return History(model_cache.forgets(self._empty))
 
     def _link(self) -> None:
         """Tell each server that does not know it yet to which server and span it must push its output.

@@ -16,7 +16,7 @@ import weakref
 from typing import Any
 
 from nbdist.errors import EncodeError
-from nbdist.swarm import adapter
+from nbdist.swarm import model_cache
 from nbdist.swarm.client.journal import Journal
 from nbdist.swarm.client.servers import Servers
 from nbdist.swarm.client.session import Session
@@ -52,7 +52,7 @@ class Sessions:
         """Begin a session that lasts as long as ``cache``, as `nbdist.swarm.Swarm.session` describes."""
         self.crew.check_open()
         recover = self.way_to_recover(recover)
-        recorded = adapter.RecordedCache(cache, len(self.crew.sizes))
+        recorded = model_cache.RecordedCache(cache, len(self.crew.sizes))
         session = Session(
             self.crew,
             self._journal,

@@ -34,7 +34,7 @@ from nbdist.rpc.api import current_agent
 from nbdist.rpc.functions import async_execution
 from nbdist.rpc.futures import Future, blocking_wait
 from nbdist.rpc.named import NotOffered
-from nbdist.swarm import adapter, stacking
+from nbdist.swarm import adapter, model_cache, stacking
 from nbdist.swarm.history import Step
 from nbdist.swarm.server.cache_room import Room
 from nbdist.swarm.server.neighbours import Address
@@ -391,7 +391,7 @@ class Server:
         step, begin = asked.step, key[1]
         rows, tokens = hidden.shape[:2]
         span = (begin, begin + len(step.calls))
-        have = adapter.length(session.cache, span)
+        have = model_cache.length(session.cache, span)
         # Wait for memory for half of the time only: else the client would time out and take this server for dead.
         deadline = time.monotonic() + asked.patience / 2
         per_token = rows * len(step.calls) * self._per_token
@@ -407,7 +407,7 @@ class Server:
                 # tensors when they are sent.
                 with torch.inference_mode():
                     for operation in step.before:
-                        adapter.operate(session.cache, *operation, *span)
+                        model_cache.operate(session.cache, *operation, *span)
                     found = self._run_blocks(begin, hidden, step.calls, session.cache, step.prompts)
             except BaseException as error:
                 session.end(
@@ -427,7 +427,7 @@ class Server:
             return seconds
 
         seconds: float = self._run("step", rows * tokens, asked.points, work)
-        used, length = adapter.nbytes(session.cache, span), adapter.length(session.cache, span)
+        used, length = model_cache.nbytes(session.cache, span), model_cache.length(session.cache, span)
         cells = rows * length * len(step.calls)
         if used and cells and not self._per_token:
             self._per_token = used / cells
@@ -452,7 +452,7 @@ class Server:
                 raise NoSession(session.ended)
             session.ended = f"session {id} is over on this server: another server has fetched its caches"
         session.end(session.ended)  # fails the waiting calls, which must not be answered with the lock held
-        return adapter.part(session.cache, first, last), session.taken, session.last, session.expected
+        return model_cache.part(session.cache, first, last), session.taken, session.last, session.expected
 
     def adopt(self, id: str, begin: int, end: int, other: Address, at: int, client: int, patience: float) -> None:
         """Continue a session here on the blocks from ``begin`` to before ``end``, with caches fetched from ``other``.
@@ -470,12 +470,12 @@ class Server:
             # The client finds out by itself whether the other server is dead. This server has not failed.
             raise NoSession(f"{other.worker} does not hand over session {id}: {error}") from None
         cache, taken, last, expected = found
-        adapter.move_cache(cache, self._device)
+        model_cache.move_cache(cache, self._device)
         session = ServerSession(cache, client, expected)
         session.taken, session.last = taken, last
-        tokens = adapter.length(cache, (begin, end))
+        tokens = model_cache.length(cache, (begin, end))
         self._enter(id, begin, session)
-        used = adapter.nbytes(cache, (begin, end))
+        used = model_cache.nbytes(cache, (begin, end))
         try:
             self._room.reserve(id, session, used / max(1, tokens), tokens, time.monotonic() + patience)
         except BaseException:

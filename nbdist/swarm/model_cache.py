@@ -1,0 +1,204 @@
+"""Works on the cache of a transformers model: its entries, its length, its operations. It has one entry for each layer.
+
+The servers have the real entries. On the client, a `RecordedCache` reports each operation on the user's cache, and
+`operate` repeats the operation on a server's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer  # `adapter` says so if transformers is missing
+
+from nbdist.errors import UsageError
+
+__all__ = [
+    "OPERATIONS",
+    "RecordedCache",
+    "find_cache",
+    "forgets",
+    "length",
+    "move_cache",
+    "nbytes",
+    "new_cache",
+    "operate",
+    "part",
+    "windows",
+]
+
+OPERATIONS = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "activate_past_recording")
+"""The methods with which generation changes a cache between two steps. The servers repeat them on their caches."""
+
+_CROPS_TO_A_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+"""True if the argument of `crop` is the new length, as in transformers 5.0: there, 0 would remove all tokens."""
+
+
+def new_cache(config: Any) -> Any:
+    """Make an empty cache for a model with this configuration."""
+    return DynamicCache(config=config)
+
+
+def find_cache(values: Sequence[Any]) -> Any:
+    """Return the cache among the arguments of a layer; None if there is none."""
+    return next((each for each in values if isinstance(each, Cache)), None)
+
+
+class RecordedCache:
+    """The client's stand-in for a cache whose entries are on the servers. Counts tokens, and reports changes by `tell`.
+
+    The user's cache stays the model's own, with entries of one byte for each token, so that generation gets right
+    answers from it, such as its length. Each operation of `OPERATIONS` on it is also reported as ``tell(name, args)``.
+    Servers begin with copies of ``empty``. The cache refers to this object; this object refers to the cache weakly.
+    """
+
+    def __init__(self, cache: Any, count: int) -> None:
+        if type(cache) is not DynamicCache:
+            raise UsageError(
+                f"a swarm keeps its caches on the workers, where they grow, so it needs a DynamicCache or none, not a "
+                f"{type(cache).__name__}"
+            )
+        self.empty = copy.deepcopy(cache)
+        self._count = count
+        self.tell: Callable[[str, tuple[Any, ...]], None] = lambda name, args: None
+        self._cache = weakref.ref(cache)  # the cache itself holds this object, as `cache.nbdist`
+        for name in OPERATIONS:
+            own = getattr(type(cache), name, None)
+            if own is not None:
+                setattr(cache, name, self._recording(name, own))
+
+    def _recording(self, name: str, own: Callable[..., Any]) -> Any:
+        """Return the function that replaces a method of the cache: it calls the method ``own``, then reports the call.
+
+        The report is ``tell(name, args)``. For "crop", the argument is the change in length, a negative number of
+        tokens. If the method raises, nothing is reported. The function refers to the cache weakly.
+        """
+        known = self._cache
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            cache: Any = known()
+            before = cache.get_seq_length() if name == "crop" else 0
+            found = own(cache, *args, **kwargs)  # first, since it may raise: then there is nothing to report
+            told = (*args, *kwargs.values())
+            if name == "crop":  # report the change in length, because transformers' versions differ in crop's argument
+                told = (cache.get_seq_length() - before,)
+            self.tell(name, told)
+            return found
+
+        return record
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecordedCache:
+        raise UsageError(
+            "copy.deepcopy cannot copy this cache, because its entries are on the workers of a swarm: call the model "
+            "with the whole text and a new cache"
+        )
+
+    @contextlib.contextmanager
+    def growing(self, batch: int, tokens: int) -> Iterator[None]:
+        """Return a context manager to enter around a step of ``tokens`` new tokens of ``batch`` sequences.
+
+        On entry, the cache gets entries for the new tokens. If that or the ``with`` block raises, the cache is restored
+        to its state before. Does nothing if the cache was garbage-collected.
+        """
+        cache = self._cache()
+        # Copies of the attributes are enough: these layers never change a tensor in place.
+        before = [(layer, vars(layer).copy()) for layer in cache.layers] if cache is not None else []
+        try:
+            if cache is not None:
+                self._grow(cache, batch, tokens)
+            yield
+        except BaseException:
+            if cache is not None:
+                del cache.layers[len(before) :]
+                for layer, attributes in before:
+                    vars(layer).clear()
+                    vars(layer).update(attributes)
+            raise
+
+    def _grow(self, cache: Any, batch: int, tokens: int) -> None:
+        """Add entries of one byte for each new token to all layers of the cache, by the cache's own `update`.
+
+        The real entries are on the servers. With these entries, lengths, crops and sliding windows come out as they
+        would with the real ones.
+        """
+        little = torch.zeros(batch, 1, tokens, 1, dtype=torch.int8)
+        known: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for number in range(self._count):
+            layer = cache.layers[number] if number < len(cache.layers) else None
+            # Nearly all layers are alike: update one of each kind, and copy its attributes to the others.
+            key = (type(layer), getattr(layer, "sliding_window", None), getattr(layer, "record_past", None))
+            if layer is None or key not in known:
+                cache.update(little, little, number)
+                known[key] = vars(cache.layers[number])
+            else:
+                vars(layer).update(known[key])
+
+
+def operate(cache: Any, name: str, args: Sequence[Any], begin: int, end: int) -> None:
+    """Repeat an operation of `OPERATIONS` that `RecordedCache` reported, on a server's cache entries of one span.
+
+    The layers of the span are those from ``begin`` to before ``end``. Layers without entries are skipped, since nothing
+    in them can change. Only `activate_past_recording` must come before the first entries.
+    """
+    if name == "crop" and _CROPS_TO_A_LENGTH and not args[0]:
+        return
+    for layer in cache.layers[begin:end]:
+        method = getattr(layer, name, None)
+        if method is not None and (layer.is_initialized or name == "activate_past_recording"):
+            method(*args)
+
+
+def length(cache: Any, span: tuple[int, int]) -> int:
+    """Return the number of tokens in the cache of a span (begin, end) of layers, as its first layer counts them.
+
+    0 if the layer has no entries. Tokens that a sliding window has left behind count, too.
+    """
+    return int(cache.layers[span[0]].get_seq_length()) if span[0] < len(cache.layers) else 0
+
+
+def nbytes(cache: Any, span: tuple[int, int]) -> int:
+    """Return the bytes of the cache entries of the layers of a span (begin, end)."""
+    return sum(
+        tensor.nbytes
+        for layer in cache.layers[slice(*span)]
+        for tensor in vars(layer).values()
+        if isinstance(tensor, torch.Tensor)
+    )
+
+
+def move_cache(cache: Any, device: str) -> None:
+    """Move the entries of all layers of a cache to ``device``."""
+    for layer in cache.layers:
+        for name, value in list(vars(layer).items()):
+            if isinstance(value, torch.Tensor):
+                setattr(layer, name, value.to(device))
+            elif isinstance(value, torch.device):
+                setattr(layer, name, torch.device(device))
+
+
+def part(cache: Any, begin: int, end: int) -> Any:
+    """Return a copy of a cache that shares the entries of these layers; all other layers of the copy are empty.
+
+    The layers keep their numbers, so a server with only some blocks can use the copy with the same numbers.
+    """
+    found = copy.copy(cache)
+    found.layers = [copy.copy(layer) for layer in cache.layers]
+    for number, layer in enumerate(found.layers):
+        if not begin <= number < end:
+            layer.reset()
+    return found
+
+
+def forgets(cache: Any) -> bool:
+    """Return whether a crop leaves a cache as if the cropped tokens had never been in it. False for sliding windows."""
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def windows(cache: Any) -> list[int | None]:
+    """Return, for each layer, the size of its sliding window in tokens; None for a layer without one."""
+    return [getattr(layer, "sliding_window", None) if layer.is_sliding else None for layer in cache.layers]
