@@ -20,7 +20,7 @@ def begin() -> None:
     """Count what this process sends from now on."""
     global _sent
     from nbdist.channel.local_link import LocalLink
-    from nbdist.channel.zeromq import ZeroMqLink
+    from nbdist.channel.zeromq_links import ZeroMqLink
 
     sent = _sent = itertools.count()
     for link in (LocalLink, ZeroMqLink):

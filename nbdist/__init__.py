@@ -156,7 +156,7 @@ ROOMS: dict[str, str] = {
     "wire": "devices history messages tensors encoded peer pickling quick few_tensors encoding usual decoding codec",
     "channel": (
         "contract faulty gate inprocess machine assembly framing local_link resources process_watch secret "
-        "shared_memory spinning zeromq entrance local"
+        "locked_directory shared_memory spinning zeromq_links large_inbox zeromq entrance local"
     ),
     "rpc": (
         "devices failures here options recording shared_tensors streams futures named core pool links references "

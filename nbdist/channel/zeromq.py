@@ -13,52 +13,38 @@ Large messages have links, an inbox and two threads of their own, one of ZeroMQ'
 copying takes long, and a small message that arrives meanwhile must not wait.
 
 Sending and receiving never share a socket, so a thread can wait in `receive` while others send. The ``ipc://`` files
-are in the agent's own directory (mode 0700). The CURVE keys of TCP come from the cluster's secret
-(`nbdist.channel.secret`).
-
-The directory contains a file that its agent has locked. When an agent starts, it removes each directory whose lock is
-free, because the agent of that directory has died (`sweep`).
+are in the agent's own directory (mode 0700, `nbdist.channel.locked_directory`). The CURVE keys of TCP come from the
+cluster's secret (`nbdist.channel.secret`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import itertools
-import logging
 import os
-import shutil
 import socket
-import struct
 import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from nbdist.channel import machine
-from nbdist.channel.assembly import NOT_COPIED_FROM, Assembly, chunks
-from nbdist.channel.contract import Buffer, Channel, ChannelError, TooManyFiles
+from nbdist.channel.contract import Channel, ChannelError, TooManyFiles
+from nbdist.channel.large_inbox import LargeInbox
+from nbdist.channel.locked_directory import LockedDirectory, sweep
 from nbdist.channel.resources import require_files
 from nbdist.channel.secret import Secret, runtime_directory
-from nbdist.errors import ResourceError
-from nbdist.finalisers import this_thread
-from nbdist.signals import DeferredSignals
+from nbdist.channel.zeromq_links import LargeZeroMqLink, ZeroMqLink, get_ready_to_send_without_copies, split
 
-__all__ = ["LockedDirectory", "ZeroMqChannel", "host_identity", "sweep", "sweep_directories"]
+__all__ = ["ZeroMqChannel", "host_identity", "in_brackets"]
 
 _FOR_LARGE = "#large"
 """The end of the addresses at which an agent takes large messages."""
 _SMALL_THREAD, _LARGE_THREAD = 1, 2
 """The numbers (``ZMQ_AFFINITY``) of ZeroMQ's two threads: one moves small messages, the other large ones."""
-_ANNOUNCED = b"\0"
-"""A message to the inbox that announces a whole message in the large inbox."""
 _HANDSHAKE_MS = 5000
 """Milliseconds after which ZeroMQ closes a connection whose other end has not finished the handshake."""
 _KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
@@ -68,14 +54,10 @@ An inbox never sends. Without these options, it would never notice that the host
 """
 _LINGER_MS = 500
 """Milliseconds for which ZeroMQ still tries to send after a link was closed."""
-_LOOK_EVERY_MS = 10_000
-"""Milliseconds between two searches for incomplete large messages of which no more arrives."""
 _POLLIN = int(zmq.POLLIN)
 """A plain number, since each ``&`` with pyzmq's enum takes as long as it takes to send a message, 1 µs."""
 MAX_MESSAGE = 1 << 40
 """The most bytes of a message, unless the caller or the machine's memory sets a lower limit."""
-
-_log = logging.getLogger("nbdist.channel")
 
 
 def host_identity() -> str:
@@ -92,91 +74,11 @@ def host_identity() -> str:
     return f"{socket.gethostname()}/{boot}/{mounts}/{pids}/{os.getuid()}"
 
 
-_directories: weakref.WeakSet[LockedDirectory] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for directory in list(_directories):
-        directory.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
 _FILES_AT_START = 32
 """The number of files that must be free before ZeroMQ starts its threads and opens the first sockets.
 
 It needs 16, and 24 with TCP. Without free files, ZeroMQ would abort this process.
 """
-_FILES_FOR_LARGE = 16
-"""The number of files that must be free before the first large message: one for a socket, 7 for a thread of pyzmq."""
-
-
-class LockedDirectory:
-    """A process's own directory, with a file that stays locked while the process lives.
-
-    The kernel keeps the lock, also for processes of other containers, to whom a process id would say nothing.
-    """
-
-    def __init__(self, base: Path, label: str) -> None:
-        """Make and lock the directory ``base / label``. Raises OSError on failure, as when another process has it."""
-        self.path = base / label
-        draft = self.path.with_name(f"new-{label}")  # else others would remove it before it is locked
-        with contextlib.ExitStack() as undo:
-            undo.callback(shutil.rmtree, draft, ignore_errors=True)
-            draft.mkdir(mode=0o700)
-            self._lock: IO[bytes] = undo.enter_context((draft / "lock").open("wb"))
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            draft.rename(self.path)
-            undo.pop_all()
-        _directories.add(self)
-
-    def forked(self) -> None:
-        """Close the lock's file in a forked process. Else the child would keep the lock after the parent's death."""
-        self._lock.close()
-
-    def remove(self) -> None:
-        """Delete the directory with its files, and release the lock. Errors while deleting are ignored."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
-
-
-def sweep() -> int:
-    """Remove the directories of this user's agents that were killed; return how many there were."""
-    return sweep_directories(runtime_directory(), "agent")
-
-
-def sweep_directories(base: Path, kind: str) -> int:
-    """Remove each `LockedDirectory` below ``base`` whose process has died; return how many there were.
-
-    The label of the directories begins with ``kind`` and a hyphen. A living process holds the lock in its directory, so
-    its directory stays.
-    """
-    removed = 0
-    for path in base.glob(f"{kind}-*"):
-        try:
-            with (path / "lock").open("r+b") as lock:  # NFS locks only files that are open for writing
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-                removed += 1
-        except BlockingIOError:
-            pass  # its process is alive
-        except (FileNotFoundError, NotADirectoryError):
-            # Its process may be removing it right now. If it is more than 60 s old, that is not so.
-            with contextlib.suppress(OSError):
-                if path.exists() and not any(path.iterdir()) and _age(path) > 60:
-                    path.rmdir()
-    for path in base.glob(f"new-{kind}-*"):
-        with contextlib.suppress(OSError):
-            if _age(path) > 60:
-                shutil.rmtree(path, ignore_errors=True)
-                removed += 1
-    return removed
-
-
-def _age(path: Path) -> float:
-    """Return the seconds since a file or directory was last changed. Raises OSError if it is missing."""
-    return time.time() - path.stat().st_mtime
 
 
 class ZeroMqChannel(Channel):
@@ -236,8 +138,8 @@ class ZeroMqChannel(Channel):
                     self._secured(sock)
                     sock.set(zmq.IPV6, int(":" in host))
                     self._bind(sock, f"tcp://{in_brackets(host)}:*", suffix)
-            self._inbox.bind(_LargeInbox.ANNOUNCED_AT)
-            self._large = _LargeInbox(self._context, large, self._max_message)
+            self._inbox.bind(LargeInbox.ANNOUNCED_AT)
+            self._large = LargeInbox(self._context, large, self._max_message)
             undo.callback(self._large.close)
             self._poller = zmq.Poller()
             self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -340,7 +242,7 @@ class ZeroMqChannel(Channel):
             if self._closed:
                 raise ChannelError("the channel is closed: RPC has been shut down in this process")
             if is_large:
-                _get_ready_to_send_without_copies()
+                get_ready_to_send_without_copies()
             try:
                 sock = self._context.socket(zmq.PUSH)
             except zmq.ZMQError as error:
@@ -407,7 +309,7 @@ class ZeroMqChannel(Channel):
         if self._inbox.get(zmq.RCVMORE):
             self._inbox.recv_multipart(zmq.NOBLOCK)  # no link sends several parts here
             return None
-        return self._large.next() if message == _ANNOUNCED else _split(message)
+        return self._large.next() if message == LargeInbox.ANNOUNCEMENT else split(message)
 
     @property
     def file(self) -> int:
@@ -465,154 +367,6 @@ class _OnlyMembers:
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether ``key`` is the members' public key. ZeroMQ also passes a ``domain``, which is ignored."""
         return key == self._public
-
-
-class _LargeInbox:
-    """Receives the chunks of large messages in a thread of its own, and announces whole messages in the other inbox."""
-
-    ANNOUNCED_AT = "inproc://large"
-    """The address at which the other inbox listens for announcements."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], inbox: zmq.Socket[bytes], max_message: int) -> None:
-        """Start the thread that reads ``inbox``; it accepts messages of at most ``max_message`` bytes."""
-        self._inbox = inbox
-        self._whole: deque[list[bytes]] = deque()
-        self._assembly = Assembly(max_message)
-        self._to_inbox = context.socket(zmq.PUSH)
-        self._to_inbox.set(zmq.SNDHWM, 0)
-        self._to_inbox.connect(self.ANNOUNCED_AT)
-        self._closing = False
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="nbdist-large", daemon=True)
-        self._thread.start()
-
-    def next(self) -> list[bytes] | None:
-        """Return the frames of the oldest message that was announced and not returned; None if there is none."""
-        return self._whole.popleft() if self._whole else None
-
-    def _run(self) -> None:
-        this_thread.is_closed = True
-        poller = zmq.Poller()
-        poller.register(self._inbox, zmq.POLLIN)
-        poller.register(self._stop, zmq.POLLIN)
-        while not any(which == self._stop for which, _ in poller.poll(_LOOK_EVERY_MS if self._assembly else None)):
-            self._assembly.drop_idle()
-            while not self._closing and int(self._inbox.get(zmq.EVENTS)) & _POLLIN:
-                try:
-                    self._take()
-                except Exception:  # the thread must continue: no other thread takes large messages
-                    _log.exception("a large message from another agent is dropped")
-
-    def _take(self) -> None:
-        """Take one chunk; if it was the last one of its message, announce the message. Other bytes are dropped."""
-        head = self._inbox.recv()
-        if not self._inbox.get(zmq.RCVMORE):
-            return
-        data = self._inbox.recv(copy=False)
-        if data.more:
-            self._inbox.recv_multipart()
-            return
-        frames = self._assembly.add(head, data.buffer)
-        if frames is not None:
-            self._whole.append(frames)  # type: ignore[arg-type]  # large frames are views; see `Channel.receive`
-            self._to_inbox.send(_ANNOUNCED, zmq.NOBLOCK)
-
-    def close(self) -> None:
-        """Stop the thread and close the sockets. A second call does nothing."""
-        if self._closing:
-            return
-        self._closing = True
-        with DeferredSignals():  # after Ctrl-C, the thread would still use the sockets
-            os.eventfd_write(self._stop, 1)
-            self._thread.join()
-        self._to_inbox.close(0)
-        self._inbox.close(0)
-        os.close(self._stop)
-
-
-class ZeroMqLink:
-    """A `Link` over a PUSH socket. Every message is copied, and sent as a whole. Threads take turns at it."""
-
-    def __init__(self, sock: zmq.Socket[bytes]) -> None:
-        self._socket = sock
-        self._lock = threading.Lock()
-
-    def send(self, frames: Sequence[Buffer], kind: str) -> None:
-        """Send a message, without waiting for the receiver: ZeroMQ's own thread writes it to the network.
-
-        Raises ChannelError if the link or the channel is closed. A message may be lost without an error.
-        """
-        # One part: each further part takes as long as a system call, and may lose the GIL in the middle.
-        whole = b"".join((struct.pack(f"<I{len(frames)}Q", len(frames), *map(len, frames)), *frames))
-        with self._lock:
-            try:
-                self._socket.send(whole, zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                raise _not_sent(error) from error
-
-    def close(self, *, at_once: bool = False) -> None:
-        """Close the socket. Unless ``at_once``, ZeroMQ still sends queued messages for half a second.
-
-        A second call does nothing.
-        """
-        with self._lock:
-            self._socket.close(0 if at_once else None)
-
-
-class LargeZeroMqLink(ZeroMqLink):
-    """A `Link` over a PUSH socket to a large inbox. Every message is sent in chunks. Threads take turns at it."""
-
-    def __init__(self, sock: zmq.Socket[bytes]) -> None:
-        super().__init__(sock)
-        self._name = os.urandom(8)
-        self._numbers = itertools.count()
-        """The numbers of the messages."""
-
-    def send(self, frames: Sequence[Buffer], kind: str) -> None:
-        """Send a message, without waiting for the receiver, and without copying its large frames.
-
-        Raises ChannelError if the link or the channel is closed. A message may be lost without an error.
-        """
-        with (
-            DeferredSignals(),
-            self._lock,
-        ):  # if Ctrl-C cut a chunk in two, the next chunk's parts would be appended to it
-            try:
-                for head, data in chunks(frames, self._name, next(self._numbers)):
-                    self._socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)
-                    self._socket.send(data, zmq.NOBLOCK, copy=len(data) < NOT_COPIED_FROM)
-            except zmq.ZMQError as error:
-                raise _not_sent(error) from error
-
-
-def _get_ready_to_send_without_copies() -> None:
-    """Start the thread with which pyzmq notices that memory is no longer used. Raises TooManyFiles if it cannot.
-
-    pyzmq would start it with the first message that it does not copy, and abort this process if there is no free file.
-    """
-    try:
-        require_files(_FILES_FOR_LARGE, "no link for large messages can be made")
-    except ResourceError as error:
-        raise TooManyFiles(str(error)) from error
-    zmq.Frame(b"x", copy=False, copy_threshold=0)
-
-
-def _not_sent(error: zmq.ZMQError) -> ChannelError:
-    return ChannelError(f"cannot send a message to another worker: {error}. It was not sent: call again")
-
-
-def _split(joined: bytes) -> list[bytes] | None:
-    """Return the frames of a message that arrived as a whole, after their number and sizes; None for other bytes."""
-    try:
-        (count,) = struct.unpack_from("<I", joined)
-        sizes = struct.unpack_from(f"<{count}Q", joined, 4)
-    except struct.error:
-        return None
-    frames, start = [], 4 + 8 * count
-    for size in sizes:
-        frames.append(joined[start : start + size])
-        start += size
-    return frames if frames and start == len(joined) else None
 
 
 def in_brackets(host: str) -> str:

@@ -26,11 +26,12 @@ import torch
 
 from nbdist.channel import local
 from nbdist.channel.contract import Channel
+from nbdist.channel.locked_directory import sweep
 from nbdist.channel.process_watch import started_at
 from nbdist.channel.secret import Secret
 from nbdist.channel.shared_memory.arena import open_arena
 from nbdist.channel.shared_memory.gpu_arena import open_gpus
-from nbdist.channel.zeromq import ZeroMqChannel, host_identity, sweep
+from nbdist.channel.zeromq import ZeroMqChannel, host_identity
 from nbdist.errors import NbdistError, RendezvousError, UsageError
 from nbdist.ids import new_incarnation
 from nbdist.rpc import devices

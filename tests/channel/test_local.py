@@ -29,8 +29,9 @@ from nbdist.channel import local, local_link, machine
 from nbdist.channel.contract import ChannelError
 from nbdist.channel.framing import FrameCutter, Large, head
 from nbdist.channel.local import LocalChannel
+from nbdist.channel.locked_directory import sweep
 from nbdist.channel.secret import Secret
-from nbdist.channel.zeromq import ZeroMqChannel, sweep
+from nbdist.channel.zeromq import ZeroMqChannel
 from nbdist.errors import ProtocolError
 
 SOON = 30.0

@@ -18,8 +18,9 @@ import pytest
 import zmq
 
 from nbdist.channel.contract import ChannelError
+from nbdist.channel.locked_directory import sweep
 from nbdist.channel.secret import Secret, runtime_directory
-from nbdist.channel.zeromq import ZeroMqChannel, host_identity, sweep
+from nbdist.channel.zeromq import ZeroMqChannel, host_identity
 
 SOON = 60.0
 SECRET = Secret(b"the secret of the tests", shared_off_host=True)

@@ -10,7 +10,7 @@ import workers
 import nbdist
 from nbdist import rpc
 from nbdist.channel.local_link import LocalLink
-from nbdist.channel.zeromq import LargeZeroMqLink, ZeroMqLink
+from nbdist.channel.zeromq_links import LargeZeroMqLink, ZeroMqLink
 from nbdist.errors import WorkerLost
 from nbdist.rpc import api
 from nbdist.rpc.links import Connection

@@ -18,8 +18,8 @@ import workers
 
 import nbdist
 from nbdist import rpc
+from nbdist.channel.locked_directory import sweep
 from nbdist.channel.secret import runtime_directory
-from nbdist.channel.zeromq import sweep
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.references.reference_table import References
 from nbdist.testing import World

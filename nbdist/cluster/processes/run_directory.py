@@ -11,9 +11,9 @@ import secrets
 import shutil
 from pathlib import Path
 
+from nbdist.channel.locked_directory import LockedDirectory, sweep_directories
 from nbdist.channel.resources import refusals_in_words
 from nbdist.channel.secret import runtime_directory
-from nbdist.channel.zeromq import LockedDirectory, sweep_directories
 from nbdist.errors import UsageError
 
 __all__ = ["make_folder", "remove_folder"]
