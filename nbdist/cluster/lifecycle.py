@@ -55,6 +55,8 @@ _POLL = 0.005
 _BEFORE_RPC = ("starting", "process", "kernel")
 """The steps of a worker that is not a member of the RPC world yet."""
 
+_SHUT_DOWN = "has been shut down with its cluster", "`%dist_init` starts another"
+"""The end of a worker whose cluster ends, and what to do then."""
 _NOT_READY = "did not become ready: its start failed or was interrupted"
 """The reason for which a worker is lost if its restart did not reach the step "rpc"."""
 
@@ -595,7 +597,7 @@ class Lifecycle:
     def _lose_all(self) -> None:
         """Fail the cells that still run, as the cluster has been shut down. In the kernel thread."""
         for worker in [*self._workers, *self._coming]:
-            worker.lose("has been shut down with its cluster", "`%dist_init` starts another")
+            worker.lose(*_SHUT_DOWN)
             if worker.print_log is not None:
                 worker.print_log.close()
 
@@ -607,6 +609,8 @@ class Lifecycle:
         worker = next((worker for worker in [*self._workers, *self._coming] if worker.name == name), None)
         if worker is None:
             return  # it could not join, and nobody waits for its end
+        if self._is_ending:  # `close` has killed it
+            how = _SHUT_DOWN[0]
         worker.exit(how)
         self._thread.soon(
             self._thread.loop.call_later, _LAST_OUTPUT_WITHIN, self._fail_cells_of, worker, worker.lives, how
@@ -618,6 +622,8 @@ class Lifecycle:
         ``life`` is the number of the process: does nothing if the worker has been restarted meanwhile.
         """
         if worker.lives == life:  # else the worker has been restarted meanwhile
+            if how == _SHUT_DOWN[0]:
+                worker.lose(*_SHUT_DOWN)
             why = worker.end(how, self.launcher.last_words(worker.name))
             self.generations.lose(worker.name, f"{worker.name} {why}")
             # The error of a start that was given up says it; the agent never knew a process without an incarnation.

@@ -1,7 +1,10 @@
 """Workers that die: named at once, with how and with their last words; and that come back."""
 
+import time
+
 import pytest
 
+import nbdist
 from nbdist.cluster.kernels.workers import Worker
 
 DEATHS = {
@@ -104,3 +107,22 @@ def test_what_gloo_says_when_a_group_forms_is_no_reason(said, told):
     """Torch 2.10 writes a line to standard error for each process group. Else the cell's own words count."""
     why = Worker("worker0", 0, 0, "cpu", None).end(-9, said)
     assert why == f"was killed by SIGKILL (out of memory, or killed by hand){told}"
+
+
+def test_a_worker_that_its_cluster_ends_was_not_killed_by_hand(monkeypatch):
+    with nbdist.Cluster(2, backend="none") as cluster:
+        cell = cluster.execute("import time; time.sleep(600)", block=False)
+        launcher, told = cluster.lifecycle.launcher, []
+        close = launcher.close
+
+        def slowly():
+            left = close()
+            time.sleep(0.5)  # the news of the workers' ends come meanwhile
+            told.extend(worker.lost for worker in cluster.workers)
+            return left
+
+        monkeypatch.setattr(launcher, "close", slowly)
+    with pytest.raises(nbdist.WorkerLost) as raised:
+        cell.wait()
+    told += [worker.lost for worker in cluster.workers] + [str(raised.value)]
+    assert all("has been shut down with its cluster" in each for each in told), told
