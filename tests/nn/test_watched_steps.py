@@ -83,8 +83,8 @@ def test_the_plan_has_each_operation_and_whom_it_waits_for(schedule, workers, co
         (names[row], at): span.end for row, spans in enumerate(simulate(table, count)) for at, span in enumerate(spans)
     }
     for key in found.nodes:
-        assert plan.waits_for[key] == len(found.before(key))
-        assert all(ends[before] < ends[key] for before in found.before(key))
+        assert plan.waits_for[key] == len(found.before[key])
+        assert all(ends[before] < ends[key] for before in found.before[key])
     assert [found.nodes[key].name for key in plan.roots] == ["F0", "F1", "F2", "F3"]
     assert {found.nodes[key].module for key in found.nodes} == {f"stage {stage}" for stage in range(count)}
     assert "F0" in as_svg(plan.trace)

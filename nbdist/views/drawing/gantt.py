@@ -81,7 +81,7 @@ def with_legend(drawings: Sequence[str], kinds: Collection[str]) -> str:
 
     ``kinds`` are the keys of `KINDS` for the legend to explain.
     """
-    entries = legend((kind.colour, kind.words) for name, kind in KINDS.items() if name in kinds)
+    entries = legend((kind.colour, escape(kind.words)) for name, kind in KINDS.items() if name in kinds)
     return themed(*drawings, f"<div>{entries}</div>")
 
 

@@ -45,10 +45,9 @@ def themed(*parts: str) -> str:
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Return a legend as HTML. Each entry is a colour and its meaning, which is escaped here."""
+    """Return a legend as HTML. Each entry is a colour and the HTML of its meaning."""
     return " ".join(
-        f'<span style="margin-right:12px;white-space:nowrap"><span style="color:{colour}">■</span> '
-        f"{escape(meaning)}</span>"
+        f'<span style="margin-right:12px;white-space:nowrap"><span style="color:{colour}">■</span> {meaning}</span>'
         for colour, meaning in entries
     )
 
