@@ -5,17 +5,17 @@
     worker0 waits in dist.recv(src=1), In[3]:2, 14 s; worker1 has failed
     worker0,2 wait in dist.all_reduce(), In[7]:7, 12 s; worker1 computes at In[7]:5
     worker0 is still busy with loss.backward(), In[2]:5, 34 s; worker1 is stopped by a signal, 12 s
-    worker1 holds the GIL at In[3]:4, 10 s
+    worker1 has not released the GIL for 10 s (its cell is at In[3]:4)
 
     notebook: `Lookout` ── every 2 s of silence ──> worker: `place` ──> `Stands.saw` ──> `Stands.say` ──> the line
-                        ── if it does not answer ──> its host: `Launcher.probe`
+                        ── if it does not answer for long ──> its host: `Launcher.probe`
 
 A worker counts as waiting if its main thread is at the same instruction as at the last look, and has used hardly any
 processor time since then. The line appears after ``progress_after`` seconds of silence, if all running workers wait, if
 one has waited for so long itself, or if one waits and another has ended the cell. It also appears if a worker cannot
 begin, because it still runs an earlier cell or a signal such as SIGSTOP has stopped it, and if a worker has not
-answered for so long: then its main thread holds the GIL, and its host tells where. Each look updates the line, or
-removes it. If all workers compute, there is no line.
+answered for so long. If its host then gets the frames of its main thread, by a signal, some thread holds the GIL. Each
+look updates the line, or removes it. If all workers compute, there is no line.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Lookout:
         """The workers that a signal has stopped, each with the time at which this was seen first."""
         self._stands = Stands(after)
         self._probes: dict[str, Future[Probe]] = {}
-        """The questions to the hosts of workers that did not answer at the last look."""
+        """The questions of this look to the hosts of workers that do not answer."""
         self._line = InPlace(cell.sink.page)
 
     def start(self) -> None:
@@ -182,12 +182,12 @@ class Lookout:
         if self._cell.done:
             return
         asked: dict[str, Any] = {}
-        self._probes = {}
-        if time.monotonic() - self._cell.last_output >= min(_LOOK_EVERY, self._after) * 0.9:
+        self._probes, now = {}, time.monotonic()
+        if now - self._cell.last_output >= min(_LOOK_EVERY, self._after) * 0.9:
             for part in self._running():
                 with contextlib.suppress(NbdistError):  # the worker is gone
                     asked[part.worker] = self._agent.call(part.worker, place, timeout=_ANSWER_WITHIN)
-            self._probes = {worker: self._probe(worker) for worker in self._stands.silent_workers() if worker in asked}
+            self._probes = {worker: self._probe(worker) for worker in self._stands.unplaced(now) if worker in asked}
         self._call_later(self._judge, _ANSWER_WITHIN, asked)
 
     def _judge(self, asked: Mapping[str, Any]) -> None:
@@ -212,8 +212,8 @@ class Lookout:
             if why := self._say_held(self._workers[part.worker], found, now):
                 held[part.worker] = why
         for worker, answer in self._probes.items():
-            if answer.done() and (where := _place_of(read_frames(answer.result().frames), self._cell)):
-                self._stands.told(worker, where)
+            if answer.done() and (frames := answer.result().frames):
+                self._stands.told(worker, _place_of(read_frames(frames), self._cell))
         ended = {part.worker: part.error is not None for part in self._cell.parts.values() if part.done}
         silent = now - self._cell.last_output >= self._after
         running = [part.worker for part in self._running()]

@@ -40,7 +40,7 @@ class Stands:
         self._silent: dict[str, float] = {}
         """The time from which each worker has not answered."""
         self._places: dict[str, str] = {}
-        """Where workers that do not answer are, as far as their hosts have told."""
+        """The places of workers that do not answer, as far as their hosts have told; "" for none in the user's code."""
 
     def heard_nothing(self, worker: str, now: float) -> None:
         """Note that a worker has not answered at the time ``now``."""
@@ -49,12 +49,16 @@ class Stands:
         self._silent.setdefault(worker, now)
 
     def told(self, worker: str, place: str) -> None:
-        """Note where a worker that does not answer is, such as ``In[3]:2``."""
+        """Note that the process of a worker that does not answer runs, at a place such as ``In[3]:2``."""
         self._places[worker] = place
 
-    def silent_workers(self) -> list[str]:
-        """Return the workers that did not answer the last time."""
-        return list(self._silent)
+    def unplaced(self, now: float) -> list[str]:
+        """Return the workers that `say` will soon name as silent, and whose places are not known.
+
+        Their hosts ask them by a signal, which may cut a sleep in the user's C code short: so only late, and once.
+        """
+        silent = [worker for worker in self._silent if worker not in self._places]
+        return [worker for worker in silent if now - self._silent[worker] >= self._after / 2]
 
     def saw(self, worker: str, found: Position | None, now: float) -> None:
         """Note that a worker was at ``found`` at the time ``now``, in seconds of any one clock.
@@ -105,8 +109,13 @@ class Stands:
                 f"{say_names(workers)} {plural(len(workers), 'waits', 'wait')} in {call}, {line}, {now - since:.0f} s"
             )
         for worker in mute:
-            at = f" at {self._places[worker]}" if worker in self._places else ""
-            said.append(f"{worker} holds the GIL{at}, {now - self._silent[worker]:.0f} s")
+            seconds, at = f"{now - self._silent[worker]:.0f} s", self._places.get(worker)
+            cell = f" (its cell is at {at})" if at else ""
+            said.append(
+                f"{worker} does not answer, {seconds}"
+                if at is None
+                else f"{worker} has not released the GIL for {seconds}{cell}"
+            )
         computing: dict[str, list[str]] = {}
         for worker in running:
             if worker not in (*waiting, *held, *mute):

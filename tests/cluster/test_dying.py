@@ -1,7 +1,5 @@
 """Workers that die: named at once, with how and with their last words; and that come back."""
 
-import time
-
 import pytest
 
 import nbdist
@@ -117,7 +115,7 @@ def test_a_worker_that_its_cluster_ends_was_not_killed_by_hand(monkeypatch):
 
         def slowly():
             left = close()
-            time.sleep(0.5)  # the news of the workers' ends come meanwhile
+            assert all(worker.ended.wait(20) for worker in cluster.workers)  # the news of their ends have come
             told.extend(worker.lost for worker in cluster.workers)
             return left
 

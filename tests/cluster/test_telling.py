@@ -235,14 +235,21 @@ def test_who_waits_for_long_is_told_with_the_line_of_who_computes():
     )
 
 
-def test_who_does_not_answer_for_long_holds_the_gil():
+def test_who_does_not_answer_for_long_is_told_and_keeps_the_gil_if_its_host_says_so():
     stands = Stands(after=10.0)
     stands.heard_nothing("worker0", 1.0)
-    assert stands.silent_workers() == ["worker0"]
-    stands.told("worker0", "train.py:4")
+    assert stands.unplaced(2.0) == []
     stands.heard_nothing("worker0", 8.0)
+    assert stands.unplaced(8.0) == ["worker0"]
     assert stands.say(["worker0"], {}, {}, 10.9) == ""
-    assert stands.say(["worker0"], {}, {}, 12.0) == "worker0 holds the GIL at train.py:4, 11 s"
+    assert stands.say(["worker0"], {}, {}, 12.0) == "worker0 does not answer, 11 s"
+    stands.told("worker0", "train.py:4")
+    assert stands.unplaced(12.0) == [], "its host asks by a signal, and only once"
+    assert stands.say(["worker0"], {}, {}, 12.0) == (
+        "worker0 has not released the GIL for 11 s (its cell is at train.py:4)"
+    )
+    stands.told("worker0", "")
+    assert stands.say(["worker0"], {}, {}, 12.0) == "worker0 has not released the GIL for 11 s"
     stands.saw("worker0", place(1, 1.0), 13.0)
     assert stands.say(["worker0"], {}, {}, 13.0) == ""
 
@@ -257,12 +264,14 @@ def test_a_wait_for_a_worker_that_computes_is_told(notebook):
     stop(notebook, cell)
 
 
-def test_a_worker_that_holds_the_gil_is_told_with_its_line(notebook):
+def test_a_worker_that_keeps_the_gil_is_told_with_its_line(notebook):
     code = "if rank == 1:\n    sum(range(8 * 10**8))  # some seconds, in C"
     cell = notebook.send(f"%%remote --progress-after 1\n{code}")
-    notebook.until(lambda: "GIL at" in (line_of(cell) or ""))
+    notebook.until(lambda: "its cell is at" in (line_of(cell) or ""))
     assert re.fullmatch(
-        r"worker1 holds the GIL at In\[\d+\]:3, \d+ s; worker0,2 are through with this cell", line_of(cell)
+        r"worker1 has not released the GIL for \d+ s \(its cell is at In\[\d+\]:3\); "
+        "worker0,2 are through with this cell",
+        line_of(cell),
     ), line_of(cell)
     notebook.finish(cell)
     assert line_of(cell) == ""
