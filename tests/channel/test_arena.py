@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,19 +42,14 @@ def opened():
     return sum(str(link).startswith(f"/memfd:nbdist-{OWNER:x}-") for link in links)
 
 
-def files():
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.fixture
 def arena():
-    before = files()
     arena = Arena(OWNER, 256 * M, 1)
     yield arena
     arena.close()
     gc.collect()
     assert mapped() == 0
-    assert files() == before
+    assert opened() == 0
 
 
 def send(arena, tensor):
@@ -281,9 +278,20 @@ def test_a_sender_that_is_killed():
         process.communicate()
 
 
-def test_many_threads_send_and_receive(arena):
-    import threading
+def test_threads_that_ask_for_the_probe_at_once_make_one_file(arena, monkeypatch):
+    together, create = threading.Barrier(4), arenas.mapping.create
 
+    def at_once(*arguments):
+        together.wait(20)
+        return create(*arguments)
+
+    monkeypatch.setattr(arenas.mapping, "create", at_once)
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(lambda _: arena.probe, range(4)))) == 1
+    assert opened() == 1
+
+
+def test_many_threads_send_and_receive(arena):
     mine, wrong = Leases(), []
 
     def work(number):

@@ -194,9 +194,13 @@ class Arena:
 
         The file is made when it is first needed. Raises MemoryFailure if the system refuses it.
         """
-        if PROBE not in self._files:
-            self._files[PROBE] = mapping.create(file_name(self._incarnation, PROBE), PROBE_SIZE)
-        return self._files[PROBE]
+        if (known := self._files.get(PROBE)) is not None:
+            return known
+        made = mapping.create(file_name(self._incarnation, PROBE), PROBE_SIZE)
+        kept = self._files.setdefault(PROBE, made)
+        if kept != made:  # another thread was faster
+            os.close(made)
+        return kept
 
     # -- out ----------------------------------------------------------------------------------
 
