@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import re
 import sys
 import threading
@@ -38,6 +39,7 @@ __all__ = [
     "engine",
     "compilation",
     "direct_apply",
+    "flight_record",
     "function_modes",
     "graph_task",
     "groups_by_name",
@@ -91,6 +93,7 @@ FUNCTIONS: dict[str, str] = {
     "torch._C._DisableTorchDispatch": "dispatch modes see how a tensor is searched for NaN",
     "torch._C._collect_all": "torch.futures.wait_all waits for the rest after the first error of a call",
     "torch._C.Future": "torch.futures.Future, its subclass, is looked for",
+    "torch._C._distributed_c10d._dump_fr_trace": "nothing says which worker has not come to a collective",
     "torch._C._distributed_rpc": "torch was built without RPC, so no agent of torch's can run",
     "torch._guards.TracingContext.try_get": "torch.compile fails for a module that contains a RemoteModule",
     "torch._utils._get_sparse_tensors_to_validate": "since 2.15; before, torch._utils._sparse_tensors_to_validate",
@@ -128,6 +131,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_class_reducer_dict": ("the pickler of torch's RPC", "compat.install() fails with AttributeError"),
     "_device_types": ("a process group", "a worker leaves no collective, and forms no group anew"),
     "_get_backend": ("a process group", "a worker leaves no collective, and forms no group anew"),
+    "_module_fqn": ("a group of parameters of FSDP2", "the line of a waiting cell does not name the module"),
     "_is_initialized": ("a backend of NCCL", "an interrupt in gloo's collectives aborts NCCL's of the group, too"),
     "_set_unwrap_func": ("a torch.futures.Future", "torch.futures.wait_all does not raise the errors of calls"),
 }
@@ -358,6 +362,17 @@ def process_groups() -> dict[str, list[int]]:
     """Return the global ranks of each process group that this process is in, by the group's name."""
     groups = _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
     return {name: torch.distributed.get_process_group_ranks(group) for group, name in list(groups.items())}
+
+
+def flight_record(*, entries: bool = True, frames: bool = False) -> dict[str, Any]:
+    """Return what torch's flight recorder holds of this process's collectives; an empty dict if torch has none.
+
+    Without ``entries``, returns the last numbers of each group only, in 3 µs; 2,000 entries take 18 ms. The first
+    record with ``frames`` takes a second, and 70 MB: torch imports its compiler for it.
+    """
+    dump = _find("torch._C._distributed_c10d._dump_fr_trace", lambda **_: pickle.dumps({}))
+    found: dict[str, Any] = pickle.loads(dump(includeCollectives=entries, includeStackTraces=frames))
+    return found
 
 
 def groups_by_name() -> dict[str, Any]:

@@ -169,6 +169,8 @@ class Twice(Function):
 
 
 def objects():
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup  # takes a second
+
     leaf = torch.ones(2, requires_grad=True)
     made = Twice.apply(leaf)
     custom = made.grad_fn
@@ -184,6 +186,7 @@ def objects():
         "a state of a module": [torch.nn.Linear(1, 1).state_dict()],
         "a process group": [torch.distributed.ProcessGroup],
         "a backend of NCCL": [getattr(torch.distributed, "ProcessGroupNCCL", SimpleNamespace(_is_initialized=None))],
+        "a group of parameters of FSDP2": [SimpleNamespace(**dict.fromkeys(FSDPParamGroup.__init__.__code__.co_names))],
         "a torch.futures.Future": [torch.futures.Future()],
         "the pickler of torch's RPC": [torch.distributed.rpc.internal._internal_rpc_pickler],
     }

@@ -17,6 +17,10 @@ spawning       says what to write in place of ``torch.multiprocessing.spawn``
 executor       calls functions on the first free worker, as an executor of `concurrent.futures` does
 asking         completion and inspection of code in a cell for workers
 stands         where the workers of a cell stand, in words
+whereabouts    where a thread is in the user's code
+group_history  the collectives of a process group, as one member has called them
+partings       where the members of a group part, found from their histories
+collation      asks the workers for these histories
 lookout        the line below a cell that says what its workers wait for
 errors         the errors with which cells fail
 subpackages

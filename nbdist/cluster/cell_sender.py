@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
+from nbdist.cluster.collation import Collation
 from nbdist.cluster.interrupting import Interrupts
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.jupyter_wire import pack
@@ -95,6 +96,7 @@ class CellSender:
                 quiet=quiet,
                 fail_fast=fail_fast,
             )
+            cell.why_late = lambda: [each.text for each in Collation(self._team.workers, self._agent).partings()]
             if keep:
                 ids = [(part.worker, part.id) for part in cell.parts.values()]
                 # A weak reference: else this object, whose router keeps the last cells, would never end.
@@ -111,7 +113,7 @@ class CellSender:
                     raise UsageError("this cluster has been shut down; make another")
                 if progress_after > 0 and sink.interactive:
                     probe = self._lifecycle.launcher.probe
-                    self._thread.soon(Lookout(self._thread, self._agent, probe, cell, workers, progress_after).start)
+                    self._thread.soon(Lookout(self._thread, self._agent, probe, cell, self._team, progress_after).start)
 
             if block:
                 try:

@@ -3,139 +3,55 @@
 ::
 
     worker0 waits in dist.recv(src=1), In[3]:2, 14 s; worker1 has failed
-    worker0,2 wait in dist.all_reduce(), In[7]:7, 12 s; worker1 computes at In[7]:5
+    worker1 has not come to all_reduce #41, float32[1024], default group: worker0,2 wait in dist.all_reduce(),
+      In[7]:7, 12 s; worker1 computes at In[7]:5
     worker0 is still busy with loss.backward(), In[2]:5, 34 s; worker1 is stopped by a signal, 12 s
     worker1 has not released the GIL for 10 s (its cell is at In[3]:4)
 
     notebook: `Lookout` ── every 2 s of silence ──> worker: `place` ──> `Stands.saw` ──> `Stands.say` ──> the line
+                        ── if one is in a collective ──> all workers: `Collation` ──> the line
                         ── if it does not answer for long ──> its host: `Launcher.probe`
 
 A worker counts as waiting if its main thread is at the same instruction as at the last look, and has used hardly any
 processor time since then. The line appears after ``progress_after`` seconds of silence, if all running workers wait, if
 one has waited for so long itself, or if one waits and another has ended the cell. It also appears if a worker cannot
 begin, because it still runs an earlier cell or a signal such as SIGSTOP has stopped it, and if a worker has not
-answered for so long. If its host then gets the frames of its main thread, by a signal, some thread holds the GIL. Each
-look updates the line, or removes it. If all workers compute, there is no line.
+answered for so long. If its host then gets the frames of its main thread, by a signal, some thread holds the GIL. If
+the members of a group are in different collectives, the line comes at the first look. Each look updates the line, or
+removes it. If all workers compute, there is no line.
 """
 
 from __future__ import annotations
 
 import contextlib
-import linecache
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nbdist.amounts import plural
+from nbdist.cluster.collation import Collation
+from nbdist.cluster.jupyter.kernel_connection import KernelThread
 from nbdist.cluster.jupyter.labels import is_cell
+from nbdist.cluster.kernels.cells import Cell, CellPart
+from nbdist.cluster.kernels.workers import Worker
+from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.output.in_place import InPlace
+from nbdist.cluster.partings import Parting
 from nbdist.cluster.processes.probe import Probe, is_stopped
 from nbdist.cluster.processes.where import Frame, read_frames
 from nbdist.cluster.stands import Position, Stands
-from nbdist.code_places import TORCH, is_nbdists, is_torchs, is_users, shown_name
+from nbdist.cluster.team import Team
+from nbdist.code_places import is_users, shown_name
 from nbdist.errors import NbdistError
-from nbdist.thread_frames import thread_frames
+from nbdist.rpc.agent import Agent
 
-if TYPE_CHECKING:  # workers import this module, but not the notebook's side of cells
-    from nbdist.cluster.jupyter.kernel_connection import KernelThread
-    from nbdist.cluster.kernels.cells import Cell, CellPart
-    from nbdist.cluster.kernels.workers import Worker
-    from nbdist.rpc.agent import Agent
-
-__all__ = ["Lookout", "say_where"]
+__all__ = ["Lookout"]
 
 _LOOK_EVERY = 2.0
 """Seconds between two looks."""
 _ANSWER_WITHIN = 0.4
 """Seconds for the workers to answer. A worker that holds the GIL cannot."""
-
-_SHOWN = 60
-"""The most characters of a line of code that are shown."""
-
-_COLLECTIVE_WRAPPER = f"{TORCH}distributed/c10d_logger.py"
-"""The file with torch's wrapper around each collective, which is often the innermost frame of an interrupted one."""
-
-_SHOWN_ARGUMENTS = ("src", "dst", "group_src", "group_dst", "to")
-"""The arguments of a call that the line shows: they name the worker for which the call waits."""
-
-
-# -- on the worker ----------------------------------------------------------------------------------------------
-
-
-def place() -> Position | None:
-    """Return the `Position` of this process's main thread; None if it runs no user code.
-
-    A position is the instruction, the processor time used so far, and the call and line of the user's code. Runs by RPC
-    on the worker, in another thread, which can do so as long as the main thread releases the GIL.
-    """
-    ident = threading.main_thread().ident or 0
-    innermost = thread_frames().get(ident)
-    if innermost is None:
-        return None
-    frames = []
-    frame: FrameType | None = innermost
-    while frame is not None:
-        frames.append((frame, frame.f_lineno or frame.f_code.co_firstlineno))
-        frame = frame.f_back
-    found = _find(frames)
-    if found is None:
-        return None
-    processor = time.clock_gettime(time.pthread_getcpuclockid(ident))
-    return Position((id(innermost), innermost.f_lasti), processor, *found)
-
-
-def say_where(tb: TracebackType | None) -> str:
-    """Return the call and the line of user code at which an error with this traceback arose, in words; may be empty."""
-    frames = []
-    while tb is not None:
-        frames.append((tb.tb_frame, tb.tb_lineno))
-        tb = tb.tb_next
-    found = _find(frames[::-1])
-    return f"{found[0]}, {found[1]}" if found is not None else ""
-
-
-def _find(frames: Sequence[tuple[FrameType, int]]) -> tuple[str, str] | None:
-    """Return the call that the user's code is in and its place, such as ``dist.recv(src=0)`` and ``In[3]:2``.
-
-    Returns None if there is no frame of the user's. ``frames`` has frames and line numbers, the innermost first.
-    Between the wait and the user's line are frames of torch, nbdist or Python. The outermost of these that is no
-    wrapper is the function that the user called.
-    """
-    called = ""
-    for frame, number in frames:
-        file = frame.f_code.co_filename
-        if is_users(file):
-            return called or linecache.getline(file, number).strip()[:_SHOWN], f"{shown_name(file)}:{number}"
-        if file == _COLLECTIVE_WRAPPER:
-            inside = frame.f_locals
-            collective = inside.get("func_name") or getattr(inside.get("func"), "__name__", "")
-            called = called or (f"dist.{collective}()" if collective else "")
-        elif not _is_wrapper(frame):
-            called = _say_call(frame)
-    return None
-
-
-def _is_wrapper(frame: FrameType) -> bool:
-    """Return whether a frame belongs to a nested function, such as a decorator's: its name means nothing to a user."""
-    return "<locals>" in frame.f_code.co_qualname or "<lambda>" in frame.f_code.co_qualname
-
-
-def _say_call(frame: FrameType) -> str:
-    """Return the call of a frame in words, such as ``dist.recv(src=0)``: the function's name as users write it."""
-    code, file = frame.f_code, frame.f_code.co_filename
-    space = "dist." if is_torchs(file, "distributed") else "rpc." if is_nbdists(file, "rpc") else ""
-    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    told = []
-    for name in _SHOWN_ARGUMENTS:
-        value = frame.f_locals.get(name) if name in parameters else None
-        if isinstance(value, int | str):
-            told.append(f"{name}={value!r}")
-    return f"{space}{code.co_qualname}({', '.join(told)})"
-
-
-# -- the driver -------------------------------------------------------------------------------------------------
 
 
 class Lookout:
@@ -150,11 +66,11 @@ class Lookout:
         agent: Agent,
         probe: Callable[[str], Future[Probe]],
         cell: Cell,
-        workers: Sequence[Worker],
+        team: Team,
         after: float,
     ) -> None:
         self._thread, self._agent, self._probe, self._cell, self._after = thread, agent, probe, cell, after
-        self._workers = {worker.name: worker for worker in workers}
+        self._team, self._collation = team, Collation(team.workers, agent)
         self._stopped: dict[str, float] = {}
         """The workers that a signal has stopped, each with the time at which this was seen first."""
         self._stands = Stands(after)
@@ -186,12 +102,13 @@ class Lookout:
         if now - self._cell.last_output >= min(_LOOK_EVERY, self._after) * 0.9:
             for part in self._running():
                 with contextlib.suppress(NbdistError):  # the worker is gone
-                    asked[part.worker] = self._agent.call(part.worker, place, timeout=_ANSWER_WITHIN)
+                    at = self._agent.at(part.worker, "collectives")
+                    asked[part.worker] = at.call("place", timeout=_ANSWER_WITHIN)
             self._probes = {worker: self._probe(worker) for worker in self._stands.unplaced(now) if worker in asked}
         self._call_later(self._judge, _ANSWER_WITHIN, asked)
 
     def _judge(self, asked: Mapping[str, Any]) -> None:
-        """Take the answers that have arrived; show, change or remove the line; and plan the next look.
+        """Take the answers that have arrived, and plan the line: after another question, if one is in a collective.
 
         ``asked`` has the future of each worker's `Position`, by name.
         """
@@ -199,26 +116,49 @@ class Lookout:
             return
         now = time.monotonic()
         held: dict[str, str] = {}
+        in_collective = False
         for part in self._running():
             found, answer = None, asked.get(part.worker)
             if answer is not None and answer.done():
                 with contextlib.suppress(Exception):  # the worker died, or the answer is late
                     found = answer.value()
                     answer = None
+            in_collective |= found is not None and found.in_collective
             if answer is None:
                 self._stands.saw(part.worker, found, now)
             else:
                 self._stands.heard_nothing(part.worker, now)
-            if why := self._say_held(self._workers[part.worker], found, now):
+            if why := self._say_held(self._team.find(part.worker), found, now):
                 held[part.worker] = why
         for worker, answer in self._probes.items():
             if answer.done() and (frames := answer.result().frames):
                 self._stands.told(worker, _place_of(read_frames(frames), self._cell))
+        told = self._collation.ask() if in_collective else {}
+        self._call_later(self._show, _ANSWER_WITHIN if told else 0, held, told)
+
+    def _show(self, held: Mapping[str, str], told: Mapping[str, Any]) -> None:
+        """Show, change or remove the line, and plan the next look.
+
+        ``told`` is as for `Collation.conclude`.
+        """
+        if self._cell.done:
+            return
+        now = time.monotonic()
+        partings = self._collation.conclude(told)
+        is_long = now - self._cell.last_output >= self._after
         ended = {part.worker: part.error is not None for part in self._cell.parts.values() if part.done}
-        silent = now - self._cell.last_output >= self._after
         running = [part.worker for part in self._running()]
-        self._line.show(self._stands.say(running, ended, held, now) if silent else "")
-        self._call_later(self._look, max(0.1, min(_LOOK_EVERY, self._after) - _ANSWER_WITHIN))
+        stands = self._stands.say(running, ended, held, now) if is_long else ""
+        said = "; ".join(each.text for each in partings if stands or not each.absent)
+        if partings and not any(each.absent for each in partings):
+            stands = ""  # the text about the collective says where they are
+        self._line.show(": ".join(filter(None, [said, stands])) + (self._say_elsewhere(partings) if stands else ""))
+        self._call_later(self._look, max(0.1, min(_LOOK_EVERY, self._after) - (2 if told else 1) * _ANSWER_WITHIN))
+
+    def _say_elsewhere(self, partings: Sequence[Parting]) -> str:
+        """Return the clause about the workers that are missing from a collective, and were not sent this cell."""
+        names = dict.fromkeys(each for parting in partings for each in parting.absent if each not in self._cell.parts)
+        return f"; {say_names(list(names))} {plural(len(names), 'is', 'are')} not in this cell" if names else ""
 
     def _say_held(self, worker: Worker, found: Position | None, now: float) -> str:
         """Return what keeps a worker from running the cell, in words that follow its name; "" if nothing does."""

@@ -25,6 +25,8 @@ class Position(NamedTuple):
     """The call that the user's code waits in, such as ``dist.recv(src=0)``, or the text of the line."""
     line: str
     """The file and line number of the user's code, such as ``In[3]:2``."""
+    in_collective: bool = False
+    """True if the process is in a collective, as far as torch's flight recorder tells; it may have ended just now."""
 
 
 class Stands:

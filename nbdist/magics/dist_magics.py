@@ -268,7 +268,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         if Cluster.current is None:
             print("No cluster runs; start one with %dist_init -n 4.")
             return None
-        return StatusTable(collect(Cluster.current))
+        return StatusTable(*collect(Cluster.current))
 
     @line_magic
     def dist_panel(self, line: str) -> Panel:

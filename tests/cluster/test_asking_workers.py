@@ -94,7 +94,7 @@ def test_the_status_of_silent_workers_is_what_the_notebook_knows(cluster, monkey
     facts = {"rank": 0, "state": "idle", "pid": 7, "device": "cpu", "gpu": None, "lost": None, "present_cell": None}
     for worker in cluster.workers:
         vars(worker).update(facts, log=SimpleNamespace(timed_lines=list))
-    assert [(each.name, each.report.calls) for each in status.collect(cluster)] == [
+    assert [(each.name, each.report.calls) for each in status.collect(cluster).rows] == [
         ("worker1", None),
         ("worker2", None),
     ]

@@ -13,7 +13,7 @@ import pytest
 from frontend import COLOUR
 
 import nbdist
-from nbdist.cluster.lookout import place
+from nbdist.cluster.whereabouts import place
 
 LIMIT = 20
 """Seconds for what a test waits for."""

@@ -91,7 +91,7 @@ def test_views_that_are_open_show_the_new_worker(keepers, capsys):
         until(lambda: view.look()["rows"][1]["state"] == "busy")
         view.receive({"press": "interrupt", "worker": "worker1"})
         until(lambda: cell.done)
-        assert "worker1" in repr(StatusTable(collect(cluster)))
+        assert "worker1" in repr(StatusTable(*collect(cluster)))
         assert [memory.name for memory in holdings.collect().workers] == ["worker0", "notebook", "worker1"]
         # A watch that began before sees a pass that the new worker begins.
         with watcher:

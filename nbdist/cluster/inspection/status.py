@@ -14,12 +14,14 @@ import linecache
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.amounts import duration
 from nbdist.autograd.api import recorder
+from nbdist.cluster.collation import Collation
 from nbdist.cluster.inspection.status_report import LINE_SHOWN, StatusReport, make_report, say_line
 from nbdist.cluster.jupyter.labels import is_cell
+from nbdist.cluster.partings import Parting
 from nbdist.cluster.processes import where
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
 from nbdist.code_places import is_users, shown_name
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
     from nbdist.cluster.kernels.workers import Worker
 
-__all__ = ["WorkerStatus", "collect"]
+__all__ = ["Status", "WorkerStatus", "collect"]
 
 _REPORT_WITHIN = 0.5
 """Seconds to wait for a worker's report."""
@@ -56,7 +58,14 @@ class WorkerStatus:
     """The last lines that the worker has printed, in any cell, each with the time at which it arrived."""
 
 
-def collect(cluster: Cluster) -> list[WorkerStatus]:
+class Status(NamedTuple):
+    """The state of all workers, and where those that are in collectives have parted."""
+
+    rows: Sequence[WorkerStatus] = ()
+    partings: Sequence[Parting] = ()
+
+
+def collect(cluster: Cluster) -> Status:
     """Return the status of all workers, in at most about a second.
 
     For a worker that does not answer in time, the status has the facts that the notebook and the worker's host know,
@@ -65,12 +74,15 @@ def collect(cluster: Cluster) -> list[WorkerStatus]:
     with recorder().contexts.outside():
         living = [worker.name for worker in cluster.workers if worker.alive]
         asked = ask_each(cluster.agent, make_report, dict.fromkeys(living, ()), timeout=_REPORT_WITHIN)
-    reports = asked.or_raise(but=NbdistError)
+        reports = asked.or_raise(but=NbdistError)
+        in_collective = any(report.in_collective for report in reports.values())
+        partings = Collation(cluster.workers, cluster.agent).partings() if in_collective else []
     silent = [
         worker for worker in cluster.workers if worker.alive and worker.step == "ready" and worker.name not in reports
     ]
     reports |= _ask_hosts(cluster, silent)
-    return [_status(worker, reports.get(worker.name) or StatusReport(None)) for worker in cluster.workers]
+    rows = [_status(worker, reports.get(worker.name) or StatusReport(None)) for worker in cluster.workers]
+    return Status(rows, partings)
 
 
 def _ask_hosts(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, StatusReport]:

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from nbdist.cluster.processes.process_memory import own_bytes
+from nbdist.cluster.worker.flight_recorder import has_unfinished
 from nbdist.code_places import is_users, shown_name
 from nbdist.rpc.agent import active_agent
 from nbdist.thread_frames import thread_frames
@@ -42,6 +43,8 @@ class StatusReport(NamedTuple):
     """Bytes in pages that no other process has; None where the system has no count."""
     cpu_seconds: float | None = None
     """CPU time that the worker's process has used, in seconds; None if it is not known."""
+    in_collective: bool = False
+    """True if the worker is in a collective: see `Position.in_collective`."""
 
 
 def make_report() -> StatusReport:
@@ -65,6 +68,7 @@ def make_report() -> StatusReport:
         gpu_busy(),
         own_bytes(),
         time.process_time(),
+        has_unfinished(),
     )
 
 

@@ -178,6 +178,8 @@ class Cell:
         It runs once: when it is called, or when nobody has this handle any more. The router has the last 2,000.
         """
         self._part_ended: Callable[[Cell, str], None] = lambda cell, worker: None
+        self.why_late: Callable[[], Sequence[str]] = tuple
+        """Returns texts that say what keeps the workers; for the error of a time limit."""
         self._error_shown = False
         """True once `wait` or ``await`` has raised the cell's error, so that nothing publishes it again."""
         self._waiting: set[object] = set()
@@ -376,9 +378,10 @@ class Cell:
         Called by the thread that waits for the cell, with the workers that still ran. Outputs and errors so far stay in
         the cell.
         """
+        reasons = self.why_late()
         stuck = self._stop()
         text = f"{say_names(late)} did not end the cell within {timeout:g} s"
-        error = CellTimeout("; ".join([text, *say_stopped(self.errors), *stuck]))
+        error = CellTimeout("; ".join([text, *reasons, *say_stopped(self.errors), *stuck]))
         error.errors = tuple(self.errors)
         error.traceback = [*self._where_interrupted(), f"CellTimeout: {error}"]
         raise error

@@ -5,6 +5,8 @@
 `gpu`                makes the worker's GPU its device, and explains its errors
 `gloo`               gloo's connections
 `nccl`               aborts of NCCL's collectives, and the threads in them
+`wrapped_models`     names the part of a model for which DDP or FSDP2 calls a collective
+`flight_recorder`    reads torch's record of this process's collectives
 `gloo_waits`         ends gloo's waits for transfers that were cut off
 `collectives`        the process group, and how its collectives end
 `default_group`      ``init_process_group`` in a worker's cells

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from nbdist.cluster.lookout import say_where
+from nbdist.cluster.whereabouts import say_where
 from nbdist.cluster.worker import gpu, nccl
 from nbdist.cluster.worker.collectives import Collectives
 from nbdist.code_places import is_torchs

@@ -40,10 +40,13 @@ import torch.distributed
 from torch.distributed.distributed_c10d import destroy_process_group as _destroy_process_group
 from torch.distributed.distributed_c10d import init_process_group as _init_process_group
 
+from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.hosts.group_board import BoardStore
 from nbdist.cluster.processes.group_store import FolderStore, GroupStore
 from nbdist.cluster.processes.setup import AUTO, WorkerSetup, choose_backend, group_folder
-from nbdist.cluster.worker import gloo, gpu, nccl
+from nbdist.cluster.stands import Position
+from nbdist.cluster.whereabouts import place
+from nbdist.cluster.worker import flight_recorder, gloo, gpu, nccl
 from nbdist.cluster.worker.gloo_waits import CutTransfers
 from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, NbdistError, RendezvousError, WorkerLost
@@ -119,7 +122,7 @@ dist: Any = torch.distributed  # Any: torch does not declare what this module ex
 class Collectives:
     """The process groups of this worker. The notebook may call the methods in `METHODS`."""
 
-    METHODS = ("backend", "break_off")
+    METHODS = ("backend", "break_off", "histories", "place")
 
     def __init__(self) -> None:
         self._agent: Agent | None = None
@@ -130,6 +133,8 @@ class Collectives:
         """The store of the process group. C++ does not keep the Python object alive, so this object does."""
         self._formed = False
         """True once the present process group has formed."""
+        self._forming_since = 0
+        """When the present process group began to form, by `time.time_ns`."""
         self._backend = "none"
         """The backend of the process group that formed last, as torch writes it."""
         self._forms_group = False
@@ -211,7 +216,7 @@ class Collectives:
                     )
                 destroy()
             self._loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
-            self._formed = False
+            self._formed, self._forming_since = False, time.time_ns()
             self._broken.clear()
             self._stop_forming.clear()
             self._lost.clear()
@@ -241,6 +246,15 @@ class Collectives:
     def backend(self) -> str:
         """Return the backend of this worker's process group, as torch writes it. The notebook calls this by RPC."""
         return self._backend
+
+    def place(self) -> Position | None:
+        """Return where the main thread stands, and whether this process is in a collective."""
+        found = place()
+        return None if found is None else found._replace(in_collective=flight_recorder.has_unfinished())
+
+    def histories(self) -> list[GroupHistory]:
+        """Return what this worker has called in each of its process groups, since the default group has formed."""
+        return flight_recorder.read(self._forming_since)
 
     def _open_store(self, told: WorkerSetup, generation: int) -> GroupStore:
         """Return the store of one generation of the process group: files, or, for several hosts, the notebook's memory.

@@ -154,6 +154,7 @@ def _set_environment(told: WorkerSetup) -> None:
         MASTER_ADDR=told.master_address,
         MASTER_PORT=str(told.master_port),
     )
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch 2.10 records no collectives by default
     nccl.set_environment()
     if told.interface:
         # Connections of gloo and NCCL are not authenticated. If all workers are on this host, no other host may reach

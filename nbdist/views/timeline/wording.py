@@ -22,7 +22,6 @@ _HIDDEN = (
     "nbdist.rpc.calls.stopping",
     "nbdist.cluster.inspection.holdings",
     "nbdist.cluster.interrupting",
-    "nbdist.cluster.lookout",
     "nbdist.cluster.inspection.status_report",
 )
 """The beginnings of the names of modules whose calls only look or interrupt: a timeline leaves these calls out."""

@@ -14,7 +14,7 @@ from html import escape
 from typing import Any
 
 from nbdist.cluster.cluster import Cluster
-from nbdist.cluster.inspection.status import WorkerStatus, collect
+from nbdist.cluster.inspection.status import Status, WorkerStatus, collect
 from nbdist.views.drawing.pictures import themed
 from nbdist.views.workers.status import StatusTable
 
@@ -33,7 +33,7 @@ class Panel:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.rows: list[WorkerStatus] = []
+        self._status = Status()
         self._courses: dict[str, Course] = {}
         self._sent: dict[str, tuple[Mapping[str, int], float]] = {}
         self._rates: dict[tuple[str, str], float] = {}
@@ -42,6 +42,11 @@ class Panel:
         self._sampling = threading.Lock()
         self.sample()
 
+    @property
+    def rows(self) -> Sequence[WorkerStatus]:
+        """The state of each worker, as last sampled."""
+        return self._status.rows
+
     def sample(self) -> None:
         """Take one sample of all workers; a second thread waits for its turn.
 
@@ -49,13 +54,13 @@ class Panel:
         in `%dist_status`.
         """
         with self._sampling:
-            rows = collect(self.cluster)
-            now = time.monotonic()
+            status = collect(self.cluster)
+            rows, now = status.rows, time.monotonic()
             agent = self.cluster.agent
             awaited = list({call.worker for call in agent.awaited()})
             sent = {row.name: row.report.sent for row in rows if row.report.sent} | {agent.me.name: agent.sent()}
             with self._lock:
-                self.rows, self._awaited = rows, awaited
+                self._status, self._awaited = status, awaited
                 # Keep only rates of workers that have answered: the old rates of a lost worker mean nothing.
                 self._rates = {pair: rate for pair, rate in self._rates.items() if pair[0] in sent}
                 for name, counts in sent.items():
@@ -95,13 +100,20 @@ class Panel:
         return [(*pair, waits.get(pair, 0), self._rates.get(pair, 0.0)) for pair in pairs]
 
     def blamed(self) -> list[str]:
-        """Return a line for each chain of waiting workers, such as ``worker0 → worker1, which is at In[3]:3``."""
-        return blamed(self._waits(), {row.name: row.report.where for row in self.rows})
+        """Return a line for each collective to which workers have not come, and for each chain of waiting workers.
+
+        Such as ``worker0 → worker1, which is at In[3]:3``.
+        """
+        chains = blamed(self._waits(), {row.name: row.report.where for row in self.rows})
+        return [parting.text for parting in self._status.partings] + chains
 
     def _waits(self) -> dict[str, list[str]]:
         """Return for each worker, and for the notebook, the other workers for whose answers it waits."""
         agent = self.cluster.agent
         waits = {agent.me.name: self._awaited, **{row.name: list(row.report.waits) for row in self.rows}}
+        for parting in self._status.partings:
+            for worker in parting.present:
+                waits[worker] += [other for other in parting.absent if other not in waits[worker]]
         return {name: [other for other in others if other != name] for name, others in waits.items()}
 
     def snapshot(self) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 
 from nbdist.amounts import size
 from nbdist.cluster.inspection.status import WorkerStatus
+from nbdist.cluster.partings import Parting
 from nbdist.views import tables
+from nbdist.views.drawing.pictures import themed
 
 __all__ = ["StatusTable"]
 
@@ -14,10 +17,14 @@ _COLUMNS = ("worker", "rank", "pid", "device", "state", "runs", "memory", "calls
 
 
 class StatusTable:
-    """A table with a row for each worker: its rank, process, device, state, memory and calls; as text and HTML."""
+    """A table with a row for each worker: its rank, process, device, state, memory and calls; as text and HTML.
 
-    def __init__(self, rows: Sequence[WorkerStatus]) -> None:
+    Below are lines about collectives to which some workers have not come.
+    """
+
+    def __init__(self, rows: Sequence[WorkerStatus], partings: Sequence[Parting] = ()) -> None:
         self.rows = rows
+        self._remarks = [parting.text for parting in partings]
 
     def _columns(self) -> tuple[str, ...]:
         """Return the names of the columns; the last one, the line of code, only if it is known of some worker."""
@@ -41,10 +48,11 @@ class StatusTable:
         ]
 
     def __repr__(self) -> str:
-        return "\n".join(tables.as_lines(self._columns(), self._cells()))
+        return "\n".join([*tables.as_lines(self._columns(), self._cells()), *self._remarks])
 
     def _repr_html_(self) -> str:
-        return tables.as_html(self._columns(), self._cells())
+        remarks = themed(*(f"<div>{escape(line)}</div>" for line in self._remarks)) if self._remarks else ""
+        return tables.as_html(self._columns(), self._cells()) + remarks
 
 
 def _first_line(text: str) -> str:

@@ -1,0 +1,64 @@
+"""`GroupHistory`: the collectives of one process group, as one of its members has called them. Plain data.
+
+Every member numbers the collectives of a group from 1, in the order in which it calls them. So in a healthy program
+the members agree on what each number is; `nbdist.cluster.partings` compares them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["Given", "GroupHistory", "Wait"]
+
+
+class Given(msgspec.Struct, frozen=True):
+    """A kind of collective, with the tensors that a member gave to it."""
+
+    kind: str
+    """Its name, such as ``all_reduce``."""
+    tensors: str = ""
+    """The tensors, such as ``float32[4, 3]``; empty for a barrier."""
+    elements: int | None = None
+    """The number of elements on which all members must agree; None for a kind where they may differ."""
+    dtype: str = ""
+
+    def agrees_with(self, other: Given) -> bool:
+        """Return whether two members that gave this and ``other`` are in the same collective."""
+        return (self.kind, self.elements, self.dtype) == (other.kind, other.elements, other.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.tensors}".rstrip()
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """A collective that has not ended."""
+
+    number: int
+    call: str
+    """The function that the user called, such as ``reduce_scatter_tensor``; empty where no thread is in it."""
+    place: str
+    """The line of the user's code, such as ``In[7]:12``; empty where it is not known."""
+    owner: str = ""
+    """The module or the gradients for which DDP or FSDP2 has called it, such as ``module layers.0``."""
+
+
+class GroupHistory(msgspec.Struct, frozen=True):
+    """The last collectives of a process group that one member has called."""
+
+    name: str
+    """torch's name of the group, which is the same on all members."""
+    title: str
+    """The group in a user's words."""
+    ranks: list[int]
+    """The global ranks of the members."""
+    first: int = 1
+    """The number of the oldest collective in `given`: the recorder has lost those before it."""
+    given: list[int] = []
+    """For each number from `first` on, the index of what was given in `kinds`."""
+    kinds: list[Given] = []
+    waits: list[Wait] = []
+
+    @property
+    def last(self) -> int:
+        """The number of the last collective that this member has called."""
+        return self.first + len(self.given) - 1

@@ -1,0 +1,85 @@
+"""Compares the collectives of the members of each process group, and says where the members part. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from nbdist.amounts import plural
+from nbdist.cluster.group_history import GroupHistory
+from nbdist.cluster.output.arranger import say_names
+
+__all__ = ["Parting", "find_partings"]
+
+
+class Parting(NamedTuple):
+    """The first collective of a process group that not all of its members have called in the same way."""
+
+    group: str
+    """torch's name of the group."""
+    number: int
+    text: str
+    absent: Sequence[str] = ()
+    """The members that have not called it. If there are none, the members called different collectives."""
+    present: Sequence[str] = ()
+    """The members that have called it, and are not past it."""
+
+
+def find_partings(
+    histories: Mapping[str, Sequence[GroupHistory]], names: Sequence[str], *, at_rest: bool = False
+) -> list[Parting]:
+    """Return where the members of each group part: at most one `Parting` for each group.
+
+    ``histories`` has what each worker tells of its groups; nothing is claimed of a worker that has told nothing.
+    ``names`` are the names of all workers, by rank. A collective that some members lack counts if another one waits in
+    it, or if all are ``at_rest``: then none of them will call it any more.
+    """
+    groups: dict[str, dict[str, GroupHistory]] = {}
+    for worker, told in histories.items():
+        for history in told:
+            groups.setdefault(history.name, {})[worker] = history
+    found = (_part(members, names) or _lack(members, names, at_rest) for members in groups.values())
+    return [each for each in found if each is not None]
+
+
+def _part(members: Mapping[str, GroupHistory], names: Sequence[str]) -> Parting | None:
+    """Return the first collective for which members gave different things, if their recorders still know it."""
+    told = list(members.values())
+    for number in range(max(each.first for each in told), min(each.last for each in told) + 1):
+        given = {worker: history.kinds[history.given[number - history.first]] for worker, history in members.items()}
+        first = next(iter(given.values()))
+        if all(first.agrees_with(each) for each in given.values()):
+            continue
+        same: dict[tuple[str, str], list[str]] = {}
+        for worker, each in given.items():
+            place = next((wait.place for wait in members[worker].waits if wait.number == number), "")
+            same.setdefault((str(each), f" ({place})" if place else ""), []).append(worker)
+        said = [f"{say_names(workers)} {what}{place}" for (what, place), workers in same.items()]
+        text = f"#{number} of the {_title(told[0], names)} is not the same collective everywhere: {', '.join(said)}"
+        return Parting(told[0].name, number, text)
+    return None
+
+
+def _lack(members: Mapping[str, GroupHistory], names: Sequence[str], at_rest: bool) -> Parting | None:
+    """Return the first collective that some members have called, and others have not."""
+    number = min(history.last for history in members.values()) + 1
+    absent = [worker for worker, history in members.items() if history.last < number]
+    waits = {worker: wait for worker, history in members.items() for wait in history.waits if wait.number == number}
+    if len(absent) == len(members) or not (at_rest or waits):
+        return None
+    history = next(each for each in members.values() if each.last >= number)
+    given = history.kinds[history.given[number - history.first]]
+    call = next((wait.call for wait in waits.values() if wait.call), given.kind)
+    tensors = f", {given.tensors}" if given.tensors else ""
+    owner = next((f", for {wait.owner}" for wait in waits.values() if wait.owner), "")
+    text = (
+        f"{say_names(absent)} {plural(len(absent), 'has', 'have')} not come to {call} #{number}{tensors}, "
+        f"{_title(history, names)}{owner}"
+    )
+    return Parting(history.name, number, text, absent, list(waits))
+
+
+def _title(history: GroupHistory, names: Sequence[str]) -> str:
+    """Return the group in words: the user's own, or its members."""
+    known = [names[rank] for rank in history.ranks if rank < len(names)]
+    return history.title or f"group of {say_names(known)}"

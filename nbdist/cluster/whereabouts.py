@@ -1,0 +1,106 @@
+"""Says where a thread of this process is in the user's code: the call that it waits in, and the line."""
+
+from __future__ import annotations
+
+import linecache
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+
+from nbdist.cluster.stands import Position
+from nbdist.code_places import TORCH, is_nbdists, is_torchs, is_users, shown_name
+from nbdist.thread_frames import thread_frames
+
+__all__ = ["place", "say_place", "say_where"]
+
+_SHOWN = 60
+"""The most characters of a line of code that are shown."""
+
+_COLLECTIVE_WRAPPER = f"{TORCH}distributed/c10d_logger.py"
+"""The file with torch's wrapper around each collective, which is often the innermost frame of an interrupted one."""
+
+_MODULE_CALL = "_wrapped_call_impl"
+"""torch's function for the call of a module."""
+
+_SHOWN_ARGUMENTS = ("src", "dst", "group_src", "group_dst", "to")
+"""The arguments of a call that the line shows: they name the worker for which the call waits."""
+
+
+def place() -> Position | None:
+    """Return the `Position` of this process's main thread; None if it runs no user code.
+
+    A position is the instruction, the processor time used so far, and the call and line of the user's code. Runs by RPC
+    on the worker, in another thread, which can do so as long as the main thread releases the GIL.
+    """
+    ident = threading.main_thread().ident or 0
+    innermost = thread_frames().get(ident)
+    found = say_place(innermost)
+    if innermost is None or found is None:
+        return None
+    processor = time.clock_gettime(time.pthread_getcpuclockid(ident))
+    return Position((id(innermost), innermost.f_lasti), processor, *found)
+
+
+def say_place(innermost: FrameType | None) -> tuple[str, str] | None:
+    """Return the call that the user's code is in and its place, such as ``dist.recv(src=0)`` and ``In[3]:2``.
+
+    ``innermost`` is a thread's innermost frame. Returns None if the thread runs no user code.
+    """
+    frames = []
+    frame = innermost
+    while frame is not None:
+        frames.append((frame, frame.f_lineno or frame.f_code.co_firstlineno))
+        frame = frame.f_back
+    return _find(frames)
+
+
+def say_where(tb: TracebackType | None) -> str:
+    """Return the call and the line of user code at which an error with this traceback arose, in words; may be empty."""
+    frames = []
+    while tb is not None:
+        frames.append((tb.tb_frame, tb.tb_lineno))
+        tb = tb.tb_next
+    found = _find(frames[::-1])
+    return f"{found[0]}, {found[1]}" if found is not None else ""
+
+
+def _find(frames: Sequence[tuple[FrameType, int]]) -> tuple[str, str] | None:
+    """Return the call and the place of the user's code, as `say_place` does, from frames and line numbers.
+
+    Returns None if there is no frame of the user's. ``frames`` begins with the innermost. Between the wait and the
+    user's line are frames of torch, nbdist or Python. The outermost of these that is no wrapper is the function that
+    the user called.
+    """
+    called = ""
+    for frame, number in frames:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return called or linecache.getline(file, number).strip()[:_SHOWN], f"{shown_name(file)}:{number}"
+        if file == _COLLECTIVE_WRAPPER:
+            inside = frame.f_locals
+            collective = inside.get("func_name") or getattr(inside.get("func"), "__name__", "")
+            called = called or (f"dist.{collective}()" if collective else "")
+        elif frame.f_code.co_name == _MODULE_CALL:
+            called = ""  # the text of the line names the module
+        elif not _is_wrapper(frame):
+            called = _say_call(frame)
+    return None
+
+
+def _is_wrapper(frame: FrameType) -> bool:
+    """Return whether a frame belongs to a nested function, such as a decorator's: its name means nothing to a user."""
+    return "<locals>" in frame.f_code.co_qualname or "<lambda>" in frame.f_code.co_qualname
+
+
+def _say_call(frame: FrameType) -> str:
+    """Return the call of a frame in words, such as ``dist.recv(src=0)``: the function's name as users write it."""
+    code, file = frame.f_code, frame.f_code.co_filename
+    space = "dist." if is_torchs(file, "distributed") else "rpc." if is_nbdists(file, "rpc") else ""
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    told = []
+    for name in _SHOWN_ARGUMENTS:
+        value = frame.f_locals.get(name) if name in parameters else None
+        if isinstance(value, int | str):
+            told.append(f"{name}={value!r}")
+    return f"{space}{code.co_qualname}({', '.join(told)})"

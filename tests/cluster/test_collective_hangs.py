@@ -1,0 +1,159 @@
+"""The line below a cell that hangs in a collective names who is missing, or what the members do differently."""
+
+import os
+import re
+import signal
+
+import pytest
+from frontend import Notebook
+
+DDP = """
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)))
+for step in range(3 if rank != 1 else 2):
+    model(torch.ones(2, 4)).sum().backward()"""
+FSDP = """
+from torch.distributed.fsdp import fully_shard
+model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 3))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+for step in range(3 if rank != 1 else 2):
+    model(torch.ones(2, 6)).sum().backward()"""
+MESH = """
+from torch.distributed.device_mesh import init_device_mesh
+groups = [dist.new_group([0, 1], group_desc='pair'), dist.new_group([1, 2])]
+if rank:
+    dist.all_reduce(torch.ones(3), group=groups[1])
+    dist.all_reduce(torch.ones(3), group=groups[1] if rank == 2 else groups[0])"""
+WAITS = {
+    # The program, and the line below its cell, after the first seconds.
+    "one computes": (
+        "if rank == 1:\n    while True: pass\ndist.all_reduce(torch.ones(1024))",
+        r"worker1 has not come to all_reduce #1, float32\[1024\], default group: "
+        r"worker0,2 wait in dist\.all_reduce\(\), In\[\d+\]:4, \d+ s; worker1 computes at In\[\d+\]:3",
+    ),
+    "one has ended": (
+        "for step in range(3):\n    dist.all_reduce(torch.ones(2))\nif rank != 2: dist.barrier()",
+        r"worker2 has not come to barrier #4, default group: "
+        r"worker0,1 wait in dist\.barrier\(\), In\[\d+\]:4, \d+ s; worker2 is through with this cell",
+    ),
+    "asynchronous": (
+        "if rank:\n    work = dist.all_reduce(torch.ones(5), async_op=True)\n    work.wait()",
+        r"worker0 has not come to all_reduce #1, float32\[5\], default group: "
+        r"worker1,2 wait in work\.wait\(\), In\[\d+\]:4, \d+ s; worker0 is through with this cell",
+    ),
+    "two groups": (
+        MESH,
+        r"worker0 has not come to all_reduce #1, float32\[3\], group 'pair'; "
+        r"worker1 has not come to all_reduce #2, float32\[3\], group of worker1,2: worker1,2 wait in .*",
+    ),
+    "DDP": (
+        DDP,
+        r"worker1 has not come to all_reduce #\d+, float32\[30\], default group, for the gradients of 1\.bias to "
+        r"0\.weight: worker0,2 wait in Tensor\.backward\(\), In\[\d+\]:6, \d+ s; worker1 is through with this cell",
+    ),
+    "FSDP2": (
+        FSDP,
+        r"worker1 has not come to all_gather\w* #\d+, float32\[14\], default group, for module 0: "
+        r"worker0,2 wait in model\(torch\.ones\(2, 6\)\)\.sum\(\)\.backward\(\), In\[\d+\]:9, \d+ s; .*",
+    ),
+}
+DIFFERENCES = {
+    # The program, and the line below its cell, after the first look.
+    "kind": (
+        "x = torch.ones(4)\nif rank == 1:\n    dist.broadcast(x, 0)\nelse:\n    dist.all_reduce(x)",
+        r"#1 of the default group is not the same collective everywhere: worker0,2 all_reduce float32\[4\] "
+        r"\(In\[\d+\]:6\), worker1 broadcast float32\[4\] \(In\[\d+\]:4\)",
+    ),
+    "order": (
+        "x, y = torch.ones(4), torch.ones(2, dtype=torch.int64)\nfor z in (x, y) if rank else (y, x):\n"
+        "    dist.all_gather([torch.empty_like(z) for _ in range(3)], z) if z is x else dist.barrier()",
+        r"#1 of the default group is not the same collective everywhere: worker0 barrier \(In\[\d+\]:4\), "
+        r"worker1,2 all_gather float32\[4\] \(In\[\d+\]:4\)",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with Notebook() as notebook:
+        notebook.run("%dist_init -n 3 -t 60")
+        yield notebook
+
+
+@pytest.fixture
+def notebook(shared):
+    """Three idle workers in a process group that works."""
+    yield shared
+    for cell in shared.cells.values():
+        if not cell.idle:
+            os.kill(shared.pid, signal.SIGINT)
+            shared.finish(cell)
+    shared.run("%dist_restart -p", check=False)
+
+
+def line_of(cell):
+    """The line of where workers stand, as it is now; "" if there is none."""
+    lines = [m for m in cell.messages if m["msg_type"] in ("display_data", "update_display_data")]
+    return lines[-1]["content"]["data"]["text/plain"] if lines else ""
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_who_has_not_come_is_named(notebook, name):
+    code, told = WAITS[name]
+    cell = notebook.send(f"%%remote --progress-after 3\n{code}")
+    notebook.until(lambda: re.fullmatch(told, line_of(cell)), what=told)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_different_collectives_are_told_at_the_first_look(notebook, name):
+    code, told = DIFFERENCES[name]
+    cell = notebook.send(f"%%remote --progress-after 600\n{code}")
+    notebook.until(lambda: re.fullmatch(told, line_of(cell)), what=told)
+
+
+def test_a_worker_that_was_not_sent_the_cell_is_missing(notebook):
+    cell = notebook.send("%%remote 0 --progress-after 3\ndist.all_reduce(torch.ones(1))")
+    told = (
+        r"worker1,2 have not come to all_reduce #1, float32\[1\], default group: "
+        r"worker0 waits in dist\.all_reduce\(\), In\[\d+\]:2, \d+ s; worker1,2 are not in this cell"
+    )
+    notebook.until(lambda: re.fullmatch(told, line_of(cell)), what=told)
+
+
+def test_survivors_are_not_compared_by_what_they_did_before_a_restart(notebook):
+    notebook.run("%%remote\nfor step in range(5): dist.all_reduce(torch.ones(1))")
+    notebook.run("%dist_restart 1")
+    cell = notebook.send("%%remote --progress-after 3\nif rank != 1: dist.all_reduce(torch.ones(1))")
+    told = "worker1 has not come to all_reduce #1, float32[1], default group: "
+    notebook.until(lambda: line_of(cell).startswith(told), what=told)
+
+
+def test_a_time_limit_says_it_too(notebook):
+    cell = notebook.run("%%remote --timeout 2\nif rank != 1: dist.barrier()", check=False)
+    assert cell.error["evalue"].startswith(
+        "worker0,2 did not end the cell within 2 s; worker1 has not come to barrier #1, default group; "
+    )
+
+
+def test_the_status_and_the_panel_say_it(notebook):
+    cell = notebook.run("%%remote -a\nif rank != 1: dist.barrier()")
+    told = "worker1 has not come to barrier #1, default group"
+    notebook.until(lambda: told in notebook.run("%dist_status").result)
+    notebook.run("import nbdist; from nbdist.views.workers.panel import Panel")
+    panel = notebook.run("print(Panel(nbdist.Cluster.current))")
+    assert told in panel.stdout
+    assert "worker0 → worker1" in panel.stdout
+    assert "worker2 → worker1" in panel.stdout
+    notebook.run("_.cancel()", check=False)
+    notebook.run("nbdist.Cluster.current.interrupt()")
+    assert cell.idle
+
+
+def test_a_healthy_program_has_no_line(notebook):
+    notebook.run("%%remote\nimport time\nfor step in range(20): dist.all_reduce(torch.ones(1))")
+    cell = notebook.run(
+        "%%remote --progress-after 600\ntime.sleep(rank)\ndist.all_reduce(torch.ones(1))\ntime.sleep(3)"
+    )
+    assert line_of(cell) == ""

@@ -1,0 +1,146 @@
+"""torch's flight recorder as plain data, and where the members of a group part: `flight_recorder` and `partings`.
+
+The folder `flights` has what several versions of torch have recorded of programs that hang (`record_flights.py`).
+"""
+
+import json
+import pathlib
+
+import pytest
+
+from nbdist.cluster.group_history import Given, GroupHistory, Wait
+from nbdist.cluster.partings import find_partings
+from nbdist.cluster.worker.flight_recorder import histories
+
+FLIGHTS = sorted(pathlib.Path(__file__).with_name("flights").glob("*.json"))
+GROUPS = {"0": [0, 1, 2], "1": [0, 1], "2": [0, 2]}
+TITLES = {"0": "default group", "1": "group 'pair'", "2": "mesh dim tp"}
+NAMES = ["worker0", "worker1", "worker2"]
+
+
+def read(entries, rank=0):
+    groups = {name: ranks for name, ranks in GROUPS.items() if rank in ranks}
+    return histories(entries, groups, TITLES, {})
+
+
+@pytest.fixture(params=FLIGHTS, ids=lambda file: file.stem)
+def flight(request):
+    """The entries of each member, by program, as one version of torch has recorded them."""
+    return json.loads(request.param.read_text())
+
+
+def test_who_has_not_come_is_found(flight):
+    told = {NAMES[rank]: read(entries, rank) for rank, entries in enumerate(flight["absent"])}
+    [parting] = find_partings(told, NAMES)
+    assert parting.text == "worker2 has not come to all_reduce #15, float32[1024], default group"
+    assert (parting.absent, parting.present) == (["worker2"], ["worker0", "worker1"])
+
+
+def test_different_collectives_are_found(flight):
+    told = {NAMES[rank]: read(entries, rank) for rank, entries in enumerate(flight["different"])}
+    [parting] = find_partings(told, NAMES)
+    assert parting.text == (
+        "#15 of the default group is not the same collective everywhere: worker0,2 all_reduce float32[4], "
+        "worker1 broadcast float32[4]"
+    )
+
+
+def test_a_healthy_program_parts_nowhere(flight):
+    """Scatter, gather and uneven all-to-all give different sizes; a group of its own is not everybody's."""
+    told = {
+        NAMES[rank]: read([entry for entry in entries if entry["retired"]], rank)
+        for rank, entries in enumerate(flight["absent"])
+    }
+    assert find_partings(told, NAMES, at_rest=True) == []
+
+
+def entry(number, *, group="0", kind="all_reduce", sizes=((2,),), dtypes=("Float",), retired=True, **more):
+    return {
+        "process_group": [group, ""],
+        "collective_seq_id": number,
+        "profiling_name": f"gloo:{kind}",
+        "input_sizes": sizes,
+        "input_dtypes": dtypes,
+        "output_sizes": sizes,
+        "output_dtypes": dtypes,
+        "retired": retired,
+        "is_p2p": False,
+        "thread_id": "1",
+        **more,
+    }
+
+
+def test_a_group_is_read_from_its_oldest_known_number():
+    [history, *_] = read([entry(7), entry(8, kind="barrier", sizes=(), dtypes=()), entry(9)])
+    assert (history.first, history.last) == (7, 9)
+    assert history.kinds == [Given("all_reduce", "float32[2]", 2, "float32"), Given("barrier")]
+    assert history.given == [0, 1, 0]
+
+
+def test_a_group_that_formed_again_numbers_anew():
+    [history, *_] = read([entry(1), entry(2), entry(1, kind="broadcast")])
+    assert (history.first, history.last, [each.kind for each in history.kinds]) == (1, 1, ["broadcast"])
+
+
+def test_a_group_that_has_done_nothing_is_told():
+    assert [(each.name, each.ranks, each.last) for each in read([])] == [
+        ("0", [0, 1, 2], 0),
+        ("1", [0, 1], 0),
+        ("2", [0, 2], 0),
+    ]
+
+
+def test_several_tensors_are_counted_together():
+    [history, *_] = read([entry(1, sizes=((2, 3), (4,)), dtypes=("BFloat16", "BFloat16"))])
+    assert history.kinds == [Given("all_reduce", "bfloat16[2, 3] and 1 more", 10, "bfloat16")]
+
+
+def history(last, *kinds, first=1, waits=(), **more):
+    kinds = list(kinds) or [Given("all_reduce", "float32[4]", 4, "float32")]
+    given = [min(index, len(kinds) - 1) for index in range(last - first + 1)]
+    return GroupHistory("0", "default group", [0, 1], first, given, kinds, list(waits), **more)
+
+
+def test_nothing_is_claimed_of_a_worker_that_tells_nothing():
+    assert find_partings({"worker0": [history(3, waits=[Wait(3, "", "")])]}, NAMES) == []
+
+
+def test_nothing_is_claimed_of_what_the_recorder_has_lost():
+    other = Given("broadcast", "float32[4]", 4, "float32")
+    told = {
+        "worker0": [history(9, first=8)],
+        "worker1": [history(9, other, Given("all_reduce", "", 4, "float32"), first=7)],
+    }
+    assert find_partings(told, NAMES, at_rest=True) == []
+
+
+def test_who_is_behind_is_told_only_if_another_waits_or_all_rest():
+    told = {"worker0": [history(3)], "worker1": [history(2)]}
+    assert find_partings(told, NAMES) == []
+    [parting] = find_partings(told, NAMES, at_rest=True)
+    assert parting.text == "worker1 has not come to all_reduce #3, float32[4], default group"
+
+
+def test_who_is_in_the_same_collective_does_not_part():
+    wait = [Wait(3, "all_reduce", "In[2]:1")]
+    assert find_partings({name: [history(3, waits=wait)] for name in NAMES[:2]}, NAMES) == []
+
+
+def test_the_call_and_the_lines_are_those_of_the_users_code():
+    told = {"worker0": [history(3, waits=[Wait(3, "reduce_scatter_tensor", "In[2]:1")])], "worker1": [history(2)]}
+    [parting] = find_partings(told, NAMES)
+    assert parting.text.startswith("worker1 has not come to reduce_scatter_tensor #3, ")
+    shorter = Given("all_reduce", "float32[3]", 3, "float32")
+    told = {"worker0": [history(1, waits=[Wait(1, "all_reduce", "In[2]:1")])], "worker1": [history(1, shorter)]}
+    [parting] = find_partings(told, NAMES)
+    assert parting.text == (
+        "#1 of the default group is not the same collective everywhere: worker0 all_reduce float32[4] (In[2]:1), "
+        "worker1 all_reduce float32[3]"
+    )
+
+
+def test_a_group_without_a_name_is_named_by_its_members():
+    nameless = GroupHistory("4", "", [0, 2], 1, [0], [Given("barrier")], [Wait(1, "", "")])
+    told = {"worker0": [nameless], "worker2": [GroupHistory("4", "", [0, 2])]}
+    [parting] = find_partings(told, NAMES)
+    assert parting.text == "worker2 has not come to barrier #1, group of worker0,2"
