@@ -15,29 +15,33 @@ class Given(msgspec.Struct, frozen=True):
     """A kind of collective, with the tensors that a member gave to it."""
 
     kind: str
-    """Its name, such as ``all_reduce``."""
+    """The operation that runs, such as ``all_reduce``."""
     tensors: str = ""
     """The tensors, such as ``float32[4, 3]``; empty for a barrier."""
     elements: int | None = None
     """The number of elements on which all members must agree; None for a kind where they may differ."""
     dtype: str = ""
+    call: str = ""
+    """The function of ``torch.distributed`` that the user called; empty where it is not known."""
+    place: str = ""
+    """The line of the user's code that called it, such as ``In[7]:12``; empty where it is not known."""
 
     def agrees_with(self, other: Given) -> bool:
         """Return whether two members that gave this and ``other`` are in the same collective."""
-        return (self.kind, self.elements, self.dtype) == (other.kind, other.elements, other.dtype)
+        is_same_call = self.call == other.call or not self.call or not other.call
+        same = (self.kind, self.elements, self.dtype) == (other.kind, other.elements, other.dtype)
+        return same and is_same_call
 
-    def __str__(self) -> str:
-        return f"{self.kind} {self.tensors}".rstrip()
+    @property
+    def name(self) -> str:
+        """The collective's name, as the user knows it."""
+        return self.call or self.kind
 
 
 class Wait(msgspec.Struct, frozen=True):
     """A collective that has not ended."""
 
     number: int
-    call: str
-    """The function that the user called, such as ``reduce_scatter_tensor``; empty where no thread is in it."""
-    place: str
-    """The line of the user's code, such as ``In[7]:12``; empty where it is not known."""
     owner: str = ""
     """The module or the gradients for which DDP or FSDP2 has called it, such as ``module layers.0``."""
 

@@ -52,8 +52,8 @@ def _part(members: Mapping[str, GroupHistory], names: Sequence[str]) -> Parting 
             continue
         same: dict[tuple[str, str], list[str]] = {}
         for worker, each in given.items():
-            place = next((wait.place for wait in members[worker].waits if wait.number == number), "")
-            same.setdefault((str(each), f" ({place})" if place else ""), []).append(worker)
+            what = f"{each.name} {each.tensors}".rstrip()
+            same.setdefault((what, f" ({each.place})" if each.place else ""), []).append(worker)
         said = [f"{say_names(workers)} {what}{place}" for (what, place), workers in same.items()]
         text = f"#{number} of the {_title(told[0], names)} is not the same collective everywhere: {', '.join(said)}"
         return Parting(told[0].name, number, text)
@@ -67,14 +67,15 @@ def _lack(members: Mapping[str, GroupHistory], names: Sequence[str], at_rest: bo
     waits = {worker: wait for worker, history in members.items() for wait in history.waits if wait.number == number}
     if len(absent) == len(members) or not (at_rest or waits):
         return None
-    history = next(each for each in members.values() if each.last >= number)
-    given = history.kinds[history.given[number - history.first]]
-    call = next((wait.call for wait in waits.values() if wait.call), given.kind)
-    tensors = f", {given.tensors}" if given.tensors else ""
+    there = {worker: history for worker, history in members.items() if history.last >= number}
+    given = [history.kinds[history.given[number - history.first]] for history in there.values()]
+    places = " and ".join(dict.fromkeys(each.place for each in given if each.place))
+    tensors = f", {given[0].tensors}" if given[0].tensors else ""
     owner = next((f", for {wait.owner}" for wait in waits.values() if wait.owner), "")
+    history = next(iter(there.values()))
     text = (
-        f"{say_names(absent)} {plural(len(absent), 'has', 'have')} not come to {call} #{number}{tensors}, "
-        f"{_title(history, names)}{owner}"
+        f"{say_names(absent)} {plural(len(absent), 'has', 'have')} not come to {given[0].name} #{number}"
+        f"{places and f' ({places})'}{tensors}, {_title(history, names)}{owner}"
     )
     return Parting(history.name, number, text, absent, list(waits))
 

@@ -30,32 +30,32 @@ WAITS = {
     # The program, and the line below its cell, after the first seconds.
     "one computes": (
         "if rank == 1:\n    while True: pass\ndist.all_reduce(torch.ones(1024))",
-        r"worker1 has not come to all_reduce #1, float32\[1024\], default group: "
+        r"worker1 has not come to all_reduce #1 \(In\[\d+\]:4\), float32\[1024\], default group: "
         r"worker0,2 wait in dist\.all_reduce\(\), In\[\d+\]:4, \d+ s; worker1 computes at In\[\d+\]:3",
     ),
     "one has ended": (
         "for step in range(3):\n    dist.all_reduce(torch.ones(2))\nif rank != 2: dist.barrier()",
-        r"worker2 has not come to barrier #4, default group: "
+        r"worker2 has not come to barrier #4 \(In\[\d+\]:4\), default group: "
         r"worker0,1 wait in dist\.barrier\(\), In\[\d+\]:4, \d+ s; worker2 is through with this cell",
     ),
     "asynchronous": (
         "if rank:\n    work = dist.all_reduce(torch.ones(5), async_op=True)\n    work.wait()",
-        r"worker0 has not come to all_reduce #1, float32\[5\], default group: "
+        r"worker0 has not come to all_reduce #1 \(In\[\d+\]:3\), float32\[5\], default group: "
         r"worker1,2 wait in work\.wait\(\), In\[\d+\]:4, \d+ s; worker0 is through with this cell",
     ),
     "two groups": (
         MESH,
-        r"worker0 has not come to all_reduce #1, float32\[3\], group 'pair'; "
-        r"worker1 has not come to all_reduce #2, float32\[3\], group of worker1,2: worker1,2 wait in .*",
+        r"worker0 has not come to all_reduce #1 \(In\[\d+\]:7\), float32\[3\], group 'pair'; "
+        r"worker1 has not come to all_reduce #2 \(In\[\d+\]:7\), float32\[3\], group of worker1,2: .*",
     ),
     "DDP": (
         DDP,
-        r"worker1 has not come to all_reduce #\d+, float32\[30\], default group, for the gradients of 1\.bias to "
-        r"0\.weight: worker0,2 wait in Tensor\.backward\(\), In\[\d+\]:6, \d+ s; worker1 is through with this cell",
+        r"worker1 has not come to all_reduce #\d+ \(In\[\d+\]:6\), float32\[30\], default group, for the gradients "
+        r"of 1\.bias to 0\.weight: worker0,2 wait in Tensor\.backward\(\), In\[\d+\]:6, \d+ s; worker1 is through with this cell",
     ),
     "FSDP2": (
         FSDP,
-        r"worker1 has not come to all_gather\w* #\d+, float32\[14\], default group, for module 0: "
+        r"worker1 has not come to all_gather\w+ #\d+ \(In\[\d+\]:9\), float32\[14\], default group, for module 0: "
         r"worker0,2 wait in model\(torch\.ones\(2, 6\)\)\.sum\(\)\.backward\(\), In\[\d+\]:9, \d+ s; .*",
     ),
 }
@@ -116,7 +116,7 @@ def test_different_collectives_are_told_at_the_first_look(notebook, name):
 def test_a_worker_that_was_not_sent_the_cell_is_missing(notebook):
     cell = notebook.send("%%remote 0 --progress-after 3\ndist.all_reduce(torch.ones(1))")
     told = (
-        r"worker1,2 have not come to all_reduce #1, float32\[1\], default group: "
+        r"worker1,2 have not come to all_reduce #1 \(In\[\d+\]:2\), float32\[1\], default group: "
         r"worker0 waits in dist\.all_reduce\(\), In\[\d+\]:2, \d+ s; worker1,2 are not in this cell"
     )
     notebook.until(lambda: re.fullmatch(told, line_of(cell)), what=told)
@@ -126,20 +126,21 @@ def test_survivors_are_not_compared_by_what_they_did_before_a_restart(notebook):
     notebook.run("%%remote\nfor step in range(5): dist.all_reduce(torch.ones(1))")
     notebook.run("%dist_restart 1")
     cell = notebook.send("%%remote --progress-after 3\nif rank != 1: dist.all_reduce(torch.ones(1))")
-    told = "worker1 has not come to all_reduce #1, float32[1], default group: "
-    notebook.until(lambda: line_of(cell).startswith(told), what=told)
+    told = r"worker1 has not come to all_reduce #1 \(In\[\d+\]:2\), float32\[1\], default group: "
+    notebook.until(lambda: re.match(told, line_of(cell)), what=told)
 
 
 def test_a_time_limit_says_it_too(notebook):
     cell = notebook.run("%%remote --timeout 2\nif rank != 1: dist.barrier()", check=False)
     assert cell.error["evalue"].startswith(
-        "worker0,2 did not end the cell within 2 s; worker1 has not come to barrier #1, default group; "
+        "worker0,2 did not end the cell within 2 s; "
+        f"worker1 has not come to barrier #1 ({cell.name}:2), default group; "
     )
 
 
 def test_the_status_and_the_panel_say_it(notebook):
     cell = notebook.run("%%remote -a\nif rank != 1: dist.barrier()")
-    told = "worker1 has not come to barrier #1, default group"
+    told = f"worker1 has not come to barrier #1 ({cell.name}:2), default group"
     notebook.until(lambda: told in notebook.run("%dist_status").result)
     notebook.run("import nbdist; from nbdist.views.workers.panel import Panel")
     panel = notebook.run("print(Panel(nbdist.Cluster.current))")

@@ -102,7 +102,7 @@ def history(last, *kinds, first=1, waits=(), **more):
 
 
 def test_nothing_is_claimed_of_a_worker_that_tells_nothing():
-    assert find_partings({"worker0": [history(3, waits=[Wait(3, "", "")])]}, NAMES) == []
+    assert find_partings({"worker0": [history(3, waits=[Wait(3)])]}, NAMES) == []
 
 
 def test_nothing_is_claimed_of_what_the_recorder_has_lost():
@@ -122,16 +122,19 @@ def test_who_is_behind_is_told_only_if_another_waits_or_all_rest():
 
 
 def test_who_is_in_the_same_collective_does_not_part():
-    wait = [Wait(3, "all_reduce", "In[2]:1")]
-    assert find_partings({name: [history(3, waits=wait)] for name in NAMES[:2]}, NAMES) == []
+    assert find_partings({name: [history(3, waits=[Wait(3)])] for name in NAMES[:2]}, NAMES) == []
 
 
 def test_the_call_and_the_lines_are_those_of_the_users_code():
-    told = {"worker0": [history(3, waits=[Wait(3, "reduce_scatter_tensor", "In[2]:1")])], "worker1": [history(2)]}
+    scattered = Given("all_reduce", "float32[4]", 4, "float32", "reduce_scatter_tensor", "In[2]:1")
+    told = {"worker0": [history(3, scattered, waits=[Wait(3, "module 0")])], "worker1": [history(2)]}
     [parting] = find_partings(told, NAMES)
-    assert parting.text.startswith("worker1 has not come to reduce_scatter_tensor #3, ")
+    assert parting.text == (
+        "worker1 has not come to reduce_scatter_tensor #3 (In[2]:1), float32[4], default group, for module 0"
+    )
     shorter = Given("all_reduce", "float32[3]", 3, "float32")
-    told = {"worker0": [history(1, waits=[Wait(1, "all_reduce", "In[2]:1")])], "worker1": [history(1, shorter)]}
+    longer = Given("all_reduce", "float32[4]", 4, "float32", "all_reduce", "In[2]:1")
+    told = {"worker0": [history(1, longer)], "worker1": [history(1, shorter)]}
     [parting] = find_partings(told, NAMES)
     assert parting.text == (
         "#1 of the default group is not the same collective everywhere: worker0 all_reduce float32[4] (In[2]:1), "
@@ -140,7 +143,7 @@ def test_the_call_and_the_lines_are_those_of_the_users_code():
 
 
 def test_a_group_without_a_name_is_named_by_its_members():
-    nameless = GroupHistory("4", "", [0, 2], 1, [0], [Given("barrier")], [Wait(1, "", "")])
+    nameless = GroupHistory("4", "", [0, 2], 1, [0], [Given("barrier")], [Wait(1)])
     told = {"worker0": [nameless], "worker2": [GroupHistory("4", "", [0, 2])]}
     [parting] = find_partings(told, NAMES)
     assert parting.text == "worker2 has not come to barrier #1, group of worker0,2"

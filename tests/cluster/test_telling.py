@@ -259,7 +259,7 @@ def test_a_wait_for_a_worker_that_computes_is_told(notebook):
     cell = notebook.send(f"%%remote --progress-after 1\n{code}")
     notebook.until(lambda: "computes" in (line_of(cell) or ""))
     assert re.fullmatch(
-        r"worker1 has not come to all_reduce #\d+, float32\[1\], default group: "
+        r"worker1 has not come to all_reduce #\d+ \(In\[\d+\]:5\), float32\[1\], default group: "
         r"worker0,2 wait in dist\.all_reduce\(\), In\[\d+\]:5, \d+ s; worker1 computes at In\[\d+\]:4",
         line_of(cell),
     ), line_of(cell)

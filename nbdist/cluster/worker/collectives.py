@@ -254,7 +254,7 @@ class Collectives:
 
     def histories(self) -> list[GroupHistory]:
         """Return what this worker has called in each of its process groups, since the default group has formed."""
-        return flight_recorder.read(self._forming_since)
+        return flight_recorder.read(self._forming_since, places=True)
 
     def _open_store(self, told: WorkerSetup, generation: int) -> GroupStore:
         """Return the store of one generation of the process group: files, or, for several hosts, the notebook's memory.
