@@ -84,9 +84,10 @@ lab: $(VENV)/.lab $(VENV)/.smollm2
 notebooks: $(VENV)/.nbdist $(VENV)/.smollm2
 	XDG_CACHE_HOME="$(CACHE)" $(PY) notebooks/run.py --write $(ARGS)
 
-# The checkout comes first on the path, also in what tests start. Only the entry points are the installed wheel's.
+# The checkout comes before the installed wheel, also in what tests start; only the entry points are the wheel's. tests/
+# comes before the checkout: kernels drop the first folder of the path where it is the working directory.
 # Twice as many files run at a time as in `make test`: half of their time these tests wait for other threads.
-QUICK := PYTHONPATH="$(CURDIR)" $(PYTEST) -o pythonpath="tests ." --ignore tests/test_installed.py \
+QUICK := PYTHONPATH="$(CURDIR)/tests:$(CURDIR)" $(PYTEST) --ignore tests/test_installed.py \
   -n $$((2 * $(JOBS))) --dist loadfile
 
 quick:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import stacks
 import torch
+from python_path import python_path
 
 from nbdist import __version__
 
@@ -91,8 +92,8 @@ class Run:
 def run(folder: Path, program: Program, how: tuple[str, ...], limit: float) -> Run:
     """Run a program once, for at most ``limit`` seconds; none of its processes outlives the call."""
     path = (folder / program.path).resolve()
-    stand_ins = [str(STAND_INS / name) for name in stood_in(program)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(stand_ins), "PYTHONUNBUFFERED": "1"}
+    stand_ins = [STAND_INS / name for name in stood_in(program)]
+    environment = {**os.environ, **python_path(*stand_ins), "PYTHONUNBUFFERED": "1"}
     environment.pop("PYTHONSAFEPATH", None)  # it would hide the modules beside the program
     environment.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as files:

@@ -10,6 +10,9 @@ import sys
 import time
 
 from jupyter_client.manager import KernelManager
+from python_path import python_path
+
+import nbdist
 
 BLIND = os.environ.get("NBDIST_TEST_BLIND_PATH", "")
 """The folder of a launcher whose pids mean nothing, if notebooks are to use it: see tests/cluster/test_launchers.py."""
@@ -80,10 +83,7 @@ class Notebook:
             "IPYTHONDIR": os.environ["NBDIST_RUNTIME_DIR"] + "/ipython",
         }
         environment.pop("PYTEST_CURRENT_TEST", None)  # by which kernels see that they are tested, and behave otherwise
-        if older := os.environ.get("NBDIST_TEST_KERNEL_PATH"):  # see tests/cluster/test_older_kernels.py
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [older, os.environ.get("PYTHONPATH")]))
-        if BLIND:
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [BLIND, environment.get("PYTHONPATH")]))
+        environment |= python_path(BLIND, os.environ.get("NBDIST_TEST_KERNEL_PATH", ""))
         self._start({**environment, **(env or {})})
         self.cells = {}
         self.comms = []
@@ -113,9 +113,10 @@ class Notebook:
                 self.manager.shutdown_kernel(now=True)
 
     def _prepare(self):
-        """Be able to say where it is; and fold lines that are alike however slow the machine is."""
+        """Be sure which nbdist runs; be able to say where it is; fold lines that are alike on any slow machine."""
         where = f"open({str(self._stacks)!r}, 'w')"
         self.run(
+            f"assert __import__('nbdist').__file__ == {nbdist.__file__!r}, __import__('nbdist').__file__\n"
             f"__import__('faulthandler').register({int(signal.SIGUSR1)}, file={where}, all_threads=True)\n"
             "__import__('nbdist.cluster.output.arranger', fromlist=['_']).FOLD_AFTER = 5",
             silent=True,

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 from other_hosts import Host, wait_for_file
+from python_path import python_path
 
 import nbdist
 from nbdist.cluster.hosts.hub import KeeperMember
@@ -41,8 +42,7 @@ class Keepers:
         """
         command = [sys.executable, "-m", "nbdist", "worker", "--connect", str(file or self.file)]
         command += ["--host", address, *options]
-        path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path}
+        environment = {**os.environ, **python_path(self.folder)}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, **more)
         self.processes.append(process)
         return process

@@ -4,7 +4,6 @@ Notebook and workers run with a folder first on their path; torch, nbdist and wh
 environment that runs the tests.
 """
 
-import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -48,8 +47,3 @@ def install(name, folder):
         pytest.skip(f"the packages of {name} cannot be had: {done.stderr.strip()[-200:]}")
     if not any(pin.startswith("comm==") for pin in pins(name)):
         (folder / "comm.py").write_text(COMM)
-
-
-def environment(folder):
-    """What has a process run on them."""
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 
 import nbdist
 
@@ -277,7 +278,7 @@ def loaded_by(statement: str, path: Path) -> set[str]:
     code = f"import sys\n{statement}\nprint(*sorted(set(sys.modules) & set({NOTEBOOK_PACKAGES!r})))"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(path)},
+        env={**os.environ, **python_path(path)},
         capture_output=True,
         text=True,
         timeout=120,

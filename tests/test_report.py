@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 from workers import eventually
 
 ROOT = Path(__file__).parent.parent
@@ -233,7 +234,7 @@ def test_a_contestant_is_measured_with_all_its_processes(benchmark, tmp_path):
     harness = benchmark("harness")
     script = tmp_path / "contestant.py"
     script.write_text(CONTESTANT)
-    one = harness.Contestant("one", [sys.executable, str(script)], {"PYTHONPATH": str(BENCHMARKS)})
+    one = harness.Contestant("one", [sys.executable, str(script)], python_path(BENCHMARKS))
     try:
         said = harness.pin([one])
         sample = one.measure("burn in the child", 2)
@@ -263,7 +264,7 @@ def test_a_benchmark_that_is_ended_leaves_nothing(benchmark, tmp_path):
         "print(one._process.pid, flush=True)\n"
         "one.run('burn in the child', 600)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
+    environment = {**os.environ, **python_path(BENCHMARKS)}
     with subprocess.Popen([sys.executable, lead, script], stdout=subprocess.PIPE, env=environment) as process:
         group = int(process.stdout.readline())
         members = benchmark("processes").group(group)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_path import python_path
 
 TESTS = Path(__file__).parent
 
@@ -22,7 +23,7 @@ class Zygote:
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _with_helpers()},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **python_path(TESTS)},
         )
         self.suites = self.answer()["ready"]
 
@@ -41,8 +42,3 @@ class Zygote:
         self.process.stdin.close()
         self.process.wait(30)
         self.process.stdout.close()
-
-
-def _with_helpers():
-    """The import path of that process: as this one's, with the helpers in `tests/`."""
-    return os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from python_path import python_path
 
 from nbdist import rpc
 
@@ -37,12 +38,7 @@ class Workers:
         """Another interpreter that runs ``code``."""
         process = subprocess.Popen(
             [sys.executable, "-c", code],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([HERE, *_checkout()]),
-                "OMP_NUM_THREADS": "1",
-                **environment,
-            },
+            env={**os.environ, **python_path(HERE), "OMP_NUM_THREADS": "1", **environment},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -68,11 +64,6 @@ class Workers:
             if process.poll() is None:
                 process.kill()
             process.communicate()
-
-
-def _checkout() -> list[str]:
-    path = os.environ.get("PYTHONPATH", "")
-    return [path] if path else []
 
 
 def member(

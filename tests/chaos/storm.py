@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from python_path import python_path
 from stacks import collect
 
 from chaos import disturbances, leftovers, phases, recorder
@@ -180,13 +181,12 @@ class Storm:
             module = ["chaos.member", self.workload, name, name.removeprefix("worker"), str(self.members), seed]
         else:
             module = ["chaos.driver", self.workload, seed]
-        path = [str(self.package or ""), str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
             recorder.FOLDER: str(self.folder),
             "NBDIST_RUNTIME_DIR": str(self.folder / "run"),
             "TMPDIR": str(self.folder / "tmp"),
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            **python_path(self.package or "", Path(__file__).parent.parent),
             "OMP_NUM_THREADS": "1",
             "NBDIST_CHAOS_LEAKS_AFTER": str(self.leaks_after),
         }

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from frontend import Notebook
 from other_hosts import can_make_hosts, hosts, wait_for_file
+from python_path import python_path
 
 import nbdist
 from nbdist.testing import LauncherContract
@@ -119,9 +120,7 @@ OF_MAGICS = ("magics", "views/test_map.py", "views/test_displays.py", *(f"cluste
 
 
 def test_the_pids_of_the_blind_launcher_mean_nothing():
-    with Notebook(
-        env={"PYTHONPATH": os.pathsep.join(filter(None, [str(BLIND), os.environ.get("PYTHONPATH")]))}
-    ) as notebook:
+    with Notebook(env=python_path(BLIND)) as notebook:
         notebook.run("%dist_init -n 1 --backend none --launcher blind")
         shown = notebook.run("(worker,) = __import__('nbdist').Cluster.current.workers; worker.pid, worker.host").result
         assert shown == "(5000000, 'elsewhere')"

@@ -11,6 +11,7 @@ from pathlib import Path
 import older
 import pytest
 from frontend import Notebook
+from python_path import python_path
 
 LOSING = "ipykernel-7.3"
 ENVIRONMENTS = [LOSING, "colab", pytest.param("kaggle", marks=pytest.mark.soak)]
@@ -31,7 +32,7 @@ def folder(name):
 
 @pytest.fixture(scope="module")
 def old(folder):
-    with Notebook(env=older.environment(folder)) as notebook:
+    with Notebook(env=python_path(folder)) as notebook:
         notebook.run("%dist_init -n 2 -t 60")
         yield notebook
         assert "0 processes left" in notebook.run("%dist_shutdown").stdout
@@ -178,7 +179,7 @@ output.enable_custom_widget_manager()
 )
 def test_what_colab_adds_to_widgets_survives(folder):
     widget = "application/vnd.jupyter.widget-view+json"
-    with Notebook(env=older.environment(folder)) as notebook:
+    with Notebook(env=python_path(folder)) as notebook:
         notebook.run(COLAB)
         notebook.run("%dist_init -n 2 --backend none -t 60")
         shown = "from IPython.display import display\nimport ipywidgets\ndisplay(ipywidgets.IntSlider())"

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import workers
+from python_path import python_path
 
 from nbdist.cluster.processes.worker_processes import Processes, describe_exit
 from nbdist.errors import UsageError, WorkerLost
@@ -429,12 +430,11 @@ def test_nothing_is_left_of_a_killed_owner(tmp_path, entry, fork):
     folder = tmp_path / "run"
     folder.mkdir()
     (tmp_path / "slow_to_import.py").write_text(f"import entries; entries.with_children({str(folder) + '.told0'!r})")
-    path = os.pathsep.join(filter(None, [str(tmp_path), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(folder), entry, fork],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, **python_path(tmp_path, Path(__file__).parents[1])},
     )
     assert owner.stdout is not None
     try:

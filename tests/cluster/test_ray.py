@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from other_hosts import can_make_hosts, hosts
+from python_path import python_path
 
 import nbdist
 from nbdist.cluster.hosts.launchers import ray_room
@@ -289,12 +290,9 @@ def test_an_address_of_rays_clients_is_refused(monkeypatch):
 @pytest.mark.parametrize("version", ["1", "2"])
 def test_while_an_autoscaler_starts_nodes_a_line_says_so_and_the_error_too(version):
     pytest.importorskip("ray")
-    folder = str(Path(AUTOSCALER).parent)  # for its class of nodes, which the autoscaler imports
-    path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+    path = python_path(Path(AUTOSCALER).parent)  # for its class of nodes, which the autoscaler imports
     with hosts(1) as (_, (host,)):
-        program = host.start(
-            "-u", AUTOSCALER, version, stdout=subprocess.PIPE, environment={**ENVIRONMENT, "PYTHONPATH": path}
-        )
+        program = host.start("-u", AUTOSCALER, version, stdout=subprocess.PIPE, environment={**ENVIRONMENT, **path})
         told = [" ".join(words) for words in points(program)]
         assert program.wait(60) == 0
     starting = "Ray's autoscaler is starting 2 nodes; waiting up to"

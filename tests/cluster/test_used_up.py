@@ -15,6 +15,7 @@ from pathlib import Path
 import file_table
 import psutil
 import pytest
+from python_path import python_path
 
 import nbdist
 from nbdist import rpc
@@ -183,7 +184,7 @@ def test_a_full_file_table_at_the_start_is_named(way, rooms):
     environment = {
         **os.environ,
         "NBDIST_RUNTIME_DIR": runtime,
-        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), os.path.dirname(file_table.__file__)]),
+        **python_path(os.path.dirname(__file__), os.path.dirname(file_table.__file__)),
     }
     program = [sys.executable, "-c", _SWEEP, way, runtime, rooms]
     try:

@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 from compat.processes import python
+from python_path import python_path
 
 PROGRAM = '''
 import os, subprocess, sys, threading
@@ -109,8 +110,7 @@ def test_a_module_can_be_run(tmp_path):
         print(__name__, sys.argv[1:], torch.distributed.rpc.__name__)
         """,
     )
-    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = python("-m", "nbdist", "run", "-m", "program", "-v", PYTHONPATH=paths)
+    done = python("-m", "nbdist", "run", "-m", "program", "-v", **python_path(tmp_path))
     assert done.stdout == "__main__ ['-v'] nbdist.compat.rpc\n"
 
 
@@ -138,8 +138,7 @@ def test_another_sitecustomize_is_run_too(tmp_path):
         print(sys.was_here, sitecustomize.__file__, torch.distributed.rpc.__name__)
         """,
     )
-    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = python("-m", "nbdist", "run", program, PYTHONPATH=paths)
+    done = python("-m", "nbdist", "run", program, **python_path(tmp_path))
     assert done.stdout == f"True {tmp_path / 'sitecustomize.py'} nbdist.compat.rpc\n"
 
 

@@ -14,6 +14,7 @@ import nbformat
 import older
 import pytest
 from notebooks.test_notebooks import NOTEBOOKS, missing, pictures
+from python_path import python_path
 
 TOUR = "00_tour"
 
@@ -36,7 +37,7 @@ def python(folder, *arguments, scratch):
     """Run a module with these packages, in the notebooks' own folder; return what it printed."""
     environment = {
         **os.environ,
-        **older.environment(folder),
+        **python_path(folder),
         "OMP_NUM_THREADS": "1",
         "JUPYTER_PATH": str(folder / "share" / "jupyter"),  # nbconvert's templates
         "IPYTHONDIR": str(scratch / "ipython"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from python_path import python_path
 
 from nbdist.wire import usual
 
@@ -37,7 +38,7 @@ EXPECTED = {
 @pytest.fixture(scope="module")
 def counted():
     script = Path(__file__).parent.parent / "counting.py"
-    environment = {**os.environ, "PYTHONPATH": str(script.parent)}
+    environment = {**os.environ, **python_path(script.parent)}
     found = subprocess.run([sys.executable, script], env=environment, stdout=subprocess.PIPE, check=True, timeout=240)
     return json.loads(found.stdout.splitlines()[-1])
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from listening import listening, reachable
+from python_path import python_path
 
 import nbdist
 from nbdist import rpc
@@ -44,8 +45,7 @@ def free_port() -> int:
 
 def environment(rank: int, port: int, host: str = "127.0.0.1", **more: str) -> dict[str, str]:
     own = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", **own, **more}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **python_path(TESTS), "GLOO_SOCKET_IFNAME": "lo", **own, **more}
 
 
 def start(code: str, host: str = "127.0.0.1", port: int | None = None, **more: str) -> list[subprocess.Popen[str]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import workers
+from python_path import python_path
 
 import nbdist
 from nbdist import rpc
@@ -32,10 +33,9 @@ class Talk:
     """Another process that reads a line and answers with a line."""
 
     def __init__(self, *arguments: str) -> None:
-        path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **python_path(TESTS), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -18,6 +18,7 @@ import torch
 import transformers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from python_path import python_path
 from safetensors.torch import load_file, save_file
 
 from nbdist.swarm import adapter, model_cache, serve
@@ -170,7 +171,7 @@ def test_logits_are_equal_to_the_last_bit_where_alignment_matters():
     environment = {
         **os.environ,
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.path.dirname(swarm_models.__file__)]),
+        **python_path(Path(__file__).parent, Path(swarm_models.__file__).parent),
     }
     done = subprocess.run([sys.executable, "-c", _ON_OTHER_PROCESSORS], env=environment, capture_output=True, text=True)
     assert not done.returncode, done.stderr

@@ -17,6 +17,7 @@ import swarm_models
 import torch
 import transformers
 import workers
+from python_path import python_path
 
 import nbdist
 from nbdist.errors import UsageError, WorkerLost
@@ -415,7 +416,7 @@ def test_the_weights_go_with_a_program_that_is_killed(tmp_path):
         **os.environ,
         "NBDIST_RUNTIME_DIR": runtime,
         "TMPDIR": str(temporary),
-        "PYTHONPATH": os.path.dirname(swarm_models.__file__),
+        **python_path(os.path.dirname(swarm_models.__file__)),
     }
     (tmp_path / "program.py").write_text(_PROGRAM)
     program = subprocess.Popen(

@@ -6,6 +6,7 @@ import nbformat
 import older
 import pytest
 from browser import needs_browser, notebook
+from python_path import python_path
 from views.test_backward_in_page import CELL, HERE, START, WORKERS, press
 
 pytestmark = [needs_browser(), pytest.mark.soak, pytest.mark.timeout(600)]
@@ -22,7 +23,7 @@ def where(request, tmp_path):
     more = {}
     if front == "nbclassic":
         older.install(front, tmp_path / "packages")
-        more["env"] = older.environment(tmp_path / "packages")
+        more["env"] = python_path(tmp_path / "packages")
     return (front, tmp_path), {"place": place} | more
 
 
