@@ -51,7 +51,8 @@ WAITS = {
     "DDP": (
         DDP,
         r"worker1 has not come to all_reduce #\d+ \(In\[\d+\]:6\), float32\[30\], default group, for the gradients "
-        r"of 1\.bias to 0\.weight: worker0,2 wait in Tensor\.backward\(\), In\[\d+\]:6, \d+ s; worker1 is through with this cell",
+        r"of 1\.bias to 0\.weight: worker0,2 wait in Tensor\.backward\(\), In\[\d+\]:6, \d+ s; worker1 is through with "
+        r"this cell",
     ),
     "FSDP2": (
         FSDP,
