@@ -16,7 +16,9 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))  # it is missing under PYTHONSAFEPATH
 import messages
 
 COPY = messages.ROOT / "build" / "messages"

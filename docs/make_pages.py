@@ -6,13 +6,15 @@ import base64
 import inspect
 import json
 import shutil
+import sys
 import textwrap
 from pathlib import Path
 
+from nbdist.magics.dist_magics import DistMagics
+
+sys.path.insert(0, str(Path(__file__).parent))  # it is missing under PYTHONSAFEPATH
 import links
 import messages
-
-from nbdist.magics.dist_magics import DistMagics
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

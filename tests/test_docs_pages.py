@@ -94,3 +94,10 @@ def test_the_list_of_errors_is_that_of_the_package(monkeypatch):
     make_pages = importlib.import_module("make_pages")
     written = (DOCS / "errors.md").read_text(encoding="utf-8")
     assert written == make_pages.errors_page(), "run `python docs/make_pages.py`"
+
+
+@pytest.mark.parametrize("script", ["make_pages.py", "make_messages.py"])
+def test_scripts_find_the_modules_beside_them(script):
+    """Under PYTHONSAFEPATH, with which the tests run, Python does not put the folder of a script on the path."""
+    load = f"import runpy; runpy.run_path({str(DOCS / script)!r})"
+    subprocess.run([sys.executable, "-P", "-c", load], check=True, timeout=120)
