@@ -10,12 +10,12 @@ from __future__ import annotations
 import builtins
 import functools
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import nbdist.errors
-from nbdist.cluster.output.arranger import say_names
+from nbdist.cluster.output.arranger import grouped, say_names
 from nbdist.errors import DecodeError, EncodeError, NbdistError
 
 __all__ = ["CellError", "CellInterrupted", "CellTimeout", "WorkerError", "grouped", "make_error", "named_in_errors"]
@@ -117,7 +117,7 @@ def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
     Its ``traceback`` has each different traceback once, below the names of the workers if the cell has several.
     """
     traceback: list[str] = []
-    alike = grouped(errors, lambda error: error.key)
+    alike = list(grouped(errors, lambda error: error.key).values())
     for group in alike[:_TRACEBACKS_SHOWN]:
         whose = _names_of(group)
         if targets > 1:
@@ -126,7 +126,7 @@ def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
     if left := [error for group in alike[_TRACEBACKS_SHOWN:] for error in group]:
         traceback.append(f"... and other errors on {_names_of(left)}")
     names = {error.name for error in errors}
-    texts = grouped(errors, lambda error: (error.name, _comparable(error.text)))
+    texts = list(grouped(errors, lambda error: (error.name, _comparable(error.text))).values())
     name = names.pop() if len(names) == 1 else "CellError"
     if len(texts) == 1:
         text = errors[0].text
@@ -142,14 +142,6 @@ def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
     made.errors = tuple(errors)
     made.traceback = traceback
     return made
-
-
-def grouped(errors: Sequence[WorkerError], key: Callable[[WorkerError], Hashable]) -> list[list[WorkerError]]:
-    """Return the errors in groups with equal keys, in the order of each group's first error."""
-    groups: dict[Hashable, list[WorkerError]] = {}
-    for error in errors:
-        groups.setdefault(key(error), []).append(error)
-    return list(groups.values())
 
 
 def _comparable(text: str) -> str:

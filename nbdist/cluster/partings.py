@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nbdist.amounts import plural
 from nbdist.cluster.group_history import GroupHistory
-from nbdist.cluster.output.arranger import say_names
+from nbdist.cluster.output.arranger import grouped, say_names
 
 __all__ = ["Parting", "find_partings"]
 
@@ -50,11 +50,11 @@ def _part(members: Mapping[str, GroupHistory], names: Sequence[str]) -> Parting 
         first = next(iter(given.values()))
         if all(first.agrees_with(each) for each in given.values()):
             continue
-        same: dict[tuple[str, str], list[str]] = {}
-        for worker, each in given.items():
-            what = f"{each.name} {each.tensors}".rstrip()
-            same.setdefault((what, f" ({each.place})" if each.place else ""), []).append(worker)
-        said = [f"{say_names(workers)} {what}{place}" for (what, place), workers in same.items()]
+        texts = {
+            worker: f"{each.name} {each.tensors}".rstrip() + (f" ({each.place})" if each.place else "")
+            for worker, each in given.items()
+        }
+        said = [f"{say_names(workers)} {text}" for text, workers in grouped(texts, texts.__getitem__).items()]
         text = f"#{number} of the {_title(told[0], names)} is not the same collective everywhere: {', '.join(said)}"
         return Parting(told[0].name, number, text)
     return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from nbdist.amounts import plural
-from nbdist.cluster.output.arranger import say_names
+from nbdist.cluster.output.arranger import grouped, say_names
 
 __all__ = ["Position", "Stands"]
 
@@ -100,12 +100,9 @@ class Stands:
         is_long = any(now - self._since[worker] >= self._after for worker in waiting)
         if not held and not mute and not (waiting and (ended or is_long or len(waiting) == len(running))):
             return ""
-        groups: dict[tuple[str, str], list[str]] = {}
-        for worker in waiting:
-            found = self._last[worker][1]
-            groups.setdefault((found.call, found.line), []).append(worker)
+        last = {worker: found for worker, (_, found) in self._last.items()}
         said = [f"{worker} {why}" for worker, why in held.items()]
-        for (call, line), workers in groups.items():
+        for (call, line), workers in grouped(waiting, lambda worker: (last[worker].call, last[worker].line)).items():
             since = min(self._since[worker] for worker in workers)
             said.append(
                 f"{say_names(workers)} {plural(len(workers), 'waits', 'wait')} in {call}, {line}, {now - since:.0f} s"
@@ -118,12 +115,9 @@ class Stands:
                 if at is None
                 else f"{worker} has not released the GIL for {seconds}{cell}"
             )
-        computing: dict[str, list[str]] = {}
-        for worker in running:
-            if worker not in (*waiting, *held, *mute):
-                at = f" at {self._last[worker][1].line}" if worker in self._last else ""
-                computing.setdefault(at, []).append(worker)
-        for at, workers in computing.items():
+        computing = [worker for worker in running if worker not in (*waiting, *held, *mute)]
+        places = {worker: f" at {found.line}" for worker, found in last.items()}
+        for at, workers in grouped(computing, lambda worker: places.get(worker, "")).items():
             said.append(f"{say_names(workers)} {plural(len(workers), 'computes', 'compute')}{at}")
         verbs = {
             True: ("has failed", "have failed"),

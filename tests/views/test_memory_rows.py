@@ -145,7 +145,7 @@ def test_equal_rows_of_several_workers():
     workers = [memory(f"worker{rank}", variable("model", nbytes=25 * MB + rank)) for rank in range(4)]
     table = MemoryTable(holdings(*workers, memory("notebook", variable("model", nbytes=25 * MB))))
     lines = [" ".join(line.split()) for line in repr(table).splitlines()]
-    assert "worker0-3, notebook variable Net 25.0 MB each model" in lines
+    assert "notebook, worker0-3 variable Net 25.0 MB each model" in lines
     other = MemoryTable(holdings(*workers, memory("worker4", variable("modal", nbytes=25 * MB))))
     lines = [" ".join(line.split()) for line in repr(other).splitlines()]
     assert "worker0-3 variable Net 25.0 MB each model" in lines

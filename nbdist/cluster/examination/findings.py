@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nbdist.amounts import counted, duration, size
-from nbdist.cluster.output.arranger import say_names
+from nbdist.cluster.output.arranger import grouped, say_members
 
 if TYPE_CHECKING:
     from nbdist.cluster.examination.machine import MachineFacts
@@ -248,17 +248,8 @@ def _about(finding: Finding, name: str) -> Finding:
 
 def _merged(found: Iterable[Finding]) -> list[Finding]:
     """Return the findings; equal findings about several members become one."""
-    names: dict[Finding, list[str]] = {}
-    for finding in found:
-        names.setdefault(_about(finding, ""), []).append(finding.about)
-    return [_about(finding, _names(together)) for finding, together in names.items()]
-
-
-def _names(names: Sequence[str]) -> str:
-    """Return the names of members as text; the names of workers are put together, as in ``notebook, worker0-3``."""
-    numbered = [name for name in names if name[-1:].isdigit()]
-    others = [name for name in names if not name[-1:].isdigit()]
-    return ", ".join([*others, *([say_names(numbered)] if numbered else [])])
+    groups = grouped(found, lambda finding: _about(finding, ""))
+    return [_about(finding, say_members([each.about for each in group])) for finding, group in groups.items()]
 
 
 def _of_members(members: Sequence[ExaminedMember]) -> list[Finding]:
@@ -291,12 +282,11 @@ def _of_versions(members: Sequence[ExaminedMember]) -> list[Finding]:
     ]
     found = []
     for what, read in reads:
-        holders: dict[str, list[str]] = {}
-        for name, facts in known:
-            if read(facts) or facts.gpu_count:  # where there is no GPU, nobody misses NCCL
-                holders.setdefault(read(facts), []).append(name)
+        # Where there is no GPU, nobody misses NCCL.
+        versions = {name: read(facts) for name, facts in known if read(facts) or facts.gpu_count}
+        holders = grouped(versions, versions.__getitem__)
         if len(holders) > 1:
-            told = "; ".join(f"{version or 'none'} on {_names(names)}" for version, names in holders.items())
+            told = "; ".join(f"{version or 'none'} on {say_members(names)}" for version, names in holders.items())
             remedy = f"Install the same {what} on all hosts"
             if what in ("torch", "NCCL"):
                 remedy = "Install the same torch on all hosts: NCCL works only with itself, and saved files may differ"

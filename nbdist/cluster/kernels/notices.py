@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nbdist.amounts import plural
-from nbdist.cluster.errors import WorkerError, grouped
-from nbdist.cluster.output.arranger import label_of, say_names
+from nbdist.cluster.errors import WorkerError
+from nbdist.cluster.output.arranger import grouped, label_of, say_names
 
 __all__ = ["say_failed", "say_stopped"]
 
@@ -23,7 +23,7 @@ def say_failed(errors: Sequence[WorkerError], running: Sequence[str], ends: str)
     """
     runs, them = plural(len(running), "runs", "run"), plural(len(running), "it", "them")
     still = f"{say_names(running)} still {runs}; {ends} {them}"
-    groups = grouped(errors, lambda error: (error.name, error.text))
+    groups = grouped(errors, lambda error: (error.name, error.text)).values()
     return "".join(
         f"{label_of(tuple(error.worker for error in group))} {_in_one_line(group[0])} ({still})\n" for group in groups
     )
@@ -33,7 +33,7 @@ def say_stopped(errors: Sequence[WorkerError]) -> list[str]:
     """Return where an interrupt has stopped workers, in words; workers that were stopped in one line share a text."""
     stopped = [error for error in errors if error.name in _INTERRUPTS and error.text]
     groups = grouped(stopped, lambda error: error.text)
-    return [f"{say_names([error.worker for error in group])} {group[0].text}" for group in groups]
+    return [f"{say_names([error.worker for error in group])} {text}" for text, group in groups.items()]
 
 
 def _in_one_line(error: WorkerError) -> str:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from nbdist.amounts import counted
 
@@ -27,10 +27,15 @@ __all__ = [
     "Arranger",
     "Published",
     "Straight",
+    "grouped",
     "label_of",
     "say_left_out",
+    "say_members",
     "say_names",
 ]
+
+_Thing = TypeVar("_Thing")
+_Key = TypeVar("_Key", bound=Hashable)
 
 FOLD_AFTER = 0.1
 """Seconds that a line waits for other workers to print the same. Read it as ``arranger.FOLD_AFTER``: tests set it."""
@@ -141,6 +146,34 @@ def say_names(names: Sequence[str]) -> str:
             spans.append([number])
     said = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ",".join(map(str, span)) for span in spans]
     return prefixes.pop() + ",".join(said)
+
+
+def say_members(names: Sequence[str]) -> str:
+    """Return the names of members as a short text: others than workers in full, then workers as `say_names` does.
+
+    Example:
+        >>> say_members(["notebook", "worker0", "worker1", "worker2"])
+        'notebook, worker0-2'
+    """
+    numbered = [name for name in names if name[-1:].isdigit()]
+    others = [name for name in names if not name[-1:].isdigit()]
+    return ", ".join([*others, *([say_names(numbered)] if numbered else [])])
+
+
+def grouped(things: Iterable[_Thing], key: Callable[[_Thing], _Key]) -> dict[_Key, list[_Thing]]:
+    """Return things in groups with equal keys, by the key, in the order of each group's first.
+
+    This shows equal lines of several workers once.
+
+    Example:
+        >>> said = {"worker0": "x", "worker1": "y", "worker2": "x"}
+        >>> [f"{say_names(names)}: {text}" for text, names in grouped(said, said.get).items()]
+        ['worker0,2: x', 'worker1: y']
+    """
+    groups: dict[_Key, list[_Thing]] = {}
+    for thing in things:
+        groups.setdefault(key(thing), []).append(thing)
+    return groups
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from html import escape
 
 from nbdist.amounts import counted, size
 from nbdist.cluster.inspection.holdings import Holdings, WorkerMemory
-from nbdist.cluster.output.arranger import say_names
+from nbdist.cluster.output.arranger import say_members
 from nbdist.views import tables
 from nbdist.views.drawing.pictures import themed
 from nbdist.views.workers.memory_rows import Look, Row, compare, fold, rows_of, split
@@ -101,7 +101,7 @@ class MemoryTable:
         rows = []
         for row in self._items[:_ROWS_SHOWN]:
             cells = {
-                "worker": _names(row.workers),
+                "worker": say_members(row.workers),
                 "counted as": row.kind,
                 "what": row.what,
                 "bytes": _amount(row, row.nbytes),
@@ -170,7 +170,9 @@ class FreedTable:
 
     def _rows(self) -> list[list[str]]:
         rows = [row for row in rows_of(self.found) if row.kind == "reference"]
-        return [[_names(row.workers), row.what, _amount(row, row.nbytes), _names_that_hold(row)] for row in fold(rows)]
+        return [
+            [say_members(row.workers), row.what, _amount(row, row.nbytes), _names_that_hold(row)] for row in fold(rows)
+        ]
 
     def __repr__(self) -> str:
         lines = tables.as_lines(_FREED, self._rows()) if self.found.items else []
@@ -185,13 +187,6 @@ class FreedTable:
 _FREED = ("worker", "what", "bytes", "held by")
 _ABSENT_BYTES_NOTED = 1_000_000
 """The least bytes of counted memory, not the worker's own, that a line mentions."""
-
-
-def _names(workers: Sequence[str]) -> str:
-    """Return names of workers as text; numbered ones shortly, such as ``worker0-3``."""
-    numbered = [name for name in workers if name[-1:].isdigit()]
-    others = [name for name in workers if not name[-1:].isdigit()]
-    return ", ".join([*([say_names(numbered)] if numbered else []), *others])
 
 
 def _line_of_silent(found: Holdings) -> list[str]:

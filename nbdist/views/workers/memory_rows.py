@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from nbdist.amounts import size
 from nbdist.cluster.inspection.holdings import Holding, Holdings, WorkerMemory
 from nbdist.cluster.inspection.variables import Variable
+from nbdist.cluster.output.arranger import grouped
 from nbdist.views import cards
 
 __all__ = ["Look", "Row", "Split", "compare", "fold", "rows_of", "split"]
@@ -232,9 +233,7 @@ def fold(rows: Sequence[Row]) -> list[Row]:
 
     `%dist_memory` shows these; with ``-v`` it shows `rows_of`.
     """
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.workers[0], row.kind), []).append(row)
+    groups = grouped(rows, lambda row: (row.workers[0], row.kind))
     return fold_workers([row for group in groups.values() for row in _fold_small(group)])
 
 
@@ -253,9 +252,7 @@ def _is_small(row: Row) -> bool:
 
 def _fold_equal(rows: list[Row]) -> list[Row]:
     """Return fewer rows: rows of one worker that look the same become one, with the sums of bytes and of growth."""
-    equal: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        equal.setdefault((row.what, row.nbytes, row.gpu, row.held, row.is_partial, row.idle), []).append(row)
+    equal = grouped(rows, lambda row: (row.what, row.nbytes, row.gpu, row.held, row.is_partial, row.idle))
     return [_put_together(same, f"{len(same)} x {same[0].what}") for same in equal.values()]
 
 
@@ -264,9 +261,7 @@ def _by_type(rows: list[Row], word: str) -> list[Row]:
 
     ``word`` describes them in the text: "12 small Tensors".
     """
-    types: dict[str, list[Row]] = {}
-    for row in rows:
-        types.setdefault(row.type, []).append(row)
+    types = grouped(rows, lambda row: row.type)
     groups = [(name, group) for name, group in types.items() if len(group) > 1]
     groups.sort(key=lambda group: -sum(row.amount for row in group[1]))
     folded = []

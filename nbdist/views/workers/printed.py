@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nbdist.amounts import counted, plural
-from nbdist.cluster.output.arranger import label_of
+from nbdist.cluster.output.arranger import grouped, label_of
 from nbdist.cluster.output.output_cutter import LINES_KEPT
 from nbdist.cluster.output.print_log import Printed
 
@@ -45,11 +45,8 @@ def say(printed: Sequence[Printed], span: LineRange | None) -> str:
     cells, it shows the last ones.
     """
     most = max(1, _LINES_SHOWN // max(1, len(printed)))
-    groups: dict[_Shown, list[Printed]] = {}
-    for each in printed:
-        groups.setdefault(_choose_lines(each, span, most), []).append(each)
     said: list[str] = []
-    for shown, group in groups.items():
+    for shown, group in grouped(printed, lambda each: _choose_lines(each, span, most)).items():
         workers = tuple(each.worker for each in group)
         label = f"{label_of(workers)} " if len(printed) > 1 else ""
         said += [f"{label}{line}" for line in _lines_to_show(shown, group[0].cell)]

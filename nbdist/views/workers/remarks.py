@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from nbdist.channel import machine
-from nbdist.cluster.output.arranger import say_names
+from nbdist.cluster.output.arranger import grouped, say_names
 from nbdist.cluster.processes.setup import AUTO
 from nbdist.cluster.worker import gpu
 from nbdist.errors import NbdistError
@@ -41,20 +40,18 @@ def _backend_in_words(backend: str, all_have_gpus: bool) -> str:
 def _old(cluster: Cluster) -> list[str]:
     """Return a line for each kind of GPU that torch's cuDNN does not run on. Asks the workers with GPUs."""
     names = [worker.name for worker in cluster.workers if worker.device.startswith("cuda")]
-    found: defaultdict[str, list[str]] = defaultdict(list)
+    lacks: dict[str, str] = {}
     for name, asked in [(name, cluster.agent.call(name, gpu.own_lacks_convolutions)) for name in names]:
         with contextlib.suppress(NbdistError):  # its next cell says that it is lost
-            found[asked.wait()].append(name)
-    return [f"The GPU of {say_names(names)}, {text}." for text, names in found.items() if text]
+            lacks[name] = asked.wait()
+    groups = grouped(lacks, lacks.__getitem__)
+    return [f"The GPU of {say_names(names)}, {text}." for text, names in groups.items() if text]
 
 
 def _sharers(cluster: Cluster) -> dict[int, list[str]]:
     """Return the names of the workers of each GPU that has several, by the GPU's number."""
-    found: defaultdict[int, list[str]] = defaultdict(list)
-    for worker in cluster.workers:
-        if worker.gpu is not None:
-            found[worker.gpu].append(worker.name)
-    return {number: names for number, names in found.items() if len(names) > 1}
+    gpus = {worker.name: worker.gpu for worker in cluster.workers if worker.gpu is not None}
+    return {number: names for number, names in grouped(gpus, gpus.__getitem__).items() if len(names) > 1}
 
 
 def _sharing(number: int, names: list[str]) -> str:
