@@ -19,7 +19,7 @@
 #   TORCH       what `pip install` is given for torch, options included, e.g.
 #               make demo TORCH="torch==2.13.0 --index-url URL"
 #   ARGS        more arguments for the program that is run, e.g. make test ARGS="-k rref -x"
-#   PKG         the folder of tests/ of which `make quick` runs the tests with processes, too
+#   PKG         the folder or file of tests/ of which `make quick` runs the tests with processes, too
 #   JOBS        how many files of tests `make test` runs at a time; 0 for one after the other, in one process
 #   PAGE        the page that `make demo` leaves
 #   SEED        the seed of `make chaos`
