@@ -3,6 +3,7 @@
 ============== ================================================================================================
 modules
 cluster        `Cluster`: what users call. It makes the parts, and passes calls on to them
+group_history  the collectives of a process group, as one member has called them
 team           the workers, by rank, name and target
 cell_sender    sends cells to workers, and sees them to their end
 cell_values    moves values between the notebook and the workers' variables
@@ -18,7 +19,6 @@ executor       calls functions on the first free worker, as an executor of `conc
 asking         completion and inspection of code in a cell for workers
 stands         where the workers of a cell stand, in words
 whereabouts    where a thread is in the user's code
-group_history  the collectives of a process group, as one member has called them
 partings       where the members of a group part, found from their histories
 collation      asks the workers for these histories
 lookout        the line below a cell that says what its workers wait for

@@ -52,6 +52,7 @@ class CellSender:
         self._lifecycle = lifecycle
         self._agent = agent
         self._interrupts = interrupts
+        self.collation = Collation(team.workers, thread, agent, lifecycle.generations)
         self._counter = 0
         """The number of cells so far, which numbers them where there is no notebook."""
 
@@ -96,7 +97,9 @@ class CellSender:
                 quiet=quiet,
                 fail_fast=fail_fast,
             )
-            cell.why_late = lambda: [each.text for each in Collation(self._team.workers, self._agent).partings()]
+            cell.why_late = lambda: [each.text for each in self.collation.partings()]
+            if not quiet:
+                cell.before_end = self.collation.at_end_of_cell
             if keep:
                 ids = [(part.worker, part.id) for part in cell.parts.values()]
                 # A weak reference: else this object, whose router keeps the last cells, would never end.
@@ -112,8 +115,8 @@ class CellSender:
                 if not self._thread.soon(self.send, token, cell, workers, *packed):
                     raise UsageError("this cluster has been shut down; make another")
                 if progress_after > 0 and sink.interactive:
-                    probe = self._lifecycle.launcher.probe
-                    self._thread.soon(Lookout(self._thread, self._agent, probe, cell, self._team, progress_after).start)
+                    parts = self._lifecycle.launcher.probe, cell, self._team, self.collation
+                    self._thread.soon(Lookout(self._thread, self._agent, *parts, progress_after).start)
 
             if block:
                 try:

@@ -39,6 +39,7 @@ from nbdist.cluster.launching import launcher_of
 from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.mending import Mending
 from nbdist.cluster.output.sinks import Sink
+from nbdist.cluster.partings import Parting
 from nbdist.cluster.processes import process_memory
 from nbdist.cluster.processes.probe import Probe
 from nbdist.cluster.processes.setup import AUTO, choose_backend
@@ -183,6 +184,13 @@ class Cluster:
         future fails, or is never done.
         """
         return self.lifecycle.launcher.probe(name)
+
+    def partings(self) -> list[Parting]:
+        """Return the collectives that not all members of a process group have called in the same way.
+
+        Waits for the workers' answers, less than half a second.
+        """
+        return self._cells.collation.partings()
 
     @property
     def names(self) -> list[str]:

@@ -1,14 +1,29 @@
-"""`Collation`: asks the workers of a cluster what they have called in their process groups, and compares it."""
+"""`Collation`: compares what the workers of a cluster have called in their process groups.
+
+::
+
+    a cell that hangs, or is late   asks all workers                                          `ask`, `partings`
+    the end of a cell               compares what they have sent with the ends of their       `at_end_of_cell`
+                                    cells. Only if that differs, asks them, and the cell waits
+
+At its end, a cell has told what gloo gets wrong without a word: if members give tensors of different sizes, some get
+wrong values. A collective that only some members have called counts once all workers are idle: then the next one will
+be taken for it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from nbdist.cluster.group_history import GroupHistory
+from nbdist.cluster.jupyter.kernel_connection import KernelThread
+from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.workers import Worker
+from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.partings import Parting, find_partings
+from nbdist.cluster.processes.generations import Generations
 from nbdist.errors import NbdistError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
@@ -17,16 +32,22 @@ __all__ = ["Collation"]
 
 _ANSWER_WITHIN = 0.4
 """Seconds for the workers to answer. A worker that holds the GIL cannot, and nothing is claimed of it."""
+_POLL = 0.01
+_SHIFTED = "; the next collective there will be taken for it"
 
 
 class Collation:
     """Finds where the members of the workers' process groups part; ``agent`` is this process's.
 
-    ``workers`` are all workers of the cluster, by rank.
+    ``workers`` are all workers of the cluster, by rank; ``thread`` is the kernel thread.
     """
 
-    def __init__(self, workers: Sequence[Worker], agent: Agent) -> None:
-        self._workers, self._agent = workers, agent
+    def __init__(self, workers: Sequence[Worker], thread: KernelThread, agent: Agent, generations: Generations) -> None:
+        self._workers, self._thread, self._agent, self._generations = workers, thread, agent, generations
+        self._compared: list[Sequence[GroupHistory]] = []
+        """The histories of all workers that were compared last."""
+        self._told: set[object] = set()
+        """The partings that were told at the ends of cells. A difference stays in the recorders, and is told once."""
 
     def ask(self) -> dict[str, Future[Sequence[GroupHistory]]]:
         """Ask all living workers; return their answers, by name, without waiting for them."""
@@ -38,14 +59,14 @@ class Collation:
                     asked[worker.name] = at.call("histories", timeout=_ANSWER_WITHIN)
         return asked
 
-    def conclude(self, asked: Mapping[str, Future[Sequence[GroupHistory]]]) -> list[Parting]:
-        """Return where the members part, as far as the answers that have arrived tell."""
+    def conclude(self, asked: Mapping[str, Future[Sequence[GroupHistory]]], *, at_rest: bool = False) -> list[Parting]:
+        """Return where the members part, as far as the answers that have arrived tell; as for `find_partings`."""
         told: dict[str, Sequence[GroupHistory]] = {}
         for name, answer in asked.items():
             if answer.done():
                 with contextlib.suppress(Exception):  # the worker died, or the answer is late
                     told[name] = answer.value()
-        return find_partings(told, [worker.name for worker in self._workers])
+        return self._part(told, at_rest)
 
     def partings(self) -> list[Parting]:
         """Ask all living workers, wait for their answers, and return where the members part."""
@@ -55,3 +76,40 @@ class Collation:
             with contextlib.suppress(Exception):  # the worker died, or the answer is late
                 answer.wait(max(0.0, deadline - time.monotonic()))
         return self.conclude(asked)
+
+    def at_end_of_cell(self, cell: Cell, end: Callable[[], None]) -> None:
+        """Compare what the workers had called at the ends of their cells; call ``end``. In the kernel thread.
+
+        If they differ in a way that was not told, asks the workers once more, and tells it below the cell before the
+        cell ends.
+        """
+        latest = [worker.histories for worker in self._workers]
+        told = {worker.name: worker.histories for worker in self._workers if worker.alive}
+        is_known = list(map(id, latest)) == list(map(id, self._compared))
+        self._compared = latest
+        if not is_known and self._part(told, True):
+            self._tell(cell, self.ask(), end, time.monotonic() + _ANSWER_WITHIN)
+        else:
+            end()
+
+    def _tell(
+        self, cell: Cell, asked: Mapping[str, Future[Sequence[GroupHistory]]], end: Callable[[], None], deadline: float
+    ) -> None:
+        """Once the workers have answered, tell below a cell what was not told before, and call ``end``."""
+        if not all(each.done() for each in asked.values()) and time.monotonic() < deadline:
+            self._thread.loop.call_later(_POLL, self._tell, cell, asked, end, deadline)
+            return
+        try:
+            are_idle = not any(worker.cells for worker in self._workers)
+            is_whole = are_idle and len(cell.parts) == len(asked) and not cell.interrupted and not cell.errors
+            for each in self.conclude(asked, at_rest=True):
+                what = self._generations.present, each.group, each.absent or each.number, each.behind
+                if what not in self._told and (is_whole or not each.absent):
+                    self._told.add(what)
+                    text = f"{each.text}{_SHIFTED if each.absent else ''}\n"
+                    cell.sink.page.publish(Published("stream", {"name": "stderr", "text": text}))
+        finally:
+            end()
+
+    def _part(self, told: Mapping[str, Sequence[GroupHistory]], at_rest: bool) -> list[Parting]:
+        return find_partings(told, [worker.name for worker in self._workers], at_rest=at_rest)

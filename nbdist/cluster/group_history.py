@@ -61,6 +61,8 @@ class GroupHistory(msgspec.Struct, frozen=True):
     """For each number from `first` on, the index of what was given in `kinds`."""
     kinds: list[Given] = []
     waits: list[Wait] = []
+    busy: bool = False
+    """True if a thread of the member runs the user's code: it may yet call more."""
 
     @property
     def last(self) -> int:

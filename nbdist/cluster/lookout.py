@@ -67,10 +67,11 @@ class Lookout:
         probe: Callable[[str], Future[Probe]],
         cell: Cell,
         team: Team,
+        collation: Collation,
         after: float,
     ) -> None:
         self._thread, self._agent, self._probe, self._cell, self._after = thread, agent, probe, cell, after
-        self._team, self._collation = team, Collation(team.workers, agent)
+        self._team, self._collation = team, collation
         self._stopped: dict[str, float] = {}
         """The workers that a signal has stopped, each with the time at which this was seen first."""
         self._stands = Stands(after)

@@ -19,10 +19,12 @@ class Parting(NamedTuple):
     """torch's name of the group."""
     number: int
     text: str
-    absent: Sequence[str] = ()
+    absent: tuple[str, ...] = ()
     """The members that have not called it. If there are none, the members called different collectives."""
     present: Sequence[str] = ()
     """The members that have called it, and are not past it."""
+    behind: int = 0
+    """The number of collectives that the members that have not called it lack, at most."""
 
 
 def find_partings(
@@ -32,7 +34,7 @@ def find_partings(
 
     ``histories`` has what each worker tells of its groups; nothing is claimed of a worker that has told nothing.
     ``names`` are the names of all workers, by rank. A collective that some members lack counts if another one waits in
-    it, or if all are ``at_rest``: then none of them will call it any more.
+    it; if all are ``at_rest``, it counts if these members are not busy, and so will not call it any more.
     """
     groups: dict[str, dict[str, GroupHistory]] = {}
     for worker, told in histories.items():
@@ -45,10 +47,17 @@ def find_partings(
 def _part(members: Mapping[str, GroupHistory], names: Sequence[str]) -> Parting | None:
     """Return the first collective for which members gave different things, if their recorders still know it."""
     told = list(members.values())
-    for number in range(max(each.first for each in told), min(each.last for each in told) + 1):
-        given = {worker: history.kinds[history.given[number - history.first]] for worker, history in members.items()}
+    begin = max(each.first for each in told)
+    end = max(begin, min(each.last for each in told) + 1)
+    same_everywhere: set[tuple[int, ...]] = set()  # thousands of collectives are of a few kinds
+    known = [each.given[begin - each.first : end - each.first] for each in told]
+    for number, indices in enumerate(zip(*known, strict=True), begin):
+        if indices in same_everywhere:
+            continue
+        given = {name: history.kinds[index] for (name, history), index in zip(members.items(), indices, strict=True)}
         first = next(iter(given.values()))
         if all(first.agrees_with(each) for each in given.values()):
+            same_everywhere.add(indices)
             continue
         texts = {
             worker: f"{each.name} {each.tensors}".rstrip() + (f" ({each.place})" if each.place else "")
@@ -65,7 +74,8 @@ def _lack(members: Mapping[str, GroupHistory], names: Sequence[str], at_rest: bo
     number = min(history.last for history in members.values()) + 1
     absent = [worker for worker, history in members.items() if history.last < number]
     waits = {worker: wait for worker, history in members.items() for wait in history.waits if wait.number == number}
-    if len(absent) == len(members) or not (at_rest or waits):
+    counts = not any(members[worker].busy for worker in absent) if at_rest else bool(waits)
+    if len(absent) == len(members) or not counts:
         return None
     there = {worker: history for worker, history in members.items() if history.last >= number}
     given = [history.kinds[history.given[number - history.first]] for history in there.values()]
@@ -77,7 +87,8 @@ def _lack(members: Mapping[str, GroupHistory], names: Sequence[str], at_rest: bo
         f"{say_names(absent)} {plural(len(absent), 'has', 'have')} not come to {given[0].name} #{number}"
         f"{places and f' ({places})'}{tensors}, {_title(history, names)}{owner}"
     )
-    return Parting(history.name, number, text, absent, list(waits))
+    behind = max(each.last for each in there.values()) - number + 1
+    return Parting(history.name, number, text, tuple(absent), list(waits), behind)
 
 
 def _title(history: GroupHistory, names: Sequence[str]) -> str:

@@ -51,8 +51,7 @@ WAITS = {
     "DDP": (
         DDP,
         r"worker1 has not come to all_reduce #\d+ \(In\[\d+\]:6\), float32\[30\], default group, for the gradients "
-        r"of 1\.bias to 0\.weight: worker0,2 wait in Tensor\.backward\(\), In\[\d+\]:6, \d+ s; worker1 is through with "
-        r"this cell",
+        r"of 1\.bias to 0\.weight: worker0,2 wait in Tensor\.backward\(\), In\[\d+\]:6, \d+ s; worker1 is through .*",
     ),
     "FSDP2": (
         FSDP,
@@ -66,6 +65,11 @@ DIFFERENCES = {
         "x = torch.ones(4)\nif rank == 1:\n    dist.broadcast(x, 0)\nelse:\n    dist.all_reduce(x)",
         r"#1 of the default group is not the same collective everywhere: worker0,2 all_reduce float32\[4\] "
         r"\(In\[\d+\]:6\), worker1 broadcast float32\[4\] \(In\[\d+\]:4\)",
+    ),
+    "shape": (
+        "dist.all_reduce(torch.ones(4 if rank == 1 else 2))",
+        r"#1 of the default group is not the same collective everywhere: worker0,2 all_reduce float32\[2\] "
+        r"\(In\[\d+\]:2\), worker1 all_reduce float32\[4\] \(In\[\d+\]:2\)",
     ),
     "order": (
         "x, y = torch.ones(4), torch.ones(2, dtype=torch.int64)\nfor z in (x, y) if rank else (y, x):\n"

@@ -33,7 +33,7 @@ def test_who_has_not_come_is_found(flight):
     told = {NAMES[rank]: read(entries, rank) for rank, entries in enumerate(flight["absent"])}
     [parting] = find_partings(told, NAMES)
     assert parting.text == "worker2 has not come to all_reduce #15, float32[1024], default group"
-    assert (parting.absent, parting.present) == (["worker2"], ["worker0", "worker1"])
+    assert (parting.absent, parting.present) == (("worker2",), ["worker0", "worker1"])
 
 
 def test_different_collectives_are_found(flight):

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.amounts import duration
 from nbdist.autograd.api import recorder
-from nbdist.cluster.collation import Collation
 from nbdist.cluster.inspection.status_report import LINE_SHOWN, StatusReport, make_report, say_line
 from nbdist.cluster.jupyter.labels import is_cell
 from nbdist.cluster.partings import Parting
@@ -76,7 +75,7 @@ def collect(cluster: Cluster) -> Status:
         asked = ask_each(cluster.agent, make_report, dict.fromkeys(living, ()), timeout=_REPORT_WITHIN)
         reports = asked.or_raise(but=NbdistError)
         in_collective = any(report.in_collective for report in reports.values())
-        partings = Collation(cluster.workers, cluster.agent).partings() if in_collective else []
+        partings = cluster.partings() if in_collective else []
     silent = [
         worker for worker in cluster.workers if worker.alive and worker.step == "ready" and worker.name not in reports
     ]

@@ -18,6 +18,7 @@ from jupyter_client.session import json_packer, json_unpacker
 from nbdist.errors import ProtocolError
 
 __all__ = [
+    "COLLECTIVES",
     "FENCE",
     "NAMES",
     "decode",
@@ -31,6 +32,8 @@ __all__ = [
     "with_text",
 ]
 
+COLLECTIVES = "nbdist_collectives"
+"""The type of a message that tells what a worker has called in its process groups."""
 FENCE = "nbdist_fence"
 """The type of a message that marks a place in a worker's output: everything before it has been sent."""
 NAMES = "nbdist_names"

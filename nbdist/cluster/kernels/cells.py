@@ -178,6 +178,8 @@ class Cell:
         It runs once: when it is called, or when nobody has this handle any more. The router has the last 2,000.
         """
         self._part_ended: Callable[[Cell, str], None] = lambda cell, worker: None
+        self.before_end: Callable[[Cell, Callable[[], None]], None] = lambda cell, end: end()
+        """Called when the last worker has ended the cell; it calls ``end`` once, at once or later."""
         self.why_late: Callable[[], Sequence[str]] = tuple
         """Returns texts that say what keeps the workers; for the error of a time limit."""
         self._error_shown = False
@@ -593,7 +595,7 @@ class Cell:
                     self._stop()
         finally:  # even if showing the output fails, the waiting threads must wake
             if not self.running:
-                self._tell_end()
+                self.before_end(self, self._tell_end)
 
     def _tell_failed(self) -> None:
         """Show a notice below the cell that names the workers that have failed, while others still run.

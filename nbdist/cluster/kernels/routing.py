@@ -4,6 +4,7 @@
 
     iopub   a fence     the `settle` that waits for it
             names       `Worker.names`, for completion
+            collectives `Worker.histories`
             a cell's    `Cell.on_output`
             a call's    `Origin.on_output`
             a widget's  `Relayed.on_output`
@@ -18,7 +19,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from nbdist.cluster.jupyter.jupyter_wire import FENCE, NAMES
+import msgspec
+
+from nbdist.cluster.group_history import GroupHistory
+from nbdist.cluster.jupyter.jupyter_wire import COLLECTIVES, FENCE, NAMES
 from nbdist.cluster.jupyter.kernel_connection import KernelThread, Message
 from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.comms import Comms
@@ -83,6 +87,9 @@ class Router:
             return
         if kind == NAMES:
             worker.names = content["names"]
+            return
+        if kind == COLLECTIVES:
+            worker.histories = msgspec.convert(content["groups"], list[GroupHistory])
             return
         id = message["parent_header"].get("msg_id", "")
         ends = content.get("execution_state") == "idle" and id in self._cells

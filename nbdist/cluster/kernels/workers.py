@@ -20,10 +20,11 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.kernel_connection import Kernel, KernelThread, Message
 from nbdist.cluster.kernels.cells import Cell
@@ -89,6 +90,8 @@ class Worker:
         """Called when a cell has ended here, when the worker has joined the RPC world, and when it is lost."""
         self.names: list[str] = []
         """The names of the user's variables there, after the last cell, for completion."""
+        self.histories: Sequence[GroupHistory] = ()
+        """The collectives that the worker had called at the end of its last cell with any, by process group."""
         self.stderr = Tail(_LAST_LINES, _LONGEST_LINE)
         """The last lines that the present cell has written to standard error."""
         self.log = Tail(_LAST_LINES, _LONGEST_LINE)
@@ -165,6 +168,7 @@ class Worker:
         self.stderr.clear()
         self.log.clear()
         self.names = []
+        self.histories = ()
 
     def call(self, function: str) -> Coroutine[Any, Any, None]:
         """Call a function of `nbdist.cluster.worker.kernel`, such as ``"join()"``, in the worker's main thread.

@@ -139,6 +139,8 @@ class Collectives:
         """The backend of the process group that formed last, as torch writes it."""
         self._forms_group = False
         """True if the cluster has a process group: its backend is not "none"."""
+        self._state_told: object = None
+        """The state of the flight recorder at the last `news`."""
         self._lost: dict[int, tuple[str, str]] = {}
         """By rank: the name of each lost member of the present group, and a text that says how it was lost."""
         self._loops_before: set[bytes] = set()
@@ -255,6 +257,14 @@ class Collectives:
     def histories(self) -> list[GroupHistory]:
         """Return what this worker has called in each of its process groups, since the default group has formed."""
         return flight_recorder.read(self._forming_since, places=True)
+
+    def news(self) -> list[GroupHistory] | None:
+        """Return the histories, without lines, if there are groups or collectives since the last call; else None."""
+        state = flight_recorder.state()
+        if state == self._state_told:
+            return None
+        self._state_told = state
+        return flight_recorder.read(self._forming_since, places=False)
 
     def _open_store(self, told: WorkerSetup, generation: int) -> GroupStore:
         """Return the store of one generation of the process group: files, or, for several hosts, the notebook's memory.

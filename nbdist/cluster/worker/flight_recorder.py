@@ -23,7 +23,7 @@ from nbdist.code_places import is_users, shown_name
 from nbdist.thread_frames import thread_frames
 from nbdist.torch_private import flight_record, groups_by_name, process_groups
 
-__all__ = ["has_unfinished", "histories", "read"]
+__all__ = ["has_unfinished", "histories", "read", "state"]
 
 _DTYPES = {
     "Float": "float32",
@@ -55,6 +55,12 @@ def has_unfinished() -> bool:
     return any(each["last_enqueued_collective"] != each["last_completed_collective"] for each in groups)
 
 
+def state() -> object:
+    """Return what changes when this process makes a group or calls a collective. Takes some microseconds."""
+    counts = flight_record(entries=False).get("pg_status", {})
+    return list(process_groups()), {id: each["last_enqueued_collective"] for id, each in counts.items()}
+
+
 def read(formed_at: int, *, places: bool) -> list[GroupHistory]:
     """Return the histories of the groups of this process that have formed since ``formed_at``, by `time.time_ns`.
 
@@ -83,7 +89,10 @@ def histories(
         if known and number != next(reversed(known)) + 1:
             known.clear()  # a later group of the same name, which numbers anew; or the recorder has lost some
         known[number] = entry
-    return [_history(name, groups[name], titles.get(name, ""), known, threads) for name, known in of_group.items()]
+    busy = any(say_place(each) is not None for each in threads.values())
+    return [
+        _history(name, groups[name], titles.get(name, ""), known, threads, busy) for name, known in of_group.items()
+    ]
 
 
 def _history(
@@ -92,6 +101,7 @@ def _history(
     title: str,
     entries: Mapping[int, Mapping[str, Any]],
     threads: Mapping[int, FrameType],
+    busy: bool,
 ) -> GroupHistory:
     """Return the history of one group from its entries, by number, without gaps."""
     main = threads.get(threading.main_thread().ident or 0)
@@ -105,7 +115,7 @@ def _history(
             if not each.place:  # called by a thread of autograd's: the main thread waits for that
                 each = msgspec.structs.replace(each, place=(say_place(main) or ("", ""))[1])
         given.append(kinds.setdefault(each, len(kinds)))
-    return GroupHistory(name, title, list(ranks), next(iter(entries), 1), given, list(kinds), waits)
+    return GroupHistory(name, title, list(ranks), next(iter(entries), 1), given, list(kinds), waits, busy)
 
 
 def _given(entry: Mapping[str, Any]) -> Given:

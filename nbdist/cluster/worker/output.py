@@ -19,9 +19,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from IPython.core.autocall import IPyAutocall
 
-from nbdist.cluster.jupyter.jupyter_wire import FENCE, NAMES
+from nbdist.cluster.jupyter.jupyter_wire import COLLECTIVES, FENCE, NAMES
 from nbdist.cluster.jupyter.page_lines import Page, follow_page
 from nbdist.cluster.jupyter.versions import answer_in_thread, keep_output_apart, send_text
 from nbdist.cluster.worker.collective_errors import raise_translated
@@ -208,7 +209,7 @@ class WorkerOutput:
         kernel.session.send(kernel.iopub_socket, kind, content, ident=kind.encode())
 
     def _after_cell(self, result: Any) -> None:
-        """Send the names of the variables, and keep the cell's last value if the notebook has asked for that.
+        """Send the variables' names and the collectives, and keep the cell's last value if the notebook wants it.
 
         IPython calls this in the main thread after each cell, with the cell's ``result``. After a failed cell, the
         future of the value fails with RemoteError. Whether the cell was called off is forgotten here.
@@ -216,6 +217,8 @@ class WorkerOutput:
         id, told = self._told_of_cell()
         self.called_off.discard(id)
         self._tell_names()
+        if (histories := self._collectives.news()) is not None:
+            self._publish(COLLECTIVES, {"groups": msgspec.to_builtins(histories)})
         if told.get("keep"):
             value = self._value_of(id)
             error = result.error_before_exec or result.error_in_exec

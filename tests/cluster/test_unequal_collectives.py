@@ -1,0 +1,107 @@
+"""A cell that ends although the workers have not called the same collectives says so; others say nothing."""
+
+import re
+
+import pytest
+from frontend import Notebook
+
+ANOTHER_DTYPE = """
+x = torch.ones(4, dtype=torch.int32 if rank == 1 else torch.float32)
+dist.all_reduce(x)"""
+ONE_TOO_FEW = """
+if rank != 2:
+    work = dist.all_reduce(torch.ones(2), async_op=True)"""
+MORE_THAN_THE_RECORDER_KEEPS = f"""
+for step in range(3000): dist.all_reduce(torch.ones(1))
+{ONE_TOO_FEW}"""
+FAULTS = {
+    # The program, and what its cell tells.
+    ANOTHER_DTYPE: r"#1 of the default group is not the same collective everywhere: "
+    r"worker0,2 all_reduce float32\[4\] \((In\[\d+\]:3)\), worker1 all_reduce int32\[4\] \(\1\)\n",
+    ONE_TOO_FEW: r"worker2 has not come to all_reduce #1 \(In\[\d+\]:3\), float32\[2\], default group; "
+    r"the next collective there will be taken for it\n",
+    MORE_THAN_THE_RECORDER_KEEPS: r"worker2 has not come to all_reduce #3001 \(In\[\d+\]:5\), .*\n",
+}
+
+UNEVEN_RANKS = """
+import time
+time.sleep(0.2 * rank)
+for step in range(3): dist.all_reduce(torch.ones(1))"""
+SUBGROUPS = """
+left, right = dist.new_group([0, 1]), dist.new_group([1, 2])
+for pair in [[left] * 2, [left, left, right], [right]][rank]:
+    dist.all_reduce(torch.ones(2), group=pair)"""
+ASYNCHRONOUS = """
+works = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(5)]
+for work in works: work.wait()"""
+OBJECTS = """
+dist.broadcast_object_list([rank, 'x' * 100 * rank], src=0)
+dist.all_gather_object([None] * 3, 'y' * 1000 * rank)"""
+UNEVEN_SIZES = """
+three = [torch.ones(2) for _ in range(3)] if rank == 0 else None
+dist.gather(torch.ones(2), three)
+dist.scatter(torch.ones(2), three)
+sizes = [[1, 2, 3], [2, 1, 1], [3, 1, 1]]
+received = [each[rank] for each in sizes]
+dist.all_to_all_single(torch.empty(sum(received)), torch.ones(sum(sizes[rank])), received, sizes[rank])
+if rank == 0: dist.send(torch.ones(3), 1)
+if rank == 1: dist.recv(torch.ones(3), 0)"""
+UNEVEN_INPUTS = """
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+with Join([model]):
+    for step in range(2 + rank): model(torch.ones(1, 2)).sum().backward()"""
+A_THREAD = """
+import threading, time
+group = dist.new_group()
+def run():
+    for step in range(2):
+        time.sleep(0.3 * rank)
+        dist.all_reduce(torch.ones(1), group=group)
+running = threading.Thread(target=run)
+running.start()"""
+AN_ERROR = """
+dist.barrier()
+if rank == 1: raise ValueError
+work = dist.all_reduce(torch.ones(1), async_op=True)"""
+HEALTHY = (UNEVEN_RANKS, SUBGROUPS, ASYNCHRONOUS, OBJECTS, UNEVEN_SIZES, UNEVEN_INPUTS, A_THREAD, AN_ERROR)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with Notebook() as notebook:
+        notebook.run("%dist_init -n 3 -t 60")
+        yield notebook
+
+
+@pytest.fixture
+def notebook(shared):
+    """Three idle workers in a process group that has done nothing."""
+    shared.run("%dist_restart -p")
+    return shared
+
+
+@pytest.mark.parametrize("program", FAULTS)
+def test_a_difference_is_told_once(notebook, program):
+    assert re.fullmatch(FAULTS[program], notebook.run(f"%%remote{program}").stderr)
+    assert notebook.run("%%remote\nlater = dist.new_group(); dist.barrier(later)").stderr == ""
+
+
+@pytest.mark.parametrize("program", HEALTHY)
+def test_a_healthy_program_is_told_nothing(notebook, program):
+    assert "collective" not in notebook.run(f"%%remote{program}", check=False).stderr
+    assert notebook.run("%%remote\nif 'running' in globals(): running.join()").stderr == ""
+
+
+def test_cells_for_some_workers_are_not_compared_with_what_others_have_not_run(notebook):
+    assert notebook.run("%%remote 0\nwork = dist.all_reduce(torch.ones(1), async_op=True)").stderr == ""
+    assert notebook.run("%%remote 1,2\ndist.all_reduce(torch.ones(1))").stderr == ""
+    assert notebook.run("%%remote\nrank").stderr == ""
+
+
+def test_the_same_fault_is_told_again_in_a_new_group(notebook):
+    told = "worker2 has not come to all_reduce #1 "
+    assert notebook.run(f"%%remote{ONE_TOO_FEW}").stderr.startswith(told)
+    notebook.run("%dist_restart -p")
+    assert notebook.run(f"%%remote{ONE_TOO_FEW}").stderr.startswith(told)
