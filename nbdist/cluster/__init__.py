@@ -19,6 +19,7 @@ executor       calls functions on the first free worker, as an executor of `conc
 asking         completion and inspection of code in a cell for workers
 stands         where the workers of a cell stand, in words
 whereabouts    where a thread is in the user's code
+held_locks     which lock a thread waits for, and who holds it
 partings       where the members of a group part, found from their histories
 collation      asks the workers for these histories
 lookout        the line below a cell that says what its workers wait for

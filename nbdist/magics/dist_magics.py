@@ -28,6 +28,7 @@ from nbdist.cluster.inspection.freeing import free
 from nbdist.cluster.inspection.holdings import collect as collect_holdings
 from nbdist.cluster.inspection.print_logs import read_logs
 from nbdist.cluster.inspection.status import collect
+from nbdist.cluster.inspection.thread_stacks import read_stacks
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.page_lines import Page, lines_above, moved_down
 from nbdist.cluster.kernels.cells import Cell
@@ -48,6 +49,7 @@ from nbdist.views.workers.printed import save as save_printed
 from nbdist.views.workers.printed import say as say_printed
 from nbdist.views.workers.progress import StartProgress
 from nbdist.views.workers.remarks import remarks_on_start
+from nbdist.views.workers.stacks import say as say_stacks
 from nbdist.views.workers.status import StatusTable
 
 __all__ = ["DistMagics"]
@@ -269,6 +271,21 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             print("No cluster runs; start one with %dist_init -n 4.")
             return None
         return StatusTable(*collect(Cluster.current))
+
+    @line_magic
+    def dist_stacks(self, line: str) -> None:
+        """Show the lines of your code in which each thread is, the call it serves, and what it waits for.
+
+        %dist_stacks [TARGET]
+
+        The innermost line comes first. Threads without code of yours are left out, and equal ones share their lines. A
+        thread that waits for a lock is shown with the thread that holds it, if Python knows that. Busy workers answer,
+        too; of one that computes without releasing the GIL, the main thread is shown.
+
+        Example:
+            %dist_stacks worker1
+        """
+        print(say_stacks(read_stacks(self._session.cluster(), read("%dist_stacks", line).targets)))
 
     @line_magic
     def dist_panel(self, line: str) -> Panel:

@@ -290,6 +290,7 @@ _log.add_argument("--lines", type=_line_span)
 _log.add_argument("--save")
 
 _reader("%dist_memory [TARGET] [-v | --all]", "-v --all").add_argument("targets", nargs="*")
+_reader("%dist_stacks [TARGET]").add_argument("targets", nargs="*")
 _reader("%dist_restart [TARGET] [-p]", "-p --process-group").add_argument("targets", nargs="*")
 _reader("%dist_doctor [-t SECONDS]").add_argument("-t", "--timeout", type=_seconds, default=60.0)
 # nbdistributed has the option -n of %dist_reset; it is ignored.

@@ -15,7 +15,10 @@ BY_QUESTION: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("How do I run code on workers?", ("%%remote", "%remote", "%%distributed", "%%rank", "%dist_mode", "%sync")),
     ("How do values get there and back?", ("%dist_push", "%dist_pull", "%remote")),
-    ("It hangs: where does each worker stand?", ("%dist_panel", "%dist_status", "%dist_debug", "%dist_restart")),
+    (
+        "It hangs: where does each worker stand?",
+        ("%dist_stacks", "%dist_panel", "%dist_status", "%dist_debug", "%dist_restart"),
+    ),
     ("It is slow: what takes the time?", ("%%timeline", "%%watch", "%dist_panel", "%dist_doctor")),
     ("It runs out of memory: what is held, and by whom?", ("%dist_memory", "%dist_free")),
     ("It is wrong, or NaN: where does it begin?", ("%%watch", "%dist_diff")),

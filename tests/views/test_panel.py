@@ -161,8 +161,10 @@ def test_who_holds_others_up():
         "notebook → a → b → d, which is at In[3]:3: x",
         "notebook → c → d, which is at In[3]:3: x",
     ]
-    assert blamed({"a": ["b"], "b": ["a"]}, {}) == ["a → b → a: they wait for each other"]
-    assert blamed({"n": ["a"], "a": ["b"], "b": ["a"]}, {}) == ["n → a → b → a: they wait for each other"]
+    assert blamed({"a": ["b"], "b": ["a"]}, {}) == ["a and b wait for each other"]
+    assert blamed({"n": ["a"], "a": ["b"], "b": ["a"]}, {}) == ["a and b wait for each other; n waits behind them"]
+    assert blamed({"m": ["n"], "n": ["a"], "a": ["a"]}, {}) == ["a waits for itself; m → n wait behind it"]
+    assert blamed({"a": ["b"], "b": ["c"], "c": ["a"]}, {}) == ["a → b → c → a wait for each other"]
     assert blamed({"a": [], "b": []}, {"a": "In[3]:1"}) == []
     everybody = [f"w{n}" for n in range(40)]
     assert blamed({name: [other for other in everybody if other != name] for name in everybody}, {})

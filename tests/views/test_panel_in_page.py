@@ -38,7 +38,11 @@ def test_interrupt_and_restart(front, tmp_path, request):
         panel.get_by_text("idle").first.wait_for()
         page.run(2)
         panel.get_by_text("busy").wait_for()
-        panel.get_by_text("time.sleep(0.1)").first.wait_for()
+        at = panel.get_by_text("time.sleep(0.1)").first
+        at.click()
+        page.expect(panel.locator(".nbdist-log")).to_contain_text("worker1: MainThread")
+        at.click()
+        page.expect(panel.locator(".nbdist-log")).not_to_contain_text("MainThread")
         if picture := request.config.getoption("--pictures"):
             page.page.wait_for_timeout(4000)
             panel.screenshot(path=f"{picture}/panel-{front}.png")

@@ -8,6 +8,7 @@
 `roots`          the objects that a user knows
 `status_report`  the worker's side of `%dist_status`
 `status`         the table of `%dist_status`
+`thread_stacks`  the threads of workers, for `%dist_stacks`
 `variables`      a row for each of a worker's variables
 `holdings`       the values and contexts that live on each worker
 `freeing`        frees values that only the shell keeps

@@ -29,9 +29,10 @@ from nbdist.rpc.asking import ask_each
 
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
+    from nbdist.cluster.kernels.cells import Cell
     from nbdist.cluster.kernels.workers import Worker
 
-__all__ = ["Status", "WorkerStatus", "collect"]
+__all__ = ["Status", "WorkerStatus", "collect", "users_lines"]
 
 _REPORT_WITHIN = 0.5
 """Seconds to wait for a worker's report."""
@@ -89,28 +90,35 @@ def _ask_hosts(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, StatusR
 
     Waits for less than a second. A worker whose host does not answer is missing.
     """
-    asked = [(worker, cluster.probe(worker.name)) for worker in workers]
+    asked = [(worker, list(worker.cells), cluster.probe(worker.name)) for worker in workers]
     deadline = time.monotonic() + 2 * ANSWER_WITHIN
     found = {}
-    for worker, answer in asked:
+    for worker, cells, answer in asked:
         with contextlib.suppress(Exception):  # the worker ends, or its host cannot be reached
             seen: Probe = answer.result(max(0.0, deadline - time.monotonic()))
-            place = _place(worker, where.read_frames(seen.frames)) if worker.cells else ""
-            found[worker.name] = StatusReport(None, where=place, memory=seen.memory, cpu_seconds=seen.cpu_seconds)
+            lines = users_lines(cells, where.read_frames(seen.frames)) if cells else []
+            found[worker.name] = StatusReport(
+                None, where="".join(lines[:1]), memory=seen.memory, cpu_seconds=seen.cpu_seconds
+            )
     return found
 
 
-def _place(worker: Worker, frames: Sequence[where.Frame]) -> str:
-    """Return the innermost line of the user's code among these frames; "" without one."""
+def users_lines(present: Sequence[Cell], frames: Sequence[where.Frame]) -> list[str]:
+    """Return the lines of the user's code among a worker's frames, as `say_line` does, the innermost first.
+
+    ``present`` are the cells that the worker had when it was asked: the question may end a sleep, and so the cell.
+    """
+    said = []
     for frame in frames:
         if frame.in_cell:
-            cells = [cell for cell in worker.cells if is_cell(frame.file, cell.source)]
+            cells = [cell for cell in present if is_cell(frame.file, cell.source)]
             lines = cells[0].source.splitlines() if cells else []  # without a match, the line is in an earlier cell
             line = lines[frame.line - 1].strip() if frame.line <= len(lines) else ""
-            return say_line(f"In[{cells[0].number}]" if cells else "cell", frame.line, line)
-        if is_users(frame.file):
-            return say_line(shown_name(frame.file), frame.line, linecache.getline(frame.file, frame.line).strip())
-    return ""
+            said.append(say_line(f"In[{cells[0].number}]" if cells else "cell", frame.line, line))
+        elif is_users(frame.file):
+            text = linecache.getline(frame.file, frame.line).strip()
+            said.append(say_line(shown_name(frame.file), frame.line, text))
+    return said
 
 
 def _status(worker: Worker, report: StatusReport) -> WorkerStatus:

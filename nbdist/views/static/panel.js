@@ -1,7 +1,7 @@
 // The panel of a cluster: a row for each worker, drawn anew with each snapshot; and whether somebody looks.
 
 import { bytes } from "./amounts.js";
-import { connect, element, shape } from "./buttons.js";
+import { button, connect, element, shape } from "./buttons.js";
 import { follow } from "./looking.js";
 import { points, talk } from "./sparkline.js";
 
@@ -19,7 +19,6 @@ const COURSES = [
 const TITLES = ["worker", "", "state", "runs", "at", "calls", ...COURSES.map((each) => each.title)];
 const FIRST = 6; // the column of the first of them
 
-// When a line was written, as a clock on the wall says it.
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hourCycle: "h23" });
 
 function spark(title) {
@@ -62,9 +61,10 @@ function render({ model, el }) {
       const interrupt = wire.acting("Interrupt", `Interrupt what runs on ${name}`, { press: "interrupt", worker: name });
       const restart = wire.acting("Restart", `Start ${name} anew`, { press: "restart", worker: name });
       cells[1].append(interrupt, restart);
+      const at = button("", `Show all threads of ${name}`, () => wire.press({ press: "stacks", worker: name }));
       row.append(...cells);
       table.append(row);
-      rows.set(name, { row, cells, lines, interrupt });
+      rows.set(name, { row, cells, lines, interrupt, at });
     }
     return rows.get(name);
   }
@@ -74,13 +74,14 @@ function render({ model, el }) {
     el.classList.toggle("without-gpu-busy", !snapshot.tells_busy);
     el.classList.toggle("without-gpu", !snapshot.rows.some((told) => told.gpu.some(Boolean)));
     for (const told of snapshot.rows) {
-      const { row, cells, lines, interrupt } = rowOf(told.name);
+      const { row, cells, lines, interrupt, at } = rowOf(told.name);
       row.className = told.lost ? "lost" : "";
       cells[0].textContent = told.name;
       cells[0].title = `${told.device}, process ${told.pid ?? "gone"}`;
       cells[2].textContent = told.state;
       cells[3].textContent = told.runs;
-      cells[4].textContent = told.where;
+      at.textContent = told.where;
+      cells[4].replaceChildren(...(told.where ? [at] : []));
       cells[5].textContent = told.calls ?? "";
       COURSES.forEach((course, index) => {
         lines[index].line.lastChild.setAttribute("points", points(told[course.name], WIDE, 18, course.most));
@@ -90,8 +91,8 @@ function render({ model, el }) {
     }
     between.textContent = [talk(snapshot.talk).join("   "), ...snapshot.blamed].filter(Boolean).join("\n");
     const written = snapshot.rows.flatMap((told) => told.log.map(([at, text]) => `${clock(at)} [${told.name}] ${text}`));
-    logs.textContent = written.join("\n");
-    logs.hidden = !written.length;
+    logs.textContent = [...snapshot.stacks, ...written].join("\n");
+    logs.hidden = !logs.textContent;
   }
 
   return follow(model, el, wire, draw);

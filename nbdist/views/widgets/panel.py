@@ -37,11 +37,11 @@ class PanelView(View):
         return self._panel.snapshot()
 
     def press(self, message: dict[str, Any]) -> None:
-        """Note that somebody looks, or interrupt or restart a worker.
+        """Note that somebody looks, interrupt or restart a worker, or show or hide its threads.
 
-        ``message["press"]`` is "looking", "interrupt" or "restart", and ``message["worker"]`` names the worker. The
-        thread of the first "looking" message takes samples as long as somebody looks; later ones return at once. Raises
-        UsageError for an unknown worker or button.
+        ``message["press"]`` is "looking", "interrupt", "restart" or "stacks", and ``message["worker"]`` names the
+        worker. The thread of the first "looking" message takes samples as long as somebody looks; later ones return at
+        once. Raises UsageError for an unknown worker or button.
         """
         what, worker = message.get("press"), message.get("worker")
         if what == "looking":
@@ -59,6 +59,8 @@ class PanelView(View):
             cluster.interrupt(worker)
         elif what == "restart":
             cluster.restart(worker)
+        elif what == "stacks":
+            self._panel.show_stacks(worker)
         else:
             raise UsageError(
                 f"there is no button {what!r}: the page is of another version of nbdist; run the cell again"

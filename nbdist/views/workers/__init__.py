@@ -3,6 +3,7 @@
 =============  ================================================
 `remarks`      lines about a cluster that has just started
 `status`       the table of `%dist_status`
+`stacks`       the text of `%dist_stacks`
 `panel`        the samples of `%dist_panel`
 `printed`      the lines of `%dist_log`
 `difference`   the result of `%dist_diff`

@@ -13,9 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from nbdist.amounts import plural
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.inspection.status import Status, WorkerStatus, collect
+from nbdist.cluster.inspection.thread_stacks import read_stacks
 from nbdist.views.drawing.pictures import themed
+from nbdist.views.workers.stacks import say
 from nbdist.views.workers.status import StatusTable
 
 __all__ = ["Panel"]
@@ -38,6 +41,8 @@ class Panel:
         self._sent: dict[str, tuple[Mapping[str, int], float]] = {}
         self._rates: dict[tuple[str, str], float] = {}
         self._awaited: list[str] = []
+        self._sampled_at = ""
+        self._stacks: dict[str, str] = {}
         self._lock = threading.Lock()
         self._sampling = threading.Lock()
         self.sample()
@@ -61,6 +66,7 @@ class Panel:
             sent = {row.name: row.report.sent for row in rows if row.report.sent} | {agent.me.name: agent.sent()}
             with self._lock:
                 self._status, self._awaited = status, awaited
+                self._sampled_at = f"Sampled at {time.strftime('%H:%M:%S')}."
                 # Keep only rates of workers that have answered: the old rates of a lost worker mean nothing.
                 self._rates = {pair: rate for pair, rate in self._rates.items() if pair[0] in sent}
                 for name, counts in sent.items():
@@ -114,7 +120,11 @@ class Panel:
         for parting in self._status.partings:
             for worker in parting.present:
                 waits[worker] += [other for other in parting.absent if other not in waits[worker]]
-        return {name: [other for other in others if other != name] for name, others in waits.items()}
+        return waits
+
+    def show_stacks(self, worker: str) -> None:
+        """Show the threads of a worker below the rows; a second call with the same worker removes them."""
+        self._stacks = {} if worker in self._stacks else {worker: say(read_stacks(self.cluster, worker))}
 
     def snapshot(self) -> dict[str, Any]:
         """Return the last sample, with the course of the last minute, for a page, as values that JSON can hold.
@@ -145,14 +155,15 @@ class Panel:
                     for one, other, calls, rate in self.talk()
                 ],
                 "blamed": self.blamed(),
+                "stacks": list(self._stacks.values()),
             }
 
     def __repr__(self) -> str:
-        return "\n".join([repr(StatusTable(self.rows)), *self.blamed()])
+        return "\n".join([repr(StatusTable(self.rows)), *self.blamed(), self._sampled_at])
 
     def _repr_html_(self) -> str:
         talk = [f"{escape(one)} waits for {calls} of {escape(other)}" for one, other, calls, _ in self.talk() if calls]
-        told = [*([("; ".join(talk))] if talk else []), *map(escape, self.blamed())]
+        told = [*([("; ".join(talk))] if talk else []), *map(escape, self.blamed()), self._sampled_at]
         return StatusTable(self.rows)._repr_html_() + themed(*(f"<div>{line}</div>" for line in told))
 
 
@@ -181,7 +192,7 @@ def _lines_of_ways(
     """
     last = way[-1]
     if last in way[:-1]:
-        yield f"{' → '.join(way)}: they wait for each other"
+        yield _say_circle(way[way.index(last) : -1], way[: way.index(last)])
     elif not waits.get(last):
         place = places.get(last, "")
         yield " → ".join(way) + (f", which is at {place}" if place else "")
@@ -189,6 +200,18 @@ def _lines_of_ways(
         seen.add(last)
         for other in waits[last]:
             yield from _lines_of_ways([*way, other], waits, places, seen)
+
+
+def _say_circle(circle: Sequence[str], behind: Sequence[str]) -> str:
+    """Return a line about workers that wait for one another, and about those that wait for the first of these."""
+    if len(circle) == 1:
+        said = f"{circle[0]} waits for itself"
+    elif len(circle) == 2:
+        said = f"{' and '.join(circle)} wait for each other"
+    else:
+        said = f"{' → '.join([*circle, circle[0]])} wait for each other"
+    waits = f"; {' → '.join(behind)} {plural(len(behind), 'waits', 'wait')} behind {plural(len(circle), 'it', 'them')}"
+    return said + (waits if behind else "")
 
 
 class Course:

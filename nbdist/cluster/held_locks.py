@@ -1,0 +1,104 @@
+"""Says which lock a thread of this process waits for, and which thread holds it, as far as Python can know."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import linecache
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from nbdist.code_places import is_users, shown_name
+
+__all__ = ["say_lock"]
+
+_TAKES = re.compile(r"\bwith\s+([\w.]+)\s*:|\b([\w.]+)\.acquire\(")
+"""A line that takes a lock."""
+_OWNER = re.compile(r"owner=(\d+)")
+"""The ident of a thread in the text of an RLock; 0 if nobody holds it."""
+
+
+def say_lock(thread: int, threads: Mapping[int, FrameType]) -> str:
+    """Return the lock that a thread waits for, and its holder, in words such as ``the lock `turn`, which … holds``.
+
+    ``threads`` has the innermost frame of each thread, by ident. Empty if the thread's innermost line of user code
+    takes no lock, or a free one. Who holds a lock is known of an RLock, and of a lock that a ``with`` has taken.
+    """
+    frame: FrameType | None = next((each for each in _outwards(threads[thread]) if is_users(_file(each))), None)
+    match = _TAKES.search(linecache.getline(_file(frame), frame.f_lineno or 0)) if frame is not None else None
+    if frame is None or match is None:
+        return ""
+    name = match[1] or match[2]
+    lock = _value_of(name, frame)
+    if lock is None or not _is_taken(lock, thread):
+        return ""
+    said = f"the lock `{name}`"
+    owner = _OWNER.search(repr(lock))
+    holder = int(owner[1]) if owner else next((each for each in threads if _holds(threads[each], lock, frame)), None)
+    if holder is None:
+        return said
+    if holder == thread:
+        return f"{said}, which it holds itself"
+    names = {each.ident: each.name for each in threading.enumerate()}
+    innermost = next((each for each in _outwards(threads.get(holder)) if is_users(_file(each))), None)
+    at = f" at {shown_name(_file(innermost))}:{innermost.f_lineno}" if innermost is not None else ""
+    return f"{said}, which {names.get(holder, 'a thread that has ended')} holds{at}"
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def _value_of(name: str, frame: FrameType) -> Any:
+    """Return the lock that a name such as ``self.turn`` has in a frame, without running the user's code; or None."""
+    first, *others = name.split(".")
+    value = frame.f_locals.get(first, frame.f_globals.get(first))
+    for each in others:
+        value = inspect.getattr_static(value, each, None)
+    if isinstance(value, threading.Condition):
+        value = vars(value)["_lock"]
+    return value if isinstance(value, type(threading.Lock()) | type(threading.RLock())) else None
+
+
+def _is_taken(lock: Any, thread: int) -> bool:
+    """Return whether a thread that takes this lock has to wait."""
+    if owner := _OWNER.search(repr(lock)):
+        return int(owner[1]) not in (0, thread)
+    return bool(lock.locked())
+
+
+def _holds(innermost: FrameType, lock: Any, waiting: FrameType) -> bool:
+    """Return whether a thread is inside of a ``with`` that has taken this lock; ``waiting`` is the frame that waits."""
+    for frame in _outwards(innermost):
+        if is_users(_file(frame)):
+            for begin, first, last, name in _blocks(_file(frame)):
+                is_inside = first <= (frame.f_lineno or 0) <= last
+                is_the_wait = frame is waiting and begin == frame.f_lineno
+                if is_inside and not is_the_wait and _value_of(name, frame) is lock:
+                    return True
+    return False
+
+
+@functools.lru_cache(maxsize=32)
+def _blocks(file: str) -> list[tuple[int, int, int, str]]:
+    """Return each ``with NAME:`` of a file: its line, the first and last lines of its block, and the name."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # a cell with a magic or `!`
+        return []
+    return [
+        (each.lineno, each.body[0].lineno, each.end_lineno or each.lineno, ast.unparse(item.context_expr))
+        for each in ast.walk(tree)
+        if isinstance(each, ast.With)
+        for item in each.items
+    ]
