@@ -138,10 +138,10 @@ class CellSender:
         """
         self._lifecycle.unsent.discard(token)  # no other work of this thread runs before the end of this method
         cell.when_part_ends(self._on_part_end)
-        lost: dict[str, str | None] = {}
+        lost: dict[str, str] = {}
         for worker in workers:
             if worker.kernel is None or worker.lost is not None:
-                lost[worker.name] = worker.lost
+                lost[worker.name] = worker.say_lost()
                 continue
             part = cell.parts[worker.name]
             id, part.incarnation = part.id, worker.incarnation
@@ -150,9 +150,10 @@ class CellSender:
             try:
                 worker.kernel.send("execute_request", content, metadata=metadata, id=id)
             except Exception as error:  # whatever the error is, the cell must end
-                lost[worker.name] = f"cannot be reached: {error}"
+                advice = f"`%dist_restart {worker.name}` starts it again"
+                lost[worker.name] = f"cannot be reached: {error}\n{advice}"
         for name, why in lost.items():
-            cell.on_lost(name, f"{why or 'is not running'}\n`%dist_restart {name}` starts it again")
+            cell.on_lost(name, why)
 
     def settle(self, patience: float | None) -> None:
         """Show the output that calls of the notebook's cell have printed on workers, as `Cluster.settle` does."""

@@ -20,11 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.jupyter.kernel_connection import KernelThread
 from nbdist.cluster.kernels.cells import Cell
+from nbdist.cluster.kernels.crash_reports import UNEQUAL
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.output.arranger import Published
-from nbdist.cluster.partings import Parting, find_partings
+from nbdist.cluster.partings import Parting, find_partings, say_last
 from nbdist.cluster.processes.generations import Generations
-from nbdist.errors import NbdistError
+from nbdist.errors import NbdistError, WorkerLost
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
 
@@ -61,12 +62,7 @@ class Collation:
 
     def conclude(self, asked: Mapping[str, Future[Sequence[GroupHistory]]], *, at_rest: bool = False) -> list[Parting]:
         """Return where the members part, as far as the answers that have arrived tell; as for `find_partings`."""
-        told: dict[str, Sequence[GroupHistory]] = {}
-        for name, answer in asked.items():
-            if answer.done():
-                with contextlib.suppress(Exception):  # the worker died, or the answer is late
-                    told[name] = answer.value()
-        return self._part(told, at_rest)
+        return self._part(_told(asked), at_rest)
 
     def partings(self) -> list[Parting]:
         """Ask all living workers, wait for their answers, and return where the members part."""
@@ -87,7 +83,7 @@ class Collation:
         told = {worker.name: worker.histories for worker in self._workers if worker.alive}
         is_known = list(map(id, latest)) == list(map(id, self._compared))
         self._compared = latest
-        if not is_known and self._part(told, True):
+        if _is_unequal(cell) or (not is_known and self._part(told, True)):
             self._tell(cell, self.ask(), end, time.monotonic() + _ANSWER_WITHIN)
         else:
             end()
@@ -102,6 +98,10 @@ class Collation:
         try:
             are_idle = not any(worker.cells for worker in self._workers)
             is_whole = are_idle and len(cell.parts) == len(asked) and not cell.interrupted and not cell.errors
+            if _is_unequal(cell):
+                lost = [worker.name for worker in self._workers if not worker.alive]
+                for text in say_last(_told(asked), [worker.name for worker in self._workers], lost):
+                    cell.sink.page.publish(Published("stream", {"name": "stderr", "text": f"{text}\n"}))
             for each in self.conclude(asked, at_rest=True):
                 what = self._generations.present, each.group, each.absent or each.number, each.behind
                 if what not in self._told and (is_whole or not each.absent):
@@ -113,3 +113,18 @@ class Collation:
 
     def _part(self, told: Mapping[str, Sequence[GroupHistory]], at_rest: bool) -> list[Parting]:
         return find_partings(told, [worker.name for worker in self._workers], at_rest=at_rest)
+
+
+def _told(asked: Mapping[str, Future[Sequence[GroupHistory]]]) -> dict[str, Sequence[GroupHistory]]:
+    """Return the answers that have arrived, by worker."""
+    told: dict[str, Sequence[GroupHistory]] = {}
+    for name, answer in asked.items():
+        if answer.done():
+            with contextlib.suppress(Exception):  # the worker died, or the answer is late
+                told[name] = answer.value()
+    return told
+
+
+def _is_unequal(cell: Cell) -> bool:
+    """Return whether gloo has ended a worker of the cell that received more bytes than it expected."""
+    return any(error.name == WorkerLost.__name__ and UNEQUAL in error.text for error in cell.errors)

@@ -37,6 +37,11 @@ class Given(msgspec.Struct, frozen=True):
         """The collective's name, as the user knows it."""
         return self.call or self.kind
 
+    @property
+    def text(self) -> str:
+        """The collective with its tensors and its line, such as ``all_reduce float32[4] (In[7]:12)``."""
+        return f"{self.name} {self.tensors}".rstrip() + (f" ({self.place})" if self.place else "")
+
 
 class Wait(msgspec.Struct, frozen=True):
     """A collective that has not ended."""

@@ -9,7 +9,7 @@ from nbdist.amounts import plural
 from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.output.arranger import grouped, say_names
 
-__all__ = ["Parting", "find_partings"]
+__all__ = ["Parting", "find_partings", "say_last"]
 
 
 class Parting(NamedTuple):
@@ -44,6 +44,28 @@ def find_partings(
     return [each for each in found if each is not None]
 
 
+def say_last(histories: Mapping[str, Sequence[GroupHistory]], names: Sequence[str], lost: Sequence[str]) -> list[str]:
+    """Return a text for each group of ``lost`` workers: the collective that each of the others has called last there.
+
+    The arguments are as for `find_partings`.
+    """
+    groups: dict[str, dict[str, GroupHistory]] = {}
+    for worker, told in histories.items():
+        for history in told:
+            if history.given and any(names[rank] in lost for rank in history.ranks if rank < len(names)):
+                groups.setdefault(history.name, {})[worker] = history
+    said = []
+    for members in groups.values():
+        last = {worker: (each.last, each.kinds[each.given[-1]].text) for worker, each in members.items()}
+        each = [
+            f"{say_names(who)} {text} (#{number})" for (number, text), who in grouped(last, last.__getitem__).items()
+        ]
+        own = plural(len(lost), "its own record is", "their own records are")
+        title = _title(next(iter(members.values())), names)
+        said.append(f"last in the {title}: {', '.join(each)}; of {say_names(lost)}, {own} lost")
+    return said
+
+
 def _part(members: Mapping[str, GroupHistory], names: Sequence[str]) -> Parting | None:
     """Return the first collective for which members gave different things, if their recorders still know it."""
     told = list(members.values())
@@ -59,10 +81,7 @@ def _part(members: Mapping[str, GroupHistory], names: Sequence[str]) -> Parting 
         if all(first.agrees_with(each) for each in given.values()):
             same_everywhere.add(indices)
             continue
-        texts = {
-            worker: f"{each.name} {each.tensors}".rstrip() + (f" ({each.place})" if each.place else "")
-            for worker, each in given.items()
-        }
+        texts = {worker: each.text for worker, each in given.items()}
         said = [f"{say_names(workers)} {text}" for text, workers in grouped(texts, texts.__getitem__).items()]
         text = f"#{number} of the {_title(told[0], names)} is not the same collective everywhere: {', '.join(said)}"
         return Parting(told[0].name, number, text)

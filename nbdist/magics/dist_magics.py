@@ -19,7 +19,7 @@ from IPython.core.magic import Magics, cell_magic, line_cell_magic, line_magic, 
 from IPython.display import display
 
 from nbdist import autograd, rpc
-from nbdist.amounts import counted
+from nbdist.amounts import counted, plural
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.examination.examination import Examination
 from nbdist.cluster.hosts.launchers.join import how_to_join
@@ -56,6 +56,16 @@ __all__ = ["DistMagics"]
 
 _MANY_PAIRS = 20
 """The number of pairs of members from which `%dist_doctor` first says that it takes a while."""
+
+
+def _living(cluster: Cluster, targets: str | None) -> str | None:
+    """Return the targets of a question; for all workers, without lost ones, which a line names."""
+    lost = [worker.name for worker in cluster.workers if worker.lost is not None]
+    living = [name for name in cluster.names if name not in lost]
+    if targets not in (None, "all") or not lost or not living:
+        return targets
+    print(f"{say_names(lost)} {plural(len(lost), 'is', 'are')} lost, and left out.")
+    return ",".join(living)
 
 
 def _shortly(magic: Callable[..., Any]) -> Callable[..., Any]:
@@ -490,7 +500,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         """
         expression, targets = parse_diff(line)
         cluster = self._session.cluster()
-        cell = cluster.execute(expression, targets, keep=True, quiet=True)
+        cell = cluster.execute(expression, _living(cluster, targets), keep=True, quiet=True)
         rrefs = cluster.references(cell)
         by_name = {rref.owner_name(): rref for rref in (rrefs if isinstance(rrefs, list) else [rrefs])}
         return DiffTable(expression, list(by_name), *differences(by_name))
@@ -523,7 +533,10 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         """
         if cell is None:
             asked = parse_value(line)
-            return self._session.cluster().evaluate(asked.expression, asked.targets, timeout=asked.timeout)
+            cluster = self._session.cluster()
+            living = _living(cluster, asked.targets)
+            found = cluster.evaluate(asked.expression, living, timeout=asked.timeout)
+            return [found] if living != asked.targets and living in cluster.names else found
         return self._run(parse_cell(line), cell)
 
     @no_var_expand

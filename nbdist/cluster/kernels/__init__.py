@@ -4,6 +4,7 @@
 `output_widgets`  messages of widgets that capture output
 `notices`         texts about workers that failed
 `cells`           a cell that runs on workers
+`crash_reports`   the reason in what a process wrote before it died
 `workers`         one worker as the notebook sees it, through all its restarts
 `comms`           messages of widgets
 `routing`         messages to the cells that caused them

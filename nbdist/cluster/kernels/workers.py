@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import secrets
 import signal
 import threading
@@ -28,6 +27,7 @@ from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.kernel_connection import Kernel, KernelThread, Message
 from nbdist.cluster.kernels.cells import Cell
+from nbdist.cluster.kernels.crash_reports import lines_that_say_why
 from nbdist.cluster.output.print_log import PrintLog
 from nbdist.cluster.output.tail import Tail
 from nbdist.cluster.processes.launchers.contract import StartedWorker
@@ -46,9 +46,6 @@ _log = logging.getLogger("nbdist.cluster")
 _LAST_LINES = 5
 _LONGEST_LINE = 2000
 """Characters that are kept of each of the last lines."""
-_GLOO_CONNECTS = "[Gloo] Rank "
-"""The start of the line that torch 2.10 writes when a process group forms."""
-_CRASH = re.compile(r"^(Fatal Python error|terminate called)")
 
 
 class StartError(NbdistError):
@@ -206,13 +203,14 @@ class Worker:
         of ``last_words``, the process's standard error. If that is empty, it has the last lines that the present cell
         wrote to standard error. In the kernel thread.
         """
-        words = [line for line in last_words.splitlines() if line.strip() and not line.startswith(_GLOO_CONNECTS)]
-        lines = _lines_that_say_why(words or self.stderr.lines())
+        lines = lines_that_say_why(last_words, self.stderr.lines())
         why = describe_exit(how)
         for cell in self.cells:
             lines = [labels.rename_cell_frames(line, cell.source, cell.number, self.name) for line in lines]
         if lines:
             why += "\nits standard error ended with:\n" + "\n".join(f"    {line}" for line in lines)
+            if last_words and self.print_log is not None:  # else a cell has printed the lines, and they are there
+                self.print_log.write(self.cells[0].number if self.cells else 0, "stderr", "\n".join(lines) + "\n")
         try:
             self.lose(why)
         finally:
@@ -250,6 +248,12 @@ class Worker:
                 _log.exception("a cell on %s could not be ended", self.name)
         self.on_change()
 
+    def say_lost(self) -> str:
+        """Return how the worker was lost, without its last words, and what to do; for commands that come later."""
+        how, _, words = (self.lost or "is not running").partition("\n")
+        log = f"; `%dist_log {self.name}` has its last words" if words else ""
+        return f"{how}\n`%dist_restart {self.name}` starts it again{log}"
+
     def note_started(self, started: StartedWorker) -> None:
         """Note where the worker's process runs, which the launcher reports. In the kernel thread."""
         self.pid, self.host = started.pid, started.host
@@ -266,15 +270,6 @@ class Worker:
         self.log.feed(text, time.time())
         if stream == "stderr":
             self.stderr.feed(text)
-
-
-def _lines_that_say_why(lines: list[str]) -> list[str]:
-    """Return at most `_LAST_LINES` of the lines of a process's standard error: the lines that say why it died.
-
-    If there is a crash report of Python or C++, they begin with its first line; otherwise they are the last lines.
-    """
-    crash = next((index for index, line in enumerate(lines) if _CRASH.search(line)), None)
-    return lines[-_LAST_LINES:] if crash is None else lines[crash : crash + _LAST_LINES]
 
 
 _CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
@@ -296,4 +291,4 @@ async def first_error(work: list[asyncio.Task[None]]) -> None:
 
 def lost_error(worker: Worker) -> WorkerLost:
     """Return the WorkerLost to raise for a worker that is lost; it says how to restart the worker."""
-    return WorkerLost(f"{worker.name} {worker.lost}\n`%dist_restart {worker.name}` starts it again")
+    return WorkerLost(f"{worker.name} {worker.say_lost()}")

@@ -75,7 +75,7 @@ def main(told: str) -> None:
     _worker = WorkerKernel(setup)
     _set_environment(setup)
     log = os.dup(2)  # the kernel replaces standard error
-    faulthandler.enable(file=log, all_threads=False)
+    faulthandler.enable(file=log)  # all threads: gloo ends the process in a thread of its own
     _write_where_asked(setup)
     from ipykernel.kernelapp import IPKernelApp
 

@@ -37,7 +37,7 @@ _PRELOAD = ("torch", "torch.distributed", "nbdist.rpc", "nbdist.cluster.worker.i
 # What the first optimizer or DDP module of a process imports. The last module imports the others, too; they come first
 # because a start waits for the end of an import. A worker that imports all this by itself needs a second, and 90 MB.
 PRELOAD_IDLE = ("mpmath", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
-_LAST_WORDS_LETTERS = 20_000
+_LAST_WORDS_LETTERS = 100_000
 """Characters of a worker's log that `LocalLauncher.last_words` returns, at most."""
 _ENVIRONMENT = {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # else the debugger writes a warning
 

@@ -1,0 +1,49 @@
+"""Reads what a process wrote to standard error before it died, and returns the lines that say why. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from nbdist.code_places import is_of_cell, is_users
+
+__all__ = ["UNEQUAL", "lines_that_say_why"]
+
+_LINES = 5
+_GLOO_CONNECTS = "[Gloo] Rank "
+"""The start of the line that torch 2.10 writes when a process group forms."""
+_PYTHON = re.compile(r"Fatal Python error[^\n]*")
+_CPLUSPLUS = re.compile(r"terminate called (?:(?!Fatal Python)[^\n])*")
+_WHAT = re.compile(r"^ *what\(\):[^\n]*", re.MULTILINE)
+"""The text of an error of C++, in a line after that."""
+_THREAD = re.compile(
+    r"^(?:Current thread|Thread|Stack)\b[^\n]*\(most recent call first\):\n((?: +File [^\n]*\n?)+)", re.M
+)
+_FRAME = re.compile(r'^ +File "([^"]+)", line \d+ in .*$', re.MULTILINE)
+_TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+"""The words with which gloo ends the process that receives more bytes than it expects."""
+UNEQUAL = "gave tensors of different sizes to a collective"
+
+
+def lines_that_say_why(text: str, other: Sequence[str]) -> list[str]:
+    """Return the lines of a process's standard error that say why it died.
+
+    Of a crash report of Python or C++, these are its reasons and the lines of the user's code; otherwise the last
+    lines, or those of ``other`` if there are none.
+    """
+    # Two writers share the file, so that the text of one may stand in a line of the other.
+    matches = [pattern.search(text) for pattern in (_PYTHON, _CPLUSPLUS, _WHAT)]
+    reasons = [match[0] for match in matches if match]
+    if not reasons:
+        lines = [line for line in text.splitlines() if line.strip() and not line.startswith(_GLOO_CONNECTS)]
+        return (lines or list(other))[-_LINES:]
+    if found := _TOO_LONG.search(text):
+        received, expected = found.groups()
+        reasons.append(f"gloo: the workers {UNEQUAL}: this one expected {expected} bytes and was sent {received}")
+    threads = [[each for each in _FRAME.finditer(thread[0]) if _is_users(each[1])] for thread in _THREAD.finditer(text)]
+    shown = max(threads, key=lambda frames: any(is_of_cell(each[1]) for each in frames), default=[])
+    return reasons + [each[0] for each in shown[:_LINES]]
+
+
+def _is_users(file: str) -> bool:
+    return is_of_cell(file) or is_users(file)

@@ -1,0 +1,80 @@
+"""What a process wrote before it died is cut to the lines that say why."""
+
+import threading
+
+import pytest
+from frontend import Notebook
+
+from nbdist.cluster.kernels.crash_reports import lines_that_say_why
+
+PYTHONS = threading.__file__
+CELL = "/tmp/ipykernel_7/123.py"
+PYTHON = f"""warning: something
+Fatal Python error: Segmentation fault
+
+Thread 0x01 (most recent call first):
+  File "{PYTHONS}", line 327 in wait
+  File "{PYTHONS}", line 1002 in _bootstrap
+
+Current thread 0x02 (most recent call first):
+  File "{PYTHONS}", line 519 in string_at
+  File "{CELL}", line 3 in f
+  File "{CELL}", line 5 in <module>
+
+Extension modules: numpy, torch (total: 2)
+"""
+GLOO = """terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 16 vs 8. Received data size doesn't match.
+"""
+SAID = "gloo: the workers gave tensors of different sizes to a collective: this one expected 8 bytes and was sent 16"
+FRAMES = [f'  File "{CELL}", line 3 in f', f'  File "{CELL}", line 5 in <module>']
+
+
+def test_a_crash_of_python_is_told_with_the_users_lines():
+    assert lines_that_say_why(PYTHON, ["other"]) == ["Fatal Python error: Segmentation fault", *FRAMES]
+
+
+@pytest.mark.parametrize("at", [0, 36, len(PYTHON) - 40, len(PYTHON)])
+def test_gloos_end_is_explained_wherever_its_text_stands(at):
+    lines = lines_that_say_why(PYTHON[:at] + GLOO + PYTHON[at:], [])
+    assert SAID in lines
+    assert lines[-2:] == FRAMES
+    assert not any("Extension" in line for line in lines)
+
+
+def test_without_a_crash_the_last_lines_count_and_else_those_of_the_cell():
+    assert lines_that_say_why("\n".join("abcdefg"), []) == list("cdefg")
+    assert lines_that_say_why("\n\n", ["said in the cell"]) == ["said in the cell"]
+
+
+# -- with workers ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    with Notebook() as notebook:
+        notebook.run("%dist_init -n 3 -t 30")
+        yield notebook
+
+
+def test_a_receiver_that_gloo_ends_says_who_gave_what_and_dies_once(notebook):
+    code = "x = torch.ones(4 if rank == 0 else 2)\ndist.broadcast(x, src=0)"
+    cell = notebook.run(f"%%remote\n{code}", check=False)
+    told = "\n".join(cell.error["traceback"])
+    assert SAID in told
+    assert f"Cell {cell.name} on worker1, line 3" in told
+    assert cell.stderr == (
+        f"last in the default group: worker0 broadcast float32[4] ({cell.name}:3) (#1); "
+        "of worker1,2, their own records are lost\n"
+    )
+    for question in ("%remote all rank", "%dist_diff rank"):
+        found = notebook.run(question)
+        assert found.stdout == "worker1,2 are lost, and left out.\n"
+        assert "gloo" not in found.result
+    assert notebook.run("%remote all rank").result == "[0]"
+    again = notebook.run("%%remote\nrank", check=False).error["evalue"]
+    assert "worker1 was killed by SIGABRT" in again
+    assert "gloo" not in again
+    assert SAID in notebook.run("%dist_log worker1").stdout
+    assert notebook.run("%dist_restart").error is None
+    assert notebook.run("%remote all rank").result == "[0, 1, 2]"
