@@ -53,9 +53,9 @@ from nbdist.compat import gathering
 from nbdist.compat.gathering import _FAN_OUT, all_gather
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
-from nbdist.rpc.futures import set_blocking_hook
 from nbdist.rpc.here import here
 from nbdist.rpc.options import RpcBackendOptions
+from nbdist.rpc.waits import set_blocking_hook
 from nbdist.rpc.world import roster
 from nbdist.rpc.world.roster import Roster
 from nbdist.testing import ManualClock

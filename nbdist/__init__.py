@@ -159,8 +159,8 @@ ROOMS: dict[str, str] = {
         "locked_directory shared_memory spinning zeromq_links large_inbox zeromq entrance local"
     ),
     "rpc": (
-        "devices failures here options recording shared_tensors streams futures named core pool links references "
-        "calls functions thread_switching world agent asking hosted start api"
+        "devices failures here options recording shared_tensors streams waits latch promise futures named core pool "
+        "links references calls functions thread_switching world agent asking hosted start api"
     ),
     "autograd": "graph watching passes memory_use recorder api inspection",
     "optim": "parameters local clipping saving optimizer scheduler",

@@ -39,8 +39,9 @@ from nbdist.errors import Interrupted, MissingDefinition, NbdistError, RpcTimeou
 from nbdist.rpc import RRef, functions, rpc_async, rpc_sync
 from nbdist.rpc.agent import Agent, active_agent
 from nbdist.rpc.core.forks import ForkStanding
-from nbdist.rpc.futures import Latch, set_blocking_hook
+from nbdist.rpc.latch import Latch
 from nbdist.rpc.options import RpcBackendOptions
+from nbdist.rpc.waits import set_blocking_hook
 from nbdist.testing import ManualClock
 from nbdist.wire.messages import Record
 

@@ -13,8 +13,8 @@ import sys
 import time
 from collections import Counter, deque
 
-from nbdist.rpc.futures import set_blocking_hook
 from nbdist.rpc.here import here
+from nbdist.rpc.waits import set_blocking_hook
 from nbdist.testing import World
 
 NOW = 1000.0

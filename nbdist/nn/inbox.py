@@ -8,7 +8,7 @@ from typing import Any
 
 from nbdist.errors import NbdistError, RemoteError
 from nbdist.nn.schedules import Op
-from nbdist.rpc.futures import blocking_wait
+from nbdist.rpc.waits import blocking_wait
 
 __all__ = ["Abandoned", "Inbox"]
 

@@ -41,7 +41,8 @@ from nbdist.optim.saving import differing
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.calls.collecting import Collection
 from nbdist.rpc.core.members import WorkerInfo
-from nbdist.rpc.futures import Future, Latch
+from nbdist.rpc.futures import Future
+from nbdist.rpc.latch import Latch
 from nbdist.rpc.references.rref import RRef
 from nbdist.rpc.world.clocks import offset
 

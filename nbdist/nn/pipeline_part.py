@@ -54,7 +54,7 @@ from nbdist.optim.local import on_cpu
 from nbdist.optim.parameters import name_parameter
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.devices import results_stay_on_gpus, takes_gpu_tensors
-from nbdist.rpc.futures import Latch
+from nbdist.rpc.latch import Latch
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.messages import Record
 

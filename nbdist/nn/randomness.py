@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nbdist.rpc.futures import blocking_wait
+from nbdist.rpc.waits import blocking_wait
 
 __all__ = ["random_state", "restore_random_state", "seed_of", "seeded"]
 

@@ -56,12 +56,14 @@ from nbdist.rpc.calls.waiting_reader import WaitingReader
 from nbdist.rpc.core.exchange import Exchange
 from nbdist.rpc.core.members import Membership
 from nbdist.rpc.core.pending import Pending
-from nbdist.rpc.futures import Future, Latch, Promise
+from nbdist.rpc.futures import Future
 from nbdist.rpc.here import Active, here
+from nbdist.rpc.latch import Latch
 from nbdist.rpc.links import Links
 from nbdist.rpc.named import NamedObject, NamedObjects
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.pool import Job, Pool
+from nbdist.rpc.promise import Promise
 from nbdist.rpc.recording import CallRecorder
 from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.references.rref import Home, refer

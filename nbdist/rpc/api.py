@@ -25,13 +25,14 @@ from nbdist.errors import Interrupted, NotInitialized, RendezvousError, UsageErr
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.calls.keyboard_interrupts import InterruptWatch
 from nbdist.rpc.core.members import WorkerInfo
-from nbdist.rpc.futures import Future, set_interrupt_hook
+from nbdist.rpc.futures import Future
 from nbdist.rpc.here import here
 from nbdist.rpc.hosted import take_on
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from nbdist.rpc.references import rref as rref_module
 from nbdist.rpc.references.rref import Home, RRef
 from nbdist.rpc.start import start_agent
+from nbdist.rpc.waits import set_interrupt_hook
 from nbdist.torch_private import warn_of_untested
 
 __all__ = [

@@ -22,7 +22,8 @@ from typing import Any
 
 from nbdist.errors import EncodeError, Interrupted, NbdistError, RpcTimeout
 from nbdist.rpc.agent import Agent
-from nbdist.rpc.futures import Latch, without_first_frame
+from nbdist.rpc.futures import without_first_frame
+from nbdist.rpc.latch import Latch
 
 __all__ = ["WorkerAnswers", "ask_each"]
 

@@ -1,12 +1,12 @@
 """Futures that can be awaited, interrupted and chained, and that torch accepts as its own.
 
-=========  ======================================================  ===============================================
-class      who waits                                               where it is used
-=========  ======================================================  ===============================================
-`Latch`    one thread, once                                        `rpc_sync`, `to_here`
-`Promise`  any number of threads and callbacks                     values of references, `remote`
-`Future`   as `Promise`, and torch's functions in C++ and Python   `rpc_async`, `then`
-=========  ======================================================  ===============================================
+===================  ======================================================  =================================
+class                who waits                                               where it is used
+===================  ======================================================  =================================
+`latch.Latch`        one thread, once                                        `rpc_sync`, `to_here`
+`promise.Promise`    any number of threads and callbacks                     values of references, `remote`
+`Future`             as `Promise`, and torch's functions in C++ and Python   `rpc_async`, `then`
+===================  ======================================================  =================================
 
 `Future` is a `torch.futures.Future`, so ``torch.futures.wait_all`` and ``collect_all`` accept it. But torch's ``wait``
 sleeps in C++, where neither Ctrl-C nor a time limit ends it. Ours sleeps on a Python lock, and tells the pool of the
@@ -28,66 +28,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import threading
-import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from types import TracebackType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
+from weakref import WeakMethod
 
 import torch
 
-from nbdist import durations
 from nbdist.code_places import is_torchs
-from nbdist.errors import RpcTimeout, UsageError
-from nbdist.finalisers import may_wait
 from nbdist.gpus.spans import CUDA_IS_BUILT
-from nbdist.rpc.streams import StreamMarks, mark
+from nbdist.rpc.promise import Promise
 
-__all__ = [
-    "Future",
-    "Latch",
-    "Promise",
-    "blocking_wait",
-    "outcome_of",
-    "set_blocking_hook",
-    "set_carrier",
-    "set_interrupt_hook",
-    "without_first_frame",
-]
-
-_log = logging.getLogger("nbdist.rpc")
+__all__ = ["Future", "outcome_of", "set_carrier", "without_first_frame"]
 
 T = TypeVar("T")
 S = TypeVar("S")
 E = TypeVar("E", bound=BaseException)
-
-
-class _PerThread(threading.local):
-    blocking: Callable[[], AbstractContextManager[None]] | None = None
-
-
-_thread = _PerThread()
-
-
-def set_blocking_hook(hook: Callable[[], AbstractContextManager[None]] | None) -> None:
-    """Enter the context manager ``hook()`` around every wait of the calling thread; None removes the hook.
-
-    The pool of an agent sets one in each of its threads, to count the threads that are blocked.
-    """
-    _thread.blocking = hook
-
-
-def blocking_wait() -> AbstractContextManager[None]:
-    """Return a context manager to enter around code in which the calling thread waits for another call.
-
-    In a thread of an agent's pool, it lets another thread run a job meanwhile. In any other thread, it does nothing.
-    """
-    hook = _thread.blocking
-    return hook() if hook is not None else nullcontext()
-
 
 Surroundings = Callable[[], AbstractContextManager[None]]
 """Returns a context manager to enter around a callback."""
@@ -103,279 +59,6 @@ def set_carrier(carrier: Callable[[], Surroundings | None] | None) -> None:
     """
     global _carrier
     _carrier = carrier
-
-
-_interrupt_hook: Callable[[Sequence[object], BaseException], None] | None = None
-
-
-def set_interrupt_hook(hook: Callable[[Sequence[object], BaseException], None] | None) -> None:
-    """Set ``hook(outcomes, error)``, called when Ctrl-C has ended a wait for outcomes; None removes the hook.
-
-    ``outcomes`` are each a `Latch` or a `Promise`, and ``error`` is the KeyboardInterrupt, which is raised afterwards.
-    The hook runs in the thread that waited.
-    """
-    global _interrupt_hook
-    _interrupt_hook = hook
-
-
-def _interrupted(outcomes: Sequence[object], error: BaseException) -> None:
-    if _interrupt_hook is not None:
-        _interrupt_hook(outcomes, error)
-
-
-class Latch:
-    """The outcome of a call for which one thread waits once. It costs less than a `Future`."""
-
-    __slots__ = ("_error", "_lock", "_outcome", "_setting", "is_settled", "on_interrupt", "on_send", "on_settle")
-
-    def __init__(self, on_send: Callable[[], None] | None = None) -> None:
-        """Make a latch that is not settled.
-
-        ``on_send`` is called in the sending thread, right before it sends the call that this latch waits for. Give it
-        only if that thread calls `wait` directly afterwards and reads the answer itself.
-        """
-        self._lock = threading.Lock()
-        self._lock.acquire()
-        self._setting = threading.Lock()
-        self.is_settled = False
-        self.on_settle: Callable[[], None] | None = None
-        """A function to call once, in the thread that settles the latch."""
-        self.on_send = on_send
-        self.on_interrupt: Callable[[], object] | None = None
-        """A function to call first when Ctrl-C ends the wait."""
-        self._outcome: Any = None
-        self._error: BaseException | None = None
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error with which the call failed; None if it has not failed (yet), and once `wait` has raised it."""
-        return self._error
-
-    def try_settle(self, outcome: Any, error: BaseException | None) -> bool:
-        """Set the outcome or the error and wake the waiting thread; return False if the latch was settled before.
-
-        Any thread may call this. ``error`` is None if the call has succeeded.
-        """
-        with self._setting:
-            if self.is_settled:
-                return False
-            self._outcome, self._error = outcome, error
-            self.is_settled = True
-        self._lock.release()
-        on_settle = self.on_settle
-        if on_settle is not None:
-            on_settle()
-        return True
-
-    def wait(
-        self, read: Callable[[Latch], None] | None = None, timeout: float = -1.0, others: Sequence[Latch] = ()
-    ) -> Any:
-        """Wait for the outcome, and return it or raise the error.
-
-        Only one thread may wait, and only once: a second wait would never end. Ctrl-C ends the wait with
-        KeyboardInterrupt.
-
-        Args:
-            read: Called with the latch before this thread sleeps; it may read messages until the answer has come.
-            timeout: Seconds to sleep before this raises RpcTimeout; negative for no limit. The time that ``read`` takes
-                does not count.
-            others: Other latches for which this thread waits: Ctrl-C stops the calls of these, too, on the workers.
-        """
-        hook = _thread.blocking
-        try:
-            try:
-                if hook is None:  # the main thread, as a rule
-                    if read is not None:
-                        read(self)
-                    in_time = self._lock.acquire(timeout=timeout)
-                else:
-                    with hook():
-                        if read is not None:
-                            read(self)
-                        in_time = self._lock.acquire(timeout=timeout)
-            except KeyboardInterrupt as error:
-                if self.on_interrupt is not None:
-                    self.on_interrupt()
-                _interrupted((self, *others), error)
-                raise
-            if not in_time:
-                raise RpcTimeout(f"waited {timeout:g} s for an answer")
-            failed, self._error = self._error, None
-            if failed is not None:
-                raise failed
-            return self._outcome
-        finally:
-            failed = None  # or the error would keep itself alive, through its traceback and this frame
-
-
-class Promise(Generic[T]):
-    """An outcome, now or later, for which several threads may wait: a `Future` without torch's part."""
-
-    def __init__(self) -> None:
-        self._latch = threading.Lock()
-        self._latch.acquire()
-        self._setting = threading.Lock()
-        self._settled = False
-        self._done = False  # the lock cannot tell: each waiting thread takes it for a moment
-        self._outcome: Any = None
-        self._error: BaseException | None = None
-        self._origin: TracebackType | None = None
-        """The error's traceback when the promise was settled. Each wait starts from it; else each adds its frames."""
-        self._callbacks: list[Callable[[Any], Any]] = []
-        self._marks: StreamMarks | None = None
-        """The CUDA streams that compute the value, if `note_streams` was called and it has tensors on GPUs."""
-
-    # -- settling -----------------------------------------------------------------------------
-
-    def note_streams(self, value: Any) -> None:
-        """Remember the CUDA streams that compute ``value``: the current streams of the calling thread.
-
-        Call this before `try_settle`, for a value that this process has computed. In each thread that takes the value,
-        the current streams then wait for these. If CUDA has failed, nothing is remembered; using the value then
-        raises CUDA's error.
-        """
-        try:
-            self._marks = mark(value)
-        except Exception:
-            self._marks = None
-
-    def try_settle(
-        self, outcome: Any, error: BaseException | None, submit: Callable[[Callable[[], None]], None] | None = None
-    ) -> bool:
-        """Set the outcome or the error, unless one is set; return whether this call has set it.
-
-        The callbacks run in this thread; with ``submit``, they run in one job that is passed to ``submit``.
-        """
-        with self._setting:
-            if self._settled:
-                return False
-            self._settled = True
-        self._publish(outcome, error, submit)
-        return True
-
-    def _publish(
-        self, outcome: Any, error: BaseException | None, submit: Callable[[Callable[[], None]], None] | None
-    ) -> None:
-        """Make the outcome visible, wake the waiting threads, and call the callbacks. `try_settle` calls this once."""
-        self._outcome, self._error = outcome, error
-        if error is not None:
-            self._origin = error.__traceback__
-        with self._setting:
-            callbacks, self._callbacks = self._callbacks, []
-            self._done = True
-            self._latch.release()
-        self._tell_torch(outcome, error)
-        if submit is None:
-            _call_all(callbacks, self)
-        elif callbacks:
-            submit(partial(_call_all, callbacks, self))
-
-    def _tell_torch(self, outcome: Any, error: BaseException | None) -> None:
-        """Do nothing here; a `Future` passes the outcome on to its part in C++."""
-
-    # -- looking ------------------------------------------------------------------------------
-
-    def done(self) -> bool:
-        """Return whether the outcome is there, be it a value or an error.
-
-        It is True before the callbacks are called.
-        """
-        return self._done
-
-    def value(self) -> T:
-        """Return the value of a future that is done, or raise its error.
-
-        Raises RuntimeError if the future is not done.
-        """
-        if not self.done():
-            raise RuntimeError("value() was called on a future that is not done: call wait() instead")
-        return self._result()
-
-    def exception(self) -> BaseException | None:
-        """Return the error of a future that is done; None if it has a value.
-
-        Raises RuntimeError if the future is not done.
-        """
-        if not self.done():
-            raise RuntimeError("exception() was called on a future that is not done: call wait() first")
-        return self._error
-
-    def _result(self) -> T:
-        """Return the value of a promise that is done, or raise its error with the traceback with which it came."""
-        try:
-            if self._error is not None:
-                raise self._error.with_traceback(self._origin)
-            if self._marks is not None:
-                self._marks.wait()
-            return cast(T, self._outcome)
-        finally:
-            del self  # else the error would keep its future alive, through its traceback and this frame
-
-    # -- waiting ------------------------------------------------------------------------------
-
-    def wait(self, timeout: float | None = None) -> T:
-        """Wait for the value and return it, or raise the error with which the call failed.
-
-        Any number of threads may wait, and may wait again. Ctrl-C ends the wait with KeyboardInterrupt.
-
-        Args:
-            timeout: how long to wait, in seconds; None for no limit, 0 for not at all. A wait that times out changes
-                nothing: the call continues, and its own time limit stays.
-
-        Raises:
-            RpcTimeout: the outcome did not come within ``timeout`` seconds, or the time limit of the call has passed.
-            UsageError: ``timeout`` is negative; or a finaliser or a signal's handler waits in a thread that is sending
-                or receiving messages.
-
-        Example:
-            >>> rpc.rpc_async("worker1", torch.add, args=(torch.ones(2), 1)).wait()
-            tensor([2., 2.])
-        """
-        if timeout is not None:
-            timeout = durations.patience(timeout)
-        if not self._done:
-            if not may_wait():
-                raise UsageError(
-                    "a finaliser (a __del__, or the callback of a weak reference) or a signal's handler waited for a "
-                    "future while this thread was sending or receiving messages, so the outcome might never come. Do "
-                    "not wait there; use add_done_callback"
-                )
-            try:
-                with blocking_wait():
-                    if self._latch.acquire(timeout=-1 if timeout is None else timeout):
-                        self._latch.release()
-                    elif not self._done:
-                        raise RpcTimeout(
-                            f"waited {timeout:g} s for a future: nothing was cancelled, so wait again, or longer"
-                        )
-            except KeyboardInterrupt as error:
-                _interrupted((self,), error)
-                raise
-        try:
-            return self._result()
-        finally:
-            del self  # as in `_result`
-
-    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
-        """Call ``callback(self)`` when the future is done, or at once if it is done already.
-
-        The callback runs in a thread of the agent or in the thread that settles the future; if the future is done
-        already, in the calling thread. An error that it raises is logged and goes no further. Use `Future.then` for a
-        callback whose result or error matters.
-        """
-        with self._setting:
-            if not self._done:
-                self._callbacks.append(callback)
-                return
-        _call_all([callback], self)
-
-    def drop_callback(self, callback: Callable[[Any], Any]) -> None:
-        """Remove a callback of `add_done_callback`, if it has not been called yet.
-
-        If it has been called, or was never added, nothing happens.
-        """
-        with self._setting, contextlib.suppress(ValueError):
-            self._callbacks.remove(callback)
 
 
 class Future(Promise[T], torch.futures.Future[T]):
@@ -437,7 +120,7 @@ class Future(Promise[T], torch.futures.Future[T]):
         # torch's own ``set_exception`` would call our ``set_result``.
         if error is not None:
             torch.futures.Future._set_unwrap_func(self, _raise)
-            torch.futures.Future.set_result(self, cast(T, _Failure(self, error)))
+            torch.futures.Future.set_result(self, cast(T, _Failure(WeakMethod(self._result), error)))
         else:
             torch.futures.Future.set_result(self, outcome)
 
@@ -498,10 +181,10 @@ class _Failure:
     Only C++ code that keeps torch's part longer than the future needs the text.
     """
 
-    __slots__ = ("_future", "_text")
+    __slots__ = ("_result", "_text")
 
-    def __init__(self, future: Future[Any], error: BaseException) -> None:
-        self._future = weakref.ref(future)
+    def __init__(self, result: WeakMethod[Callable[[], Any]], error: BaseException) -> None:
+        self._result = result
         try:
             self._text = f"{type(error).__qualname__}: {error}"
         except Exception:  # the __str__ of a user's class may fail
@@ -509,13 +192,13 @@ class _Failure:
 
     def throw(self) -> None:
         """Raise the error, or, if the future is gone, a RuntimeError with the error's text."""
-        future: Future[Any] | None = self._future()
-        if future is None:
+        result = self._result()
+        if result is None:
             raise RuntimeError(self._text)
         try:
-            future._result()
+            result()
         finally:
-            del future
+            del result  # it refers to the future
 
 
 def _raise(outcome: Any) -> Any:
@@ -531,15 +214,6 @@ def without_first_frame(error: E) -> E:
     """
     caught = error.__traceback__
     return error.with_traceback(caught.tb_next if caught is not None else None)
-
-
-def _call_all(callbacks: Iterable[Callable[[Any], Any]], outcome: Any) -> None:
-    """Call each callback with ``outcome``. An error is logged: it must not break the thread that settled the future."""
-    for callback in callbacks:
-        try:
-            callback(outcome)
-        except BaseException:
-            _log.exception("a callback of a future failed")
 
 
 def outcome_of(done: torch.futures.Future[T]) -> tuple[T | None, BaseException | None]:

@@ -25,8 +25,9 @@ from collections.abc import Callable
 from typing import Any
 
 from nbdist.errors import NbdistError
-from nbdist.rpc.futures import Future, Latch
+from nbdist.rpc.futures import Future
 from nbdist.rpc.here import here
+from nbdist.rpc.latch import Latch
 
 __all__ = ["NamedObject", "NamedObjects", "NotOffered", "call_method"]
 

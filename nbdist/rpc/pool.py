@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from nbdist.finalisers import this_thread
-from nbdist.rpc.futures import set_blocking_hook
+from nbdist.rpc.waits import set_blocking_hook
 
 __all__ = ["Job", "Pool"]
 

@@ -14,7 +14,8 @@ from workers import eventually
 from nbdist.errors import EncodeError, RemoteError, RpcTimeout, UnknownWorker, WorkerLost
 from nbdist.rpc.agent import active_agent
 from nbdist.rpc.asking import ask_each
-from nbdist.rpc.futures import Latch, set_interrupt_hook
+from nbdist.rpc.latch import Latch
+from nbdist.rpc.waits import set_interrupt_hook
 from nbdist.testing import World
 
 meeting = threading.Barrier(2)

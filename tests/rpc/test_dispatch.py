@@ -9,8 +9,9 @@ import time
 import pytest
 
 from nbdist.rpc.calls.collecting import wait_all
-from nbdist.rpc.futures import Future, blocking_wait
+from nbdist.rpc.futures import Future
 from nbdist.rpc.pool import Pool
+from nbdist.rpc.waits import blocking_wait
 
 SOON = 20.0  # seconds; only a failing test waits that long
 

@@ -9,7 +9,7 @@ from nbdist.rpc.core.arrivals import Arrival, ArrivalStage
 from nbdist.rpc.core.exchange import Exchange
 from nbdist.rpc.core.forks import Drop
 from nbdist.rpc.core.pending import Pending
-from nbdist.rpc.futures import Promise
+from nbdist.rpc.promise import Promise
 from nbdist.wire.messages import Call, Fork, ForkConfirm, Mode, Payload, UserDelete
 
 ME, CALLER, OTHER = 100, 101, 102

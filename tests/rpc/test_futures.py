@@ -12,7 +12,8 @@ import torch
 
 from nbdist import RpcTimeout, rpc
 from nbdist.rpc import wait_all
-from nbdist.rpc.futures import Future, blocking_wait, set_blocking_hook
+from nbdist.rpc.futures import Future
+from nbdist.rpc.waits import blocking_wait, set_blocking_hook
 from nbdist.testing import World
 
 SOON = 20.0

@@ -20,7 +20,7 @@ from nbdist import rpc, trace
 from nbdist.channel import gate, local, machine
 from nbdist.errors import EncodeError, RpcTimeout, WorkerLost
 from nbdist.rpc.calls.waiting_reader import WaitingReader
-from nbdist.rpc.futures import Latch
+from nbdist.rpc.latch import Latch
 from nbdist.testing import World
 from nbdist.wire import usual
 from nbdist.wire.messages import Cast, Payload

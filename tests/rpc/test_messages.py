@@ -29,7 +29,7 @@ from nbdist.errors import (
 from nbdist.ids import GlobalId
 from nbdist.rpc import api, hosted
 from nbdist.rpc.calls.stopping import Stopping
-from nbdist.rpc.futures import Latch
+from nbdist.rpc.latch import Latch
 from nbdist.rpc.world import meeting, tcp_store
 from nbdist.rpc.world.handshake import Handshake
 from nbdist.rpc.world.meeting_file import MeetingFile

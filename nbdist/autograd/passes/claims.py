@@ -29,7 +29,7 @@ from nbdist.autograd.passes import ddp
 from nbdist.errors import UsageError
 from nbdist.gpus import side_streams
 from nbdist.gpus.spans import CUDA_IS_BUILT
-from nbdist.rpc.futures import blocking_wait
+from nbdist.rpc.waits import blocking_wait
 from nbdist.torch_private import keep_in_thread, take_from_thread, thread_has, thread_value
 
 __all__ = ["Claim", "GradientStore", "current_claim", "halted", "halted_leaves", "lent"]

@@ -33,7 +33,8 @@ from nbdist.autograd.watching.observer import Observer
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.gpus import side_streams
 from nbdist.gpus.spans import CUDA_IS_BUILT
-from nbdist.rpc.futures import Future, Latch
+from nbdist.rpc.futures import Future
+from nbdist.rpc.latch import Latch
 
 __all__ = ["Context", "Outgoing", "Run"]
 

@@ -79,7 +79,8 @@ from nbdist.errors import NbdistError, UsageError, WorkerLost
 from nbdist.gpus import side_streams, spans
 from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.rpc.failures import Failure, describe, rebuild
-from nbdist.rpc.futures import Future, Latch
+from nbdist.rpc.futures import Future
+from nbdist.rpc.latch import Latch
 
 __all__ = ["Passes", "UnusedOutputs"]
 

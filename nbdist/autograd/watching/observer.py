@@ -38,7 +38,7 @@ from nbdist.autograd.graph.saved import Saved
 from nbdist.errors import NbdistError
 from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
-from nbdist.rpc.futures import blocking_wait
+from nbdist.rpc.waits import blocking_wait
 
 __all__ = ["Gradients", "Observer", "Stopped"]
 

@@ -40,7 +40,7 @@ from nbdist.autograd.graph.messages import Control, Happening, Mode, PassId, Wat
 from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.graph.transport import Transport
 from nbdist.errors import UsageError
-from nbdist.rpc.futures import blocking_wait
+from nbdist.rpc.waits import blocking_wait
 
 __all__ = ["Until", "Watch"]
 

@@ -28,7 +28,7 @@ from nbdist.autograd.graph.saved import saved_by
 from nbdist.autograd.memory_use import Place, storage_of
 from nbdist.cluster.processes.process_memory import Regions, resident_bytes
 from nbdist.rpc.agent import Agent
-from nbdist.rpc.futures import Promise
+from nbdist.rpc.promise import Promise
 from nbdist.rpc.references import inert
 from nbdist.torch_private import no_torch_function
 

@@ -34,7 +34,7 @@ from nbdist.ids import GlobalId
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.asking import ask_each
-from nbdist.rpc.futures import Promise
+from nbdist.rpc.promise import Promise
 from nbdist.rpc.references import inert
 from nbdist.rpc.references.describing import describe_value
 from nbdist.torch_private import no_torch_function

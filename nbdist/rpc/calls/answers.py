@@ -12,8 +12,9 @@ from nbdist.errors import EncodeError, MissingDefinition, NbdistError, UsageErro
 from nbdist.rpc.core.arrivals import Arrival
 from nbdist.rpc.core.exchange import Exchange
 from nbdist.rpc.failures import describe
-from nbdist.rpc.futures import Promise, outcome_of
+from nbdist.rpc.futures import outcome_of
 from nbdist.rpc.links import Links
+from nbdist.rpc.promise import Promise
 from nbdist.rpc.recording import Served
 from nbdist.rpc.references.forker import MessageForker
 from nbdist.rpc.references.reference_table import References

@@ -14,7 +14,9 @@ from nbdist.ids import IdSource
 from nbdist.rpc.calls.outcomes import Outcomes
 from nbdist.rpc.calls.sender import Sender
 from nbdist.rpc.core.members import Membership, WorkerInfo, lost_error
-from nbdist.rpc.futures import Future, Latch, Promise
+from nbdist.rpc.futures import Future
+from nbdist.rpc.latch import Latch
+from nbdist.rpc.promise import Promise
 from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.references.rref import RRef, local_type
 from nbdist.wire.messages import Fork, Mode, Record

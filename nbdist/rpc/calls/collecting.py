@@ -19,7 +19,9 @@ import torch
 
 from nbdist import torch_private
 from nbdist.errors import RpcTimeout
-from nbdist.rpc.futures import Future, Latch, Promise, outcome_of
+from nbdist.rpc.futures import Future, outcome_of
+from nbdist.rpc.latch import Latch
+from nbdist.rpc.promise import Promise
 
 __all__ = ["Collection", "collect_all", "wait_all"]
 

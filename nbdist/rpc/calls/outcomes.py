@@ -18,9 +18,11 @@ from nbdist.errors import MissingDefinition, NbdistError, RpcTimeout, WorkerLost
 from nbdist.rpc.core.members import lost_error
 from nbdist.rpc.core.pending import Pending, PendingCalls
 from nbdist.rpc.failures import rebuild
-from nbdist.rpc.futures import Latch, Promise, without_first_frame
+from nbdist.rpc.futures import without_first_frame
+from nbdist.rpc.latch import Latch
 from nbdist.rpc.links import Links
 from nbdist.rpc.pool import Job
+from nbdist.rpc.promise import Promise
 from nbdist.rpc.recording import Attach, Replied
 from nbdist.rpc.references.reference_table import References, creation_error
 from nbdist.rpc.references.rref import RRef

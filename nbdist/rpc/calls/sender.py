@@ -16,9 +16,10 @@ from nbdist.errors import EncodeError, UsageError
 from nbdist.finalisers import hand_over, this_thread
 from nbdist.rpc.calls.repeats import Draft, Repeats
 from nbdist.rpc.core.pending import Pending, PendingCalls
-from nbdist.rpc.futures import Latch, Promise
+from nbdist.rpc.latch import Latch
 from nbdist.rpc.links import Links
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, time_limit
+from nbdist.rpc.promise import Promise
 from nbdist.rpc.recording import Calling
 from nbdist.rpc.references.forker import MessageForker
 from nbdist.rpc.references.reference_table import References

@@ -235,7 +235,7 @@ class Stopping:
         """Stop the calls for whose outcomes this thread waited when Ctrl-C came.
 
         Waits up to `patience` seconds for them to end. For each call that still runs then, a note on ``error`` says
-        where the call is and how to end it. `nbdist.rpc.futures` calls this, in the thread that waited.
+        where the call is and how to end it. `nbdist.rpc.waits` calls this, in the thread that waited.
         """
         pending, me = self._pending, threading.get_ident()
         calls = [call for call in pending.all() if call.outcome in outcomes]

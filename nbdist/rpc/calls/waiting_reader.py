@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from nbdist.channel.contract import Channel
 from nbdist.channel.local import WAITING_CODE
-from nbdist.rpc.futures import Latch
+from nbdist.rpc.latch import Latch
 from nbdist.rpc.links import Links
 from nbdist.rpc.pool import Job
 from nbdist.signals import DeferredSignals

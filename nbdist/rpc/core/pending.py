@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbdist.ids import GlobalId
-from nbdist.rpc.futures import Latch, Promise
+from nbdist.rpc.latch import Latch
+from nbdist.rpc.promise import Promise
 from nbdist.wire.messages import Fork, Recording
 
 __all__ = ["Pending", "PendingCalls"]

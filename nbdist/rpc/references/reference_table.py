@@ -18,9 +18,9 @@ from nbdist.rpc.core.exchange import Exchange
 from nbdist.rpc.core.forks import Drop, Instruction, Send
 from nbdist.rpc.core.members import Membership
 from nbdist.rpc.failures import Failure
-from nbdist.rpc.futures import Promise
 from nbdist.rpc.links import Links
 from nbdist.rpc.pool import Job
+from nbdist.rpc.promise import Promise
 from nbdist.rpc.references.describing import describe_error, describe_value
 from nbdist.rpc.references.news import News
 from nbdist.signals import DeferredSignals

@@ -31,7 +31,7 @@ from nbdist.holds import Hold
 from nbdist.ids import GlobalId
 from nbdist.rpc.core.forks import ForkStanding
 from nbdist.rpc.core.members import WorkerInfo
-from nbdist.rpc.futures import Promise
+from nbdist.rpc.promise import Promise
 from nbdist.rpc.references.describing import error_line
 from nbdist.rpc.references.peeking import Peek, look
 from nbdist.rpc.references.reference_table import References, creation_error

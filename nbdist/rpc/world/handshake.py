@@ -28,9 +28,9 @@ from nbdist.channel.contract import ChannelError, TooManyFiles
 from nbdist.channel.process_watch import is_alive
 from nbdist.errors import NbdistError, NotUnique, RendezvousError, VersionMismatch, WorkerLost
 from nbdist.rpc.core.members import Membership
-from nbdist.rpc.futures import blocking_wait
 from nbdist.rpc.links import Links
 from nbdist.rpc.shared_tensors import Sharing
+from nbdist.rpc.waits import blocking_wait
 from nbdist.wire.messages import VERSION, Hello, Ready, Record, Refused, Welcome
 
 __all__ = ["Handshake"]

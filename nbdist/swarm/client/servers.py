@@ -36,8 +36,9 @@ from nbdist.amounts import size
 from nbdist.autograd.api import recorder
 from nbdist.errors import NbdistError, RpcTimeout, RRefError, UsageError, WorkerLost
 from nbdist.rpc import api
-from nbdist.rpc.futures import Future, blocking_wait
+from nbdist.rpc.futures import Future
 from nbdist.rpc.references.rref import RRef
+from nbdist.rpc.waits import blocking_wait
 from nbdist.swarm import adapter
 from nbdist.swarm.carriage import carriage, seconds_for
 from nbdist.swarm.client import routing

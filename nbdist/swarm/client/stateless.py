@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nbdist.rpc.futures import blocking_wait
+from nbdist.rpc.waits import blocking_wait
 from nbdist.swarm import stacking
 from nbdist.swarm.client.routing import NoRoute
 from nbdist.swarm.client.servers import Gone, Servers

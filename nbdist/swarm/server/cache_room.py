@@ -6,7 +6,7 @@ import threading
 import time
 
 from nbdist.amounts import size
-from nbdist.rpc.futures import blocking_wait
+from nbdist.rpc.waits import blocking_wait
 from nbdist.swarm.server.cache_budget import Budget, CacheFull, Ticket
 from nbdist.swarm.server.session_caches import NoSession, ServerSession
 

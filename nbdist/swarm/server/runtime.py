@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from nbdist.rpc.futures import blocking_wait
+from nbdist.rpc.waits import blocking_wait
 from nbdist.swarm.server.queues import QueuedRequest, RequestQueues
 
 __all__ = ["Runtime"]

@@ -32,8 +32,9 @@ from nbdist.errors import NbdistError, RpcTimeout, UsageError, WorkerLost
 from nbdist.gpus import staging
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.functions import async_execution
-from nbdist.rpc.futures import Future, blocking_wait
+from nbdist.rpc.futures import Future
 from nbdist.rpc.named import NotOffered
+from nbdist.rpc.waits import blocking_wait
 from nbdist.swarm import adapter, model_cache, stacking
 from nbdist.swarm.history import Step
 from nbdist.swarm.server.cache_room import Room

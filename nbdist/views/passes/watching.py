@@ -39,7 +39,7 @@ from nbdist.autograd.inspection import plan_from, trace
 from nbdist.autograd.passes.context import Context
 from nbdist.autograd.watching.watcher import Until, Watch
 from nbdist.errors import UsageError
-from nbdist.rpc.futures import blocking_wait
+from nbdist.rpc.waits import blocking_wait
 from nbdist.views.passes import page, report
 from nbdist.views.passes.backward import Backward
 from nbdist.views.passes.pace import Pace

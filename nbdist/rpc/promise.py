@@ -1,0 +1,202 @@
+"""An outcome, now or later, for which any number of threads and callbacks may wait."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import TracebackType
+from typing import Any, Generic, TypeVar, cast
+
+from nbdist import durations
+from nbdist.errors import RpcTimeout, UsageError
+from nbdist.finalisers import may_wait
+from nbdist.rpc.streams import StreamMarks, mark
+from nbdist.rpc.waits import blocking_wait, call_interrupt_hook
+
+__all__ = ["Promise"]
+
+_log = logging.getLogger("nbdist.rpc")
+
+T = TypeVar("T")
+
+
+class Promise(Generic[T]):
+    """An outcome, now or later, for which several threads may wait: a `Future` without torch's part."""
+
+    def __init__(self) -> None:
+        self._latch = threading.Lock()
+        self._latch.acquire()
+        self._setting = threading.Lock()
+        self._settled = False
+        self._done = False  # the lock cannot tell: each waiting thread takes it for a moment
+        self._outcome: Any = None
+        self._error: BaseException | None = None
+        self._origin: TracebackType | None = None
+        """The error's traceback when the promise was settled. Each wait starts from it; else each adds its frames."""
+        self._callbacks: list[Callable[[Any], Any]] = []
+        self._marks: StreamMarks | None = None
+        """The CUDA streams that compute the value, if `note_streams` was called and it has tensors on GPUs."""
+
+    # -- settling -----------------------------------------------------------------------------
+
+    def note_streams(self, value: Any) -> None:
+        """Remember the CUDA streams that compute ``value``: the current streams of the calling thread.
+
+        Call this before `try_settle`, for a value that this process has computed. In each thread that takes the value,
+        the current streams then wait for these. If CUDA has failed, nothing is remembered; using the value then
+        raises CUDA's error.
+        """
+        try:
+            self._marks = mark(value)
+        except Exception:
+            self._marks = None
+
+    def try_settle(
+        self, outcome: Any, error: BaseException | None, submit: Callable[[Callable[[], None]], None] | None = None
+    ) -> bool:
+        """Set the outcome or the error, unless one is set; return whether this call has set it.
+
+        The callbacks run in this thread; with ``submit``, they run in one job that is passed to ``submit``.
+        """
+        with self._setting:
+            if self._settled:
+                return False
+            self._settled = True
+        self._publish(outcome, error, submit)
+        return True
+
+    def _publish(
+        self, outcome: Any, error: BaseException | None, submit: Callable[[Callable[[], None]], None] | None
+    ) -> None:
+        """Make the outcome visible, wake the waiting threads, and call the callbacks. `try_settle` calls this once."""
+        self._outcome, self._error = outcome, error
+        if error is not None:
+            self._origin = error.__traceback__
+        with self._setting:
+            callbacks, self._callbacks = self._callbacks, []
+            self._done = True
+            self._latch.release()
+        self._tell_torch(outcome, error)
+        if submit is None:
+            _call_all(callbacks, self)
+        elif callbacks:
+            submit(partial(_call_all, callbacks, self))
+
+    def _tell_torch(self, outcome: Any, error: BaseException | None) -> None:
+        """Do nothing here; a `Future` passes the outcome on to its part in C++."""
+
+    # -- looking ------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Return whether the outcome is there, be it a value or an error.
+
+        It is True before the callbacks are called.
+        """
+        return self._done
+
+    def value(self) -> T:
+        """Return the value of a future that is done, or raise its error.
+
+        Raises RuntimeError if the future is not done.
+        """
+        if not self.done():
+            raise RuntimeError("value() was called on a future that is not done: call wait() instead")
+        return self._result()
+
+    def exception(self) -> BaseException | None:
+        """Return the error of a future that is done; None if it has a value.
+
+        Raises RuntimeError if the future is not done.
+        """
+        if not self.done():
+            raise RuntimeError("exception() was called on a future that is not done: call wait() first")
+        return self._error
+
+    def _result(self) -> T:
+        """Return the value of a promise that is done, or raise its error with the traceback with which it came."""
+        try:
+            if self._error is not None:
+                raise self._error.with_traceback(self._origin)
+            if self._marks is not None:
+                self._marks.wait()
+            return cast(T, self._outcome)
+        finally:
+            del self  # else the error would keep its future alive, through its traceback and this frame
+
+    # -- waiting ------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Wait for the value and return it, or raise the error with which the call failed.
+
+        Any number of threads may wait, and may wait again. Ctrl-C ends the wait with KeyboardInterrupt.
+
+        Args:
+            timeout: how long to wait, in seconds; None for no limit, 0 for not at all. A wait that times out changes
+                nothing: the call continues, and its own time limit stays.
+
+        Raises:
+            RpcTimeout: the outcome did not come within ``timeout`` seconds, or the time limit of the call has passed.
+            UsageError: ``timeout`` is negative; or a finaliser or a signal's handler waits in a thread that is sending
+                or receiving messages.
+
+        Example:
+            >>> rpc.rpc_async("worker1", torch.add, args=(torch.ones(2), 1)).wait()
+            tensor([2., 2.])
+        """
+        if timeout is not None:
+            timeout = durations.patience(timeout)
+        if not self._done:
+            if not may_wait():
+                raise UsageError(
+                    "a finaliser (a __del__, or the callback of a weak reference) or a signal's handler waited for a "
+                    "future while this thread was sending or receiving messages, so the outcome might never come. Do "
+                    "not wait there; use add_done_callback"
+                )
+            try:
+                with blocking_wait():
+                    if self._latch.acquire(timeout=-1 if timeout is None else timeout):
+                        self._latch.release()
+                    elif not self._done:
+                        raise RpcTimeout(
+                            f"waited {timeout:g} s for a future: nothing was cancelled, so wait again, or longer"
+                        )
+            except KeyboardInterrupt as error:
+                call_interrupt_hook((self,), error)
+                raise
+        try:
+            return self._result()
+        finally:
+            del self  # as in `_result`
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        """Call ``callback(self)`` when the future is done, or at once if it is done already.
+
+        The callback runs in a thread of the agent or in the thread that settles the future; if the future is done
+        already, in the calling thread. An error that it raises is logged and goes no further. Use `Future.then` for a
+        callback whose result or error matters.
+        """
+        with self._setting:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        _call_all([callback], self)
+
+    def drop_callback(self, callback: Callable[[Any], Any]) -> None:
+        """Remove a callback of `add_done_callback`, if it has not been called yet.
+
+        If it has been called, or was never added, nothing happens.
+        """
+        with self._setting, contextlib.suppress(ValueError):
+            self._callbacks.remove(callback)
+
+
+def _call_all(callbacks: Iterable[Callable[[Any], Any]], outcome: Any) -> None:
+    """Call each callback with ``outcome``. An error is logged: it must not break the thread that settled the future."""
+    for callback in callbacks:
+        try:
+            callback(outcome)
+        except BaseException:
+            _log.exception("a callback of a future failed")
