@@ -38,7 +38,8 @@ from torch.nn.parameter import is_lazy
 from nbdist import trace
 from nbdist.autograd.api import recorder
 from nbdist.autograd.graph.messages import Head
-from nbdist.autograd.passes.claims import GradientStore, lent
+from nbdist.autograd.passes.claims import lent
+from nbdist.autograd.passes.gradient_store import GradientStore
 from nbdist.autograd.passes.ordering import ordered
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.gpus import spans

@@ -7,7 +7,8 @@ import pytest
 
 from nbdist.autograd.graph.messages import Control, Watching
 from nbdist.autograd.graph.numbers import NodeNumbers
-from nbdist.autograd.passes.claims import Claim, GradientStore
+from nbdist.autograd.passes.claims import Claim
+from nbdist.autograd.passes.gradient_store import GradientStore
 from nbdist.autograd.watching.observer import Observer, Stopped
 
 

@@ -17,7 +17,7 @@ from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.autograd import UnusedOutputs
 from nbdist.autograd.graph.edges import Sent
-from nbdist.autograd.passes.claims import GradientStore
+from nbdist.autograd.passes.gradient_store import GradientStore
 from nbdist.autograd.passes.worker_part import Part
 from nbdist.errors import EncodeError
 from nbdist.testing import World

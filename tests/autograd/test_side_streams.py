@@ -9,7 +9,7 @@ from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.autograd import recorder as recorders
 from nbdist.autograd.passes import claims, context, pass_driver, worker_part
-from nbdist.autograd.passes.claims import GradientStore
+from nbdist.autograd.passes.gradient_store import GradientStore
 from nbdist.gpus import side_streams
 
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from nbdist import autograd as dist_autograd
 from nbdist import rpc
 from nbdist.autograd.passes import claims, ddp, worker_part
+from nbdist.autograd.passes.gradient_store import GradientStore
 from nbdist.channel import machine
 from nbdist.testing import Faults, World
 
@@ -205,7 +206,7 @@ def accumulator(leaf):
 
 def test_a_leaf_that_lies_where_another_one_has_died_is_not_taken_for_it():
     """Checkpoints make leaves that live no longer than their own call; Python gives their place to others."""
-    one, other = (claims.Claim([], claims.GradientStore(), "group") for _ in range(2))
+    one, other = (claims.Claim([], GradientStore(), "group") for _ in range(2))
     for _ in range(1000):
         leaf = torch.ones(1, requires_grad=True)
         place = id(leaf)

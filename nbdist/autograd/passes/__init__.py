@@ -4,6 +4,7 @@
 `ledger`          tells the root of a pass what workers still have to do
 `ordering`        puts gradients that arrive in any order into a fixed one
 `ddp`             the leaves that DistributedDataParallel averages
+`gradient_store`  adds up the gradients of leaves
 `claims`          keeps gradients out of ``.grad``
 `engine`          calls torch's engine for `worker_part`
 `worker_part`     decides what can run now on this worker

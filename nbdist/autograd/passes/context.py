@@ -26,7 +26,7 @@ from nbdist.autograd.graph.messages import Head, Mode, PassId, Token, Watching
 from nbdist.autograd.graph.numbers import NodeNumbers
 from nbdist.autograd.graph.traces import Plan
 from nbdist.autograd.graph.walk import walk
-from nbdist.autograd.passes.claims import GradientStore
+from nbdist.autograd.passes.gradient_store import GradientStore
 from nbdist.autograd.passes.ledger import Ledger
 from nbdist.autograd.passes.worker_part import Part
 from nbdist.autograd.watching.observer import Observer

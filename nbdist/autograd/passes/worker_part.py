@@ -64,8 +64,9 @@ from nbdist.autograd.graph.edges import RECEIVE, EdgeSlot, HeldBack, Node, Recei
 from nbdist.autograd.graph.messages import Head
 from nbdist.autograd.graph.walk import ACCUMULATE, Region, walk
 from nbdist.autograd.passes import ddp
-from nbdist.autograd.passes.claims import Claim, GradientStore
+from nbdist.autograd.passes.claims import Claim
 from nbdist.autograd.passes.engine import edge_of, run_backward
+from nbdist.autograd.passes.gradient_store import GradientStore
 from nbdist.autograd.passes.ordering import GateQueues
 from nbdist.autograd.watching.node_hooks import CallHooks
 from nbdist.autograd.watching.observer import Observer
