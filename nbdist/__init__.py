@@ -162,7 +162,7 @@ ROOMS: dict[str, str] = {
         "devices failures here options recording shared_tensors streams waits latch promise futures named core pool "
         "links references calls functions thread_switching world agent asking hosted start api"
     ),
-    "autograd": "graph watching passes memory_use recorder api inspection",
+    "autograd": "graph watching passes memory_use recorder handle api inspection",
     "optim": "parameters local clipping saving optimizer scheduler",
     "nn": (
         "batches cutting shared_inputs losses placement randomness remote_module schedules inbox stage reference "

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
 
 from nbdist.autograd.graph.messages import Mode
-from nbdist.autograd.passes.context import Context, Run
+from nbdist.autograd.handle import Handle
+from nbdist.autograd.passes.context import Context
 from nbdist.autograd.recorder import Recorder
 from nbdist.autograd.watching.watcher import Watch
-from nbdist.errors import Interrupted, UsageError
+from nbdist.errors import UsageError
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.futures import Future
 from nbdist.rpc.references.rref import RRef
 
 __all__ = [
     "ContextId",
-    "Handle",
     "Mode",
     "backward",
     "backward_async",
@@ -90,7 +90,7 @@ class ContextId(int):
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients of this context on this worker, as `nbdist.autograd.get_gradients` does.
 
-        Other workers have the gradients of their own leaves. Raises UsageError if the context has ended.
+        Other workers have the gradients of their own leaves.
         """
         return get_gradients(int(self))
 
@@ -98,9 +98,6 @@ class ContextId(int):
         """End a context that was begun by `open`, on all workers, and free its record.
 
         Call it on the worker that opened the context. Backward passes that still run in the context fail.
-
-        Raises:
-            UsageError: The context has ended already.
         """
         here = recorder()
         here.close(here.contexts.get(self))
@@ -267,10 +264,7 @@ def backward_async(*arguments: Any, **options: Any) -> Handle:
 
 
 def _with_id(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the positional arguments, with the id of the thread's context in front if they have none.
-
-    The user may leave out the id inside of a context; outside of any, this raises UsageError.
-    """
+    """Return the positional arguments; where the context's id is left out, with that of the thread's in front."""
     if "context_id" in options or (arguments and (isinstance(arguments[0], int) or arguments[0] is None)):
         return arguments
     return (current_id(), *arguments)
@@ -287,8 +281,7 @@ def _prepare(
 ) -> tuple[Recorder, Context, list[torch.Tensor], list[torch.Tensor], dict[str, bool]]:
     """Check the arguments of `backward`; return the recorder, the context, the roots, a gradient for each, options.
 
-    The options are ``smart``, ``retain_graph`` and ``accumulate``, as keyword arguments for `Recorder.begin`. Raises
-    UsageError for an unknown mode or an unknown or ended context, and what `_check_roots` raises.
+    The options are keyword arguments for `Recorder.begin`.
     """
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
@@ -303,74 +296,10 @@ for _function in (backward, backward_async):
     setattr(_function, "__signature__", _signature)  # noqa: B010 - what Shift-Tab shows; mypy knows no such attribute
 
 
-class Handle:
-    """A backward pass that runs in the background, as `backward_async` returns it.
-
-    It can be awaited in a coroutine: ``await handle``.
-    """
-
-    def __init__(self, here: Recorder, run: Run, ended: Future[None]) -> None:
-        self._passes = here.passes
-        self._run = run
-        self._outcome: Future[None] = Future()
-        self._ended = ended
-        ended.add_done_callback(self._end)
-
-    def go(self) -> None:
-        """Run the nodes that can run before other workers send gradients, on the calling thread.
-
-        `backward_async` has a thread of the agent's pool call this once. An error is not raised here, but by `wait`.
-        """
-        try:
-            self._passes.go(self._run)
-        except BaseException as error:
-            self._outcome.try_settle(None, error)
-
-    def _end(self, done: Future[None]) -> None:
-        """Add the gradients to the context, or give the pass up if ``done`` has an error; then end `wait`.
-
-        ``done`` calls this once, when the pass ends or is cancelled.
-        """
-        error = done.exception()
-        if error is None:
-            self._passes.commit(self._run)
-        else:
-            self._passes.give_up(self._run)
-        self._outcome.try_settle(None, error)
-
-    def wait(self) -> None:
-        """Wait until the gradients are in the context; raises the error of the pass. It may be called several times.
-
-        Ctrl-C ends the wait only, and the pass continues: `cancel` ends it.
-        """
-        self._outcome.wait()
-        self._passes.let_read(self._run)
-
-    def done(self) -> bool:
-        """Return whether the pass has ended, with its gradients or by an error."""
-        return self._outcome.done()
-
-    def cancel(self) -> None:
-        """Give the pass up on all workers; `wait` then raises `nbdist.Interrupted`. Does nothing after the end."""
-        error = Interrupted(
-            "the backward pass was cancelled, by cancel() of its handle, and left no gradients in the context. Before "
-            "another pass, run the forward pass again, unless retain_graph has kept the graph"
-        )
-        self._ended.try_settle(None, error)
-
-    def __await__(self) -> Generator[Any, None, None]:
-        return self._outcome.__await__()
-
-
 def _check_roots(
     roots: Any, grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the roots as a list, and a gradient for each: the given one, or ones for a root of one element.
-
-    Raises TypeError for roots that are not tensors. Raises UsageError for an RRef, for no roots at all, for numbers or
-    shapes that do not match, for a root of several elements without a gradient, and for a root that does not require
-    grad or is a leaf.
-    """
+    """Return the roots as a list, and a gradient for each: the given one, or ones for a root of one element."""
     if isinstance(roots, torch.Tensor):
         roots = [roots]
     if isinstance(roots, RRef):
