@@ -2,6 +2,7 @@
 
 ===========  =============================================================
 `folding`    which nodes share a box of it
+`columns`    the column of each box, and the order in it
 `layout`     where its boxes and lines are
 `pictures`   drawings as images, in the colours of the page
 `gantt`      timelines: bars in rows, and the colours of all timelines

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from nbdist.amounts import counted
 from nbdist.autograd.graph.events import Key
+from nbdist.views.drawing.columns import BOX
 from nbdist.views.drawing.folding import TIMES, Box, Diagram, DrawnLine, diagram_of, name_of
-from nbdist.views.drawing.layout import BOX, Layout, NodePlace, Point, lay_out
+from nbdist.views.drawing.layout import Layout, NodePlace, Point, lay_out
 from nbdist.views.drawing.mirrored import mirrored
 
 if TYPE_CHECKING:
