@@ -10,11 +10,11 @@ tensor([0., 0., 0.])
 from __future__ import annotations
 
 from nbdist.rpc import functions
-from nbdist.rpc.api import BackendType, get_worker_info, init_rpc, is_available, remote, rpc_async, rpc_sync, shutdown
+from nbdist.rpc.api import get_worker_info, init_rpc, is_available, remote, rpc_async, rpc_sync, shutdown
 from nbdist.rpc.calls.collecting import wait_all
 from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.futures import Future
-from nbdist.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from nbdist.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from nbdist.rpc.references.rref import RRef
 
 __all__ = [

@@ -288,7 +288,9 @@ class Agent:
             lost_after=options.lost_after,
         )
         """Joins the world, and lets new members in."""
-        self.ending = Shutdown(self.membership, self.links, self.exchange, self.references, self._turn)
+        self.ending = Shutdown(
+            self.membership, self.links, self.exchange, self.references, self._turn, self.executor.doing
+        )
         """Ends the world in order."""
         self._on_lost += [self.handshake.on_lost, self.ending.on_lost]
         self._handlers: dict[type, Handler] = {

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from nbdist import durations
 from nbdist.channel.contract import Channel
 from nbdist.channel.resources import refusals_in_words
-from nbdist.errors import Interrupted, NotInitialized, RendezvousError, UsageError
+from nbdist.errors import Interrupted, NotInitialized, UsageError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.calls.keyboard_interrupts import InterruptWatch
 from nbdist.rpc.core.members import WorkerInfo
@@ -30,13 +27,12 @@ from nbdist.rpc.here import here
 from nbdist.rpc.hosted import take_on
 from nbdist.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from nbdist.rpc.references import rref as rref_module
-from nbdist.rpc.references.rref import Home, RRef
+from nbdist.rpc.references.rref import RRef
 from nbdist.rpc.start import start_agent
 from nbdist.rpc.waits import set_interrupt_hook
 from nbdist.torch_private import warn_of_untested
 
 __all__ = [
-    "BackendType",
     "current_agent",
     "get_worker_info",
     "init_rpc",
@@ -47,24 +43,9 @@ __all__ = [
     "shutdown",
 ]
 
-_ACKNOWLEDGED_WITHIN = 1.0
-"""Seconds for which the shutdown of a dynamic world waits until the other workers have acknowledged its messages."""
-
-_log = logging.getLogger("nbdist.rpc")
 _lock = threading.Lock()
 _agent: Agent | None = None
 _interrupts: InterruptWatch | None = None
-
-
-class BackendType(Enum):
-    """The backends of RPC. nbdist is the only one, under the name that torch's programs pass to `init_rpc`.
-
-    Example:
-        >>> rpc.BackendType.TENSORPIPE
-        <BackendType.TENSORPIPE: 'nbdist'>
-    """
-
-    TENSORPIPE = "nbdist"
 
 
 def current_agent() -> Agent:
@@ -81,11 +62,7 @@ def current_agent() -> Agent:
     return agent
 
 
-def _home() -> Home:
-    return current_agent().home
-
-
-rref_module.set_home_finder(_home)
+rref_module.set_home_finder(lambda: current_agent().home)
 
 
 def is_available() -> bool:
@@ -212,10 +189,7 @@ def _stop_watching() -> None:
 
 
 def _give_up(agent: Agent) -> None:
-    """Fail the unanswered calls of the main thread, after Ctrl-C while the main thread sleeps in torch's C++.
-
-    `InterruptWatch` calls this in its own thread. The calls fail with Interrupted, which wakes the main thread.
-    """
+    """Fail the unanswered calls of the main thread, which sleeps in torch's C++ after Ctrl-C, so that it wakes."""
     main = threading.main_thread().ident
     calls = [call for call in agent.pending.all() if call.thread == main]
     error = Interrupted(
@@ -254,13 +228,13 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     agent = current_agent()
     if agent.hosted:
         if graceful:
-            _drain(agent, timeout)
+            agent.ending.drain(timeout)
         return
     try:
         if graceful and agent.me.world_size is not None:
             agent.ending.end(timeout)
         elif graceful:
-            _drain(agent, timeout)
+            agent.ending.drain(timeout)
     finally:
         finish(agent)
 
@@ -276,27 +250,6 @@ def finish(agent: Agent) -> None:
     with _lock:
         if _agent is agent:
             _agent = None
-
-
-def _drain(agent: Agent, timeout: float) -> None:
-    """Wait until all calls of this agent and to it are answered, then release all its references.
-
-    Raises RendezvousError after ``timeout`` seconds; 0 or less means no limit. Then waits up to `_ACKNOWLEDGED_WITHIN`
-    seconds until the other members have acknowledged the releases, and returns even if they have not.
-    """
-    deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
-    while agent.exchange.active or agent.pending.unended:
-        if time.monotonic() > deadline:
-            raise RendezvousError(
-                f"shutdown of {agent.me.name} timed out, with {agent.executor.doing() or 'calls that it made'} still "
-                "running. Allow more time with shutdown(timeout=...), or wait for these calls first"
-            )
-        time.sleep(0.002)
-    agent.references.release_all()
-    # A member that has not acknowledged in time learns from our Goodbye that the references are released.
-    deadline = min(deadline, time.monotonic() + _ACKNOWLEDGED_WITHIN)
-    while agent.links.outstanding() and time.monotonic() < deadline:
-        time.sleep(0.002)
 
 
 def _at_exit() -> None:

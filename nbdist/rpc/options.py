@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ __all__ = [
     "DEFAULT_NUM_WORKER_THREADS",
     "DEFAULT_RPC_TIMEOUT_SEC",
     "UNSET_RPC_TIMEOUT",
+    "BackendType",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "time_limit",
@@ -37,6 +39,17 @@ DEFAULT_SWITCH_INTERVAL = 0.0001
 """Seconds; Python's own default is 0.005."""
 
 Device = int | str | torch.device
+
+
+class BackendType(Enum):
+    """The backends of RPC. nbdist is the only one, under the name that torch's programs pass to `init_rpc`.
+
+    Example:
+        >>> rpc.BackendType.TENSORPIPE
+        <BackendType.TENSORPIPE: 'nbdist'>
+    """
+
+    TENSORPIPE = "nbdist"
 
 
 class RpcBackendOptions:

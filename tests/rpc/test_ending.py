@@ -14,7 +14,8 @@ import workers
 import nbdist
 from nbdist import rpc
 from nbdist.rpc.world import shutdown as ending
-from nbdist.rpc.world.shutdown import CLOSING, DRAINING, RELEASING, REMIND_AFTER, RUNNING, Reminder, Survey
+from nbdist.rpc.world.shutdown import REMIND_AFTER, Reminder
+from nbdist.rpc.world.survey import CLOSING, DRAINING, RELEASING, RUNNING, Survey
 from nbdist.testing import Faults, World
 from nbdist.wire.messages import ShutdownState
 
@@ -168,7 +169,7 @@ def test_an_answer_to_an_earlier_look_is_no_part_of_a_later_one():
     )
     exchange = SimpleNamespace(active=0, served=0, calls=SimpleNamespace(unended=0))
     references = SimpleNamespace(release_all=lambda: None, reap=lambda: None, forks=SimpleNamespace(pending=0))
-    leader = ending.Shutdown(members, links, exchange, references, threading.RLock())
+    leader = ending.Shutdown(members, links, exchange, references, threading.RLock(), lambda: "")
     end = threading.Thread(target=leader.end, args=(20.0,))
     end.start()
 

@@ -1,6 +1,6 @@
-"""The orderly end of a world: no member leaves while calls or messages are under way.
+"""The orderly end of a world, and the departure of one member: none leaves while calls or messages are under way.
 
-The member with the lowest id leads. The rounds, in the names of the constants::
+The member with the lowest id leads. The rounds, in the names of the constants of `nbdist.rpc.world.survey`::
 
     RUNNING ── shutdown() is called ──▶ DRAINING ── no call runs anywhere ──▶ RELEASING ──────────▶ CLOSING
                                         round 1                               round 2: no message    all close
@@ -9,13 +9,6 @@ The member with the lowest id leads. The rounds, in the names of the constants::
 
 `Survey` decides when a round is over; `Shutdown` asks the members and answers the leader. If a member is lost
 meanwhile, the leader does not wait for it, but `shutdown` of the others raises an error that names it.
-
-Members answer at different moments, so the leader looks twice. A *look* is one answer of every member. The leader asks
-for the second look after the last answer of the first look has arrived. The round is over if in both looks no member
-had anything under way, and no member sent a message that must arrive between its two answers. *Under way* are calls
-that run or have no answer, messages that must arrive and are not acknowledged, and in round 2 forks that are not
-confirmed. This is why two looks are enough: what a member had sent before its first answer had arrived, and it sent
-nothing after that. So when the last answer of the first look arrived, nothing ran and no message was on its way.
 """
 
 from __future__ import annotations
@@ -33,11 +26,10 @@ from nbdist.rpc.core.exchange import Exchange
 from nbdist.rpc.core.members import Membership
 from nbdist.rpc.links import Links
 from nbdist.rpc.references.reference_table import References
+from nbdist.rpc.world.survey import CLOSING, DRAINING, RELEASING, RUNNING, Survey
 from nbdist.wire.messages import AskShutdown, Record, ShutdownState
 
-__all__ = ["Shutdown", "Reminder", "Survey"]
-
-RUNNING, DRAINING, RELEASING, CLOSING = range(4)
+__all__ = ["Reminder", "Shutdown"]
 
 _FIRST_PAUSE = 0.002
 """Seconds until a waiting agent checks again, at first; the pause grows up to `_LONGEST_PAUSE` seconds."""
@@ -48,6 +40,9 @@ REMIND_AFTER = 10.0
 _NAMES_SHOWN = 20
 """The number of members that a message names. Each question of the leader carries these names."""
 
+_ACKNOWLEDGED_WITHIN = 1.0
+"""Seconds for which a departing agent waits until the other members have acknowledged its messages."""
+
 _ANSWERS_WITHIN = 2.0
 """Seconds within which a member answers the leader, unless it hangs."""
 
@@ -56,59 +51,6 @@ _DUTY_IN_ROUND = {DRAINING: "to end the calls that run", RELEASING: "to release 
 """The duty of a member in each round, for messages: "waiting for worker1 to end the calls that run"."""
 
 _log = logging.getLogger("nbdist.rpc")
-
-
-class Survey:
-    """Decides when a round of ending the world is over, from the members' answers. Pure.
-
-    Only the leader, the living member with the lowest id, has one. A look is one answer of every member.
-    """
-
-    def __init__(self, members: set[int]) -> None:
-        self.members = members
-        self.round = DRAINING
-        self._states: dict[int, ShutdownState] = {}
-        self._before: int | None = None
-        """The number of messages that the members had sent by the look before; None unless all were quiet in it."""
-
-    def missing(self) -> set[int]:
-        """Return the members that have not reached this round or have not answered yet, by their incarnations."""
-        return {
-            member for member in self.members if (state := self._states.get(member)) is None or state.round < self.round
-        }
-
-    def busy(self) -> set[int]:
-        """Return the members that have calls or messages under way; all members, if none has.
-
-        For texts that say for whom `shutdown` waits. Call this only after every member has answered once.
-        """
-        return {member for member in self.members if self._states[member].active} or set(self.members)
-
-    def forget(self, member: int) -> None:
-        """Remove a member that is gone. The round then needs two more looks."""
-        self.members.discard(member)
-        self._states.pop(member, None)
-        self._before = None
-
-    def look(self, states: dict[int, ShutdownState]) -> bool:
-        """Take a look, one answer of every member; return whether the round is over. If it is, begin the next round.
-
-        ``states`` has the new answers, by member. The round is over if all members have reached it, this look and the
-        look before it found nothing under way, and no member sent anything in between.
-        """
-        self._states.update(states)
-        if self.missing():
-            self._before = None
-            return False
-        current = [self._states[member] for member in self.members]
-        sent = sum(state.sent for state in current)
-        quiet = not any(state.active for state in current)
-        if quiet and self._before == sent:
-            self.round += 1
-            self._before = None
-            return True
-        self._before = sent if quiet else None
-        return False
 
 
 class Reminder:
@@ -148,13 +90,18 @@ class Shutdown:
         exchange: Exchange,
         references: References,
         turn: AbstractContextManager[Any],
+        doing: Callable[[], str],
     ) -> None:
-        """Start in the round `RUNNING`, before any `shutdown`. ``turn`` is the lock held while a message is handled."""
+        """Start in the round `RUNNING`, before any `shutdown`. ``turn`` is the lock held while a message is handled.
+
+        ``doing()`` describes the calls that run here, or returns "".
+        """
         self._turn = turn
         self._membership = membership
         self._links = links
         self._exchange = exchange
         self._references = references
+        self._doing = doing
         self._changed = threading.Condition()
         self._reached = RUNNING
         """The round that this agent has reached."""
@@ -213,6 +160,26 @@ class Shutdown:
             raise WorkerLost(
                 f"the world has ended, but without {', '.join(self._lost)}: lost before the end; their logs may say why"
             )
+
+    def drain(self, timeout: float) -> None:
+        """Wait until all calls of this agent and to it are answered, then release all its references.
+
+        Raises RendezvousError after ``timeout`` seconds; 0 or less means no limit. Returns even if the other members do
+        not acknowledge the releases within `_ACKNOWLEDGED_WITHIN` seconds.
+        """
+        deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
+        while self._exchange.active or self._exchange.calls.unended:
+            if time.monotonic() > deadline:
+                raise RendezvousError(
+                    f"shutdown of {self._membership.me.name} timed out, with {self._doing() or 'calls that it made'} "
+                    "still running. Allow more time with shutdown(timeout=...), or wait for these calls first"
+                )
+            time.sleep(0.002)
+        self._references.release_all()
+        # A member that has not acknowledged in time learns from our Goodbye that the references are released.
+        deadline = min(deadline, time.monotonic() + _ACKNOWLEDGED_WITHIN)
+        while self._links.outstanding() and time.monotonic() < deadline:
+            time.sleep(0.002)
 
     def _wait_for_round(self, round: int, deadline: float) -> None:
         """Wait until the leader, which may be this agent, begins ``round``, such as `RELEASING`.
