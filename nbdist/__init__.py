@@ -166,7 +166,7 @@ ROOMS: dict[str, str] = {
     "optim": "parameters local clipping saving optimizer scheduler",
     "nn": (
         "batches cutting shared_inputs losses placement randomness remote_module schedules inbox stage reference "
-        "timeline watched pipeline_part pipeline"
+        "timeline watched pipeline_part pipeline_parts pipeline"
     ),
     "swarm": (
         "carriage history policy stacking weight_file adapter model_cache named_models server client swarm serving"

@@ -9,7 +9,7 @@ import torch
 
 from nbdist.errors import UsageError
 
-__all__ = ["as_tuple", "join", "portions", "rows_of", "split"]
+__all__ = ["as_tuple", "join", "portions", "rows_of", "split", "training_rows"]
 
 Values = tuple[Any, ...]
 """The positional arguments of a stage, or the targets of a loss function."""
@@ -45,6 +45,23 @@ def rows_of(values: Values) -> int:
     if count == 0:
         raise UsageError("the batch is empty: its tensors have 0 rows")
     return count
+
+
+def training_rows(inputs: Values, targets: Values) -> int:
+    """Return the number of rows of a batch to train on; raises `UsageError` for inputs and targets that do not fit."""
+    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*inputs, *targets)):
+        raise UsageError(
+            "an input or target of train_step requires grad, but train_step gives its inputs and targets no "
+            "gradient: detach() them, or use forward and dist_autograd.backward"
+        )
+    rows = rows_of(inputs)
+    if not any(isinstance(target, torch.Tensor) for target in targets):
+        raise UsageError("the targets of train_step have no tensor whose rows could go to the micro-batches")
+    if rows_of(targets) != rows:
+        raise UsageError(
+            f"the batch has {rows} rows of inputs, and {rows_of(targets)} of targets: give the same number of both"
+        )
+    return rows
 
 
 def portions(rows: int, micro_batches: int) -> list[int]:

@@ -10,10 +10,19 @@ import torch
 from nbdist.errors import UsageError
 from nbdist.nn.batches import Values
 
-__all__ = ["Reduction", "loss_of", "total"]
+__all__ = ["Reduction", "check_loss_fn", "loss_of", "total"]
 
 Reduction = Literal["mean", "sum"]
 """The way in which a loss function combines the rows of a micro-batch: their mean or their sum."""
+
+
+def check_loss_fn(loss_fn: Callable[..., torch.Tensor]) -> None:
+    """Raise `UsageError` for a loss function with parameters that require grad: they would not learn."""
+    if isinstance(loss_fn, torch.nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+        raise UsageError(
+            "the loss function has parameters. A copy of it is sent to the last stage's worker, so its parameters "
+            "would not learn: put it into the last stage"
+        )
 
 
 def loss_of(

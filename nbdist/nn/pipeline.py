@@ -8,15 +8,12 @@
                                                                            │      ▼
     part of worker0 ── `deliver` ──> part of worker1 ── `deliver` ──> part of worker2 ──> …
 
-`Pipeline` is the handle. It holds a reference to a `nbdist.nn.pipeline_part.PipelinePart` on each worker, calls
-each part once a step, and joins the answers. If one part fails, the handle tells all workers to abandon the step.
+`Pipeline` is the handle. It cuts and joins batches; `PipelineParts` calls the `PipelinePart` on each worker, once in
+each step. If one part fails, all workers are told to abandon the step.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,36 +23,23 @@ import torch
 
 from nbdist.amounts import counted
 from nbdist.autograd.api import recorder
-from nbdist.errors import EncodeError, NbdistError, NotInitialized, UsageError
-from nbdist.nn.batches import Values, as_tuple, check_micro_batches, join, portions, rows_of, split
+from nbdist.autograd.passes.context import Context
+from nbdist.errors import EncodeError, NotInitialized, UsageError
+from nbdist.nn.batches import Values, as_tuple, check_micro_batches, join, portions, rows_of, split, training_rows
 from nbdist.nn.cutting import Maker, check_sharing, parts_of
-from nbdist.nn.losses import Reduction, total
-from nbdist.nn.pipeline_part import Done, Order, PipelinePart, build_stages, call_part, run_step
+from nbdist.nn.losses import Reduction, check_loss_fn, total
+from nbdist.nn.pipeline_part import Done, Order
+from nbdist.nn.pipeline_parts import PipelineParts
 from nbdist.nn.placement import place_of
 from nbdist.nn.randomness import random_state, restore_random_state
-from nbdist.nn.schedules import SCHEDULES, OpTimes, Table, forward_only
+from nbdist.nn.schedules import OpTimes, Table, forward_only, tables_of
 from nbdist.nn.timeline import PipelineTimeline
 from nbdist.nn.watched import WatchedStep
-from nbdist.optim.local import ask_all
-from nbdist.optim.saving import differing
 from nbdist.rpc.api import current_agent
-from nbdist.rpc.calls.collecting import Collection
 from nbdist.rpc.core.members import WorkerInfo
-from nbdist.rpc.futures import Future
-from nbdist.rpc.latch import Latch
 from nbdist.rpc.references.rref import RRef
-from nbdist.rpc.world.clocks import offset
 
 __all__ = ["Pipeline"]
-
-_TABLES_CACHED = 16
-"""The number of schedule tables that a pipeline caches, one for each number of micro-batches in a batch.
-
-A batch with fewer rows than micro-batches, often the last of an epoch, needs another table.
-"""
-
-_ABANDON_SECONDS = 5.0
-"""Seconds to wait for each worker to confirm that it has abandoned a failed step."""
 
 
 class Pipeline:
@@ -118,16 +102,10 @@ class Pipeline:
         if not places:
             raise UsageError("a pipeline needs a worker: name at least one, as in Pipeline(model, ['worker0'])")
         parts, self._cut = parts_of(model, stages, len(places), at, balance, sample)
-        if len(parts) % len(places):
-            raise UsageError(
-                f"{len(parts)} stages do not go evenly onto {len(places)} workers: the number of stages must be a "
-                "multiple of the number of workers"
-            )
         check_micro_batches(micro_batches)
         if schedule is None:
             schedule = "1f1b" if len(parts) == len(places) else "interleaved"
-        if schedule not in SCHEDULES:
-            raise UsageError(f"the schedules are {', '.join(SCHEDULES)}; there is no {schedule!r}")
+        self._table = tables_of(schedule, len(places), len(parts))
         names = [agent.find(on).name for on, _ in places]
         if len(set(names)) < len(names):
             raise UsageError(
@@ -135,9 +113,6 @@ class Pipeline:
                 "several stages: stage s goes to workers[s % len(workers)]"
             )
         check_sharing(parts, len(names))
-        # Returns the table for a number of micro-batches: fewer than `micro_batches` if a batch has fewer rows.
-        self._table = functools.lru_cache(_TABLES_CACHED)(partial(SCHEDULES[schedule], len(names), len(parts)))
-        self._table(1)  # raises if the schedule does not fit the stages
         self.stages = len(parts)
         self.workers = names
         self.micro_batches = micro_batches
@@ -154,16 +129,8 @@ class Pipeline:
         """
         self._counting = threading.Lock()
         self._last: tuple[int, list[list[OpTimes]]] | None = None
-        self._offsets: list[float] | None = None
-        self._uid = secrets.token_hex(8)
-        where = [names[stage % len(names)] for stage in range(len(parts))]
-        options = {"seed": seed, "checkpoint": checkpoint}
-        prefixed = not isinstance(model, torch.nn.Sequential)
-        calls = {}
-        for worker, (name, (_, device)) in enumerate(zip(names, places, strict=True)):
-            own = _parts_by_stage(parts, worker, len(names))
-            calls[name] = self._uid, own, where, agent.me.name, device, prefixed, options
-        self._parts: list[RRef[PipelinePart]] = list(ask_all(build_stages, calls).values())
+        devices, prefixed = [device for _, device in places], not isinstance(model, torch.nn.Sequential)
+        self._parts = PipelineParts(agent, names, devices, parts, prefixed=prefixed, seed=seed, checkpoint=checkpoint)
 
     def __repr__(self) -> str:
         return (
@@ -213,8 +180,8 @@ class Pipeline:
         """
         sizes = portions(rows_of(inputs), self.micro_batches)
         table = forward_only(len(self.workers), self.stages, len(sizes))
-        recorded = recorder().contexts.current is not None
-        done = self._step(table, sizes, inputs, (), train=False, recorded=recorded)
+        context = recorder().contexts.current
+        done = self._step(table, sizes, inputs, (), context, train=False, recorded=context is not None)
         return join([output for part in done for output in part.outputs], sizes)
 
     def train_step(
@@ -241,40 +208,33 @@ class Pipeline:
             Exception: a stage or ``loss_fn`` raised it; its notes name the stage and the worker, and if the stage
                 raised it, the micro-batch.
         """
-        if recorder().contexts.current is None:
+        context = recorder().contexts.current
+        if context is None:
             raise UsageError(
                 "train_step needs a distributed autograd context for its gradients: call it inside of "
                 "`with dist_autograd.context() as context_id:`, and optimizer.step(context_id) there"
             )
         inputs, targets = as_tuple(inputs), as_tuple(targets)
-        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*inputs, *targets)):
-            raise UsageError(
-                "an input or target of train_step requires grad, but train_step gives its inputs and targets no "
-                "gradient: detach() them, or use forward and dist_autograd.backward"
-            )
-        if isinstance(loss_fn, torch.nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
-            raise UsageError(
-                "the loss function has parameters. A copy of it is sent to the last stage's worker, so its parameters "
-                "would not learn: put it into the last stage"
-            )
-        rows = rows_of(inputs)
-        if not any(isinstance(target, torch.Tensor) for target in targets):
-            raise UsageError("the targets of train_step have no tensor whose rows could go to the micro-batches")
-        if rows_of(targets) != rows:
-            raise UsageError(
-                f"the batch has {rows} rows of inputs, and {rows_of(targets)} of targets: give the same number of both"
-            )
-        sizes = portions(rows, self.micro_batches)
+        sizes = portions(training_rows(inputs, targets), self.micro_batches)
+        check_loss_fn(loss_fn)
         table = self._table(len(sizes))
-        done = self._step(table, sizes, inputs, targets, train=True, recorded=False, loss_fn=loss_fn, finite=finite)
+        done = self._step(table, sizes, inputs, targets, context, loss_fn, train=True, recorded=False, finite=finite)
         return total([loss for part in done for loss in part.losses])
 
-    def _step(self, table: Table, sizes: list[int], inputs: Values, targets: Values, **options: Any) -> list[Done]:
+    def _step(
+        self,
+        table: Table,
+        sizes: list[int],
+        inputs: Values,
+        targets: Values,
+        context: Context | None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        **options: bool,
+    ) -> list[Done]:
         """Run one step on all workers; return, by worker, a `Done` with the losses or outputs, and the times.
 
         ``table`` has each worker's operations in order, and ``sizes`` the rows of each micro-batch; ``options`` are
-        fields of `Order`. If a worker fails or the user interrupts, all workers are told to abandon the step, and the
-        error is raised.
+        fields of `Order`. Raises what `PipelineParts.run` raises.
         """
         agent = self._agent
         if agent.closed:
@@ -283,65 +243,29 @@ class Pipeline:
             step, self._orders = self._orders, self._orders + 1
             number, self._steps = self._steps, self._steps + 1
         last = (self.stages - 1) % len(self.workers)
-        loss_fn = options.pop("loss_fn", None)
-        outcome = Latch()
-        context = recorder().contexts.current
-        context_id = context.id if context is not None else None
-        outcome.on_interrupt = lambda: self._abandon(step, context_id, "it was interrupted")
         # Split here, not on the workers, so that no two micro-batches on a worker share autograd history.
         given, wanted = split(inputs, sizes), split(targets, sizes)
         watched = WatchedStep(table, self.workers, self.stages) if options["train"] else None
-        answers: list[Future[Done]] = []
-        try:
-            for worker, (name, rref) in enumerate(zip(self.workers, self._parts, strict=True)):
-                order = Order(
-                    step,
-                    number,
-                    table[worker],
-                    sizes,
-                    reduction=self.reduction,
-                    loss_fn=loss_fn if worker == last else None,
-                    head=watched.head if watched is not None else None,
-                    **options,
-                )
-                args = rref, order, given if worker == 0 else [], wanted if worker == last else []
-                answers.append(agent.call(name, run_step, *args, timeout=0))
-            Collection(answers, outcome)
-            outcome.wait(agent.read_as_guest)
-            done = [answer.value() for answer in answers]
-        except BaseException as error:
-            abandoned = self._abandon(step, context_id, f"{type(error).__name__}: {error}")
-            if watched is not None:
-                watched.end(error, {})
-            if isinstance(error, Exception):
-                # so that no worker's gradients are in the context when the caller sees the error
-                for latch in abandoned:
-                    with contextlib.suppress(Exception):
-                        latch.wait()
-            raise
-        finally:
-            outcome.on_interrupt = None
-            del answers  # else an error would keep itself alive, through its traceback and this frame
+        orders = []
+        for worker, row in enumerate(table):
+            order = Order(
+                step,
+                number,
+                row,
+                sizes,
+                reduction=self.reduction,
+                loss_fn=loss_fn if worker == last else None,
+                head=watched.head if watched is not None else None,
+                **options,
+            )
+            orders.append((order, given if worker == 0 else [], wanted if worker == last else []))
+        end = partial(watched.end, told={}) if watched is not None else None
+        done = self._parts.run(step, context.id if context is not None else None, orders, end)
         if watched is not None:
             told = {agent.find(name).incarnation: part.told for name, part in zip(self.workers, done, strict=True)}
             watched.end(None, told)
         self._last = number, [part.spans for part in done]
         return done
-
-    def _abandon(self, step: int, context_id: int | None, why: str) -> list[Latch]:
-        """Tell all workers to abandon a step; return a latch for each worker that could be told. Does not wait.
-
-        The caller can wait on a latch until its worker has withdrawn the step's gradients. Workers that are gone are
-        skipped. ``context_id`` is None outside of an autograd context; ``why`` becomes the text of their error.
-        """
-        args = step, context_id, f"step {step} of a pipeline failed elsewhere: {why}"
-        told = []
-        for name in self.workers:
-            with contextlib.suppress(NbdistError):  # a worker that is gone has nothing to abandon
-                told.append(
-                    self._agent.at(name, f"pipeline {self._uid}").begin("abandon", *args, timeout=_ABANDON_SECONDS)
-                )
-        return told
 
     # -- parameters and state -----------------------------------------------------------------
 
@@ -355,7 +279,7 @@ class Pipeline:
             >>> [rref.owner_name() for rref in pipe.parameter_rrefs()]
             ['worker0', 'worker0', 'worker1', 'worker1']
         """
-        found = self._gather("parameter_rrefs")
+        found = self._parts.gather("parameter_rrefs")
         return [rref for stage in range(self.stages) for rref in found[stage]]
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -363,7 +287,7 @@ class Pipeline:
 
         Asks all workers; raises `WorkerLost` if one is gone.
         """
-        self._call_all_parts("train", mode)
+        self._parts.call_all("train", mode)
         self.training = mode
         return self
 
@@ -391,7 +315,7 @@ class Pipeline:
             ['0.bias', '0.weight', '1.bias', '1.weight']
             >>> pipe.load_state_dict(pipe.state_dict())
         """
-        found, generators = self._gather("state"), self._gather("random_states")
+        found, generators = self._parts.gather("state"), self._parts.gather("random_states")
         with self._counting:
             steps = self._steps
         return {
@@ -428,7 +352,7 @@ class Pipeline:
             )
         self.load_model(state["model"])
         generators = dict(enumerate(state["random"]["stages"]))
-        self._call_with_parts("restore_random", generators, state["seed"])
+        self._parts.call_by_stage("restore_random", generators, state["seed"])
         restore_random_state(state["random"]["driver"])
         self._seed = state["seed"]
         with self._counting:
@@ -446,25 +370,7 @@ class Pipeline:
             >>> pipe = Pipeline(model, ["worker0", "worker1"])
             >>> pipe.load_model(model.state_dict())
         """
-        shapes = self._gather("shapes")
-        stage_of = {name: stage for stage, own in shapes.items() for name in own}
-        missing, unexpected = stage_of.keys() - state.keys(), state.keys() - stage_of.keys()
-        if missing or unexpected:
-            raise UsageError(
-                f"this is not the state of these stages: {differing(missing, unexpected)}. Nothing was loaded"
-            )
-        for name, value in state.items():
-            shape = shapes[stage_of[name]][name]
-            if shape is not None and shape != getattr(value, "shape", None):
-                raise UsageError(
-                    f"this is not the state of these stages: {name} has the shape {tuple(shape)}, and the state has "
-                    f"{tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__}. Nothing was "
-                    "loaded"
-                )
-        by_stage: dict[int, dict[str, Any]] = {}
-        for name, value in state.items():
-            by_stage.setdefault(stage_of[name], {})[name] = value
-        self._call_with_parts("load", by_stage)
+        self._parts.load_model(state)
 
     def timeline(self) -> PipelineTimeline:
         """Return when each operation of the last completed step ran, beside the ideal schedule.
@@ -484,40 +390,8 @@ class Pipeline:
         if self._last is None:
             raise UsageError("no step has been done yet: call the pipeline, or its train_step, before timeline()")
         step, rows = self._last
-        offsets = self._offsets = self._offsets or [
-            offset(self._agent.me, self._agent.find(name), self._agent.ask) for name in self.workers
-        ]
         moved = [
             [OpTimes(op, start - ahead, end - ahead) for op, start, end in row]
-            for row, ahead in zip(rows, offsets, strict=True)
+            for row, ahead in zip(rows, self._parts.clock_offsets(), strict=True)
         ]
         return PipelineTimeline(self.workers, self.stages, moved, step)
-
-    def _call_all_parts(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of each worker's `PipelinePart` at once, as `ask_all` does; return the answers by worker."""
-        calls = {rref.owner_name(): (rref, method, *args) for rref in self._parts}
-        return list(ask_all(call_part, calls).values())
-
-    def _call_with_parts(self, method: str, by_stage: Mapping[int, Any], *args: Any) -> None:
-        """Call a method of each worker's `PipelinePart` at once, as `ask_all` does.
-
-        Each gets ``args`` and a dict: the values of ``by_stage`` for the stages that live on that worker.
-        """
-        calls = {}
-        for worker, rref in enumerate(self._parts):
-            own = _parts_by_stage(by_stage, worker, len(self.workers))
-            calls[rref.owner_name()] = rref, method, *args, own
-        ask_all(call_part, calls)
-
-    def _gather(self, method: str) -> dict[int, Any]:
-        """Call a method of each worker's `PipelinePart` that returns a dict by stage; return the dicts' union."""
-        return {stage: value for part in self._call_all_parts(method) for stage, value in part.items()}
-
-
-def _parts_by_stage(parts: Sequence[Any] | Mapping[int, Any], worker: int, workers: int) -> dict[int, Any]:
-    """Return, by stage number, the items of ``parts`` for the stages that live on worker number ``worker``.
-
-    ``workers`` is the number of workers: stage ``s`` lives on worker ``s % workers``.
-    """
-    items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
-    return {stage: part for stage, part in items if stage % workers == worker}

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from nbdist.columns import aligned
@@ -36,8 +37,15 @@ __all__ = [
     "interleaved",
     "one_f_one_b",
     "simulate",
+    "tables_of",
     "what_it_needs",
 ]
+
+_TABLES_CACHED = 16
+"""The number of tables that a pipeline caches, one for each number of micro-batches in a batch.
+
+A batch with fewer rows than micro-batches, often the last of an epoch, needs another table.
+"""
 
 
 class Op(NamedTuple):
@@ -125,6 +133,23 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Table]] = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
 }
+
+
+def tables_of(schedule: str, workers: int, stages: int) -> Callable[[int], Table]:
+    """Return the function that returns a schedule's table for a number of micro-batches.
+
+    Raises UsageError if there is no such schedule, or if it does not fit the stages.
+    """
+    if stages % workers:
+        raise UsageError(
+            f"{stages} stages do not go evenly onto {workers} workers: the number of stages must be a multiple of the "
+            "number of workers"
+        )
+    if schedule not in SCHEDULES:
+        raise UsageError(f"the schedules are {', '.join(SCHEDULES)}; there is no {schedule!r}")
+    make = lru_cache(_TABLES_CACHED)(partial(SCHEDULES[schedule], workers, stages))
+    make(1)  # raises if the schedule does not fit
+    return make
 
 
 def _operations(kind: str, worker: int, workers: int, stages: int, micro_batches: int) -> Iterator[Op]:

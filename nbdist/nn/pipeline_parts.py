@@ -1,0 +1,165 @@
+"""The parts of a pipeline on all of its workers, as the process uses them that made the pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nbdist.errors import NbdistError, UsageError
+from nbdist.nn.batches import Values
+from nbdist.nn.cutting import Maker
+from nbdist.nn.pipeline_part import Done, Order, PipelinePart, build_stages, call_part, run_step
+from nbdist.optim.local import ask_all
+from nbdist.optim.saving import differing
+from nbdist.rpc.agent import Agent
+from nbdist.rpc.calls.collecting import Collection
+from nbdist.rpc.futures import Future
+from nbdist.rpc.latch import Latch
+from nbdist.rpc.references.rref import RRef
+from nbdist.rpc.world.clocks import offset
+
+__all__ = ["PipelineParts"]
+
+_ABANDON_SECONDS = 5.0
+"""Seconds to wait for each worker to confirm that it has abandoned a failed step."""
+
+
+class PipelineParts:
+    """The parts of a pipeline: makes a `PipelinePart` on each worker, and calls all of them at once.
+
+    Every method that calls them raises the error of a part, and `WorkerLost` if a worker is gone.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        names: Sequence[str],
+        devices: Sequence[str],
+        stages: Sequence[Maker],
+        *,
+        prefixed: bool,
+        **options: Any,
+    ) -> None:
+        """Build the stages; ``prefixed`` and ``options`` are those of `build_stages`."""
+        self.names = names
+        self._agent = agent
+        self._offsets: list[float] | None = None
+        self._uid = secrets.token_hex(8)
+        where = [names[stage % len(names)] for stage in range(len(stages))]
+        calls = {}
+        for worker, (name, device) in enumerate(zip(names, devices, strict=True)):
+            own = _parts_by_stage(stages, worker, len(names))
+            calls[name] = self._uid, own, where, agent.me.name, device, prefixed, options
+        self._references: list[RRef[PipelinePart]] = list(ask_all(build_stages, calls).values())
+
+    def run(
+        self,
+        step: int,
+        context_id: int | None,
+        orders: Sequence[tuple[Order, list[Values], list[Values]]],
+        on_failure: Callable[[BaseException], object] | None,
+    ) -> list[Done]:
+        """Run one step, with each worker's order, inputs and targets; return the answers by worker.
+
+        If a worker fails or the user interrupts, all workers are told to abandon the step, ``on_failure(error)`` is
+        called, and the error is raised. ``context_id`` is None outside of an autograd context.
+        """
+        agent = self._agent
+        outcome = Latch()
+        outcome.on_interrupt = lambda: self._abandon(step, context_id, "it was interrupted")
+        answers: list[Future[Done]] = []
+        try:
+            for name, rref, order in zip(self.names, self._references, orders, strict=True):
+                answers.append(agent.call(name, run_step, rref, *order, timeout=0))
+            Collection(answers, outcome)
+            outcome.wait(agent.read_as_guest)
+            return [answer.value() for answer in answers]
+        except BaseException as error:
+            abandoned = self._abandon(step, context_id, f"{type(error).__name__}: {error}")
+            if on_failure is not None:
+                on_failure(error)
+            if isinstance(error, Exception):
+                # so that no worker's gradients are in the context when the caller sees the error
+                for latch in abandoned:
+                    with contextlib.suppress(Exception):
+                        latch.wait()
+            raise
+        finally:
+            outcome.on_interrupt = None
+            del answers  # else an error would keep itself alive, through its traceback and this frame
+
+    def clock_offsets(self) -> list[float]:
+        """Return the seconds by which each worker's clock is ahead of ours; the first call measures them."""
+        agent = self._agent
+        self._offsets = self._offsets or [offset(agent.me, agent.find(name), agent.ask) for name in self.names]
+        return self._offsets
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of each worker's `PipelinePart` at once, as `ask_all` does; return the answers by worker."""
+        calls = {rref.owner_name(): (rref, method, *args) for rref in self._references}
+        return list(ask_all(call_part, calls).values())
+
+    def call_by_stage(self, method: str, by_stage: Mapping[int, Any], *args: Any) -> None:
+        """Call a method of each worker's `PipelinePart` at once, as `ask_all` does.
+
+        Each gets ``args`` and a dict: the values of ``by_stage`` for the stages that live on that worker.
+        """
+        calls = {}
+        for worker, rref in enumerate(self._references):
+            own = _parts_by_stage(by_stage, worker, len(self.names))
+            calls[rref.owner_name()] = rref, method, *args, own
+        ask_all(call_part, calls)
+
+    def gather(self, method: str) -> dict[int, Any]:
+        """Call a method of each worker's `PipelinePart` that returns a dict by stage; return the dicts' union."""
+        return {stage: value for part in self.call_all(method) for stage, value in part.items()}
+
+    def load_model(self, state: Mapping[str, Any]) -> None:
+        """Load the state of a model into the stages, after a check of all names and shapes."""
+        shapes = self.gather("shapes")
+        stage_of = {name: stage for stage, own in shapes.items() for name in own}
+        missing, unexpected = stage_of.keys() - state.keys(), state.keys() - stage_of.keys()
+        if missing or unexpected:
+            raise UsageError(
+                f"this is not the state of these stages: {differing(missing, unexpected)}. Nothing was loaded"
+            )
+        for name, value in state.items():
+            shape = shapes[stage_of[name]][name]
+            if shape is not None and shape != getattr(value, "shape", None):
+                raise UsageError(
+                    f"this is not the state of these stages: {name} has the shape {tuple(shape)}, and the state has "
+                    f"{tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__}. Nothing was "
+                    "loaded"
+                )
+        by_stage: dict[int, dict[str, Any]] = {}
+        for name, value in state.items():
+            by_stage.setdefault(stage_of[name], {})[name] = value
+        self.call_by_stage("load", by_stage)
+
+    def _abandon(self, step: int, context_id: int | None, why: str) -> list[Latch]:
+        """Tell all workers to abandon a step; return a latch for each worker that could be told. Does not wait.
+
+        The caller can wait on a latch until its worker has withdrawn the step's gradients. Workers that are gone are
+        skipped. ``why`` becomes the text of their error.
+        """
+        args = step, context_id, f"step {step} of a pipeline failed elsewhere: {why}"
+        told = []
+        for name in self.names:
+            with contextlib.suppress(NbdistError):  # a worker that is gone has nothing to abandon
+                told.append(
+                    self._agent.at(name, f"pipeline {self._uid}").begin("abandon", *args, timeout=_ABANDON_SECONDS)
+                )
+        return told
+
+
+def _parts_by_stage(parts: Sequence[Any] | Mapping[int, Any], worker: int, workers: int) -> dict[int, Any]:
+    """Return, by stage number, the items of ``parts`` for the stages that live on worker number ``worker``.
+
+    ``workers`` is the number of workers: stage ``s`` lives on worker ``s % workers``.
+    """
+    items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
+    return {stage: part for stage, part in items if stage % workers == worker}
