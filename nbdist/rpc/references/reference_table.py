@@ -45,7 +45,10 @@ def _failed_promise() -> Promise[Any]:
 
 
 class References:
-    """The values that one agent owns, and the references that it uses."""
+    """The values that one agent owns, and the references that it uses.
+
+    Call its methods without the lock: values are dropped, and calls resumed, without it.
+    """
 
     def __init__(
         self, ids: IdSource, exchange: Exchange, membership: Membership, links: Links, submit: Callable[[Job], None]
@@ -58,7 +61,7 @@ class References:
         """Makes the `RRef` object for a value.
 
         Takes the ids of the value and of the fork (None on the owner), the owner's incarnation, and the outcome of the
-        ``remote()`` call that makes the value (None without such a call).
+        ``remote()`` call that makes the value, if any.
         """
         self.is_ending = False
         """True once all calls of an ending world have ended: forks of agents that leave from now on count as leaked."""
@@ -70,7 +73,7 @@ class References:
         self._values: dict[GlobalId, Promise[Any]] = {}
         """The values that this agent owns or is about to own, by id."""
         self._failures: dict[GlobalId, Failure] = {}
-        """The failed calls that should have made a value, by the value's id. Each use of the reference gets one."""
+        """The failed calls that should have made a value, by the value's id."""
         self._leaked: list[tuple[GlobalId, GlobalId]] = []
         """The forks that agents held when they left an ending world, as pairs of the value's id and the fork's id."""
         self.holds: Holds[tuple[GlobalId, GlobalId | None]] = Holds()
@@ -81,11 +84,7 @@ class References:
     # -- values -------------------------------------------------------------------------------
 
     def own(self, rref: GlobalId) -> Promise[Any]:
-        """Make this agent the owner of the value ``rref``; return the promise of the value.
-
-        This counts one reference to the value, for the `RRef` that the caller makes. Once the hold of that `RRef` has
-        ended, the value can be dropped.
-        """
+        """Make this agent the owner of a value; return its promise. Counts the `RRef` that the caller then makes."""
         with self._lock:
             self.forks.retain(rref)
             return self._value(rref)
@@ -98,32 +97,26 @@ class References:
         return value
 
     def expect(self, rref: GlobalId) -> None:
-        """Make an empty promise for a value that a call is to make here.
-
-        Other calls may wait for the value from now on. A second call does nothing.
-        """
+        """Make an empty promise for a value that a call is to make here, so that other calls can wait for it."""
         with self._lock:
             self._value(rref)
 
     def abandon(self, caller: int, id: int) -> None:
         """Fail the value of a call that was refused here and that its caller will not repeat.
 
-        ``id`` is the caller's number for the call. Other calls that wait for the value run, and fail. Does nothing if
-        no such call was refused.
+        ``id`` is the caller's number for the call. Other calls that wait for the value run, and fail.
         """
         with self._lock:
             rref, going_on = self._exchange.abandoned(caller, id)
         if rref is not None:
-            self.settle(
-                rref, None, creation_error("the owner lacked a definition of __main__, and the call was given up")
-            )
+            error = creation_error("the owner lacked a definition of __main__, and the call was given up")
+            self.settle(rref, None, error)
         self.resume(going_on)
 
     def refuse(self, arrival: Arrival) -> None:
-        """Forget a call that lacks a definition, until its caller repeats it, gives it up or is lost.
+        """Forget a call that lacks a definition of ``__main__``, until its caller repeats it, gives it up or is lost.
 
-        A definition is a function or class of the caller's ``__main__``. Called when decoding the call has failed; its
-        caller is asked for the definition. If the caller is lost already, the value that the call was to make fails.
+        If the caller is lost already, the value that the call was to make fails.
         """
         with self._lock:
             instructions = self._exchange.refused(arrival)
@@ -133,10 +126,7 @@ class References:
             self.abandon(arrival.sender, arrival.call.id)
 
     def resume(self, arrivals: Sequence[Arrival]) -> None:
-        """Run calls that have waited here for a value or a fork, in jobs; fail those whose callers are lost.
-
-        Call this without the lock.
-        """
+        """Run calls that have waited here for a value or a fork, in jobs; fail those whose callers are lost."""
         for arrival in arrivals:
             self._submit(arrival.run if arrival.is_heard else arrival.end_unheard)
 
@@ -145,10 +135,9 @@ class References:
     ) -> State:
         """Send the description of a value, or of the error in its place, to its users; return the description.
 
-        Call `fulfil` afterwards: it hands out the value itself. The two are separate, because the reply with the
-        description must go out in between. ``failure`` is given only with an error: it describes the failed call that
-        should have made the value, and `failure` returns it later. A second call replaces the description, but sends it
-        only to users that have none.
+        Call `fulfil` afterwards, which hands out the value: the reply with the description must go out in between.
+        ``failure`` describes the failed call that should have made the value. A second call replaces the description,
+        but sends it only to users that have none.
         """
         state = describe_value(value) if error is None else describe_error(error)
         with self._lock:
@@ -177,25 +166,16 @@ class References:
                 self.resume(going_on)
 
     def settle(self, rref: GlobalId, value: Any, error: BaseException | None) -> None:
-        """Announce a value, or the error in its place, and give it to everything that waits for it.
-
-        For a value that exists at once, and for an error that no call here has raised.
-        """
+        """Announce and fulfil a value that exists at once, or an error that no call here has raised."""
         self.announce(rref, value, error)
         self.fulfil(rref, value, error)
 
     def failure(self, rref: GlobalId) -> Failure | None:
-        """Return the description of the failed call that should have made the value; None if there is none.
-
-        Each later use of the reference is answered with it.
-        """
+        """Return the failed call that should have made the value, the answer to each later use; None without one."""
         return self._failures.get(rref)
 
     def target(self, rref: GlobalId) -> Promise[Any]:
-        """Return the promise of the value that a call works on. It is done; if the value is gone, it has failed.
-
-        Called when the call runs, after the exchange has waited for the value.
-        """
+        """Return the promise of the value on which a running call works: done, or failed if the value is gone."""
         with self._lock:
             value = self._values.get(rref)
         return value if value is not None and value.done() else _failed_promise()
@@ -229,10 +209,7 @@ class References:
     # -- references of this agent -------------------------------------------------------------
 
     def begin(self, rref: GlobalId, fork: GlobalId, owner: int) -> None:
-        """Register the fork of a ``remote()`` call that is about to be sent.
-
-        `confirm` or `fail` must follow, once the outcome of the call is known.
-        """
+        """Register the fork of a ``remote()`` call that is about to be sent; `confirm` or `fail` must follow."""
         with self._lock:
             self.forks.begin(rref, fork, owner)
 
@@ -247,10 +224,7 @@ class References:
         self._tell(fork)
 
     def fail(self, fork: GlobalId, *, may_exist: bool) -> None:
-        """Mark the fork of a ``remote()`` call as failed. ``may_exist`` is True if the owner may have made the value.
-
-        In that case the owner is told when the `RRef` is released, so that it drops the value.
-        """
+        """Mark the fork of a ``remote()`` call as failed. If the value may exist, its owner is told of the release."""
         with self._lock:
             instructions = self.forks.fail(fork, may_exist=may_exist)
         self.perform(instructions)
@@ -265,10 +239,7 @@ class References:
             return self.forks.hand_over(rref, fork, to, child)
 
     def take_back(self, handed: Sequence[Fork], to: int) -> None:
-        """Undo forks that were made for a message to agent ``to`` which was not sent.
-
-        A fork that was never made is skipped.
-        """
+        """Undo forks that were to be made for a message to agent ``to`` which was not sent."""
         with self._lock:
             instructions = [action for fork in handed for action in self.forks.take_back(fork, to)]
         self.perform(instructions)
@@ -302,29 +273,17 @@ class References:
         self._perform_locked(self.forks.on_fork_request, message, sender)
 
     def on_user_delete(self, message: UserDelete, sender: int, _: list[bytes]) -> None:
-        """Drop a fork that another agent has released.
-
-        With the last fork, the value is dropped if no object here refers to it. A delete of an unknown fork is
-        remembered, since it may have arrived before the call that creates the fork.
-        """
+        """Drop a fork that another agent has released; with the last, the value, if nothing here refers to it."""
         self._perform_locked(self.forks.on_user_delete, message, sender)
 
     def on_child_accept(self, message: ChildAccept, sender: int, _: list[bytes]) -> None:
-        """Record that the owner counts a fork which was made here for another agent, or that this fork is dead.
-
-        The fork here from which it was made need not wait for it any more.
-        """
+        """Record that the owner counts a fork which was made here for another agent, or that this fork is dead."""
         self._perform_locked(self.forks.on_child_accept, message)
 
     def on_fork_confirm(self, message: ForkConfirm, sender: int, _: list[bytes]) -> None:
-        """Mark a fork held here as counted by its owner, or as dead, and run the calls that waited for this."""
-        self._settle_fork(message)
+        """Mark a fork held here as counted by its owner, or as dead, and run the calls that waited for this.
 
-    def _settle_fork(self, message: ForkConfirm) -> None:
-        """Mark a fork as confirmed or dead, and run the calls that waited for it.
-
-        The calls run in jobs, even if the fork is dead. When they use a dead reference, they get WorkerLost. A fork
-        that is not pending, or not known here, stays as it is.
+        If it is dead, they get WorkerLost when they use it. A fork that is not pending here stays as it is.
         """
         with self._lock:
             instructions = self.forks.on_fork_confirm(message)
@@ -334,10 +293,7 @@ class References:
         self._tell(message.fork)
 
     def on_state(self, message: RRefState, sender: int, _: list[bytes]) -> None:
-        """Store the owner's description of a value that now exists.
-
-        The owner sends it to agents that got the reference before the value existed.
-        """
+        """Store the owner's description of a value that did not exist yet when the reference came here."""
         with self._lock:
             self.forks.on_state(message)
         self._tell(message.rref)
@@ -347,8 +303,8 @@ class References:
     def hold(self, rref: GlobalId, fork: GlobalId | None) -> Hold:
         """Return a new hold on a reference: an object that keeps the fork alive; on the owner, the value.
 
-        ``fork`` is None on the owner. Each `RRef` object has a hold, and so has each message that carries the reference
-        and has not arrived. When nothing refers to the hold any more, `reap` releases the fork or the value.
+        ``fork`` is None on the owner. Each `RRef` has a hold, and so has each message on its way that carries one. When
+        nothing refers to the hold any more, `reap` releases the fork or the value.
         """
         return self.holds.hold((rref, fork))
 
@@ -358,10 +314,7 @@ class References:
             self.release_ended()
 
     def release_ended(self) -> None:
-        """Release the forks and values to which nothing here refers any more, as `reap` does, without deferring Ctrl-C.
-
-        The caller defers Ctrl-C, or runs in a thread that Ctrl-C cannot interrupt.
-        """
+        """Do the work of `reap`, in a thread that Ctrl-C cannot interrupt or that defers it."""
         for rref, fork in self.holds.take_ended():
             with self._lock:
                 instructions = self.forks.release_owned(rref) if fork is None else self.forks.release(fork)
@@ -379,10 +332,7 @@ class References:
         self.perform(instructions)
 
     def leaked(self) -> list[tuple[GlobalId, GlobalId]]:
-        """List the forks of values here that other agents hold, or held when they left the ending world.
-
-        Each fork is a pair of the value's id and the fork's id.
-        """
+        """List the forks that other agents hold, or held when they left the ending world: the ids of value and fork."""
         with self._lock:
             return [*self._leaked, *self.forks.handed_out()]
 
@@ -398,17 +348,13 @@ class References:
             never = self.forks.expected_from(incarnation)
         self.perform(instructions)
         for rref in never:
-            self.settle(
-                rref, None, RRefError("the worker that was to create the value was lost before it did; create it again")
-            )
+            error = RRefError("the worker that was to create the value was lost before it did; create it again")
+            self.settle(rref, None, error)
         self.resume(going_on)
         self._tell()
 
     def clear(self) -> None:
-        """Fail the values that do not exist yet and forget all others, because the agent has ended.
-
-        Later uses of a reference raise RRefError.
-        """
+        """Fail the values that do not exist yet and forget all others, because the agent has ended."""
         self.holds.clear()
         with self._lock:
             values, self._values = self._values, {}
@@ -430,10 +376,9 @@ class References:
         self.perform(instructions)
 
     def perform(self, instructions: Sequence[Instruction]) -> None:
-        """Carry out the instructions of `Forks`: send messages, drop values. Call this without the lock.
+        """Carry out the instructions of `Forks`: send messages, drop values.
 
-        A message to an agent that is gone is skipped. A `ForkRequest` to such an agent is answered here, as if the
-        value were gone.
+        A message to an agent that is gone is skipped. A `ForkRequest` is then answered here, as if the value were gone.
         """
         for instruction in instructions:
             if isinstance(instruction, Send):
@@ -445,7 +390,7 @@ class References:
                         self._links.post(to, message)
                 except NbdistError:  # the agent is gone: `on_lost` handles its forks, if it ever was known here
                     if isinstance(message, ForkRequest):
-                        self._settle_fork(ForkConfirm(message.rref, message.fork, gone=True))
+                        self.on_fork_confirm(ForkConfirm(message.rref, message.fork, gone=True), to, [])
             elif isinstance(instruction, Drop):
                 dropped = None
                 with self._lock:
