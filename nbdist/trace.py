@@ -1,6 +1,6 @@
 """Emits the package's events, for views and tests; and shows the lines of long operations.
 
-While nobody listens, `emit` costs one test of an empty tuple. A listener runs in the thread that emits, so it must not
+While nobody listens, `emit` costs one test of an empty list. A listener runs in the thread that emits, so it must not
 block. If it raises an error, it is dropped: a broken view must not break a call.
 """
 
@@ -21,7 +21,7 @@ Steps = Callable[[str], None]
 """A function that shows a line about an operation which takes seconds, in place of the line before."""
 
 _show: Callable[[], Steps] | None = None
-listeners: tuple[Listener, ...] = ()
+listeners: list[Listener] = []
 """The present listeners. Code that runs with each call emits only if this is not empty."""
 _lock = threading.Lock()
 _log = logging.getLogger("nbdist.trace")
@@ -56,9 +56,8 @@ def subscribe(listener: Listener) -> Callable[[], None]:
         >>> ("call.sent", "max") in seen
         True
     """
-    global listeners
     with _lock:
-        listeners = (*listeners, listener)
+        listeners.append(listener)
     return partial(_drop, listener)
 
 
@@ -71,7 +70,7 @@ def emit(event: str, **fields: Any) -> None:
         epoch.ended {'loss': 0.5}
         >>> end()
     """
-    for listener in listeners:
+    for listener in tuple(listeners):  # a copy, because subscriptions may end meanwhile
         try:
             listener(event, fields)
         except Exception:
@@ -80,9 +79,8 @@ def emit(event: str, **fields: Any) -> None:
 
 
 def _drop(listener: Listener) -> None:
-    global listeners
     with _lock:
-        listeners = tuple(other for other in listeners if other is not listener)
+        listeners[:] = [other for other in listeners if other is not listener]
 
 
 def show_steps(show: Callable[[], Steps] | None) -> None:
