@@ -48,10 +48,6 @@ from restoring it.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 """The guarded locks, all of them reentrant, which other threads need to make progress."""
 
-_jobs: deque[Callable[[], None]] = deque()
-"""The calls that are handed over and have not been sent."""
-_is_running = False
-
 
 def guard(lock: Any) -> Callable[[], bool]:
     """Register a reentrant lock that other threads need; return a function that tells if the calling thread holds it.
@@ -75,46 +71,50 @@ def may_wait() -> bool:
     return not this_thread.is_closed and not any(lock._is_owned() for lock in list(_locks))
 
 
-def hand_over(job: Callable[[], None]) -> None:
-    """Run ``job`` in another thread, as a rule one job after the other. Errors of a job are logged.
+class _Jobs:
+    """The calls that are handed over and have not been sent, and the thread that sends them."""
 
-    This takes no lock, and starts a thread of the simplest kind, because `threading.Thread` takes locks. ``job`` may
-    start before this returns.
-    """
-    global _is_running
-    _jobs.append(job)
-    if not _is_running:
-        _is_running = True
-        threads.start_new_thread(_run, ())
+    def __init__(self) -> None:
+        self._queue: deque[Callable[[], None]] = deque()
+        self._is_running = False
+
+    def hand_over(self, job: Callable[[], None]) -> None:
+        """Run ``job`` in another thread, as a rule one job after the other. Errors of a job are logged.
+
+        This takes no lock, and starts a thread of the simplest kind, because `threading.Thread` takes locks. ``job``
+        may start before this returns.
+        """
+        self._queue.append(job)
+        if not self._is_running:
+            self._is_running = True
+            threads.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
+        """Run the queued jobs until none is left; `hand_over` starts this thread.
+
+        Two threads may do so for a moment, if one starts while the other is about to end.
+        """
+        while True:
+            try:
+                job = self._queue.popleft()
+            except IndexError:
+                self._is_running = False
+                if not self._queue:
+                    return
+                self._is_running = True
+                continue
+            try:
+                job()
+            except BaseException:
+                _log.exception("a call of a finaliser failed")
+            del job
+
+    def forget(self) -> None:
+        """Forget the queued jobs in a forked child, where their thread does not exist."""
+        self._queue.clear()
+        self._is_running = False
 
 
-def _run() -> None:
-    """Run the queued jobs until none is left; `hand_over` starts this thread.
-
-    Two threads may do so for a moment, if one starts while the other is about to end.
-    """
-    global _is_running
-    while True:
-        try:
-            job = _jobs.popleft()
-        except IndexError:
-            _is_running = False
-            if not _jobs:
-                return
-            _is_running = True
-            continue
-        try:
-            job()
-        except BaseException:
-            _log.exception("a call of a finaliser failed")
-        del job
-
-
-def _after_fork() -> None:
-    """Forget the queued jobs in a forked child, where their thread does not exist."""
-    global _is_running
-    _jobs.clear()
-    _is_running = False
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_jobs = _Jobs()
+hand_over = _jobs.hand_over
+os.register_at_fork(after_in_child=_jobs.forget)
