@@ -37,7 +37,7 @@ class DeferredSignals:
     nothing. Deferrals may be nested. Entering and leaving takes about 2 µs.
     """
 
-    __slots__ = ("_before", "_came", "_is_over", "_outer", "_sleeps", "is_due")
+    __slots__ = ("_before", "_came", "_is_over", "_sleeps", "is_due")
 
     def __init__(self, sleeps: CodeType | None = None) -> None:
         """Make a deferral, to be entered with ``with``.
@@ -47,16 +47,14 @@ class DeferredSignals:
         self.is_due = False
         """True once a signal has arrived whose handler waits for the end of the block."""
         self._sleeps = sleeps
-        self._outer: DeferredSignals | None = None
         self._before: dict[int, Any] = {}
         self._came: list[tuple[int, FrameType | None]] = []
         self._is_over = False
 
     def __enter__(self) -> DeferredSignals:
-        global _deferral
         if threading.get_ident() == _main_thread:
             try:
-                self._outer, _deferral = _deferral, self
+                _open.append(self)
                 for number in _DEFERRED:
                     before = signals.getsignal(number)
                     if callable(before):
@@ -68,9 +66,8 @@ class DeferredSignals:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        global _deferral
-        if _deferral is self:
-            _deferral = self._outer
+        if self in _open:
+            del _open[-1]  # not `pop`: after a call, a handler could raise before the others are restored
         if not self._before:  # not the main thread
             return
         raised: BaseException | None = None
@@ -120,8 +117,8 @@ class DeferredSignals:
                 del self._came[0]  # only now: if an error keeps a handler from running, it runs later
 
 
-_deferral: DeferredSignals | None = None
-"""The innermost deferral of the main thread."""
+_open: list[DeferredSignals] = []
+"""The deferrals of the main thread that have begun and not ended; the innermost is last."""
 
 _main_thread = threading.main_thread().ident
 """The ident of the thread that runs the handlers of signals."""
@@ -129,10 +126,10 @@ _main_thread = threading.main_thread().ident
 
 def _after_fork() -> None:
     """Restore the handlers in a forked child, whose main thread is the thread that forked."""
-    global _deferral, _main_thread
+    global _main_thread
     _main_thread = threading.get_ident()
-    while _deferral is not None:  # another thread has forked, and is the child's main thread
-        ended, _deferral = _deferral, _deferral._outer
+    while _open:  # another thread has forked, and is the child's main thread
+        ended = _open.pop()
         with contextlib.suppress(BaseException):  # from a handler: the outer deferrals must still be ended
             ended.put_back()
 
