@@ -43,9 +43,36 @@ __all__ = [
     "shutdown",
 ]
 
-_lock = threading.Lock()
-_agent: Agent | None = None
-_interrupts: InterruptWatch | None = None
+
+class _Process:
+    """The agent that `init_rpc` started in this process."""
+
+    def __init__(self) -> None:
+        self.agent: Agent | None = None
+        self.lock = threading.Lock()
+        """Held while the agent starts, and while it is forgotten."""
+
+    def forget(self, agent: Agent) -> None:
+        with self.lock:
+            if self.agent is agent:
+                self.agent = None
+
+    def close(self) -> None:
+        """Tell the other workers that this process ends, if the program did not call `shutdown`."""
+        agent = self.agent
+        if agent is not None and not agent.closed:
+            with contextlib.suppress(Exception):
+                agent.close("has exited without shutdown")
+
+    def after_fork(self) -> None:
+        """Forget the agent in a forked child: its sockets and threads stay with the parent."""
+        self.agent = None
+        self.lock = threading.Lock()
+
+
+_process = _Process()
+atexit.register(_process.close)
+os.register_at_fork(after_in_child=_process.after_fork)
 
 
 def current_agent() -> Agent:
@@ -54,7 +81,7 @@ def current_agent() -> Agent:
     Raises:
         NotInitialized: there is no such agent, or it has ended.
     """
-    agent = here.agent or _agent
+    agent = here.agent or _process.agent
     if agent is None or agent.links.closed:
         raise NotInitialized(
             "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
@@ -77,7 +104,7 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     """Return whether the calling thread has a current agent that has not ended."""
-    agent = here.agent or _agent
+    agent = here.agent or _process.agent
     return agent is not None and not agent.closed
 
 
@@ -133,8 +160,9 @@ def init_rpc(
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, not {type(name).__name__}")
-    if _agent is not None and _agent.hosted and not _agent.closed:
-        take_on(_agent, name, rank, world_size, rpc_backend_options)
+    agent = _process.agent
+    if agent is not None and agent.hosted and not agent.closed:
+        take_on(agent, name, rank, world_size, rpc_backend_options)
         return  # the program uses the cluster's RPC
     if rank <= 0:  # warn once in each world, not in each of its members
         warn_of_untested()
@@ -160,32 +188,24 @@ def initialize(
 
     Raises UsageError if this process has a running agent already.
     """
-    global _agent, _interrupts
-    with _lock:
-        if _agent is not None and not _agent.closed:
+    with _process.lock:
+        if _process.agent is not None and not _process.agent.closed:
             raise UsageError(
-                f"RPC is already initialized in this process, as {_agent.me.name!r}: call rpc.shutdown() first"
+                f"RPC is already initialized in this process, as {_process.agent.me.name!r}: call rpc.shutdown() first"
             )
         with refusals_in_words("RPC cannot start"):
             agent = start_agent(
                 name, rank, world_size, options, store=store, wrap=wrap, directory=hosted, device=device
             )
-        _agent = agent
+        _process.agent = agent
         agent.hosted = hosted is not None
         if agent.hosted:
             set_interrupt_hook(agent.stopping.on_interrupt)
             agent.at_close(lambda: set_interrupt_hook(None))
-        _interrupts = InterruptWatch.start(lambda: _give_up(agent))
-        agent.at_close(_stop_watching)
+        watch = InterruptWatch.start(lambda: _give_up(agent))
+        if watch is not None:
+            agent.at_close(watch.close)
     return agent
-
-
-def _stop_watching() -> None:
-    """Close this process's watch for Ctrl-C, if there is one. The agent calls this when it ends."""
-    global _interrupts
-    watch, _interrupts = _interrupts, None
-    if watch is not None:
-        watch.close()
 
 
 def _give_up(agent: Agent) -> None:
@@ -245,30 +265,8 @@ def finish(agent: Agent) -> None:
     The other members learn that it has left, and its pending calls fail. If the agent has ended already, this only
     forgets it.
     """
-    global _agent
     agent.close("has shut down")
-    with _lock:
-        if _agent is agent:
-            _agent = None
-
-
-def _at_exit() -> None:
-    """Tell the other workers that this process ends, if the program did not call `shutdown`."""
-    agent = _agent
-    if agent is not None and not agent.closed:
-        with contextlib.suppress(Exception):
-            agent.close("has exited without shutdown")
-
-
-def _after_fork() -> None:
-    """Forget the agent in a forked child: its sockets and threads stay with the parent."""
-    global _agent, _interrupts, _lock
-    _agent = _interrupts = None
-    _lock = threading.Lock()
-
-
-atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_after_fork)
+    _process.forget(agent)
 
 
 # -- calls --------------------------------------------------------------------------------------
