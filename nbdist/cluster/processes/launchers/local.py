@@ -47,48 +47,57 @@ _ZYGOTE_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": 
 
 _FILES_NEEDED = 10
 """Files that this process must be able to open before it starts a zygote: with fewer it could not even clean up."""
-_prepared: Processes | None = None
-"""The zygote that waits for the next cluster."""
 
 
-def prepare(*, by_fork: bool = False) -> None:
-    """Start a zygote for the next cluster, if forking is allowed: a process that imports torch and forks the workers.
+class _SpareZygote:
+    """The zygote that waits for the next cluster: a process that imports torch and forks the workers."""
 
-    It saves the next cluster the time of the imports; `discard` ends it. Does nothing while one waits. With
-    ``by_fork``, the zygote is forked from this process, which must have no other thread: so torch is imported only once
-    for both.
-    """
-    global _prepared
-    if _prepared is None and _may_fork():
-        if by_fork:
-            os.environ.update(_ENVIRONMENT)
-            with frozen_imports():
-                for module in _PRELOAD:
-                    importlib.import_module(module)
-        _prepared = _start_zygote(by_fork=by_fork, idle=PRELOAD_IDLE)
+    def __init__(self) -> None:
+        self._processes: Processes | None = None
+
+    def prepare(self, *, by_fork: bool = False) -> None:
+        """Start a zygote for the next cluster, if forking is allowed.
+
+        It saves the next cluster the time of the imports; `discard` ends it. Does nothing while one waits. With
+        ``by_fork``, the zygote is forked from this process, which must have no other thread: so torch is imported only
+        once for both.
+        """
+        if self._processes is None and _may_fork():
+            if by_fork:
+                os.environ.update(_ENVIRONMENT)
+                with frozen_imports():
+                    for module in _PRELOAD:
+                        importlib.import_module(module)
+            self._processes = _start_zygote(by_fork=by_fork, idle=PRELOAD_IDLE)
+
+    def discard(self) -> None:
+        """End the zygote of `prepare`, if no cluster has taken it.
+
+        Harmless on a second call, and in a forked process.
+        """
+        spare = self._take()
+        if spare is not None:
+            spare.close()
+
+    def take_or_start(self) -> Processes:
+        """Return the zygote of `prepare`, if it can still be used, and forget it; else start a new one."""
+        spare = self._take()
+        if spare is not None and spare.usable:
+            spare.hurry()
+            return spare
+        if spare is not None:
+            spare.close()
+        return _start_zygote()
+
+    def _take(self) -> Processes | None:
+        """Return and forget the zygote; None if there is none, or if it is that of this fork's parent."""
+        spare, self._processes = self._processes, None
+        return spare if spare is not None and spare.owner == os.getpid() else None
 
 
-def discard() -> None:
-    """End the zygote (the process that imports torch and forks workers) of `prepare`, if no cluster has taken it.
-
-    Harmless on a second call, and in a forked process.
-    """
-    global _prepared
-    prepared, _prepared = _prepared, None
-    if prepared is not None and prepared.owner == os.getpid():
-        prepared.close()
-
-
-def _take_zygote() -> Processes:
-    """Return the zygote that `prepare` has started, if it can still be used, and forget it; else start a new one."""
-    global _prepared
-    prepared, _prepared = _prepared, None
-    if prepared is not None and prepared.owner == os.getpid():  # else it is the zygote of this fork's parent
-        if prepared.usable:
-            prepared.hurry()
-            return prepared
-        prepared.close()
-    return _start_zygote()
+_spare_zygote = _SpareZygote()
+prepare = _spare_zygote.prepare
+discard = _spare_zygote.discard
 
 
 def _start_zygote(*, by_fork: bool = False, idle: Sequence[str] = ()) -> Processes:
@@ -152,7 +161,7 @@ class LocalLauncher:
 
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
         threads = str(max(1, machine.cores() // spec.count))
-        self.processes = _take_zygote()
+        self.processes = _spare_zygote.take_or_start()
         """The zygote, and the workers that are forked from it."""
         own = {"OMP_NUM_THREADS": threads}  # else each worker uses all cores
         self._defaults = {**_ENVIRONMENT, **_home(self.processes.folder), **own}
