@@ -49,10 +49,33 @@ class _PerThread(threading.local):
 
 
 _thread = _PerThread()
-_lock = threading.Lock()
-_users = 0
-"""The number of `noted` blocks that are open in the process; while there are any, all modules have `_module_hooks`."""
-_module_hooks: list[Any] = []
+
+
+class _ModuleHooks:
+    """The hooks on all modules of the process, which they have while any `noted` block is open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        """The number of `noted` blocks that are open."""
+        self._handles: list[Any] = []
+
+    def use(self, more: int) -> None:
+        """Count the open `noted` blocks: the first sets the hooks, the last removes them.
+
+        ``more`` is 1 when a `noted` block begins, and -1 when it ends.
+        """
+        with self._lock:
+            self._blocks += more
+            if self._blocks and not self._handles:
+                self._handles.append(register_module_forward_pre_hook(_enter_module))
+                self._handles.append(register_module_forward_hook(_leave_module, always_call=True))
+            elif not self._blocks:
+                while self._handles:
+                    self._handles.pop().remove()
+
+
+_module_hooks = _ModuleHooks()
 
 
 @contextlib.contextmanager
@@ -75,7 +98,7 @@ def noted(*, lines: bool = True, check: NanCheck | None = None) -> Iterator[None
     counted = False
     try:  # from here on Ctrl-C must undo what has been done
         _thread.modules = []
-        _use_hooks(1)
+        _module_hooks.use(1)
         counted = True
         _leave(None)
         if check is not None:
@@ -85,7 +108,7 @@ def noted(*, lines: bool = True, check: NanCheck | None = None) -> Iterator[None
     finally:
         mode.is_over = True
         if counted:
-            _use_hooks(-1)
+            _module_hooks.use(-1)
         if threading.get_ident() == thread:
             _leave(mode)
             _thread.modules, _thread.checking = outer, checking
@@ -103,22 +126,6 @@ def _leave(mode: TorchFunctionMode | None) -> None:
             kept.append(top)
     for other in reversed(kept):
         push_function_mode(other)
-
-
-def _use_hooks(more: int) -> None:
-    """Count the open `noted` blocks: the first sets hooks on all modules of the process, the last removes them.
-
-    ``more`` is 1 when a `noted` block begins, and -1 when it ends.
-    """
-    global _users
-    with _lock:
-        _users += more
-        if _users and not _module_hooks:
-            _module_hooks.append(register_module_forward_pre_hook(_enter_module))
-            _module_hooks.append(register_module_forward_hook(_leave_module, always_call=True))
-        elif not _users:
-            while _module_hooks:
-                _module_hooks.pop().remove()
 
 
 def _enter_module(module: torch.nn.Module, _: Any) -> None:
