@@ -34,8 +34,7 @@ class Shell:
 
 @pytest.fixture
 def shell(monkeypatch):
-    monkeypatch.setattr(labels, "_shell", None)
-    monkeypatch.setattr(labels, "_number", None)
+    monkeypatch.setattr(labels, "_cells", labels._Cells())
     return Shell()
 
 

@@ -34,11 +34,41 @@ _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)
 
 _IPYTHON = f"{os.path.dirname(core.__file__)}/"
 """The folder of IPython's code that runs cells and magics, with a slash at its end."""
-_shell: Any = None
-_number: int | None = None
-"""The number of the cell that runs or ran last."""
-_compiled: set[str] = set()
-"""The names of files of cells that this process has compiled; `CELLS` has those of functions that it was sent, too."""
+
+
+class _Cells:
+    """The cells that this process compiles."""
+
+    def __init__(self) -> None:
+        self.shell: Any = None
+        """The shell that runs the cells; None before `install`."""
+        self.number: int | None = None
+        """The number of the cell that runs or ran last."""
+        self.files: set[str] = set()
+        """The names of the files of the cells; `CELLS` has those of functions that the process was sent, too."""
+
+    def follow(self, shell: InteractiveShell) -> None:
+        """Note the number of every cell that the shell compiles, for `cell_number` and for the names of files.
+
+        The shell's own count belongs to this cell or to the next one, depending on IPython's version.
+        """
+        self.shell = shell
+        cache: Any = shell.compile.cache
+        CELLS.clear()
+        CELLS.update(getattr(shell.compile, "_filename_map", {}))  # of cells before this one; IPython 8.0
+        self.files = set(CELLS)
+
+        def noting(transformed: str, number: int = 0, *args: Any, **kwargs: Any) -> Any:
+            self.number = number or self.number
+            name: str = cache(transformed, number, *args, **kwargs)
+            self.files.add(name)
+            CELLS[name] = number or self.number or 0  # %%time and others compile their text without a number
+            return name
+
+        shell.compile.cache = noting  # type: ignore[method-assign, assignment]
+
+
+_cells = _Cells()
 
 
 def install(shell: InteractiveShell, worker: str | None) -> None:
@@ -46,9 +76,7 @@ def install(shell: InteractiveShell, worker: str | None) -> None:
 
     Called once in a process.
     """
-    global _shell
-    _shell = shell
-    _follow_numbers(shell)
+    _cells.follow(shell)
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = partial(_show_thread_error, f" on {worker}" if worker else "")
     if worker is None:
@@ -66,35 +94,13 @@ def _show_thread_error(where: str, args: Any) -> None:
 
 def cell_number() -> int | None:
     """Return the number of the cell that runs or ran last in this process; None before the first."""
-    return _number
+    return _cells.number
 
 
 def missing_here(text: str) -> str:
     """Return the name that a worker's NameError misses, if this notebook has such a variable; else ""."""
     found = re.match(r"name '(\w+)' is not defined", text)
-    return found[1] if found and _shell is not None and found[1] in _shell.user_ns else ""
-
-
-def _follow_numbers(shell: InteractiveShell) -> None:
-    """Note the number of every cell that the shell compiles, for `cell_number` and for the names of files.
-
-    The shell's own count belongs to this cell or to the next one, depending on IPython's version.
-    """
-    cache: Any = shell.compile.cache
-    CELLS.clear()
-    CELLS.update(getattr(shell.compile, "_filename_map", {}))  # of cells before this one; IPython 8.0
-    _compiled.clear()
-    _compiled.update(CELLS)
-
-    def noting(transformed: str, number: int = 0, *args: Any, **kwargs: Any) -> Any:
-        global _number
-        _number = number or _number
-        name: str = cache(transformed, number, *args, **kwargs)
-        _compiled.add(name)
-        CELLS[name] = number or _number or 0  # %%time and others compile their text without a number
-        return name
-
-    shell.compile.cache = noting  # type: ignore[method-assign, assignment]
+    return found[1] if found and _cells.shell is not None and found[1] in _cells.shell.user_ns else ""
 
 
 def rename_frames(text: str, worker: str) -> str:
@@ -103,12 +109,10 @@ def rename_frames(text: str, worker: str) -> str:
     ``worker`` is the worker where the error was raised. Other frames, and everything in a process without a shell, stay
     as they are.
     """
-    if _shell is None:
-        return text
 
     def rename(match: re.Match[str]) -> str:
         indent, file, line, function, source = match.groups()
-        if file not in _compiled:  # a function that was sent: who sent it has its source line
+        if file not in _cells.files:  # a function that was sent: who sent it has its source line
             return match[0]
         code = source.strip() or linecache.getline(file, int(line)).strip()
         shown = f"{indent}  {code}\n" if code else ""
