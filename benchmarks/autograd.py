@@ -6,7 +6,6 @@ torch's on one worker, without any call.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -244,7 +243,7 @@ def start(name: str, folder: str, label: str | None = None, python: str = sys.ex
     link = Path(folder) / "autograd_benchmark.py"
     if not link.exists():
         link.symlink_to(Path(__file__).resolve())
-    path = os.pathsep.join(filter(None, [folder, str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    path = harness.search_path(folder, Path(__file__).parent, python=python)
     return Contestant(label or name, [python, __file__, "--contestant", name], {"PYTHONPATH": path})
 
 

@@ -50,7 +50,8 @@ class Contestant:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            # Without SAFEPATH, a worker that is started with ``-c`` would import nbdist from the working directory.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **(environment or {})},
             process_group=0,  # to be stopped as one
         )
         # Workers of torch wait for ever for one that is gone, so nobody else ends them if this process is ended.
@@ -120,6 +121,15 @@ class Contestant:
         with contextlib.suppress(ProcessLookupError):
             self._signal(signal.SIGKILL)
         self._process.wait()
+
+
+def search_path(*folders: str | Path, python: str = sys.executable) -> str:
+    """Return the ``PYTHONPATH`` of processes of ``python``: these folders, then this process's own for the same Python.
+
+    Another Python has another nbdist, which a checkout on this process's path must not replace.
+    """
+    own = os.environ.get("PYTHONPATH") if python == sys.executable else None
+    return os.pathsep.join(filter(None, [*map(str, folders), own]))
 
 
 def each(operation: Callable[[], Any]) -> Case:

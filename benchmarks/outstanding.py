@@ -79,7 +79,7 @@ def resident(pid: int) -> float:
 def row(library: str, calls: int) -> str:
     """Measure; return a row of the table."""
     path = tempfile.mktemp()
-    command = [sys.executable, "-c", "import sys, outstanding; outstanding.serve(*sys.argv[1:])", library, path]
+    command = [sys.executable, "-P", "-c", "import sys, outstanding; outstanding.serve(*sys.argv[1:])", library, path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])}
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
     rpc = join(library, 0, path)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -234,8 +233,7 @@ def lead(library: str, world: str) -> None:
 
 def start(library: str, world: str) -> Contestant:
     """A contestant by name."""
-    folders = [str(HERE), str(HERE.parent / "notebooks"), str(HERE.parent / "notebooks" / "programs")]
-    path = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
+    path = harness.search_path(HERE, HERE.parent / "notebooks", HERE.parent / "notebooks" / "programs")
     return Contestant(library, [sys.executable, __file__, "--contestant", library, world], {"PYTHONPATH": path})
 
 

@@ -70,7 +70,7 @@ SCRIPT = str(Path(__file__).parent / "contestants.py")
 def start(name: str, label: str | None = None, python: str = sys.executable, **environment: str) -> Contestant:
     """Start a contestant by name, called ``label`` in the tables, whose library is installed for ``python``."""
     # Some peers' workers import the functions by name: they must find `contestants` too.
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    path = harness.search_path(Path(__file__).parent, python=python)
     return Contestant(label or name, [python, SCRIPT, name], {**environment, "PYTHONPATH": path})
 
 

@@ -253,6 +253,22 @@ def test_a_contestant_is_measured_with_all_its_processes(benchmark, tmp_path):
     assert after == cores
 
 
+def test_processes_of_a_contestant_import_nothing_from_the_working_directory(benchmark, monkeypatch):
+    """In a checkout, workers that are started with ``-c`` had its nbdist, and their first process the installed one."""
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    code = "import json, sys; print(json.dumps({'version': sys.path}), flush=True); sys.stdin.read()"
+    one = benchmark("harness").Contestant("one", [sys.executable, "-c", code])
+    one.close()
+    assert "" not in one.version
+
+
+def test_another_python_is_not_given_the_path_of_this_one(benchmark, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/checkout")
+    search_path = benchmark("harness").search_path
+    assert search_path("/first", Path("/second")) == "/first:/second:/checkout"
+    assert search_path("/first", python="/before/bin/python") == "/first"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_benchmark_that_is_ended_leaves_nothing(benchmark, tmp_path):
     script = tmp_path / "contestant.py"
