@@ -58,6 +58,7 @@ __all__ = [
     "set_grad_enabled",
     "set_group_timeout",
     "take_from_thread",
+    "take_over_warning_of_group",
     "take_over_collect_all",
     "thread_has",
     "thread_value",
@@ -106,6 +107,7 @@ FUNCTIONS: dict[str, str] = {
     "torch.distributed.distributed_c10d._world": (
         "a worker's death ends the collectives of all process groups, and a group may not form after a failed forming"
     ),
+    "torch.distributed.distributed_c10d._warn_not_in_group": "the warning of a foreign group has a line of torch's",
     "torch.distributed.distributed_c10d._set_pg_timeout": (
         "init_process_group(timeout=...) in a cell leaves the timeout of a process group that is there as it is"
     ),
@@ -407,6 +409,12 @@ def restart_group_numbers() -> None:
 def set_group_timeout(timeout: timedelta) -> None:
     """Set the time limit of the collectives of the default process group."""
     _find("torch.distributed.distributed_c10d._set_pg_timeout", lambda _: None)(timeout)
+
+
+def take_over_warning_of_group(warn: Callable[[str], None]) -> None:
+    """Have torch call ``warn(operation)`` for a collective of a group that the process is not in, and not warn."""
+    if _find("torch.distributed.distributed_c10d._warn_not_in_group") is not None:
+        vars(torch.distributed.distributed_c10d)["_warn_not_in_group"] = warn
 
 
 # -- sparse tensors -----------------------------------------------------------------------------------------

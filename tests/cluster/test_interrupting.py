@@ -43,7 +43,7 @@ def test_a_cell_is_interrupted_where_it_is(two, code):
 
 
 def test_all_workers_of_the_cell_are_interrupted(two):
-    cell = two.send(f"%%remote\n{STARTED}time.sleep(600)")
+    cell = two.send(f"%%remote\n{SOON}time.sleep(600)")
     interrupt_when(two, cell, "started")
     assert cell.error["ename"] == "KeyboardInterrupt"
     said = cell.traceback  # of both together, or of each where they were not at the same place

@@ -100,6 +100,12 @@ def test_cells_for_some_workers_are_not_compared_with_what_others_have_not_run(n
     assert notebook.run("%%remote\nrank").stderr == ""
 
 
+def test_who_is_not_in_a_group_is_told_at_the_users_line(notebook):
+    cell = notebook.run("%%remote\npair = dist.new_group([0, 1])\nfor step in range(3):\n    dist.barrier(pair)")
+    told = "worker2 is not in the group of this dist.barrier(), and takes no part in it"
+    assert cell.stderr == f"[worker2] {cell.name}:4: UserWarning: {told}\n"
+
+
 def test_the_same_fault_is_told_again_in_a_new_group(notebook):
     told = "worker2 has not come to all_reduce #1 "
     assert notebook.run(f"%%remote{ONE_TOO_FEW}").stderr.startswith(told)

@@ -1,6 +1,8 @@
 """The panel of a cluster, of real workers."""
 
+import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +10,8 @@ import torch
 
 import nbdist
 from nbdist.cluster.inspection import status_report
+from nbdist.cluster.inspection.status_report import users_calls
+from nbdist.testing import World
 from nbdist.views.workers.panel import Panel, blamed
 
 
@@ -168,3 +172,22 @@ def test_who_holds_others_up():
     assert blamed({"a": [], "b": []}, {"a": "In[3]:1"}) == []
     everybody = [f"w{n}" for n in range(40)]
     assert blamed({name: [other for other in everybody if other != name] for name in everybody}, {})
+
+
+def test_calls_for_which_only_nbdist_waits_are_left_out():
+    with World(2) as world:
+        agent = world[0]
+        ask = partial(agent.caller.sync, world[1].me.name, time.sleep, (1,), None, 0.0)
+
+        def mine():
+            ask()
+
+        threads = [threading.Thread(target=target) for target in (mine, ask)]
+        for thread in threads:
+            thread.start()
+        while len(agent.awaited()) < 2:
+            pass
+        time.sleep(0.1)
+        assert [call.thread for call in users_calls(agent)] == [threads[0].ident]
+        for thread in threads:
+            thread.join()

@@ -11,12 +11,14 @@ from types import FrameType
 from typing import NamedTuple
 
 from nbdist.cluster.processes.process_memory import own_bytes
+from nbdist.cluster.whereabouts import say_place
 from nbdist.cluster.worker.flight_recorder import has_unfinished
 from nbdist.code_places import is_users, shown_name
-from nbdist.rpc.agent import active_agent
+from nbdist.rpc.agent import Agent, active_agent
+from nbdist.rpc.core.pending import Pending
 from nbdist.thread_frames import thread_frames
 
-__all__ = ["LINE_SHOWN", "StatusReport", "gpu_busy", "gpu_memory", "make_report", "say_line"]
+__all__ = ["LINE_SHOWN", "StatusReport", "gpu_busy", "gpu_memory", "make_report", "say_line", "users_calls"]
 
 LINE_SHOWN = 60
 """Characters of a line of code that are shown."""
@@ -56,7 +58,7 @@ def make_report() -> StatusReport:
     if agent is None:
         return StatusReport(0, memory=own_bytes(), cpu_seconds=time.process_time())
     others = agent.exchange.active - 1
-    waits = Counter(call.worker for call in agent.awaited())
+    waits = Counter(call.worker for call in users_calls(agent))
     doing = agent.executor.doing(but=1)  # the newest asks for this report
     return StatusReport(
         others,
@@ -70,6 +72,17 @@ def make_report() -> StatusReport:
         time.process_time(),
         has_unfinished(),
     )
+
+
+def users_calls(agent: Agent) -> list[Pending]:
+    """Return the unanswered calls of an agent of this process, without those for which only nbdist's own code waits."""
+    frames = thread_frames()
+
+    def is_users_own(call: Pending) -> bool:
+        frame = frames.get(call.thread) if call.is_waited_for else None
+        return frame is None or say_place(frame) is not None
+
+    return [call for call in agent.awaited() if is_users_own(call)]
 
 
 def gpu_memory() -> int | None:

@@ -8,6 +8,7 @@
 `wrapped_models`     names the part of a model for which DDP or FSDP2 calls a collective
 `flight_recorder`    reads torch's record of this process's collectives
 `gloo_waits`         ends gloo's waits for transfers that were cut off
+`non_members`        the warning of a collective in a group that the worker is not in
 `collectives`        the process group, and how its collectives end
 `default_group`      ``init_process_group`` in a worker's cells
 `collective_errors`  turns torch's errors of collectives into nbdist's

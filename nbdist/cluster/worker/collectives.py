@@ -46,7 +46,7 @@ from nbdist.cluster.processes.group_store import FolderStore, GroupStore
 from nbdist.cluster.processes.setup import AUTO, WorkerSetup, choose_backend, group_folder
 from nbdist.cluster.stands import Position
 from nbdist.cluster.whereabouts import place
-from nbdist.cluster.worker import flight_recorder, gloo, gpu, nccl
+from nbdist.cluster.worker import flight_recorder, gloo, gpu, nccl, non_members
 from nbdist.cluster.worker.gloo_waits import CutTransfers
 from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, NbdistError, RendezvousError, WorkerLost
@@ -164,6 +164,7 @@ class Collectives:
         """
         self._agent, self._driver, self._forms_group = agent, told.driver, told.backend != "none"
         nccl.follow()
+        non_members.follow(told.name)
         agent.on_lost(self._on_lost)
         agent.stopping.break_off = self.break_off
         agent.named.publish("collectives", self, *self.METHODS)

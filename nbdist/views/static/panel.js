@@ -17,7 +17,6 @@ const COURSES = [
   { name: "out", title: "out", most: 100_000, told: rate },
 ];
 const TITLES = ["worker", "", "state", "runs", "at", "calls", ...COURSES.map((each) => each.title)];
-const FIRST = 6; // the column of the first of them
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hourCycle: "h23" });
 
@@ -55,7 +54,7 @@ function render({ model, el }) {
       const lines = COURSES.map((course, index) => {
         const line = spark(`${course.title}, the last minute`);
         const amount = element("span");
-        cells[FIRST + index].append(line, amount);
+        cells.at(index - COURSES.length).append(line, amount);
         return { line, amount };
       });
       const interrupt = wire.acting("Interrupt", `Interrupt what runs on ${name}`, { press: "interrupt", worker: name });

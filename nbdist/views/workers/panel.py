@@ -16,6 +16,7 @@ from typing import Any
 from nbdist.amounts import plural
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.inspection.status import Status, WorkerStatus, collect
+from nbdist.cluster.inspection.status_report import users_calls
 from nbdist.cluster.inspection.thread_stacks import read_stacks
 from nbdist.views.drawing.pictures import themed
 from nbdist.views.workers.stacks import say
@@ -62,7 +63,7 @@ class Panel:
             status = collect(self.cluster)
             rows, now = status.rows, time.monotonic()
             agent = self.cluster.agent
-            awaited = list({call.worker for call in agent.awaited()})
+            awaited = list({call.worker for call in users_calls(agent)})
             sent = {row.name: row.report.sent for row in rows if row.report.sent} | {agent.me.name: agent.sent()}
             with self._lock:
                 self._status, self._awaited = status, awaited
