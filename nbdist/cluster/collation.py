@@ -98,21 +98,25 @@ class Collation:
         try:
             are_idle = not any(worker.cells for worker in self._workers)
             is_whole = are_idle and len(cell.parts) == len(asked) and not cell.interrupted and not cell.errors
-            if _is_unequal(cell):
+            partings = self.conclude(asked, at_rest=True)
+            if _is_unequal(cell) and not partings:
                 lost = [worker.name for worker in self._workers if not worker.alive]
                 for text in say_last(_told(asked), [worker.name for worker in self._workers], lost):
-                    cell.sink.page.publish(Published("stream", {"name": "stderr", "text": f"{text}\n"}))
-            for each in self.conclude(asked, at_rest=True):
+                    _print(cell, text)
+            for each in partings:
                 what = self._generations.present, each.group, each.absent or each.number, each.behind
                 if what not in self._told and (is_whole or not each.absent):
                     self._told.add(what)
-                    text = f"{each.text}{_SHIFTED if each.absent else ''}\n"
-                    cell.sink.page.publish(Published("stream", {"name": "stderr", "text": text}))
+                    _print(cell, f"{each.text}{_SHIFTED if each.absent else ''}")
         finally:
             end()
 
     def _part(self, told: Mapping[str, Sequence[GroupHistory]], at_rest: bool) -> list[Parting]:
         return find_partings(told, [worker.name for worker in self._workers], at_rest=at_rest)
+
+
+def _print(cell: Cell, line: str) -> None:
+    cell.sink.page.publish(Published("stream", {"name": "stderr", "text": f"{line}\n"}))
 
 
 def _told(asked: Mapping[str, Future[Sequence[GroupHistory]]]) -> dict[str, Sequence[GroupHistory]]:

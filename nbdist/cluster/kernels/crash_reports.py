@@ -39,7 +39,7 @@ def lines_that_say_why(text: str, other: Sequence[str]) -> list[str]:
         return (lines or list(other))[-_LINES:]
     if found := _TOO_LONG.search(text):
         received, expected = found.groups()
-        reasons.append(f"gloo: the workers {UNEQUAL}: this one expected {expected} bytes and was sent {received}")
+        reasons.insert(0, f"gloo: the workers {UNEQUAL}: this one expected {expected} bytes and was sent {received}")
     threads = [[each for each in _FRAME.finditer(thread[0]) if _is_users(each[1])] for thread in _THREAD.finditer(text)]
     shown = max(threads, key=lambda frames: any(is_of_cell(each[1]) for each in frames), default=[])
     return reasons + [each[0] for each in shown[:_LINES]]
