@@ -97,6 +97,7 @@ class CellSender:
                 quiet=quiet,
                 fail_fast=fail_fast,
             )
+            labels.note_sent(cell.source, number)
             cell.why_late = lambda: [each.text for each in self.collation.partings()]
             if not quiet:
                 cell.before_end = self.collation.at_end_of_cell

@@ -20,12 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.jupyter.kernel_connection import KernelThread
 from nbdist.cluster.kernels.cells import Cell
-from nbdist.cluster.kernels.crash_reports import UNEQUAL
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.partings import Parting, find_partings, say_last
 from nbdist.cluster.processes.generations import Generations
-from nbdist.errors import NbdistError, WorkerLost
+from nbdist.errors import NbdistError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
 
@@ -83,7 +82,7 @@ class Collation:
         told = {worker.name: worker.histories for worker in self._workers if worker.alive}
         is_known = list(map(id, latest)) == list(map(id, self._compared))
         self._compared = latest
-        if _is_unequal(cell) or (not is_known and self._part(told, True)):
+        if not is_known and (self._has_lost(cell) or self._part(told, True)):
             self._tell(cell, self.ask(), end, time.monotonic() + _ANSWER_WITHIN)
         else:
             end()
@@ -97,19 +96,23 @@ class Collation:
             return
         try:
             are_idle = not any(worker.cells for worker in self._workers)
-            is_whole = are_idle and len(cell.parts) == len(asked) and not cell.interrupted and not cell.errors
+            is_whole = are_idle and len(cell.parts) == len(asked) and not cell.interrupted
             partings = self.conclude(asked, at_rest=True)
-            if _is_unequal(cell) and not partings:
-                lost = [worker.name for worker in self._workers if not worker.alive]
+            if (lost := self._has_lost(cell)) and not partings:
                 for text in say_last(_told(asked), [worker.name for worker in self._workers], lost):
                     _print(cell, text)
             for each in partings:
                 what = self._generations.present, each.group, each.absent or each.number, each.behind
                 if what not in self._told and (is_whole or not each.absent):
                     self._told.add(what)
-                    _print(cell, f"{each.text}{_SHIFTED if each.absent else ''}")
+                    goes_on = each.absent and not cell.errors
+                    _print(cell, f"{each.text}{_SHIFTED if goes_on else ''}")
         finally:
             end()
+
+    def _has_lost(self, cell: Cell) -> list[str]:
+        """Return the workers that have died in a cell."""
+        return [each.name for each in self._workers if not each.alive and each.name in cell.parts]
 
     def _part(self, told: Mapping[str, Sequence[GroupHistory]], at_rest: bool) -> list[Parting]:
         return find_partings(told, [worker.name for worker in self._workers], at_rest=at_rest)
@@ -127,8 +130,3 @@ def _told(asked: Mapping[str, Future[Sequence[GroupHistory]]]) -> dict[str, Sequ
             with contextlib.suppress(Exception):  # the worker died, or the answer is late
                 told[name] = answer.value()
     return told
-
-
-def _is_unequal(cell: Cell) -> bool:
-    """Return whether gloo has ended a worker of the cell that received more bytes than it expected."""
-    return any(error.name == WorkerLost.__name__ and UNEQUAL in error.text for error in cell.errors)

@@ -9,14 +9,14 @@ import linecache
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from types import FrameType
+from types import FrameType, MemberDescriptorType
 from typing import Any
 
 from nbdist.code_places import is_users, shown_name
 
 __all__ = ["say_lock"]
 
-_TAKES = re.compile(r"\bwith\s+([\w.]+)\s*:|\b([\w.]+)\.acquire\(")
+_TAKES = re.compile(r"\bwith\s+(.+?)\s*:|([\w.\[\]'\"]+)\.acquire\(")
 """A line that takes a lock."""
 _OWNER = re.compile(r"owner=(\d+)")
 """The ident of a thread in the text of an RLock; 0 if nobody holds it."""
@@ -59,15 +59,32 @@ def _file(frame: FrameType) -> str:
     return frame.f_code.co_filename
 
 
-def _value_of(name: str, frame: FrameType) -> Any:
-    """Return the lock that a name such as ``self.turn`` has in a frame, without running the user's code; or None."""
-    first, *others = name.split(".")
-    value = frame.f_locals.get(first, frame.f_globals.get(first))
-    for each in others:
-        value = inspect.getattr_static(value, each, None)
+def _value_of(text: str, frame: FrameType) -> Any:
+    """Return the lock that ``self.turns[name]``, say, is in a frame, without running the user's code; or None."""
+    try:
+        value = _evaluate(ast.parse(text, mode="eval").body, frame)
+    except (SyntaxError, AttributeError, LookupError, TypeError):  # no such expression, or it has no such part
+        return None
     if isinstance(value, threading.Condition):
         value = vars(value)["_lock"]
     return value if isinstance(value, type(threading.Lock()) | type(threading.RLock())) else None
+
+
+def _evaluate(node: ast.expr, frame: FrameType) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return frame.f_locals[name] if name in frame.f_locals else frame.f_globals[name]
+        case ast.Attribute(value=owner, attr=name):
+            held = _evaluate(owner, frame)
+            value = inspect.getattr_static(held, name)
+            is_slot = isinstance(value, MemberDescriptorType)
+            return object.__getattribute__(held, name) if is_slot else value
+        case ast.Subscript(value=owner, slice=key):
+            kept = _evaluate(owner, frame)
+            return kept[_evaluate(key, frame)] if type(kept) in (dict, list, tuple) else None
+    return None
 
 
 def _is_taken(lock: Any, thread: int) -> bool:

@@ -32,7 +32,7 @@ from typing import Any
 from nbdist.amounts import plural
 from nbdist.cluster.collation import Collation
 from nbdist.cluster.jupyter.kernel_connection import KernelThread
-from nbdist.cluster.jupyter.labels import is_cell
+from nbdist.cluster.jupyter.labels import sent_cell
 from nbdist.cluster.kernels.cells import Cell, CellPart
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.output.arranger import say_names
@@ -50,6 +50,8 @@ __all__ = ["Lookout"]
 
 _LOOK_EVERY = 2.0
 """Seconds between two looks."""
+_FIRST_LOOK = 0.5
+"""Seconds until the first look, and the least silence before a look: a wait is known from two looks."""
 _ANSWER_WITHIN = 0.4
 """Seconds for the workers to answer. A worker that holds the GIL cannot."""
 
@@ -85,7 +87,7 @@ class Lookout:
         Call it once, when the cell has been sent.
         """
         self._cell.when_done(lambda: self._line.show(""))
-        self._call_later(self._look, min(_LOOK_EVERY, self._after))
+        self._call_later(self._look, min(_FIRST_LOOK, self._after))
 
     def _call_later(self, action: Any, seconds: float, *arguments: Any) -> None:
         self._thread.loop.call_later(seconds, action, *arguments)
@@ -100,7 +102,7 @@ class Lookout:
             return
         asked: dict[str, Any] = {}
         self._probes, now = {}, time.monotonic()
-        if now - self._cell.last_output >= min(_LOOK_EVERY, self._after) * 0.9:
+        if now - self._cell.last_output >= min(_FIRST_LOOK, self._after) * 0.9:
             for part in self._running():
                 with contextlib.suppress(NbdistError):  # the worker is gone
                     at = self._agent.at(part.worker, "collectives")
@@ -133,7 +135,7 @@ class Lookout:
                 held[part.worker] = why
         for worker, answer in self._probes.items():
             if answer.done() and (frames := answer.result().frames):
-                self._stands.told(worker, _place_of(read_frames(frames), self._cell))
+                self._stands.told(worker, _place_of(read_frames(frames)))
         told = self._collation.ask() if in_collective else {}
         self._call_later(self._show, _ANSWER_WITHIN if told else 0, held, told)
 
@@ -176,13 +178,11 @@ class Lookout:
         return [part for part in self._cell.parts.values() if not part.done]
 
 
-def _place_of(frames: Sequence[Frame], cell: Cell) -> str:
+def _place_of(frames: Sequence[Frame]) -> str:
     """Return the innermost line of the user's code among frames, such as ``In[3]:2``; "" if there is none."""
     for frame in frames:
-        if is_cell(frame.file, cell.source):
-            return f"In[{cell.number}]:{frame.line}"
-        if frame.in_cell:
-            return f"line {frame.line} of an earlier cell"
-        if is_users(frame.file):
+        if (sent := sent_cell(frame.file)) is not None:
+            return f"In[{sent[0]}]:{frame.line}"
+        if frame.in_cell or is_users(frame.file):
             return f"{shown_name(frame.file)}:{frame.line}"
     return ""

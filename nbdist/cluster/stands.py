@@ -17,8 +17,8 @@ _SHARE_OF_WAITING = 0.05
 class Position(NamedTuple):
     """Where a worker's main thread is, and how much it has computed."""
 
-    instruction: tuple[int, int]
-    """The id of the innermost frame, and the offset of the instruction in its code."""
+    instruction: tuple[int, ...]
+    """The id of the innermost frame, the offset of the instruction in its code, and the count of collectives so far."""
     processor: float
     """Seconds of processor time that the thread has used since it began."""
     call: str

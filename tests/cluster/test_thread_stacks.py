@@ -125,6 +125,28 @@ def test_who_holds_a_lock_is_named(kind):
     )
 
 
+class Slotted:
+    __slots__ = ("turn",)
+
+    def __init__(self):
+        self.turn = threading.Lock()
+
+
+def test_a_lock_in_a_table_is_found():
+    tables, key = {"a": [Slotted()]}, "a"
+
+    def hold(held, let_go):
+        with tables["a"][0].turn:
+            held.set()
+            let_go.wait()
+
+    def take():
+        with tables[key][0].turn:
+            pass
+
+    assert "the lock `tables[key][0].turn`, which holder holds at" in blocked(take, hold=hold)
+
+
 def test_the_holder_of_a_lock_that_acquire_has_taken_is_not_known():
     turn = threading.Lock()
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from nbdist.amounts import duration
 from nbdist.autograd.api import recorder
 from nbdist.cluster.inspection.status_report import LINE_SHOWN, StatusReport, make_report, say_line
-from nbdist.cluster.jupyter.labels import is_cell
+from nbdist.cluster.jupyter.labels import sent_cell
 from nbdist.cluster.partings import Parting
 from nbdist.cluster.processes import where
 from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
@@ -29,7 +29,6 @@ from nbdist.rpc.asking import ask_each
 
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
-    from nbdist.cluster.kernels.cells import Cell
     from nbdist.cluster.kernels.workers import Worker
 
 __all__ = ["Status", "WorkerStatus", "collect", "users_lines"]
@@ -90,31 +89,27 @@ def _ask_hosts(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, StatusR
 
     Waits for less than a second. A worker whose host does not answer is missing.
     """
-    asked = [(worker, list(worker.cells), cluster.probe(worker.name)) for worker in workers]
+    asked = [(worker, bool(worker.cells), cluster.probe(worker.name)) for worker in workers]
     deadline = time.monotonic() + 2 * ANSWER_WITHIN
     found = {}
-    for worker, cells, answer in asked:
+    for worker, is_busy, answer in asked:
         with contextlib.suppress(Exception):  # the worker ends, or its host cannot be reached
             seen: Probe = answer.result(max(0.0, deadline - time.monotonic()))
-            lines = users_lines(cells, where.read_frames(seen.frames)) if cells else []
+            lines = users_lines(where.read_frames(seen.frames)) if is_busy else []
             found[worker.name] = StatusReport(
                 None, where="".join(lines[:1]), memory=seen.memory, cpu_seconds=seen.cpu_seconds
             )
     return found
 
 
-def users_lines(present: Sequence[Cell], frames: Sequence[where.Frame]) -> list[str]:
-    """Return the lines of the user's code among a worker's frames, as `say_line` does, the innermost first.
-
-    ``present`` are the cells that the worker had when it was asked: the question may end a sleep, and so the cell.
-    """
+def users_lines(frames: Sequence[where.Frame]) -> list[str]:
+    """Return the lines of the user's code among a worker's frames, as `say_line` does, the innermost first."""
     said = []
     for frame in frames:
         if frame.in_cell:
-            cells = [cell for cell in present if is_cell(frame.file, cell.source)]
-            lines = cells[0].source.splitlines() if cells else []  # without a match, the line is in an earlier cell
-            line = lines[frame.line - 1].strip() if frame.line <= len(lines) else ""
-            said.append(say_line(f"In[{cells[0].number}]" if cells else "cell", frame.line, line))
+            number, source = sent_cell(frame.file) or (0, "")
+            line = dict(enumerate(source.splitlines(), 1)).get(frame.line, "").strip()
+            said.append(say_line(f"In[{number}]" if number else "cell", frame.line, line))
         elif is_users(frame.file):
             text = linecache.getline(frame.file, frame.line).strip()
             said.append(say_line(shown_name(frame.file), frame.line, text))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from nbdist.cluster.processes.process_memory import own_bytes
 from nbdist.cluster.whereabouts import say_place
-from nbdist.cluster.worker.flight_recorder import has_unfinished
+from nbdist.cluster.worker.flight_recorder import progress
 from nbdist.code_places import is_users, shown_name
 from nbdist.rpc.agent import Agent, active_agent
 from nbdist.rpc.core.pending import Pending
@@ -70,7 +70,7 @@ def make_report() -> StatusReport:
         gpu_busy(),
         own_bytes(),
         time.process_time(),
-        has_unfinished(),
+        progress()[1],
     )
 
 

@@ -21,13 +21,22 @@ from ipykernel.compiler import get_file_name
 from IPython import core
 
 from nbdist.cluster.jupyter.versions import name_files, show_notes
-from nbdist.code_places import CELLS, NBDIST, is_nbdists, is_pythons, shown_name
+from nbdist.code_places import CELLS, NBDIST, is_nbdists, is_of_cell, is_pythons, shown_name
 from nbdist.errors import NbdistError, UsageError
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["cell_number", "install", "missing_here", "rename_cell_frames", "rename_frames", "trim_tracebacks"]
+__all__ = [
+    "cell_number",
+    "install",
+    "missing_here",
+    "note_sent",
+    "rename_cell_frames",
+    "rename_frames",
+    "sent_cell",
+    "trim_tracebacks",
+]
 
 _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)?)', re.MULTILINE)
 """A frame in a formatted traceback of Python: indent, file, line, function and source line."""
@@ -69,6 +78,11 @@ class _Cells:
 
 
 _cells = _Cells()
+
+
+_sent: dict[str, tuple[int, str]] = {}
+"""The number and the source of each cell that was sent to workers, by the name of its file there, without a folder."""
+_SENT_KEPT = 2000
 
 
 def install(shell: InteractiveShell, worker: str | None) -> None:
@@ -121,14 +135,29 @@ def rename_frames(text: str, worker: str) -> str:
     return _FRAME.sub(rename, text)
 
 
-def rename_cell_frames(text: str, code: str, number: int, worker: str) -> str:
+def note_sent(code: str, number: int) -> None:
+    """Note the number of a cell that is sent to workers. If the same text is sent twice, the last number counts."""
+    _sent[os.path.basename(get_file_name(code))] = number, code  # a digest of the code, in a directory of the process
+    if len(_sent) > _SENT_KEPT:
+        del _sent[next(iter(_sent))]
+
+
+def sent_cell(file: str) -> tuple[int, str] | None:
+    """Return the number and the source of the cell that a worker has compiled under this name; None if unknown."""
+    return _sent.get(os.path.basename(file)) if is_of_cell(file) else None
+
+
+def rename_cell_frames(text: str, worker: str) -> str:
     """Return a line of a crash report with the file of a cell replaced by a name such as ``Cell In[3] on worker1``.
 
-    ``code`` is the cell's source, ``number`` its number, and ``worker`` the worker that crashed. Other lines stay as
-    they are.
+    ``worker`` is the worker that crashed. Other lines stay as they are.
     """
-    file = os.path.basename(get_file_name(code))  # a digest of the code, in a directory of the process
-    return re.sub(rf'File "[^"]*/ipykernel_\d+/{re.escape(file)}"', f"Cell In[{number}] on {worker}", text)
+
+    def rename(match: re.Match[str]) -> str:
+        sent = sent_cell(match[1])
+        return f"Cell In[{sent[0]}] on {worker}" if sent is not None else match[0]
+
+    return re.sub('File "([^"]+)"', rename, text)
 
 
 def is_cell(file: str, code: str) -> bool:

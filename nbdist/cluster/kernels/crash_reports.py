@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from nbdist.code_places import is_of_cell, is_users
 
-__all__ = ["UNEQUAL", "lines_that_say_why"]
+__all__ = ["lines_that_say_why"]
 
 _LINES = 5
 _GLOO_CONNECTS = "[Gloo] Rank "
@@ -22,7 +22,6 @@ _THREAD = re.compile(
 _FRAME = re.compile(r'^ +File "([^"]+)", line \d+ in .*$', re.MULTILINE)
 _TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 """The words with which gloo ends the process that receives more bytes than it expects."""
-UNEQUAL = "gave tensors of different sizes to a collective"
 
 
 def lines_that_say_why(text: str, other: Sequence[str]) -> list[str]:
@@ -39,7 +38,8 @@ def lines_that_say_why(text: str, other: Sequence[str]) -> list[str]:
         return (lines or list(other))[-_LINES:]
     if found := _TOO_LONG.search(text):
         received, expected = found.groups()
-        reasons.insert(0, f"gloo: the workers {UNEQUAL}: this one expected {expected} bytes and was sent {received}")
+        said = "gloo: the workers gave tensors of different sizes to a collective"
+        reasons.insert(0, f"{said}: this one expected {expected} bytes and was sent {received}")
     threads = [[each for each in _FRAME.finditer(thread[0]) if _is_users(each[1])] for thread in _THREAD.finditer(text)]
     shown = max(threads, key=lambda frames: any(is_of_cell(each[1]) for each in frames), default=[])
     return reasons + [each[0] for each in shown[:_LINES]]

@@ -205,8 +205,7 @@ class Worker:
         """
         lines = lines_that_say_why(last_words, self.stderr.lines())
         why = describe_exit(how)
-        for cell in self.cells:
-            lines = [labels.rename_cell_frames(line, cell.source, cell.number, self.name) for line in lines]
+        lines = [labels.rename_cell_frames(line, self.name) for line in lines]
         if lines:
             why += "\nits standard error ended with:\n" + "\n".join(f"    {line}" for line in lines)
             if last_words and self.print_log is not None:  # else a cell has printed the lines, and they are there

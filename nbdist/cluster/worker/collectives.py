@@ -253,7 +253,10 @@ class Collectives:
     def place(self) -> Position | None:
         """Return where the main thread stands, and whether this process is in a collective."""
         found = place()
-        return None if found is None else found._replace(in_collective=flight_recorder.has_unfinished())
+        if found is None:
+            return None
+        count, has_unfinished = flight_recorder.progress()
+        return found._replace(instruction=(*found.instruction, count), in_collective=has_unfinished)
 
     def histories(self) -> list[GroupHistory]:
         """Return what this worker has called in each of its process groups, since the default group has formed."""

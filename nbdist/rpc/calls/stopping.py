@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from nbdist.code_places import NBDIST, is_nbdists, is_pythons, is_torchs
+from nbdist.code_places import NBDIST, is_nbdists, is_of_cell, is_pythons, is_torchs, shown_name
 from nbdist.errors import Interrupted, NbdistError
 from nbdist.rpc.calls.executor import Request
 from nbdist.rpc.core.exchange import Exchange
@@ -218,7 +218,8 @@ class Stopping:
         stack = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(NBDIST)]
         if not stack or stack[-1].filename == threading.__file__:
             return "C code"  # no Python frame of the user's lies between nbdist and the C function
-        return f"{stack[-1].name}, line {stack[-1].lineno} of {stack[-1].filename}"
+        file = stack[-1].filename
+        return f"{stack[-1].name}, line {stack[-1].lineno} of {shown_name(file) if is_of_cell(file) else file}"
 
     # -- the caller's side --------------------------------------------------------------------
 
