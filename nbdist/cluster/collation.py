@@ -13,6 +13,7 @@ be taken for it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,8 @@ class Collation:
         """The histories of all workers that were compared last."""
         self._told: set[object] = set()
         """The partings that were told at the ends of cells. A difference stays in the recorders, and is told once."""
+        self._telling: set[asyncio.Task[None]] = set()
+        """The tasks of cells that have not ended yet. A loop keeps only weak references to its tasks."""
 
     def ask(self) -> dict[str, Future[Sequence[GroupHistory]]]:
         """Ask all living workers; return their answers, by name, without waiting for them."""
@@ -75,40 +78,41 @@ class Collation:
     def at_end_of_cell(self, cell: Cell, end: Callable[[], None]) -> None:
         """Compare what the workers had called at the ends of their cells; call ``end``. In the kernel thread.
 
-        If they differ in a way that was not told, asks the workers once more, and tells it below the cell before the
-        cell ends.
+        If they differ, asks the workers once more, and tells below the cell what was not told before, before it ends.
         """
-        latest = [worker.histories for worker in self._workers]
-        told = {worker.name: worker.histories for worker in self._workers if worker.alive}
-        is_known = list(map(id, latest)) == list(map(id, self._compared))
-        self._compared = latest
-        if not is_known and (self._has_lost(cell) or self._part(told, True)):
-            self._tell(cell, self.ask(), end, time.monotonic() + _ANSWER_WITHIN)
-        else:
-            end()
-
-    def _tell(
-        self, cell: Cell, asked: Mapping[str, Future[Sequence[GroupHistory]]], end: Callable[[], None], deadline: float
-    ) -> None:
-        """Once the workers have answered, tell below a cell what was not told before, and call ``end``."""
-        if not all(each.done() for each in asked.values()) and time.monotonic() < deadline:
-            self._thread.loop.call_later(_POLL, self._tell, cell, asked, end, deadline)
-            return
-        try:
-            are_idle = not any(worker.cells for worker in self._workers)
-            is_whole = are_idle and len(cell.parts) == len(asked) and not cell.interrupted
-            partings = self.conclude(asked, at_rest=True)
-            if (lost := self._has_lost(cell)) and not partings:
-                for text in say_last(_told(asked), [worker.name for worker in self._workers], lost):
-                    _print(cell, text)
-            for each in partings:
-                what = self._generations.present, each.group, each.absent or each.number, each.behind
-                if what not in self._told and (is_whole or not each.absent):
-                    self._told.add(what)
-                    goes_on = each.absent and not cell.errors
-                    _print(cell, f"{each.text}{_SHIFTED if goes_on else ''}")
+        differs = False
+        try:  # the cell must end, whatever is wrong with what was sent
+            latest = [worker.histories for worker in self._workers]
+            is_known = list(map(id, latest)) == list(map(id, self._compared))
+            self._compared = latest
+            told = {worker.name: worker.histories for worker in self._workers if worker.alive}
+            differs = not is_known and bool(self._has_lost(cell) or self._part(told, True))
         finally:
-            end()
+            if not differs:
+                end()
+        if differs:
+            telling = self._thread.loop.create_task(self._tell(cell))  # the end of the thread cancels it
+            telling.add_done_callback(lambda _: end())
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
+
+    async def _tell(self, cell: Cell) -> None:
+        """Ask the workers, and tell below a cell what was not told before."""
+        asked, deadline = self.ask(), time.monotonic() + _ANSWER_WITHIN
+        while not all(each.done() for each in asked.values()) and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL)
+        are_idle = not any(worker.cells for worker in self._workers)
+        is_whole = are_idle and len(cell.parts) == len(asked) and not cell.interrupted
+        partings = self.conclude(asked, at_rest=True)
+        if (lost := self._has_lost(cell)) and not partings:
+            for text in say_last(_told(asked), [worker.name for worker in self._workers], lost):
+                _print(cell, text)
+        for each in partings:
+            what = self._generations.present, each.group, each.absent or each.number, each.behind
+            if what not in self._told and (is_whole or not each.absent):
+                self._told.add(what)
+                goes_on = each.absent and not cell.errors
+                _print(cell, f"{each.text}{_SHIFTED if goes_on else ''}")
 
     def _has_lost(self, cell: Cell) -> list[str]:
         """Return the workers that have died in a cell."""

@@ -82,6 +82,20 @@ def test_a_group_that_formed_again_numbers_anew():
     assert (history.first, history.last, [each.kind for each in history.kinds]) == (1, 1, ["broadcast"])
 
 
+def test_operations_that_nccl_puts_together_share_a_number():
+    [history, *_] = read([entry(1), entry(2, kind="broadcast"), entry(2, kind="coalesced"), entry(3)])
+    assert (history.first, [history.kinds[index].kind for index in history.given]) == (
+        1,
+        ["all_reduce", "coalesced", "all_reduce"],
+    )
+
+
+@pytest.mark.parametrize(("backend", "elements"), [("gloo", 2), ("nccl", None)])
+def test_members_may_gather_different_sizes_on_nccl(backend, elements):
+    [history, *_] = read([entry(1, profiling_name=f"{backend}:all_gather")])
+    assert history.kinds[0].elements == elements
+
+
 def test_a_group_that_has_done_nothing_is_told():
     assert [(each.name, each.ranks, each.last) for each in read([])] == [
         ("0", [0, 1, 2], 0),

@@ -40,6 +40,8 @@ _DTYPES = {
 """torch's names of dtypes in C++, where they are not Python's in capitals."""
 _MAY_DIFFER = ("all_to_all", "alltoall", "send", "recv", "barrier")
 """Kinds in which the members may give tensors of different sizes, or none."""
+_MAY_DIFFER_ON_NCCL = ("all_gather", "reduce_scatter")
+"""Kinds in which that is so on NCCL, but not on gloo."""
 _FROM_ONE = ("scatter",)
 """Kinds to which one member gives tensors: the sizes of all members' outputs must agree."""
 _TITLES = {"default_pg": "default group", "undefined": ""}
@@ -87,7 +89,7 @@ def histories(
         known, number = of_group.get(entry["process_group"][0]), entry["collective_seq_id"]
         if known is None or entry["is_p2p"]:
             continue
-        if known and number != next(reversed(known)) + 1:
+        if known and number - next(reversed(known)) not in (0, 1):  # 0: NCCL has put several operations together
             known.clear()  # a later group of the same name, which numbers anew; or the recorder has lost some
         known[number] = entry
     busy = any(say_place(each) is not None for each in threads.values())
@@ -120,13 +122,14 @@ def _history(
 
 
 def _given(entry: Mapping[str, Any]) -> Given:
-    kind = entry["profiling_name"].partition(":")[2]
+    backend, _, kind = entry["profiling_name"].partition(":")
+    may_differ = kind in _MAY_DIFFER or (backend == "nccl" and kind in _MAY_DIFFER_ON_NCCL)
     sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
     if not sizes or kind in _FROM_ONE:
         sizes, dtypes = entry["output_sizes"], entry["output_dtypes"]
     said = [f"{_dtype(dtype)}[{', '.join(map(str, size))}]" for size, dtype in zip(sizes, dtypes, strict=False)]
     more = f" and {len(said) - 1} more" if len(said) > 1 else ""
-    elements = None if kind in _MAY_DIFFER else sum(map(math.prod, sizes))
+    elements = None if may_differ else sum(map(math.prod, sizes))
     frames = entry.get("frames", ())
     call = frames[0]["name"] if frames and frames[0]["filename"] == _COLLECTIVES else ""
     place = next(
