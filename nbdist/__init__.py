@@ -31,18 +31,19 @@ layer  modules                      contents
        __main__
 ====== ============================ ==========================================================================
 
-The path of a call: `rpc.api` → `rpc.calls.caller` → `rpc.calls.sender` (encodes with `wire.codec`, waits in
-`rpc.core.pending`) → `rpc.links.post` → `wire.peer` (numbers the message and keeps a copy) → a `channel` → the other
-agent's `read` → `rpc.calls.executor` → `rpc.calls.answers`, and back to `rpc.calls.outcomes`. ``docs/a_call.md``
-follows it step by step. `cluster` follows a cell, `autograd` a gradient, `swarm` a token. Besides:
+The path of a call: `rpc.api` → `rpc.calls.caller` → `rpc.calls.sender` (encodes with `wire.codec`, notes the call in
+`rpc.core.pending`) → `rpc.links.post` → `wire.peer` (numbers the message and keeps a copy) → a `channel` → a thread of
+the other agent's `rpc.pool`, in `Agent.read` → `rpc.calls.executor` → `rpc.calls.answers`, and back to
+`rpc.calls.outcomes`, which ends the caller's wait in `rpc.latch`. ``docs/a_call.md`` follows it step by step. `cluster`
+follows a cell, `autograd` a gradient, `swarm` a token. Besides:
 
 - `rpc.core.exchange` decides what a call or a reference waits for, and what happens next; it draws the states.
-- `rpc.calls.waiting_reader` lets the waiting thread read its answer itself, where this is faster.
+- `rpc.calls.waiting_reader` lets the waiting thread, a *guest*, read its answer itself, where this is faster.
 - `rpc.shared_tensors` passes large tensors to an agent of the same host through shared memory.
 - `rpc.recording` asks `autograd.recorder` to record a call for a backward pass.
 
 Inside of a package, doors open one way, too: `ROOMS` orders the rooms of each package, and the head of a room lists its
-modules. `tests/test_layers.py` holds both.
+modules, both from the lowest up, so that a path's first file stands last. `tests/test_layers.py` holds both.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ notebooks/09_swarm.ipynb serves SmolLM2 and kills workers while it generates tex
 
 The path of one token, and the modules along it. A *span* is a row of consecutive blocks on one server::
 
-    client   transformers' model code          model      its layers are stand-ins that record how they are called
+    client   `causal_lm().generate`            model      `_Generate` calls transformers' own
+             transformers' model code          model      its layers are stand-ins that record how they are called
                  │ Passage.take                sessions   begins a session for each cache
              Session.step                      session    keeps the history of each span
                  │ finds a route, sends         servers, routing, server_record
