@@ -34,6 +34,7 @@ from nbdist.cluster.collation import Collation
 from nbdist.cluster.jupyter.kernel_connection import KernelThread
 from nbdist.cluster.jupyter.labels import sent_cell
 from nbdist.cluster.kernels.cells import Cell, CellPart
+from nbdist.cluster.kernels.sightings import Sighting
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.output.arranger import say_names
 from nbdist.cluster.output.in_place import InPlace
@@ -54,6 +55,9 @@ _FIRST_LOOK = 0.5
 """Seconds until the first look, and the least silence before a look: a wait is known from two looks."""
 _ANSWER_WITHIN = 0.4
 """Seconds for the workers to answer. A worker that holds the GIL cannot."""
+
+
+_BLIND = "who has not come is not known: TORCH_FR_BUFFER_SIZE=0 has switched off torch's record of collectives"
 
 
 class Lookout:
@@ -79,6 +83,8 @@ class Lookout:
         self._stands = Stands(after)
         self._probes: dict[str, Future[Probe]] = {}
         """The questions of this look to the hosts of workers that do not answer."""
+        self._is_blind = False
+        """True if a worker is in a collective, and its recorder is off."""
         self._line = InPlace(cell.sink.page)
 
     def start(self) -> None:
@@ -86,6 +92,8 @@ class Lookout:
 
         Call it once, when the cell has been sent.
         """
+        for part in self._cell.parts.values():
+            self._team.find(part.worker).sightings.clear()
         self._cell.when_done(lambda: self._line.show(""))
         self._call_later(self._look, min(_FIRST_LOOK, self._after))
 
@@ -126,7 +134,11 @@ class Lookout:
                 with contextlib.suppress(Exception):  # the worker died, or the answer is late
                     found = answer.value()
                     answer = None
-            in_collective |= found is not None and found.in_collective
+            if found is not None:
+                seen = Sighting(now, found.call, found.line, found.memory)
+                self._team.find(part.worker).sightings.append(seen)
+            in_collective |= found is not None and found.in_collective is True
+            self._is_blind |= found is not None and found.in_collective is None and found.call.startswith("dist.")
             if answer is None:
                 self._stands.saw(part.worker, found, now)
             else:
@@ -152,6 +164,8 @@ class Lookout:
         ended = {part.worker: part.error is not None for part in self._cell.parts.values() if part.done}
         running = [part.worker for part in self._running()]
         stands = self._stands.say(running, ended, held, now) if is_long else ""
+        if stands and self._is_blind:
+            stands += f"; {_BLIND}"
         said = "; ".join(each.text for each in partings if stands or not each.absent)
         if partings and not any(each.absent for each in partings):
             stands = ""  # the text about the collective says where they are

@@ -25,8 +25,13 @@ class Position(NamedTuple):
     """The call that the user's code waits in, such as ``dist.recv(src=0)``, or the text of the line."""
     line: str
     """The file and line number of the user's code, such as ``In[3]:2``."""
-    in_collective: bool = False
-    """True if the process is in a collective, as far as torch's flight recorder tells; it may have ended just now."""
+    memory: int = 0
+    """Bytes that the process has in memory, shared ones included; 0 if the system does not tell."""
+    in_collective: bool | None = False
+    """True if the process is in a collective, as far as torch's flight recorder tells; it may have ended just now.
+
+    None if the user has switched the recorder off.
+    """
 
 
 class Stands:

@@ -163,3 +163,13 @@ def test_a_healthy_program_has_no_line(notebook):
         "%%remote --progress-after 600\ntime.sleep(rank)\ndist.all_reduce(torch.ones(1))\ntime.sleep(3)"
     )
     assert line_of(cell) == ""
+
+
+def test_a_recorder_that_is_off_is_told(monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    with Notebook() as notebook:
+        notebook.run("%dist_init -n 2")
+        cell = notebook.send("%%remote --progress-after 2\nif rank: dist.barrier()")
+        notebook.until(lambda: line_of(cell).endswith("=0 has switched off torch's record of collectives"))
+        os.kill(notebook.pid, signal.SIGINT)
+        notebook.finish(cell)

@@ -1,11 +1,13 @@
 """What a process wrote before it died is cut to the lines that say why."""
 
+import re
 import threading
 
 import pytest
 from frontend import Notebook
 
 from nbdist.cluster.kernels.crash_reports import lines_that_say_why
+from nbdist.cluster.kernels.sightings import Sighting, say_last_seen
 
 PYTHONS = threading.__file__
 CELL = "/tmp/ipykernel_7/123.py"
@@ -47,6 +49,15 @@ def test_without_a_crash_the_last_lines_count_and_else_those_of_the_cell():
     assert lines_that_say_why("\n\n", ["said in the cell"]) == ["said in the cell"]
 
 
+def test_where_a_worker_was_seen_last_is_told_with_the_growth_of_its_memory():
+    call = "dist.barrier()", "In[3]:4"
+    seen = [Sighting(1.0, *call, 50), Sighting(10.0, *call, 2_000_000_000), Sighting(14.0, *call, 5_000_000_000)]
+    assert say_last_seen(seen[1:2], 11.4) == "it was seen last in dist.barrier(), In[3]:4, 1 s before, with 2.0 GB"
+    assert say_last_seen(seen, 64.0).endswith(", with 5.0 GB, 3.0 GB more than 4 s earlier")
+    assert say_last_seen(seen[:1], 64.0) == say_last_seen([], 0.0) == ""
+    assert say_last_seen([Sighting(1.0, *call, 0)], 3.0) == "it was seen last in dist.barrier(), In[3]:4, 2 s before"
+
+
 # -- with workers ---------------------------------------------------------------------------------
 
 
@@ -78,3 +89,24 @@ def test_a_receiver_that_gloo_ends_says_who_gave_what_and_dies_once(notebook):
     assert SAID in notebook.run("%dist_log worker1").stdout
     assert notebook.run("%dist_restart").error is None
     assert notebook.run("%remote all rank").result == "[0, 1, 2]"
+
+
+def test_a_worker_that_is_killed_was_seen_at_a_line_with_its_memory(notebook):
+    code = """import os, signal, time
+kept = []
+def load():
+    for step in range(8 if rank == 2 else 0):
+        kept.append(torch.ones(25_000_000))
+        time.sleep(0.5)
+    if rank == 2: os.kill(os.getpid(), signal.SIGKILL)
+load()"""
+    cell = notebook.run(f"%%remote\n{code}", check=False)
+    told = (
+        rf"worker2 was killed by SIGKILL \(out of memory, or killed by hand\)\n"
+        rf"it was seen last in .*, {re.escape(cell.name)}:[67], \d s before, with \S+ [MG]B, "
+        r"\S+ MB more than \d s earlier\n"
+        r"`%dist_restart worker2` starts it again"
+    )
+    assert re.search(told, "\n".join(cell.error["traceback"])), cell.error
+    assert "it was seen last in" in notebook.run("%dist_log worker2").stdout
+    notebook.run("%dist_restart")

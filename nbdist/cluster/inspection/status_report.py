@@ -70,7 +70,7 @@ def make_report() -> StatusReport:
         gpu_busy(),
         own_bytes(),
         time.process_time(),
-        progress()[1],
+        bool(progress()[1]),
     )
 
 

@@ -19,6 +19,7 @@ import secrets
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.kernel_connection import Kernel, KernelThread, Message
 from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.crash_reports import lines_that_say_why
+from nbdist.cluster.kernels.sightings import KEPT, Sighting, say_last_seen
 from nbdist.cluster.output.print_log import PrintLog
 from nbdist.cluster.output.tail import Tail
 from nbdist.cluster.processes.launchers.contract import StartedWorker
@@ -89,6 +91,8 @@ class Worker:
         """The names of the user's variables there, after the last cell, for completion."""
         self.histories: Sequence[GroupHistory] = ()
         """The collectives that the worker had called at the end of its last cell with any, by process group."""
+        self.sightings: deque[Sighting] = deque(maxlen=KEPT)
+        """Where the worker was, each time that somebody looked while its cell was silent."""
         self.stderr = Tail(_LAST_LINES, _LONGEST_LINE)
         """The last lines that the present cell has written to standard error."""
         self.log = Tail(_LAST_LINES, _LONGEST_LINE)
@@ -166,6 +170,7 @@ class Worker:
         self.log.clear()
         self.names = []
         self.histories = ()
+        self.sightings.clear()
 
     def call(self, function: str) -> Coroutine[Any, Any, None]:
         """Call a function of `nbdist.cluster.worker.kernel`, such as ``"join()"``, in the worker's main thread.
@@ -204,12 +209,16 @@ class Worker:
         wrote to standard error. In the kernel thread.
         """
         lines = lines_that_say_why(last_words, self.stderr.lines())
-        why = describe_exit(how)
+        told: list[str] = []
+        if how == -signal.SIGKILL and self.cells and (seen := say_last_seen(self.sightings, time.monotonic())):
+            told.append(seen)
         lines = [labels.rename_cell_frames(line, self.name) for line in lines]
         if lines:
-            why += "\nits standard error ended with:\n" + "\n".join(f"    {line}" for line in lines)
-            if last_words and self.print_log is not None:  # else a cell has printed the lines, and they are there
-                self.print_log.write(self.cells[0].number if self.cells else 0, "stderr", "\n".join(lines) + "\n")
+            told += ["its standard error ended with:", *(f"    {line}" for line in lines)]
+        if told and self.print_log is not None:
+            number = self.cells[0].number if self.cells else 0
+            self.print_log.write(number, "stderr", "\n".join(told) + "\n")
+        why = "\n".join([describe_exit(how), *told])
         try:
             self.lose(why)
         finally:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-__all__ = ["Regions", "Usage", "mark_start", "measure", "own_bytes", "resident_bytes", "started_with"]
+__all__ = ["Regions", "Usage", "mark_start", "measure", "own_bytes", "resident", "resident_bytes", "started_with"]
 
 _LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...(.) \S+ \S+ \S+ *(.*)$|^(Rss|Private_\w+): +(\d+) kB$", re.MULTILINE)
 """The first line of a mapping in ``/proc/PID/smaps``, or one of its amounts."""
@@ -64,6 +64,16 @@ class Regions:
         """
         at = bisect_right(self.starts, address) - 1
         return at >= 0 and address < self.ends[at]
+
+
+def resident() -> int:
+    """Return the bytes that this process has in memory, shared ones included; 0 if the system does not tell.
+
+    Takes 20 µs; the other functions of this module take milliseconds, or more in a large process.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/statm") as counts:
+        return int(counts.read().split()[1]) * mmap.PAGESIZE
+    return 0
 
 
 def measure() -> tuple[Usage | None, Regions]:

@@ -43,6 +43,7 @@ from torch.distributed.distributed_c10d import init_process_group as _init_proce
 from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.hosts.group_board import BoardStore
 from nbdist.cluster.processes.group_store import FolderStore, GroupStore
+from nbdist.cluster.processes.process_memory import resident
 from nbdist.cluster.processes.setup import AUTO, WorkerSetup, choose_backend, group_folder
 from nbdist.cluster.stands import Position
 from nbdist.cluster.whereabouts import place
@@ -256,7 +257,8 @@ class Collectives:
         if found is None:
             return None
         count, has_unfinished = flight_recorder.progress()
-        return found._replace(instruction=(*found.instruction, count), in_collective=has_unfinished)
+        instruction = *found.instruction, count
+        return found._replace(instruction=instruction, memory=resident(), in_collective=has_unfinished)
 
     def histories(self) -> list[GroupHistory]:
         """Return what this worker has called in each of its process groups, since the default group has formed."""

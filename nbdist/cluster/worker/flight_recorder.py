@@ -8,6 +8,7 @@ called it, and whether it has ended. It does not know `send` and `recv` of gloo.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
@@ -51,8 +52,13 @@ _MESH = "mesh_"
 """The beginning of the description that torch gives to the group of a dimension of a DeviceMesh."""
 
 
-def progress() -> tuple[int, bool]:
-    """Return how many collectives this process has called, and whether one may not have ended. Takes 3 µs."""
+def progress() -> tuple[int, bool | None]:
+    """Return how many collectives this process has called, and whether one may not have ended. Takes 3 µs.
+
+    The second is None if the user has switched the recorder off: then the first is 0.
+    """
+    if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
+        return 0, None
     groups = flight_record(entries=False).get("pg_status", {}).values()
     counts = [(each["last_enqueued_collective"], each["last_completed_collective"]) for each in groups]
     return sum(called for called, _ in counts), any(called != ended for called, ended in counts)
