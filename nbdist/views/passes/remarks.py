@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nbdist.amounts import counted, duration
+from nbdist.amounts import counted, duration, plural
 from nbdist.autograd.graph.events import Key
 from nbdist.autograd.graph.inherited import Inherited, told
 from nbdist.views.drawing.graph import name_of
@@ -54,9 +54,9 @@ def remarks(found: Backward) -> list[Remark]:
     """
     made = [_critical_path(found), _slowest(found), _longest_on_gpu(found), _first_bad(found), _largest(found)]
     if found.plan.unused:
-        made.append(
-            (SentencePart(f"{len(found.plan.unused)} messages carry no gradients: no root depends on their tensors"),)
-        )
+        count = len(found.plan.unused)
+        said = f"{counted(count, 'message')} {plural(count, 'carries', 'carry')} no gradients: no root depends on"
+        made.append((SentencePart(f"{said} {plural(count, 'its', 'their')} tensors"),))
     return [remark for remark in made if remark]
 
 
