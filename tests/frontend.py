@@ -75,7 +75,7 @@ class Executed:
 class Notebook:
     """A kernel and the front end's side of it."""
 
-    def __init__(self, *, load=True, env=None, watched=True):
+    def __init__(self, *, load=True, env=None, watched=True, cwd=None):
         self.watched = watched
         environment = {
             **os.environ,
@@ -84,7 +84,7 @@ class Notebook:
         }
         environment.pop("PYTEST_CURRENT_TEST", None)  # by which kernels see that they are tested, and behave otherwise
         environment |= python_path(BLIND, os.environ.get("NBDIST_TEST_KERNEL_PATH", ""))
-        self._start({**environment, **(env or {})})
+        self._start({**environment, **(env or {})}, cwd)
         self.cells = {}
         self.comms = []
         """Whatever widgets have sent, for whichever cell."""
@@ -95,12 +95,12 @@ class Notebook:
         if load:
             self.run("%load_ext nbdist")
 
-    def _start(self, environment):
+    def _start(self, environment, cwd):
         """Start the kernel; try again if it ends at once, as it does when a program takes a port chosen for it."""
         for left in (2, 1, 0):
             self.manager = KernelManager(kernel_name="python3")
             self.manager.kernel_spec.argv[0] = sys.executable
-            self.manager.start_kernel(env=environment, extra_arguments=["--HistoryManager.enabled=False"])
+            self.manager.start_kernel(env=environment, cwd=cwd, extra_arguments=["--HistoryManager.enabled=False"])
             self.client = self.manager.client()
             self.client.start_channels()
             try:

@@ -69,20 +69,20 @@ def notebook():
 
 
 def test_a_receiver_that_gloo_ends_says_who_gave_what_and_dies_once(notebook):
-    code = "x = torch.ones(4 if rank == 0 else 2)\ndist.broadcast(x, src=0)"
+    code = "pair = dist.new_group([0, 1])\nif rank < 2: dist.broadcast(torch.ones(4 - 2 * rank), src=0, group=pair)"
     cell = notebook.run(f"%%remote\n{code}", check=False)
     told = "\n".join(cell.error["traceback"])
     assert SAID in told
     assert f"Cell {cell.name} on worker1, line 3" in told
     assert cell.stderr == (
-        f"last in the default group: worker0 broadcast float32[4] ({cell.name}:3) (#1); "
-        "of worker1,2, their own records are lost\n"
+        f"last in the group of worker0,1: worker0 broadcast float32[4] ({cell.name}:3) (#1); "
+        "of worker1, its own record is lost\n"
     )
     for question in ("%remote all rank", "%dist_diff rank"):
         found = notebook.run(question)
-        assert found.stdout == "worker1,2 are lost, and left out.\n"
+        assert found.stdout == "worker1 is lost, and left out.\n"
         assert "gloo" not in found.result
-    assert notebook.run("%remote all rank").result == "[0]"
+    assert notebook.run("%remote all rank").result == "[0, 2]"
     again = notebook.run("%%remote\nrank", check=False).error["evalue"]
     assert "worker1 was killed by SIGABRT" in again
     assert "gloo" not in again

@@ -23,7 +23,7 @@ from nbdist.cluster.launching import find_launcher
 from nbdist.cluster.processes import run_directory
 from nbdist.cluster.processes.group_store import Folders, FolderStore
 from nbdist.cluster.processes.worker_processes import Processes
-from nbdist.cluster.worker import collectives, kernel, nccl
+from nbdist.cluster.worker import collectives, kernel, nccl, non_members
 from nbdist.errors import EncodeError, GroupError, ProtocolError, RendezvousError, UnknownWorker, UsageError, WorkerLost
 from nbdist.testing import World
 
@@ -158,8 +158,16 @@ def test_collectives_of_a_group_that_cannot_be_used(monkeypatch, tmp_path):
     monkeypatch.setattr(collectives, "_DEATH_KNOWN_WITHIN", 0)
     monkeypatch.setattr(nccl, "follow", lambda: None)  # it would leave a signal handler behind
     told = SimpleNamespace(
-        driver="notebook", backend="gloo", secret=None, folder=tmp_path, rank=0, world_size=1, device="cpu"
+        name="worker0",
+        driver="notebook",
+        backend="gloo",
+        secret=None,
+        folder=tmp_path,
+        rank=0,
+        world_size=1,
+        device="cpu",
     )
+    monkeypatch.setattr(non_members, "follow", lambda worker: None)  # it would change torch
     groups = collectives.Collectives()
 
     def explain():

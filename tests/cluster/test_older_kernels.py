@@ -16,6 +16,8 @@ from python_path import python_path
 LOSING = "ipykernel-7.3"
 ENVIRONMENTS = [LOSING, "colab", pytest.param("kaggle", marks=pytest.mark.soak)]
 """Kaggle's kernel is Colab's; its ipywidgets are newer."""
+AWAY = tempfile.gettempdir()
+"""IPython 7 puts the working directory first on the path, and ipykernel 7 takes it from there: neither is ours."""
 
 
 @pytest.fixture(scope="module", params=ENVIRONMENTS)
@@ -32,7 +34,7 @@ def folder(name):
 
 @pytest.fixture(scope="module")
 def old(folder):
-    with Notebook(env=python_path(folder)) as notebook:
+    with Notebook(env=python_path(folder), cwd=AWAY) as notebook:
         notebook.run("%dist_init -n 2 -t 60")
         yield notebook
         assert "0 processes left" in notebook.run("%dist_shutdown").stdout
@@ -179,7 +181,7 @@ output.enable_custom_widget_manager()
 )
 def test_what_colab_adds_to_widgets_survives(folder):
     widget = "application/vnd.jupyter.widget-view+json"
-    with Notebook(env=python_path(folder)) as notebook:
+    with Notebook(env=python_path(folder), cwd=AWAY) as notebook:
         notebook.run(COLAB)
         notebook.run("%dist_init -n 2 --backend none -t 60")
         shown = "from IPython.display import display\nimport ipywidgets\ndisplay(ipywidgets.IntSlider())"
