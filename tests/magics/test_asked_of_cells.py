@@ -60,8 +60,9 @@ def test_what_is_printed_before_a_call_and_in_it_is_shown_before_what_comes_late
         notebook.run(say)
         assert notebook.run(cell.format(0)).stdout.split("\n") == ["before", "[worker0] said 0", "0", ""]
         notebook.run(f"%%remote 0\n{say}")
-        shown = notebook.run("%%remote 0\n" + cell.format(1)).stdout
-        assert shown.split("\n") == ["before", "[worker1] said 1", "1", ""]
+        *first, last, _ = notebook.run("%%remote 0\n" + cell.format(1)).stdout.split("\n")
+        assert sorted(first) == ["[worker1] said 1", "before"]  # of two workers, whose connections are not ordered
+        assert last == "1"
     finally:
         for each in ("", "%%remote\n"):
             notebook.run(each + late.format(0.2))
