@@ -1,12 +1,13 @@
-"""Finds where the threads of this process stand."""
+"""Finds where the threads of this process stand: their frames, and the lines of these."""
 
 from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["thread_frames"]
+__all__ = ["line_number", "outwards", "thread_frames"]
 
 
 def thread_frames() -> dict[int, FrameType]:
@@ -26,3 +27,15 @@ def thread_frames() -> dict[int, FrameType]:
     finally:
         if collects:
             gc.enable()
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame, its caller's, and so on; nothing for None."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def line_number(frame: FrameType) -> int:
+    """Return the line that a frame is in; its function's first, where it is in none, as while it unwinds."""
+    return frame.f_lineno or frame.f_code.co_firstlineno

@@ -45,6 +45,13 @@ class Executed:
         return "".join(c["text"] for c in self.of("stream") if c["name"] == "stderr")
 
     @property
+    def line(self):
+        """The one line below the cell that says where workers stand, as it is now; empty if there is none."""
+        lines = [m for m in self.messages if m["msg_type"] in ("display_data", "update_display_data")]
+        assert sum(m["msg_type"] == "display_data" for m in lines) <= 1
+        return lines[-1]["content"]["data"]["text/plain"] if lines else ""
+
+    @property
     def result(self):
         results = self.of("execute_result")
         return results[-1]["data"]["text/plain"] if results else None
@@ -148,6 +155,14 @@ class Notebook:
                 f"{code!r} failed: {COLOUR.sub('', chr(10).join(cell.reply['content'].get('traceback', [])))}"
             )
         return cell
+
+    def end_all(self):
+        """End the cells that run, and leave idle workers in a process group that works."""
+        for cell in self.cells.values():
+            if not cell.idle:
+                os.kill(self.pid, signal.SIGINT)
+                self.finish(cell)
+        self.run("%dist_restart -p", check=False)
 
     def finish(self, cell, timeout=60):
         self.until(lambda: cell.idle and cell.reply is not None, timeout, "the end of", cell)

@@ -8,11 +8,12 @@ import inspect
 import linecache
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import FrameType, MemberDescriptorType
 from typing import Any
 
 from nbdist.code_places import is_users, shown_name
+from nbdist.thread_frames import line_number, outwards
 
 __all__ = ["say_lock"]
 
@@ -28,8 +29,8 @@ def say_lock(thread: int, threads: Mapping[int, FrameType]) -> str:
     ``threads`` has the innermost frame of each thread, by ident. Empty if the thread's innermost line of user code
     takes no lock, or a free one. Who holds a lock is known of an RLock, and of a lock that a ``with`` has taken.
     """
-    frame: FrameType | None = next((each for each in _outwards(threads[thread]) if is_users(_file(each))), None)
-    match = _TAKES.search(linecache.getline(_file(frame), frame.f_lineno or 0)) if frame is not None else None
+    frame: FrameType | None = next((each for each in outwards(threads[thread]) if is_users(_file(each))), None)
+    match = _TAKES.search(linecache.getline(_file(frame), line_number(frame))) if frame is not None else None
     if frame is None or match is None:
         return ""
     name = match[1] or match[2]
@@ -44,15 +45,9 @@ def say_lock(thread: int, threads: Mapping[int, FrameType]) -> str:
     if holder == thread:
         return f"{said}, which it holds itself"
     names = {each.ident: each.name for each in threading.enumerate()}
-    innermost = next((each for each in _outwards(threads.get(holder)) if is_users(_file(each))), None)
-    at = f" at {shown_name(_file(innermost))}:{innermost.f_lineno}" if innermost is not None else ""
+    innermost = next((each for each in outwards(threads.get(holder)) if is_users(_file(each))), None)
+    at = f" at {shown_name(_file(innermost))}:{line_number(innermost)}" if innermost is not None else ""
     return f"{said}, which {names.get(holder, 'a thread that has ended')} holds{at}"
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _file(frame: FrameType) -> str:
@@ -82,8 +77,9 @@ def _evaluate(node: ast.expr, frame: FrameType) -> Any:
             is_slot = isinstance(value, MemberDescriptorType)
             return object.__getattribute__(held, name) if is_slot else value
         case ast.Subscript(value=owner, slice=key):
-            kept = _evaluate(owner, frame)
-            return kept[_evaluate(key, frame)] if type(kept) in (dict, list, tuple) else None
+            kept, at = _evaluate(owner, frame), _evaluate(key, frame)
+            is_plain = type(kept) in (dict, list, tuple) and type(at) in (str, int)  # else the user's code would run
+            return kept[at] if is_plain else None
     return None
 
 
@@ -96,11 +92,11 @@ def _is_taken(lock: Any, thread: int) -> bool:
 
 def _holds(innermost: FrameType, lock: Any, waiting: FrameType) -> bool:
     """Return whether a thread is inside of a ``with`` that has taken this lock; ``waiting`` is the frame that waits."""
-    for frame in _outwards(innermost):
+    for frame in outwards(innermost):
         if is_users(_file(frame)):
             for begin, first, last, name in _blocks(_file(frame)):
-                is_inside = first <= (frame.f_lineno or 0) <= last
-                is_the_wait = frame is waiting and begin == frame.f_lineno
+                is_inside = first <= (line_number(frame)) <= last
+                is_the_wait = frame is waiting and begin == line_number(frame)
                 if is_inside and not is_the_wait and _value_of(name, frame) is lock:
                     return True
     return False

@@ -127,7 +127,7 @@ class Lookout:
             return
         now = time.monotonic()
         held: dict[str, str] = {}
-        in_collective = False
+        in_collective = self._is_blind = False
         for part in self._running():
             found, answer = None, asked.get(part.worker)
             if answer is not None and answer.done():

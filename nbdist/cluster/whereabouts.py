@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 
 from nbdist.cluster.stands import Position
 from nbdist.code_places import TORCH, is_nbdists, is_torchs, is_users, shown_name
-from nbdist.thread_frames import thread_frames
+from nbdist.thread_frames import line_number, outwards, thread_frames
 
 __all__ = ["place", "say_place", "say_where"]
 
@@ -47,12 +47,7 @@ def say_place(innermost: FrameType | None) -> tuple[str, str] | None:
 
     ``innermost`` is a thread's innermost frame. Returns None if the thread runs no user code.
     """
-    frames = []
-    frame = innermost
-    while frame is not None:
-        frames.append((frame, frame.f_lineno or frame.f_code.co_firstlineno))
-        frame = frame.f_back
-    return _find(frames)
+    return _find([(frame, line_number(frame)) for frame in outwards(innermost)])
 
 
 def say_where(tb: TracebackType | None) -> str:

@@ -91,31 +91,21 @@ def shared():
 def notebook(shared):
     """Three idle workers in a process group that works."""
     yield shared
-    for cell in shared.cells.values():
-        if not cell.idle:
-            os.kill(shared.pid, signal.SIGINT)
-            shared.finish(cell)
-    shared.run("%dist_restart -p", check=False)
-
-
-def line_of(cell):
-    """The line of where workers stand, as it is now; "" if there is none."""
-    lines = [m for m in cell.messages if m["msg_type"] in ("display_data", "update_display_data")]
-    return lines[-1]["content"]["data"]["text/plain"] if lines else ""
+    shared.end_all()
 
 
 @pytest.mark.parametrize("name", WAITS)
 def test_who_has_not_come_is_named(notebook, name):
     code, told = WAITS[name]
     cell = notebook.send(f"%%remote --progress-after 3\n{code}")
-    notebook.until(lambda: re.fullmatch(told, line_of(cell)), what=told)
+    notebook.until(lambda: re.fullmatch(told, cell.line), what=told)
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_different_collectives_are_told_at_the_first_look(notebook, name):
     code, told = DIFFERENCES[name]
     cell = notebook.send(f"%%remote --progress-after 600\n{code}")
-    notebook.until(lambda: re.fullmatch(told, line_of(cell)), what=told)
+    notebook.until(lambda: re.fullmatch(told, cell.line), what=told)
 
 
 def test_a_worker_that_was_not_sent_the_cell_is_missing(notebook):
@@ -124,7 +114,7 @@ def test_a_worker_that_was_not_sent_the_cell_is_missing(notebook):
         r"worker1,2 have not come to all_reduce #1 \(In\[\d+\]:2\), float32\[1\], default group: "
         r"worker0 waits in dist\.all_reduce\(\), In\[\d+\]:2, \d+ s; worker1,2 are not in this cell"
     )
-    notebook.until(lambda: re.fullmatch(told, line_of(cell)), what=told)
+    notebook.until(lambda: re.fullmatch(told, cell.line), what=told)
 
 
 def test_survivors_are_not_compared_by_what_they_did_before_a_restart(notebook):
@@ -132,7 +122,7 @@ def test_survivors_are_not_compared_by_what_they_did_before_a_restart(notebook):
     notebook.run("%dist_restart 1")
     cell = notebook.send("%%remote --progress-after 3\nif rank != 1: dist.all_reduce(torch.ones(1))")
     told = r"worker1 has not come to all_reduce #1 \(In\[\d+\]:2\), float32\[1\], default group: "
-    notebook.until(lambda: re.match(told, line_of(cell)), what=told)
+    notebook.until(lambda: re.match(told, cell.line), what=told)
 
 
 def test_a_time_limit_says_it_too(notebook):
@@ -162,7 +152,7 @@ def test_a_healthy_program_has_no_line(notebook):
     cell = notebook.run(
         "%%remote --progress-after 600\ntime.sleep(rank)\ndist.all_reduce(torch.ones(1))\ntime.sleep(3)"
     )
-    assert line_of(cell) == ""
+    assert cell.line == ""
 
 
 def test_a_recorder_that_is_off_is_told(monkeypatch):
@@ -170,6 +160,6 @@ def test_a_recorder_that_is_off_is_told(monkeypatch):
     with Notebook() as notebook:
         notebook.run("%dist_init -n 2")
         cell = notebook.send("%%remote --progress-after 2\nif rank: dist.barrier()")
-        notebook.until(lambda: line_of(cell).endswith("=0 has switched off torch's record of collectives"))
+        notebook.until(lambda: cell.line.endswith("=0 has switched off torch's record of collectives"))
         os.kill(notebook.pid, signal.SIGINT)
         notebook.finish(cell)

@@ -36,7 +36,7 @@ def test_a_crash_of_python_is_told_with_the_users_lines():
     assert lines_that_say_why(PYTHON, ["other"]) == ["Fatal Python error: Segmentation fault", *FRAMES]
 
 
-@pytest.mark.parametrize("at", [0, 36, len(PYTHON) - 40, len(PYTHON)])
+@pytest.mark.parametrize("at", [0, 36, PYTHON.index(FRAMES[1]), len(PYTHON) - 40, len(PYTHON)])
 def test_gloos_end_is_explained_wherever_its_text_stands(at):
     lines = lines_that_say_why(PYTHON[:at] + GLOO + PYTHON[at:], [])
     assert SAID in lines

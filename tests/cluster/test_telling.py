@@ -25,18 +25,7 @@ def shared():
 def notebook(shared):
     """Three idle workers in a process group that works."""
     yield shared
-    for cell in shared.cells.values():
-        if not cell.idle:
-            os.kill(shared.pid, signal.SIGINT)
-            shared.finish(cell)
-    shared.run("%dist_restart -p", check=False)
-
-
-def line_of(cell):
-    """The one line of where workers stand, as it is now; None if there was none."""
-    lines = [m for m in cell.messages if m["msg_type"] in ("display_data", "update_display_data")]
-    assert sum(m["msg_type"] == "display_data" for m in lines) <= 1
-    return lines[-1]["content"]["data"]["text/plain"] if lines else None
+    shared.end_all()
 
 
 def stop(notebook, cell):
@@ -131,33 +120,33 @@ def test_a_long_text_is_cut_and_a_longer_one_begins_with_its_first_line():
 
 def test_one_line_says_where_each_worker_waits(notebook):
     cell = notebook.send("%%remote --progress-after 3\nif rank:\n    dist.recv(torch.ones(1), src=0)")
-    notebook.until(lambda: line_of(cell))
+    notebook.until(lambda: cell.line)
     place = rf"dist\.recv\(src=0\), {re.escape(cell.name)}:3"
     told = rf"worker1,2 wait in {place}, \d+ s; worker0 is through with this cell"
-    notebook.until(lambda: re.fullmatch(told, line_of(cell)))
-    first = line_of(cell)
-    notebook.until(lambda: line_of(cell) != first)  # in its place: `line_of` sees to that
+    notebook.until(lambda: re.fullmatch(told, cell.line))
+    first = cell.line
+    notebook.until(lambda: cell.line != first)  # in its place: `Cell.line` sees to that
     stop(notebook, cell)
-    notebook.until(lambda: line_of(cell) == "")
+    notebook.until(lambda: cell.line == "")
 
 
 def test_a_cell_that_computes_has_no_line(notebook):
     cell = notebook.run(
         "%%remote --progress-after 0.5\nimport time\nend = time.time() + 4\nwhile time.time() < end: sum(range(1000))"
     )
-    assert line_of(cell) is None
+    assert cell.line == ""
 
 
 def test_all_that_run_wait(notebook):
     cell = notebook.send("%%remote --progress-after 2\nimport time\ntime.sleep(600)")
-    notebook.until(lambda: line_of(cell))
-    assert re.fullmatch(rf"worker0-2 wait in time\.sleep\(600\), {re.escape(cell.name)}:3, \d+ s", line_of(cell))
+    notebook.until(lambda: cell.line)
+    assert re.fullmatch(rf"worker0-2 wait in time\.sleep\(600\), {re.escape(cell.name)}:3, \d+ s", cell.line)
     stop(notebook, cell)
 
 
 def test_zero_turns_it_off(notebook):
     cell = notebook.run("%%remote --progress-after 0\nimport time\ntime.sleep(4)")
-    assert line_of(cell) is None
+    assert cell.line == ""
 
 
 @pytest.mark.skipif("NBDIST_TEST_BLIND_PATH" in os.environ, reason="nobody sees that a process elsewhere is stopped")
@@ -167,7 +156,7 @@ def test_a_worker_that_a_signal_has_stopped_is_named(notebook):
     try:
         cell = notebook.send("%%remote --progress-after 2\n1")
         told = r"worker1 is stopped by a signal, \d+ s; worker0,2 are through with this cell"
-        notebook.until(lambda: re.fullmatch(told, line_of(cell) or ""))
+        notebook.until(lambda: re.fullmatch(told, cell.line))
     finally:
         os.kill(pid, signal.SIGCONT)
     notebook.finish(cell)
@@ -191,7 +180,7 @@ def behind(notebook):
 def test_who_waits_for_a_busy_worker_is_told_so(notebook, behind, line):
     cell = notebook.send(line)
     told = rf"worker0 is still busy with time\.sleep\(600\), {re.escape(behind)}:3, \d+ s"
-    notebook.until(lambda: re.match(told, line_of(cell) or ""))
+    notebook.until(lambda: re.match(told, cell.line))
     stop(notebook, cell)
 
 
@@ -200,7 +189,7 @@ def test_nothing_of_it_is_in_a_log():
         notebook.run("%dist_init -n 2 --backend none -t 60")
         cell = notebook.run("%%remote --progress-after 1\nimport time\nif rank: 1 / 0\ntime.sleep(2)", check=False)
         assert cell.stderr == ""
-        assert line_of(cell) is None
+        assert cell.line == ""
 
 
 def place(instruction, processor, call="f()", line="In[3]:1"):
@@ -257,23 +246,23 @@ def test_who_does_not_answer_for_long_is_told_and_keeps_the_gil_if_its_host_says
 def test_a_wait_for_a_worker_that_computes_is_told(notebook):
     code = "import math\nif rank == 1:\n    while True: math.sqrt(2.0)\ndist.all_reduce(torch.ones(1))"
     cell = notebook.send(f"%%remote --progress-after 1\n{code}")
-    notebook.until(lambda: "computes" in (line_of(cell) or ""))
+    notebook.until(lambda: "computes" in cell.line)
     assert re.fullmatch(
         r"worker1 has not come to all_reduce #\d+ \(In\[\d+\]:5\), float32\[1\], default group: "
         r"worker0,2 wait in dist\.all_reduce\(\), In\[\d+\]:5, \d+ s; worker1 computes at In\[\d+\]:4",
-        line_of(cell),
-    ), line_of(cell)
+        cell.line,
+    ), cell.line
     stop(notebook, cell)
 
 
 def test_a_worker_that_keeps_the_gil_is_told_with_its_line(notebook):
     code = "if rank == 1:\n    sum(range(8 * 10**8))  # some seconds, in C"
     cell = notebook.send(f"%%remote --progress-after 1\n{code}")
-    notebook.until(lambda: "its cell is at" in (line_of(cell) or ""))
+    notebook.until(lambda: "its cell is at" in cell.line)
     assert re.fullmatch(
         r"worker1 has not released the GIL for \d+ s \(its cell is at In\[\d+\]:3\); "
         "worker0,2 are through with this cell",
-        line_of(cell),
-    ), line_of(cell)
+        cell.line,
+    ), cell.line
     notebook.finish(cell)
-    assert line_of(cell) == ""
+    assert cell.line == ""

@@ -24,8 +24,8 @@ def shared():
 @pytest.fixture
 def notebook(shared):
     yield shared
-    shared.run("import nbdist; nbdist.Cluster.current.interrupt()")
-    shared.run("%dist_restart -p")
+    shared.run("import nbdist; nbdist.Cluster.current.interrupt()")  # calls and cells in the background, too
+    shared.end_all()
 
 
 def until(notebook, told, magic="%dist_stacks"):

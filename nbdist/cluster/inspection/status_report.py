@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from types import FrameType
 from typing import NamedTuple
 
 from nbdist.cluster.processes.process_memory import own_bytes
@@ -16,7 +15,7 @@ from nbdist.cluster.worker.flight_recorder import progress
 from nbdist.code_places import is_users, shown_name
 from nbdist.rpc.agent import Agent, active_agent
 from nbdist.rpc.core.pending import Pending
-from nbdist.thread_frames import thread_frames
+from nbdist.thread_frames import line_number, outwards, thread_frames
 
 __all__ = ["LINE_SHOWN", "StatusReport", "gpu_busy", "gpu_memory", "make_report", "say_line", "users_calls"]
 
@@ -117,15 +116,11 @@ def _users_line() -> str:
     main = threading.main_thread().ident
     me = threading.get_ident()
     for thread in sorted(frames, key=lambda thread: thread != main):
-        frame: FrameType | None = frames[thread] if thread != me else None
-        while frame is not None:
+        for frame in outwards(frames[thread]) if thread != me else ():
             file = frame.f_code.co_filename
             if is_users(file):
-                number = (
-                    frame.f_lineno or frame.f_code.co_firstlineno
-                )  # None where the code has no line, as while it unwinds
+                number = line_number(frame)
                 return say_line(shown_name(file), number, linecache.getline(file, number).strip())
-            frame = frame.f_back
     return ""
 
 

@@ -23,7 +23,7 @@ from nbdist.errors import NbdistError
 from nbdist.rpc.agent import active_agent
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.calls.executor import Request
-from nbdist.thread_frames import thread_frames
+from nbdist.thread_frames import line_number, outwards, thread_frames
 
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
@@ -92,21 +92,20 @@ def own_stacks() -> list[ThreadStack]:
         place = say_place(threads[ident])
         if place is None:
             continue
-        lines, serves, frame = [], "", threads[ident]
-        inner: FrameType | None = frame
-        while inner is not None:
-            if is_users(inner.f_code.co_filename):
-                lines.append(_say_line(inner.f_code.co_filename, inner.f_lineno or 0, inner.f_code.co_name))
-            elif inner.f_code is _SERVES and not serves:
-                serves = _say_call(inner.f_locals["self"])
-            inner = inner.f_back
-        at = say_lock(ident, threads) or ("" if is_users(frame.f_code.co_filename) else place[0])
+        lines, serves = [], ""
+        for frame in outwards(threads[ident]):
+            if is_users(frame.f_code.co_filename):
+                lines.append(_say_line(frame))
+            elif frame.f_code is _SERVES and not serves:
+                serves = _say_call(frame.f_locals["self"])
+        at = say_lock(ident, threads) or ("" if is_users(threads[ident].f_code.co_filename) else place[0])
         found.append(ThreadStack(names.get(ident, "a thread without a name"), tuple(lines), at, serves))
     return found
 
 
-def _say_line(file: str, number: int, function: str) -> str:
-    inside = "" if function == "<module>" else f" in {function}"
+def _say_line(frame: FrameType) -> str:
+    code, number = frame.f_code, line_number(frame)
+    file, inside = code.co_filename, "" if code.co_name == "<module>" else f" in {code.co_name}"
     text = linecache.getline(file, number).strip()[:LINE_SHOWN]
     return f"{shown_name(file)}:{number}{inside}" + (f": {text}" if text else "")
 

@@ -16,9 +16,7 @@ _PYTHON = re.compile(r"Fatal Python error[^\n]*")
 _CPLUSPLUS = re.compile(r"terminate called (?:(?!Fatal Python)[^\n])*")
 _WHAT = re.compile(r"^ *what\(\):[^\n]*", re.MULTILINE)
 """The text of an error of C++, in a line after that."""
-_THREAD = re.compile(
-    r"^(?:Current thread|Thread|Stack)\b[^\n]*\(most recent call first\):\n((?: +File [^\n]*\n?)+)", re.M
-)
+_THREAD = re.compile(r"\(most recent call first\):\n(?:(?!\n\n).)*", re.DOTALL)
 _FRAME = re.compile(r'^ +File "([^"]+)", line \d+ in .*$', re.MULTILINE)
 _TOO_LONG = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 """The words with which gloo ends the process that receives more bytes than it expects."""

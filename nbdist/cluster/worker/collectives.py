@@ -53,7 +53,7 @@ from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, NbdistError, RendezvousError, WorkerLost
 from nbdist.rpc.asking import ask_each
 from nbdist.signals import DeferredSignals
-from nbdist.thread_frames import thread_frames
+from nbdist.thread_frames import outwards, thread_frames
 from nbdist.torch_private import groups_by_name, is_process_group_known, process_groups, restart_group_numbers
 
 if TYPE_CHECKING:
@@ -583,10 +583,8 @@ class Collectives:
         return self._broken.get(threading.main_thread().ident or 0, 0.0) > since
 
     def _is_forming(self, ident: int) -> bool:
-        frame = thread_frames().get(ident)
-        while frame is not None and frame.f_code is not Collectives.initialise.__code__:
-            frame = frame.f_back
-        return frame is not None
+        frames = outwards(thread_frames().get(ident))
+        return any(frame.f_code is Collectives.initialise.__code__ for frame in frames)
 
 
 def destroy(group: Any = None) -> None:

@@ -37,7 +37,7 @@ import torch.distributed
 
 from nbdist.cluster.worker import gloo
 from nbdist.code_places import is_nbdists, is_pythons, is_torchs, is_users
-from nbdist.thread_frames import thread_frames
+from nbdist.thread_frames import outwards, thread_frames
 
 __all__ = [
     "LEFT",
@@ -253,20 +253,13 @@ def _place(ident: int) -> WaitingPlace | None:
 
 def _is_in_collective(frame: FrameType | None) -> bool:
     """Return whether a frame, or one of its callers, belongs to torch's module with the collectives."""
-    while frame is not None:
-        if frame.f_code.co_filename == torch.distributed.distributed_c10d.__file__:
-            return True
-        frame = frame.f_back
-    return False
+    collectives = torch.distributed.distributed_c10d.__file__
+    return any(each.f_code.co_filename == collectives for each in outwards(frame))
 
 
 def _runs_user_code(frame: FrameType | None) -> bool:
     """Return whether a frame, or one of its callers, runs the user's code."""
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return True
-        frame = frame.f_back
-    return False
+    return any(is_users(each.f_code.co_filename) for each in outwards(frame))
 
 
 def is_interrupt(error: BaseException | None) -> bool:

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from nbdist.code_places import is_torchs
+from nbdist.thread_frames import outwards
 
 __all__ = ["owner"]
 
@@ -22,20 +23,14 @@ def owner(innermost: FrameType | None, main: FrameType | None, entry: Mapping[st
     ``innermost`` is the frame of the thread that called it, ``main`` of the main thread, in which a forward pass waits.
     ``entry`` is what torch's flight recorder has.
     """
-    for frame in (*_outwards(innermost), *_outwards(main)):
+    for frame in (*outwards(innermost), *outwards(main)):
         known = frame.f_locals.get("self") if is_torchs(frame.f_code.co_filename, "distributed/fsdp") else None
         if (name := getattr(known, "_module_fqn", None)) is not None:  # a group of parameters of FSDP2
             return f"module {name}" if name else "the root module"
-    for model in _models(_outwards(main)):
+    for model in _models(outwards(main)):
         if said := _gradients(model, entry):
             return said
     return ""
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _models(frames: Iterable[FrameType]) -> Iterator[Any]:
