@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from nbdist import __version__
 from nbdist.errors import NbdistError
 
-__all__ = ["main"]
-
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of nbdist's own arguments."""

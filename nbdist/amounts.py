@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["counted", "duration", "plural", "size"]
-
 
 def size(nbytes: int) -> str:
     """Return a number of bytes as text, in units of 1000: ``"1.5 MB"``."""

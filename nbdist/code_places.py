@@ -25,8 +25,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["CELLS", "NBDIST", "TORCH", "is_nbdists", "is_of_cell", "is_pythons", "is_torchs", "is_users", "shown_name"]
-
 NBDIST = f"{Path(__file__).parent}/"
 """The folder of nbdist's code, with a slash at its end."""
 TORCH = f"{Path(torch.__file__).parent}/"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["aligned"]
-
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return each row as a line, the cells of a column one below the other; no lines for no rows.

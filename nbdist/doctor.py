@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from nbdist.cluster.hosts.admission import NotebookFacts
     from nbdist.cluster.hosts.trials import TrialWay
 
-__all__ = ["examine"]
-
 _PACKAGES = ("torch", "pyzmq", "msgspec", "cloudpickle")
 
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from nbdist.errors import UsageError
 
-__all__ = ["LONGEST", "bounded", "limit", "patience", "positive", "seconds"]
-
 LONGEST = 1e8
 """Seconds, about three years. Python's locks and torch's stores can wait for that long; more counts as no limit."""
 

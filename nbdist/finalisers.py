@@ -29,8 +29,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["guard", "hand_over", "may_wait", "this_thread"]
-
 _log = logging.getLogger("nbdist.rpc")
 
 

@@ -12,8 +12,6 @@ import weakref
 from collections import deque
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Hold", "Holds"]
-
 T = TypeVar("T")
 
 

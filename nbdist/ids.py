@@ -10,8 +10,6 @@ import itertools
 import secrets
 from typing import NamedTuple
 
-__all__ = ["GlobalId", "IdSource", "new_incarnation"]
-
 
 def new_incarnation() -> int:
     """Return a number that no other agent, past or future, will have: a random odd one of up to 62 bits."""

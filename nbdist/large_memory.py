@@ -10,8 +10,6 @@ import ctypes
 import sys
 from collections.abc import Callable
 
-__all__ = ["copy", "unfilled", "with_large_pages"]
-
 _WORTH_WHILE = 4 << 20
 """The size in bytes of the smallest memory for which the kernel is asked for large pages."""
 _PAGE = 4096

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["describe", "draw", "make_recorder", "make_timeline", "make_view"]
-
 make_recorder: Callable[[Any], Any]
 """Returns a new recorder for an agent, a `nbdist.rpc.recording.CallRecorder`. The agent uses it for each call."""
 

@@ -10,8 +10,6 @@ import threading
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["DeferredSignals"]
-
 _DEFERRED = tuple(
     getattr(signal, name)
     for name in (

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["line_number", "outwards", "thread_frames"]
-
 
 def thread_frames() -> dict[int, FrameType]:
     """Return the innermost frame of each thread of Python, by the thread's ident.

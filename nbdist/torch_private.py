@@ -30,48 +30,6 @@ import torch
 
 from nbdist.errors import UsageError
 
-__all__ = [
-    "ATTRIBUTES",
-    "FUNCTIONS",
-    "NEWEST_TESTED",
-    "SYMBOLS",
-    "collect_all_of_torch",
-    "engine",
-    "compilation",
-    "direct_apply",
-    "flight_record",
-    "function_modes",
-    "graph_task",
-    "groups_by_name",
-    "innermost_transform",
-    "is_in_a_mode",
-    "is_process_group_known",
-    "is_torch_future",
-    "is_transforming",
-    "load_layouts",
-    "no_torch_function",
-    "pop_function_mode",
-    "process_groups",
-    "push_function_mode",
-    "restart_group_numbers",
-    "set_engine",
-    "set_grad_enabled",
-    "set_group_timeout",
-    "take_from_thread",
-    "take_over_warning_of_group",
-    "take_over_collect_all",
-    "thread_has",
-    "thread_value",
-    "torch_library",
-    "torch_rpc",
-    "torch_version",
-    "unwrap_if_dead",
-    "validate_sparse",
-    "warn_of_untested",
-    "without_dispatch_modes",
-    "keep_in_thread",
-]
-
 NEWEST_TESTED = (2, 15)
 """The newest torch, as (major, minor), with which the whole test suite has passed."""
 

@@ -18,19 +18,6 @@ from nbdist.rpc.api import current_agent
 from nbdist.rpc.futures import Future
 from nbdist.rpc.references.rref import RRef
 
-__all__ = [
-    "ContextId",
-    "Mode",
-    "backward",
-    "backward_async",
-    "context",
-    "current_id",
-    "get_gradients",
-    "open",
-    "recorder",
-    "watch",
-]
-
 Checked = Literal["nan"] | None
 
 

@@ -10,8 +10,6 @@ from nbdist.autograd.recorder import Recorder
 from nbdist.errors import Interrupted
 from nbdist.rpc.futures import Future
 
-__all__ = ["Handle"]
-
 
 class Handle:
     """A backward pass that runs in the background, as `backward_async` returns it.

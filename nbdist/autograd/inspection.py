@@ -23,8 +23,6 @@ from nbdist.errors import WorkerLost
 from nbdist.rpc import api as rpc
 from nbdist.rpc.asking import ask_each
 
-__all__ = ["local_nodes", "plan", "plan_from", "trace"]
-
 
 def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], mode: Mode = "smart") -> Plan:
     """Return the plan of a `backward` from these roots, without running anything.

@@ -11,8 +11,6 @@ from nbdist.autograd.graph.walk import ACCUMULATE
 from nbdist.autograd.passes.context import Context
 from nbdist.torch_private import no_torch_function
 
-__all__ = ["Place", "kept_by", "storage_of"]
-
 Place = tuple[str, int]
 """The place of a buffer in memory: its device and its address."""
 

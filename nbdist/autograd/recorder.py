@@ -51,8 +51,6 @@ from nbdist.torch_private import set_grad_enabled
 from nbdist.wire import codec
 from nbdist.wire.messages import Cast, Payload, Record, Recording
 
-__all__ = ["Recorder"]
-
 failure_words: Callable[[Exception, int], Exception] | None = None
 """Set by `nbdist.compat`: called with the error of a pass and the id of its root, returns the error to raise."""
 

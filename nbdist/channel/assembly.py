@@ -25,8 +25,6 @@ from nbdist.channel import machine
 from nbdist.channel.contract import Buffer
 from nbdist.large_memory import copy, unfilled
 
-__all__ = ["Assembly", "chunks"]
-
 CHUNK_BYTES = 2 << 20
 """The most bytes of data in a chunk. With half as many, 64 MB take a tenth longer."""
 NOT_COPIED_FROM = 256 * 1024

@@ -26,8 +26,6 @@ from typing import Protocol, runtime_checkable
 
 from nbdist.errors import NbdistError
 
-__all__ = ["Buffer", "Channel", "ChannelError", "Link", "TooManyFiles"]
-
 Buffer = bytes | memoryview
 
 

@@ -30,8 +30,6 @@ from nbdist.channel.secret import CurveKeys
 from nbdist.channel.zeromq import in_brackets
 from nbdist.errors import ProtocolError
 
-__all__ = ["Entrance", "Visit", "knock"]
-
 _LARGEST_REQUEST, _LARGEST_ANSWER = 4 << 20, 16 << 20
 """The most bytes of a request, and of an answer. ZeroMQ ends the connection of a process that sends more in one part.
 

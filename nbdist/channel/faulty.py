@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 
 from nbdist.channel.contract import Buffer, Channel, ChannelError, Link
 
-__all__ = ["Faults", "FaultyChannel"]
-
 
 @dataclass
 class Faults:

@@ -26,8 +26,6 @@ from nbdist.channel import machine
 from nbdist.errors import ProtocolError
 from nbdist.large_memory import unfilled
 
-__all__ = ["FrameCutter", "Large", "head"]
-
 _HEAD = struct.Struct("<QI")
 _SIZE = 8
 """The bytes of each frame's size in the head."""

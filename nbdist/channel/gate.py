@@ -18,8 +18,6 @@ import select
 import threading
 import time
 
-__all__ = ["Gate"]
-
 OPEN_AFTER = 0.01
 """Seconds after which a gate that is still shut is opened by the next thread whose `wait` times out.
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from nbdist.channel.contract import Buffer, Channel, ChannelError
 
-__all__ = ["InProcessChannel", "Network"]
-
 
 class Network:
     """A group of in-process channels that reach only each other. Any thread may use it.

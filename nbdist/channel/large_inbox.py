@@ -17,8 +17,6 @@ from nbdist.channel.assembly import Assembly
 from nbdist.finalisers import this_thread
 from nbdist.signals import DeferredSignals
 
-__all__ = ["LargeInbox"]
-
 _LOOK_EVERY_MS = 10_000
 """Milliseconds between two searches for incomplete large messages of which no more arrives."""
 

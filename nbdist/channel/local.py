@@ -44,8 +44,6 @@ from nbdist.channel.zeromq import ZeroMqChannel
 from nbdist.errors import ProtocolError
 from nbdist.finalisers import this_thread
 
-__all__ = ["WAITING_CODE", "LocalChannel", "is_available"]
-
 _SCHEME = "unix://"
 _BYTES_PER_READ = 64 * 1024
 """The most bytes that are read from a connection before it is the turn of other connections."""

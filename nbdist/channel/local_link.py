@@ -29,8 +29,6 @@ from nbdist.channel.contract import Buffer, ChannelError, TooManyFiles
 from nbdist.channel.framing import head
 from nbdist.finalisers import this_thread
 
-__all__ = ["LocalLink", "Outbox", "peer_of"]
-
 _JOINED_BELOW = 64 * 1024
 """A message of fewer bytes is copied into one piece before it is written: sending one piece costs less than several."""
 _PIECES_PER_WRITE = 64

@@ -17,8 +17,6 @@ from typing import IO
 
 from nbdist.channel.secret import runtime_directory
 
-__all__ = ["LockedDirectory", "sweep", "sweep_directories"]
-
 _directories: weakref.WeakSet[LockedDirectory] = weakref.WeakSet()
 
 

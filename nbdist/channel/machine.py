@@ -25,17 +25,6 @@ from pathlib import Path, PurePosixPath
 
 from nbdist import amounts
 
-__all__ = [
-    "available_memory",
-    "cores",
-    "free_ports",
-    "has_nvidia_driver",
-    "limits",
-    "memory",
-    "open_files",
-    "require_memory",
-]
-
 _COMPARED_WITH_MEMORY = 64 * 1024 * 1024
 """Messages of fewer bytes are not compared with the memory that is left.
 

@@ -24,8 +24,6 @@ from pathlib import Path
 
 from nbdist.channel.resources import refusals_in_words
 
-__all__ = ["ProcessWatch", "is_alive", "started_at"]
-
 _LOOK_EVERY_MS = 50
 """Milliseconds between two checks of the processes that have no pidfd."""
 _ENDED = 0

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 
 from nbdist.errors import NbdistError, ResourceError
 
-__all__ = ["USED_UP", "explain", "full_disk_in_words", "in_words", "refusals_in_words", "require_files"]
-
 USED_UP = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.ENOBUFS})
 """The error numbers with which the kernel reports that a resource is used up."""
 

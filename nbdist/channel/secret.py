@@ -28,8 +28,6 @@ from zmq.utils import z85
 from nbdist.channel.resources import refusals_in_words
 from nbdist.errors import ResourceError, SecurityError, UsageError
 
-__all__ = ["CurveKeys", "Secret", "runtime_directory"]
-
 _SHORTEST_SECRET = 16
 """The fewest bytes of a secret."""
 _LONGEST_SOCKET_PATH = 107

@@ -22,8 +22,6 @@ better: the kernel prefers a thread that wakes up to one that yields. Pure: no f
 
 from __future__ import annotations
 
-__all__ = ["POLL_SECONDS", "Spinning"]
-
 POLL_SECONDS = 1e-3
 """Seconds for which a thread polls before it sleeps: a quick function or a small backward pass takes less."""
 

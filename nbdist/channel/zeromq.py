@@ -39,8 +39,6 @@ from nbdist.channel.resources import require_files
 from nbdist.channel.secret import Secret, runtime_directory
 from nbdist.channel.zeromq_links import LargeZeroMqLink, ZeroMqLink, get_ready_to_send_without_copies, split
 
-__all__ = ["ZeroMqChannel", "host_identity", "in_brackets"]
-
 _FOR_LARGE = "#large"
 """The end of the addresses at which an agent takes large messages."""
 _SMALL_THREAD, _LARGE_THREAD = 1, 2

@@ -20,8 +20,6 @@ from nbdist.channel.resources import require_files
 from nbdist.errors import ResourceError
 from nbdist.signals import DeferredSignals
 
-__all__ = ["LargeZeroMqLink", "ZeroMqLink", "get_ready_to_send_without_copies", "split"]
-
 _FILES_FOR_LARGE = 16
 """The number of files that must be free before the first large message: one for a socket, 7 for a thread of pyzmq."""
 

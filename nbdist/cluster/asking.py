@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from nbdist.cluster.jupyter.kernel_connection import Message
     from nbdist.cluster.kernels.workers import Worker
 
-__all__ = ["complete", "inspect"]
-
 
 def complete(
     cluster: Cluster, worker: Worker, code: str, cursor: int, patience: float

@@ -22,8 +22,6 @@ from nbdist.cluster.worker.output import METADATA
 from nbdist.errors import NbdistError, UsageError
 from nbdist.rpc.agent import Agent
 
-__all__ = ["PROGRESS_AFTER", "CellSender", "forget_values"]
-
 PROGRESS_AFTER = 10.0
 """Seconds without output after which a line shows what the workers of a cell wait for."""
 

@@ -22,8 +22,6 @@ from nbdist.rpc.named import call_method
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.pickling import culprit
 
-__all__ = ["CellValues", "check_kept", "check_pulled", "check_pushed"]
-
 
 class CellValues:
     """Fetches and sets values on the workers of one cluster. Its methods do what those of `Cluster` say."""

@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView
     from nbdist.views.timeline.timeline import Timeline
 
-__all__ = ["Cluster"]
-
 
 class Cluster:
     """Worker kernels, and the RPC world that they and this process form.

@@ -29,8 +29,6 @@ from nbdist.errors import NbdistError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
 
-__all__ = ["Collation"]
-
 _ANSWER_WITHIN = 0.4
 """Seconds for the workers to answer. A worker that holds the GIL cannot, and nothing is claimed of it."""
 _POLL = 0.01

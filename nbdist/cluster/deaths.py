@@ -11,8 +11,6 @@ from nbdist.cluster.team import Team
 from nbdist.rpc.agent import Agent
 from nbdist.wire.messages import Record
 
-__all__ = ["Deaths"]
-
 _LAST_WORDS_WITHIN = 1.0
 """Seconds to wait for the end of a process, and as long again for the last text that it wrote."""
 

@@ -18,8 +18,6 @@ import nbdist.errors
 from nbdist.cluster.output.arranger import grouped, say_names
 from nbdist.errors import DecodeError, EncodeError, NbdistError
 
-__all__ = ["CellError", "CellInterrupted", "CellTimeout", "WorkerError", "grouped", "make_error", "named_in_errors"]
-
 _TRACEBACKS_SHOWN = 4
 """The most tracebacks, or texts, of different errors that one error shows."""
 _NEVER_SUBCLASSED = (

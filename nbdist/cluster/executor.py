@@ -25,8 +25,6 @@ from nbdist.cluster.worker.tasks import now, run
 from nbdist.errors import UsageError, WorkerLost
 from nbdist.rpc.agent import Agent
 
-__all__ = ["Lanes", "Task", "WorkerExecutor"]
-
 
 class Task(Future[Any]):
     """The future of one call's value, which also knows the worker that ran the call, and when.

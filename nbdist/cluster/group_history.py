@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Given", "GroupHistory", "Wait"]
-
 
 class Given(msgspec.Struct, frozen=True):
     """A kind of collective, with the tensors that a member gave to it."""

@@ -28,8 +28,6 @@ from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.output.arranger import say_names
 from nbdist.durations import LONGEST
 
-__all__ = ["Growth"]
-
 _log = logging.getLogger("nbdist.cluster")
 
 

@@ -15,8 +15,6 @@ from typing import Any
 from nbdist.code_places import is_users, shown_name
 from nbdist.thread_frames import line_number, outwards
 
-__all__ = ["say_lock"]
-
 _TAKES = re.compile(r"\bwith\s+(.+?)\s*:|([\w.\[\]'\"]+)\.acquire\(")
 """A line that takes a lock."""
 _OWNER = re.compile(r"owner=(\d+)")

@@ -47,8 +47,6 @@ if TYPE_CHECKING:  # workers import this module for `stop_served_calls`, but not
     from nbdist.cluster.team import Team
     from nbdist.rpc.futures import Future
 
-__all__ = ["Interrupts", "stop_served_calls"]
-
 _SIGNAL_ANYWAY_AFTER = 0.3
 """Seconds after which a worker gets SIGINT for its next cell, even if it has not reported that the cell began."""
 _WAKE_AFTER = 0.02

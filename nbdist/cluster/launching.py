@@ -14,8 +14,6 @@ from nbdist.errors import UsageError
 if TYPE_CHECKING:
     from nbdist.cluster.spec import Spec
 
-__all__ = ["find_launcher", "launcher_of"]
-
 GROUP = "nbdist.launchers"
 """The group of the entry points."""
 _OURS = ("join", "local", "ray")

@@ -35,8 +35,6 @@ from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.cluster.spec import Spec
 from nbdist.errors import NbdistError
 
-__all__ = ["Lifecycle"]
-
 _log = logging.getLogger("nbdist.cluster")
 _NOT_FORMED = "the process group did not form anew: %s; `%%dist_restart -p` tries again"
 

@@ -47,8 +47,6 @@ from nbdist.code_places import is_users, shown_name
 from nbdist.errors import NbdistError
 from nbdist.rpc.agent import Agent
 
-__all__ = ["Lookout"]
-
 _LOOK_EVERY = 2.0
 """Seconds between two looks."""
 _FIRST_LOOK = 0.5

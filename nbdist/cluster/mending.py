@@ -24,8 +24,6 @@ import threading
 from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.worker_changes import WorkerChanges
 
-__all__ = ["Mending"]
-
 
 class Mending:
     """Answers the requests of one cluster's workers, while it runs. No method waits for what it begins."""

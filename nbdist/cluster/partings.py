@@ -9,8 +9,6 @@ from nbdist.amounts import plural
 from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.output.arranger import grouped, say_names
 
-__all__ = ["Parting", "find_partings", "say_last"]
-
 
 class Parting(NamedTuple):
     """The first collective of a process group that not all of its members have called in the same way."""

@@ -14,8 +14,6 @@ import torch.multiprocessing
 
 from nbdist.errors import UsageError
 
-__all__ = ["install", "uninstall"]
-
 mp: Any = torch.multiprocessing  # Any: torch does not declare that this module exports `spawn`
 _spawn: Any = mp.spawn
 

@@ -25,19 +25,6 @@ from nbdist.errors import UsageError
 from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions
 
-__all__ = [
-    "DEFAULT_INVITATION",
-    "OPTIONS",
-    "VALID_FOR",
-    "Option",
-    "Spec",
-    "default_count",
-    "describe_arguments",
-    "describe_options",
-    "rpc_arguments",
-    "usage",
-]
-
 DEFAULT_INVITATION = "nbdist-invitation.json"
 """The file of the first invitation, in the working directory, if the spec names none."""
 VALID_FOR = 3600.0

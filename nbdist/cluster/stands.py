@@ -8,8 +8,6 @@ from typing import NamedTuple
 from nbdist.amounts import plural
 from nbdist.cluster.output.arranger import grouped, say_names
 
-__all__ = ["Position", "Stands"]
-
 _SHARE_OF_WAITING = 0.05
 """The share of the time between two looks for which a waiting thread may use the processor."""
 

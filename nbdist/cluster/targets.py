@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from nbdist.errors import UnknownWorker, UsageError
 
-__all__ = ["means_all", "means_one", "parse_targets"]
-
 _ALL = ("", "all", "*", ":")
 _BRACKETS = re.compile(r"\s*(\[[^\[\]]*\]|[^\[\],]*)(\s*,\s*(\[[^\[\]]*\]|[^\[\],]*))*\s*")
 _NUMBER = re.compile(r"[+-]?[0-9]+")

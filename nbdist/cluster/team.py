@@ -10,8 +10,6 @@ from nbdist.cluster.targets import parse_targets
 from nbdist.errors import UnknownWorker
 from nbdist.wire.messages import Record
 
-__all__ = ["Targets", "Team"]
-
 Targets = str | int | Sequence[int | str] | None
 """The forms in which a method takes targets: see `Cluster`."""
 

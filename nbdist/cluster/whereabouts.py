@@ -12,8 +12,6 @@ from nbdist.cluster.stands import Position
 from nbdist.code_places import TORCH, is_nbdists, is_torchs, is_users, shown_name
 from nbdist.thread_frames import line_number, outwards, thread_frames
 
-__all__ = ["place", "say_place", "say_where"]
-
 _SHOWN = 60
 """The most characters of a line of code that are shown."""
 

@@ -30,8 +30,6 @@ from nbdist.cluster.team import Targets, Team
 from nbdist.errors import UsageError
 from nbdist.rpc.agent import Agent
 
-__all__ = ["WorkerChanges"]
-
 _log = logging.getLogger("nbdist.cluster")
 
 

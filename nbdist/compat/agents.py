@@ -22,8 +22,6 @@ from nbdist.rpc.agent import Agent
 from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.options import RpcBackendOptions
 
-__all__ = ["FaultyTensorPipeAgent", "RpcAgent", "TensorPipeAgent", "agent_of_torch"]
-
 
 class RpcAgent:
     """Wraps an agent, with the methods of torch's class of this name."""

@@ -11,8 +11,6 @@ from typing import Any
 
 from nbdist import trace
 
-__all__ = ["start"]
-
 
 def start() -> None:
     """From now on, print the error of each function that fails here. `nbdist.compat.install` calls this once."""

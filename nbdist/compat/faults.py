@@ -14,8 +14,6 @@ from nbdist.channel.faulty import Faults
 from nbdist.ids import GlobalId
 from nbdist.wire.messages import Call, decode_envelope
 
-__all__ = ["MessageNames", "faults"]
-
 _CALLS = {
     "call": "CALL",
     "method": "CALL",

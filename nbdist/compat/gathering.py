@@ -44,17 +44,6 @@ from nbdist.rpc.agent import Agent
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.futures import Future
 
-__all__ = [
-    "TreePlace",
-    "all_gather",
-    "broadcast_to_followers",
-    "fail_gathering",
-    "gather_from_subtree",
-    "gather_to_leader",
-    "tree_place",
-]
-
-
 _FAN_OUT = 16
 """The most children of a member. Most programs have smaller groups: they need only one round trip to the leader."""
 _LOOK_FOR_LOST_EVERY = 0.5

@@ -14,8 +14,6 @@ from nbdist.rpc.options import (
     RpcBackendOptions,
 )
 
-__all__ = ["FaultyTensorPipeRpcBackendOptions", "TensorPipeRpcBackendOptions"]
-
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """Takes the options of torch's TensorPipe backend, and nbdist's own. Transports and channels are ignored."""

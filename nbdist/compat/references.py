@@ -26,8 +26,6 @@ from nbdist.wire.pickling.registered import register_reducer
 if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
 
-__all__ = ["Serialized", "debug_info", "extend", "in_a_message", "release_users"]
-
 _UNKNOWN_RECEIVER = 0
 """Stands for the unknown receiver of a reference that was serialized by ``pickle``. No agent has this incarnation."""
 

@@ -16,8 +16,6 @@ from typing import NoReturn
 
 from nbdist.errors import UsageError
 
-__all__ = ["run"]
-
 SITE = Path(__file__).with_name("site")
 
 

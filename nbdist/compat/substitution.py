@@ -32,8 +32,6 @@ from nbdist.rpc import failures
 from nbdist.torch_private import torch_rpc
 from nbdist.wire.pickling.registered import register_reducer
 
-__all__ = ["install", "installed"]
-
 _REPLACED_MODULES = (
     *("torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.optim.optimizer"),
     "torch._C._distributed_",

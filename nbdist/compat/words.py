@@ -40,18 +40,6 @@ from nbdist.rpc import api
 from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.references.rref import RRef
 
-__all__ = [
-    "NO_AGENT",
-    "of_backward",
-    "of_lacking",
-    "of_leaks",
-    "refuse_call",
-    "refuse_file",
-    "refuse_init",
-    "refuse_rref",
-    "refuse_worker_info",
-]
-
 NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
 """torch's text if RPC does not run."""
 

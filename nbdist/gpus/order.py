@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-__all__ = ["BUFFERS", "CopyStep", "from_gpu", "to_gpu"]
-
 BUFFERS = 2
 """The number of buffers: one that the GPU uses, and one that the processor uses."""
 

@@ -9,8 +9,6 @@ import torch
 from nbdist.gpus.order import BUFFERS
 from nbdist.signals import DeferredSignals
 
-__all__ = ["PinnedLane", "empty_like", "is_capturing", "on"]
-
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Return a block in which a GPU is the thread's current one.

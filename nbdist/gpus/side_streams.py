@@ -20,8 +20,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["catch_up", "catch_up_everywhere", "publish"]
-
 
 def publish(tensors: Iterable[torch.Tensor | None]) -> None:
     """Let the default stream wait for what the thread's current stream computes, on the GPUs of these tensors.

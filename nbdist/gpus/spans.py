@@ -26,8 +26,6 @@ import torch
 
 from nbdist.finalisers import this_thread
 
-__all__ = ["CUDA_IS_BUILT", "GpuSpan", "begin", "device_of", "when_over"]
-
 CUDA_IS_BUILT = torch.backends.cuda.is_built()
 """True if this torch can use GPUs. Code for GPUs checks it first, so that other builds of torch pay for no call."""
 

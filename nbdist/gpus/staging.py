@@ -33,21 +33,6 @@ from nbdist.errors import NbdistError
 from nbdist.gpus import order, pinned
 from nbdist.large_memory import with_large_pages
 
-__all__ = [
-    "CHUNK_BYTES",
-    "STAGED_BYTES",
-    "CopyLane",
-    "CopyLanes",
-    "describe",
-    "free",
-    "fresh_host_copy",
-    "process_lanes",
-    "refusal",
-    "statistics",
-    "to_gpu",
-    "to_host",
-]
-
 CHUNK_BYTES = 4 << 20
 """Bytes of one buffer: the processor copies them in about 0.4 ms, and asking the GPU for a copy takes about 0.02 ms."""
 STAGED_BYTES = order.BUFFERS * CHUNK_BYTES

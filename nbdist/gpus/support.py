@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["is_supported", "lacks_convolutions"]
-
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)")
 """An entry of torch's list of architectures, such as "sm_90a": its kind, and the two numbers of the capability."""
 _CUDNN_DROPS = 91100, (7, 5)

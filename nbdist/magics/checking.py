@@ -12,8 +12,6 @@ from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.page_lines import Page, moved_down
 from nbdist.errors import UsageError
 
-__all__ = ["check"]
-
 _MARKS = {"run_line_magic": "%", "run_cell_magic": "%%"}
 """By method: the sign of the magics that IPython turns into a call of the method."""
 

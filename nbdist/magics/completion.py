@@ -20,8 +20,6 @@ from nbdist.magics.place import RemoteCode, find_remote_code
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["RemoteCompleter"]
-
 ANSWER_TIMEOUT = 0.2
 """Seconds for which completion and inspection wait for a worker's kernel."""
 

@@ -52,8 +52,6 @@ from nbdist.views.workers.remarks import remarks_on_start
 from nbdist.views.workers.stacks import say as say_stacks
 from nbdist.views.workers.status import StatusTable
 
-__all__ = ["DistMagics"]
-
 _MANY_PAIRS = 20
 """The number of pairs of members from which `%dist_doctor` first says that it takes a while."""
 

@@ -9,8 +9,6 @@ from nbdist.cluster.cluster import Cluster
 from nbdist.magics import completion
 from nbdist.magics.place import find_remote_code
 
-__all__ = ["RemoteInspector"]
-
 
 class RemoteInspector:
     """Answers a kernel's inspect requests for code that runs on workers, and passes on all others to the kernel."""

@@ -20,9 +20,6 @@ from nbdist.errors import UsageError
 from nbdist.magics.reader import Reader
 from nbdist.rpc.options import Device, RpcBackendOptions
 
-__all__ = ["READERS", "CellLine", "ValueLine", "parse_cell", "parse_diff", "parse_init", "parse_value", "read"]
-
-
 READERS: dict[str, Reader] = {}
 """The parser for the line of each magic, by the magic's name with its percent signs."""
 

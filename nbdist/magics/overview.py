@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from nbdist.columns import aligned
 
-__all__ = ["BY_QUESTION", "overview"]
-
 BY_QUESTION: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "How do I start and end workers?",

@@ -10,8 +10,6 @@ from nbdist.cluster.kernels.workers import Worker
 from nbdist.errors import NbdistError
 from nbdist.magics.lines import parse_cell
 
-__all__ = ["RemoteCode", "find_remote_code"]
-
 _FIRST_LINE = re.compile(r"\s*%%(?:remote|distributed|rank)\b([^\n]*)")
 _VALUE = re.compile(r"\s*%remote\s+(?:(?:-t|--timeout)[ =]\s*\S+\s+)?(\[[^\]]*\]|[^\s\[]+)\s+")
 

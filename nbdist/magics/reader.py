@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 
 from nbdist.errors import UsageError
 
-__all__ = ["Reader"]
-
 
 class Reader(argparse.ArgumentParser):
     """Parses the line of one magic, whose syntax is ``usage``. Options must be written in full.

@@ -12,8 +12,6 @@ from typing import Any
 from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.output.arranger import Published, say_names
 
-__all__ = ["Reruns"]
-
 
 class Reruns:
     """The runs of ``-a`` cells that have not ended, by the id that the page gives to the cell."""

@@ -27,8 +27,6 @@ from nbdist.views.workers.memory_rows import Look
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["NotebookSession"]
-
 _RESULT_WAITS_FOR_OUTPUT = 0.3
 """The most seconds for which a cell's result waits for the output of its calls. A worker may hold the GIL longer."""
 

@@ -9,8 +9,6 @@ import torch
 
 from nbdist.errors import UsageError
 
-__all__ = ["as_tuple", "join", "portions", "rows_of", "split", "training_rows"]
-
 Values = tuple[Any, ...]
 """The positional arguments of a stage, or the targets of a loss function."""
 

@@ -13,8 +13,6 @@ import torch
 
 from nbdist.errors import UsageError
 
-__all__ = ["Maker", "balanced", "check_sharing", "cut", "parts_of", "times_of"]
-
 Maker = torch.nn.Module | Callable[[], torch.nn.Module]
 """A stage: a module, or a function that makes the module on its worker."""
 

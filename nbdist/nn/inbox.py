@@ -10,8 +10,6 @@ from nbdist.errors import NbdistError, RemoteError
 from nbdist.nn.schedules import Op
 from nbdist.rpc.waits import blocking_wait
 
-__all__ = ["Abandoned", "Inbox"]
-
 
 class Abandoned(NbdistError):
     """The step was abandoned: it failed on another worker, was interrupted, or its pipeline was deleted."""

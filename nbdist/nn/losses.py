@@ -10,8 +10,6 @@ import torch
 from nbdist.errors import UsageError
 from nbdist.nn.batches import Values
 
-__all__ = ["Reduction", "check_loss_fn", "loss_of", "total"]
-
 Reduction = Literal["mean", "sum"]
 """The way in which a loss function combines the rows of a micro-batch: their mean or their sum."""
 

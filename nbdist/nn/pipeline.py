@@ -39,8 +39,6 @@ from nbdist.rpc.api import current_agent
 from nbdist.rpc.core.members import WorkerInfo
 from nbdist.rpc.references.rref import RRef
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline:
     """Train or run a model whose stages live on several workers, a batch sliced into micro-batches.

@@ -59,8 +59,6 @@ from nbdist.rpc.latch import Latch
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.messages import Record
 
-__all__ = ["Done", "Order", "PipelinePart", "build_stages", "call_part", "run_step"]
-
 _STEPS_REMEMBERED = 1000
 """The most finished steps to remember, to drop their late deliveries. No delivery arrives as late as this."""
 Look = Callable[[Sequence[Any]], None]

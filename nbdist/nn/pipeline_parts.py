@@ -22,8 +22,6 @@ from nbdist.rpc.latch import Latch
 from nbdist.rpc.references.rref import RRef
 from nbdist.rpc.world.clocks import offset
 
-__all__ = ["PipelineParts"]
-
 _ABANDON_SECONDS = 5.0
 """Seconds to wait for each worker to confirm that it has abandoned a failed step."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from nbdist.errors import UsageError
 from nbdist.rpc.core.members import WorkerInfo
 
-__all__ = ["place_of"]
-
 
 def place_of(remote_device: str | int | WorkerInfo) -> tuple[str | int, str]:
     """Return the name or id of the worker, and the device (``"cpu"`` if none is named), that a place stands for.

@@ -22,8 +22,6 @@ import torch
 
 from nbdist.rpc.waits import blocking_wait
 
-__all__ = ["random_state", "restore_random_state", "seed_of", "seeded"]
-
 _drawing = threading.RLock()
 """Held during a stage's forward, which draws from torch's generators: all threads of a process share them.
 

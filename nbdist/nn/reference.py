@@ -14,8 +14,6 @@ from nbdist.nn.batches import as_tuple, check_micro_batches, join, portions, row
 from nbdist.nn.losses import Reduction, loss_of, total
 from nbdist.nn.stage import Stage
 
-__all__ = ["Reference"]
-
 
 class Reference:
     """Run the stages of a pipeline one after the other in this process, to check or to debug a `Pipeline`.

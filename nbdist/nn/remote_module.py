@@ -21,8 +21,6 @@ from nbdist.rpc.futures import Future
 from nbdist.rpc.references.rref import RRef
 from nbdist.torch_private import compilation
 
-__all__ = ["RemoteModule"]
-
 
 class RemoteModule(torch.nn.Module):
     """Make a module on another worker, and call it from here like a local module.

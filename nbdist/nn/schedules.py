@@ -26,21 +26,6 @@ from typing import NamedTuple
 from nbdist.columns import aligned
 from nbdist.errors import UsageError
 
-__all__ = [
-    "SCHEDULES",
-    "Op",
-    "OpTimes",
-    "Table",
-    "draw",
-    "forward_only",
-    "gpipe",
-    "interleaved",
-    "one_f_one_b",
-    "simulate",
-    "tables_of",
-    "what_it_needs",
-]
-
 _TABLES_CACHED = 16
 """The number of tables that a pipeline caches, one for each number of micro-batches in a batch.
 

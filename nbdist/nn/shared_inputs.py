@@ -21,8 +21,6 @@ from torch.autograd import Function
 from nbdist.errors import UsageError
 from nbdist.nn.batches import Values
 
-__all__ = ["SharedInputs", "enter"]
-
 
 class _Entry(Function):
     """The autograd node by which a tensor enters a stage.

@@ -15,8 +15,6 @@ from nbdist.nn.batches import Values, as_tuple
 from nbdist.nn.randomness import seed_of, seeded
 from nbdist.nn.shared_inputs import SharedInputs
 
-__all__ = ["Stage", "shapes_of"]
-
 
 class Stage:
     """A module with its number in the pipeline, its device, its seed, and whether it is checkpointed."""

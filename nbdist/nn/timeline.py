@@ -9,8 +9,6 @@ from nbdist import registry
 from nbdist.amounts import counted, duration
 from nbdist.nn.schedules import Op, OpTimes, Table, simulate
 
-__all__ = ["PipelineTimeline"]
-
 
 class PipelineTimeline:
     """The operations of one step by worker, as `Pipeline.timeline` returns them. A notebook shows it as a picture.

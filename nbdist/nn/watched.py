@@ -35,8 +35,6 @@ from nbdist.gpus import spans
 from nbdist.nn.inbox import Inbox
 from nbdist.nn.schedules import Op, Table, what_it_needs
 
-__all__ = ["WatchedShare", "WatchedStep", "plan_of_step"]
-
 
 def plan_of_step(context_id: int, table: Table, workers: Sequence[str], stages: int) -> Plan:
     """Return a step of a pipeline as the plan of a pass, which views can draw.

@@ -13,8 +13,6 @@ from nbdist.errors import UsageError
 from nbdist.optim.local import ask_all, by_owner
 from nbdist.rpc.references.rref import RRef
 
-__all__ = ["clip_grad_norm_"]
-
 _EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch does."""
 

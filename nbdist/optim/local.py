@@ -19,8 +19,6 @@ from nbdist.rpc import api
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.references.rref import RRef
 
-__all__ = ["Distributed", "LocalOptimizer", "StepFailed", "ask_all", "by_owner", "on_cpu", "refuse_closure"]
-
 
 class StepFailed(NbdistError):
     """A call to several workers that failed on at least two of them.

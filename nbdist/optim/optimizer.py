@@ -13,8 +13,6 @@ from nbdist.optim.parameters import Key, keys_of, read_groups
 from nbdist.optim.saving import gather, scatter
 from nbdist.rpc.references.rref import RRef
 
-__all__ = ["DistributedOptimizer"]
-
 
 class DistributedOptimizer(Distributed):
     """An optimizer over workers: every worker that owns some of the parameters runs one of torch's optimizers for them.

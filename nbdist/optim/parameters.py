@@ -26,8 +26,6 @@ import torch
 from nbdist.errors import UsageError
 from nbdist.rpc.references.rref import RRef
 
-__all__ = ["Group", "Key", "keys_of", "name_of", "name_parameter", "read_groups"]
-
 Key = str | int
 
 

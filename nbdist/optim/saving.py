@@ -25,8 +25,6 @@ from nbdist.amounts import counted
 from nbdist.errors import UsageError
 from nbdist.optim.parameters import Key
 
-__all__ = ["agreed", "gather", "refuse_old_form", "scatter", "some"]
-
 _OWN = ("params", "param_names")
 """The entries of a group that are not options, in an optimizer's state."""
 

@@ -10,8 +10,6 @@ from nbdist.optim.optimizer import DistributedOptimizer
 from nbdist.optim.saving import agreed, refuse_old_form
 from nbdist.rpc.references.rref import RRef
 
-__all__ = ["DistributedLRScheduler"]
-
 
 class DistributedLRScheduler(Distributed):
     """A learning rate scheduler over workers: every local optimizer of a `DistributedOptimizer` gets one of torch's.

@@ -101,8 +101,6 @@ from nbdist.wire.messages import (
 )
 from nbdist.wire.peer import PeerLimits, Standing
 
-__all__ = ["Agent", "Handler", "active_agent"]
-
 Handler = Callable[[Any, int, list[bytes]], Job | None]
 """Handles a message: ``handler(message, sender's incarnation, frames after the envelope)``. It may return a job."""
 

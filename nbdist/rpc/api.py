@@ -32,17 +32,6 @@ from nbdist.rpc.start import start_agent
 from nbdist.rpc.waits import set_interrupt_hook
 from nbdist.torch_private import warn_of_untested
 
-__all__ = [
-    "current_agent",
-    "get_worker_info",
-    "init_rpc",
-    "is_available",
-    "remote",
-    "rpc_async",
-    "rpc_sync",
-    "shutdown",
-]
-
 
 class _Process:
     """The agent that `init_rpc` started in this process."""

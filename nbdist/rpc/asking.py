@@ -25,8 +25,6 @@ from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import without_first_frame
 from nbdist.rpc.latch import Latch
 
-__all__ = ["WorkerAnswers", "ask_each"]
-
 _GIVEN_UP_AFTER = 0.2
 """Seconds after the time limit when `ask_each` gives up a call that cannot time out, because its clock is stopped."""
 

@@ -12,8 +12,6 @@ from nbdist.errors import UsageError
 from nbdist.wire.devices import CPU_ONLY, SAME, Devices
 from nbdist.wire.messages import Record
 
-__all__ = ["check", "for_call", "for_gradients", "for_result", "results_stay_on_gpus", "takes_gpu_tensors"]
-
 
 def for_call(me: Record, to: Record) -> Devices:
     """Return the `Devices` that name the device of worker ``to`` for each argument of a call that ``me`` makes."""

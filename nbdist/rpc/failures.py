@@ -18,8 +18,6 @@ from nbdist.errors import NbdistError, RemoteError
 from nbdist.wire import codec
 from nbdist.wire.messages import Payload
 
-__all__ = ["Failure", "describe", "on_error", "on_text", "rebuild"]
-
 _rewriters: list[Callable[[str, str], str]] = []
 
 

@@ -39,8 +39,6 @@ from nbdist.code_places import is_torchs
 from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.rpc.promise import Promise
 
-__all__ = ["Future", "outcome_of", "set_carrier", "without_first_frame"]
-
 T = TypeVar("T")
 S = TypeVar("S")
 E = TypeVar("E", bound=BaseException)

@@ -6,8 +6,6 @@ import threading
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Active", "here"]
-
 
 class _PerThread(threading.local):
     agent: Any = None

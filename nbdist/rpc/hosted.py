@@ -6,8 +6,6 @@ from nbdist.errors import UsageError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.options import RpcBackendOptions
 
-__all__ = ["take_on"]
-
 _WITHOUT_EFFECT_NOW = frozenset({"init_method", "devices"})
 """Options without effect now: the members have met, and nbdist does not use torch's list of devices here."""
 

@@ -9,8 +9,6 @@ from typing import Any
 from nbdist.errors import RpcTimeout
 from nbdist.rpc.waits import call_interrupt_hook, this_wait
 
-__all__ = ["Latch"]
-
 
 class Latch:
     """The outcome of a call for which one thread waits once. It costs less than a `Future`."""

@@ -50,8 +50,6 @@ from nbdist.wire.messages import (
 from nbdist.wire.peer import LARGE_BYTES, PING_FIRST, Lost, Outgoing, Peer, PeerLimits, Suspect, Transmit, Undelivered
 from nbdist.wire.tensors import Slot
 
-__all__ = ["Connection", "Links"]
-
 _LONGEST_NAP_SECONDS = 0.2
 """Seconds after which a reader looks at the clock even if nothing comes.
 

@@ -29,8 +29,6 @@ from nbdist.rpc.futures import Future
 from nbdist.rpc.here import here
 from nbdist.rpc.latch import Latch
 
-__all__ = ["NamedObject", "NamedObjects", "NotOffered", "call_method"]
-
 
 class NotOffered(NbdistError):
     """A worker offers no such object, or no such method: what offered it has ended, or the worker has restarted."""

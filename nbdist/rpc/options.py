@@ -12,17 +12,6 @@ import torch
 from nbdist import durations
 from nbdist.errors import UsageError
 
-__all__ = [
-    "DEFAULT_INIT_METHOD",
-    "DEFAULT_NUM_WORKER_THREADS",
-    "DEFAULT_RPC_TIMEOUT_SEC",
-    "UNSET_RPC_TIMEOUT",
-    "BackendType",
-    "RpcBackendOptions",
-    "TensorPipeRpcBackendOptions",
-    "time_limit",
-]
-
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 """Seconds after which a call without a time limit of its own fails; torch's default."""
 DEFAULT_INIT_METHOD = "env://"

@@ -35,8 +35,6 @@ from contextlib import contextmanager
 from nbdist.finalisers import this_thread
 from nbdist.rpc.waits import set_blocking_hook
 
-__all__ = ["Job", "Pool"]
-
 Job = Callable[[], object]
 """A function without arguments that a thread of the pool runs once; its result is ignored."""
 

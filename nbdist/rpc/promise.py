@@ -16,8 +16,6 @@ from nbdist.finalisers import may_wait
 from nbdist.rpc.streams import StreamMarks, mark
 from nbdist.rpc.waits import blocking_wait, call_interrupt_hook
 
-__all__ = ["Promise"]
-
 _log = logging.getLogger("nbdist.rpc")
 
 T = TypeVar("T")

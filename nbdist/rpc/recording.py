@@ -15,8 +15,6 @@ import torch
 
 from nbdist.wire.messages import Recording
 
-__all__ = ["Attach", "Calling", "CallRecorder", "Replied", "Served"]
-
 Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """Joins the tensors that a message brought to this process's graph: takes them and returns them with their history."""
 

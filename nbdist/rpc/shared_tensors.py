@@ -32,8 +32,6 @@ from nbdist.gpus import staging
 from nbdist.wire.messages import Carrier, GiveBack, Message, Place, Record
 from nbdist.wire.tensors import Buffer
 
-__all__ = ["Sharing"]
-
 _TRIM_EVERY_SECONDS = 5.0
 """Seconds between two searches for memory that was not used lately."""
 _RIDE_WAIT_SECONDS = 0.02

@@ -43,8 +43,6 @@ from nbdist.rpc.world import meeting, tcp_store
 from nbdist.rpc.world.roster import Roster, Store
 from nbdist.wire.messages import Record
 
-__all__ = ["start_agent"]
-
 _LONGEST_FORMING = 24 * 3600.0
 """The longest time, in seconds, for a world to form if the options set no time limit."""
 

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["StreamMarks", "mark"]
-
 _LOOKS = 10_000
 """The most objects that `mark` looks at: a list of a million numbers most likely has no tensors."""
 

@@ -21,8 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["switching"]
-
 # Seconds; calls that follow each other more closely all find the short interval. Not much longer: a notebook asks each
 # worker every 2 s where its cell is, which should not count as a series of calls.
 _LOOK_EVERY = 0.1

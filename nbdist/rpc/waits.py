@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-__all__ = ["blocking_wait", "call_interrupt_hook", "set_blocking_hook", "set_interrupt_hook", "this_wait"]
-
 
 class _PerThread(threading.local):
     blocking_hook: Callable[[], AbstractContextManager[None]] | None = None

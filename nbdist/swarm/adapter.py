@@ -29,26 +29,6 @@ except ImportError as error:  # transformers comes with the extra "swarm" of thi
 
 from nbdist.swarm.weight_file import WEIGHTS, WeightFile, write_weights  # needs safetensors, which transformers needs
 
-__all__ = [
-    "CACHE",
-    "CONFIG",
-    "Checkpoint",
-    "LayerCall",
-    "Placeholder",
-    "Weights",
-    "build",
-    "call",
-    "complete",
-    "convert_gguf",
-    "empty",
-    "find_layers",
-    "is_same",
-    "plain_attributes",
-    "strip",
-    "tie",
-    "write_checkpoint",
-]
-
 CONFIG = "config.json"
 """The name of the file with the configuration in a model's folder."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["carriage", "seconds_for"]
-
 _SLOWEST = 1_000_000
 """Bytes per second of the slowest connection for which the extra time is enough."""
 

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["History", "Operation", "Step"]
-
 
 class Operation(NamedTuple):
     """A change of a cache between two steps: the name of the cache's method, and the arguments."""

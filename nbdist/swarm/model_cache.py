@@ -18,20 +18,6 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer  # `adapt
 
 from nbdist.errors import UsageError
 
-__all__ = [
-    "OPERATIONS",
-    "RecordedCache",
-    "find_cache",
-    "forgets",
-    "length",
-    "move_cache",
-    "nbytes",
-    "new_cache",
-    "operate",
-    "part",
-    "windows",
-]
-
 OPERATIONS = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "activate_past_recording")
 """The methods with which generation changes a cache between two steps. The servers repeat them on their caches."""
 

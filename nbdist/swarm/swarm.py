@@ -23,8 +23,6 @@ from nbdist.swarm.policy import Policy, Recover
 from nbdist.swarm.server.server import Info, Options
 from nbdist.swarm.weight_file import WeightFile
 
-__all__ = ["Swarm"]
-
 
 class Swarm:
     """A model whose blocks run on workers, as seen by the process that made the swarm. `serve` makes one.

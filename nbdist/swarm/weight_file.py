@@ -14,8 +14,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-__all__ = ["WEIGHTS", "WeightFile", "mark_of", "write_weights"]
-
 WEIGHTS = "model.safetensors"
 """The name of the file with the weights in a model's folder."""
 _ALIGN = 64

@@ -13,8 +13,6 @@ from nbdist.errors import NbdistError, WorkerLost
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
 
-__all__ = ["LauncherContract"]
-
 _SOON = 20.0
 """Seconds for which a test waits at most; far more than it needs."""
 

@@ -23,8 +23,6 @@ from nbdist.rpc.agent import Agent
 from nbdist.rpc.options import RpcBackendOptions
 from nbdist.wire.messages import Record
 
-__all__ = ["ManualClock", "World"]
-
 
 class ManualClock:
     """A clock that stands still until a test moves it. It shows ``start`` seconds at first.

@@ -18,8 +18,6 @@ from nbdist.views import tables
 from nbdist.views.drawing.pictures import as_image, themed
 from nbdist.wire.messages import State
 
-__all__ = ["ROWS_SHOWN", "Facts", "Rows", "card", "peek_html", "table", "text", "text_of_many", "value"]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

@@ -35,8 +35,6 @@ from nbdist.views.workers.panel import Panel
 if TYPE_CHECKING:
     from nbdist.swarm.swarm import Swarm
 
-__all__ = ["register", "unregister"]
-
 _VALUE_SECONDS = 1.0
 """Seconds to wait for news of the values of all references in one picture."""
 _HOW = '.step(3), .run(), .run(until="nan"), .pause(), .wait()'

@@ -19,8 +19,6 @@ from nbdist.views.drawing.pictures import as_image, legend, svg, themed
 if TYPE_CHECKING:
     from nbdist.swarm.swarm import Swarm  # which needs transformers
 
-__all__ = ["MapPart", "as_html", "as_svg", "in_order", "missing", "parts", "snapshot_of"]
-
 _ROW = 20
 """The height of a row in pixels."""
 _LETTER = 7

@@ -13,8 +13,6 @@ from nbdist.views.cards import Facts, Rows
 from nbdist.views.shown import Bundle
 from nbdist.wire.messages import State
 
-__all__ = ["FINAL_STANDINGS", "Many", "are_references", "bundle", "bundle_of_rows", "facts_of", "over", "rows_of"]
-
 FINAL_STANDINGS = frozenset({"failed", "dead", "released", "ended"})
 """The standings that never change again."""
 

@@ -19,8 +19,6 @@ from typing import Any
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.sinks import Sink
 
-__all__ = ["Bundle", "Shown"]
-
 Bundle = dict[str, Any]
 """The content of an output, by MIME type."""
 

@@ -8,9 +8,6 @@ from html import escape
 from nbdist.columns import aligned
 from nbdist.views.drawing.pictures import themed
 
-__all__ = ["Html", "as_html", "as_lines"]
-
-
 _UNBROKEN_LETTERS = 12
 """The number of letters up to which a cell, such as "4.0 KB", is not broken into lines in a narrow page."""
 

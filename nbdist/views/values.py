@@ -13,8 +13,6 @@ from nbdist.views.drawing.graph import as_svg, as_text, plan_as_svg, plan_as_tex
 from nbdist.views.drawing.pictures import as_image
 from nbdist.views.workers import examination
 
-__all__ = ["pictures_of", "text_of"]
-
 
 def text_of(value: Trace | Plan | Examination) -> str:
     """Return a trace, a plan or an examination as lines of text."""

@@ -19,8 +19,6 @@ from nbdist.wire.pickling import culprit
 from nbdist.wire.pickling.unpickler import Unpickler
 from nbdist.wire.tensors import unpack_tensors
 
-__all__ = ["NOT_DECODED", "decode", "decode_early", "decodes_quickly"]
-
 _QUICK_BYTES = 1 << 16
 """The bytes up to which decoding takes no longer than waking another thread for it."""
 

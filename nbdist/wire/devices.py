@@ -20,8 +20,6 @@ import torch
 
 from nbdist.errors import EncodeError
 
-__all__ = ["CPU_ONLY", "SAME", "Devices"]
-
 SAME = "same"
 """A value of `Devices.own`: each tensor arrives on its own device. For a message of a worker to itself."""
 

@@ -10,8 +10,6 @@ import torch
 from nbdist.wire.messages import Payload
 from nbdist.wire.tensors import Buffer, Slot
 
-__all__ = ["NO_TENSORS", "Encoded"]
-
 NO_TENSORS = Payload()
 """Describes a body that is one plain pickle of atoms and built-in containers, with no frames after it."""
 

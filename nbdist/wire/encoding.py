@@ -31,8 +31,6 @@ from nbdist.wire.pickling.pickler import Pickler, ValueWanted
 from nbdist.wire.pickling.registered import Forker, reference_types
 from nbdist.wire.tensors import Buffer, Space, TensorPacker, is_packable
 
-__all__ = ["encode"]
-
 torch_private.load_layouts()
 
 

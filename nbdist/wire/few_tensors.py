@@ -11,8 +11,6 @@ import torch
 from nbdist.wire.quick import ATOMS
 from nbdist.wire.tensors import TensorPacker, is_packable
 
-__all__ = ["COMPLEX", "PLAIN", "TENSORS", "TensorPickler", "simplicity"]
-
 _MOST_ITEMS = 64
 """The most items of a container that `simplicity` looks into. A dict's keys and values both count."""
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["Attach", "with_history"]
-
 Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]] | None
 """Gives recorded tensors their history, and returns them. None: each tensor becomes a leaf."""
 

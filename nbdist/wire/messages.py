@@ -18,48 +18,6 @@ import msgspec
 from nbdist.errors import ProtocolError
 from nbdist.ids import GlobalId
 
-__all__ = [
-    "VERSION",
-    "AnyMessage",
-    "AskShutdown",
-    "Call",
-    "Carrier",
-    "Cast",
-    "ChildAccept",
-    "Envelope",
-    "Fork",
-    "ForkConfirm",
-    "ForkRequest",
-    "GiveBack",
-    "Goodbye",
-    "Hello",
-    "Hole",
-    "Message",
-    "Mode",
-    "Nothing",
-    "Payload",
-    "Ping",
-    "Place",
-    "Pong",
-    "RRefState",
-    "Ready",
-    "Record",
-    "Recording",
-    "Refused",
-    "Reply",
-    "ShutdownState",
-    "Silence",
-    "State",
-    "Stop",
-    "TensorMeta",
-    "UserDelete",
-    "Welcome",
-    "NOT_A_MESSAGE",
-    "decode",
-    "decode_envelope",
-    "encode_envelope",
-]
-
 VERSION = 16
 """Increase this with every change of the bytes between agents, which include names of nbdist's modules and functions.
 

@@ -51,20 +51,6 @@ from typing import Any, NamedTuple
 from nbdist.wire.messages import Envelope, Message, Nothing, Ping, Pong, UserDelete, encode_envelope
 from nbdist.wire.tensors import Buffer
 
-__all__ = [
-    "LARGE_BYTES",
-    "PING_FIRST",
-    "Lost",
-    "Outgoing",
-    "Peer",
-    "PeerLimits",
-    "SeqSet",
-    "Standing",
-    "Suspect",
-    "Transmit",
-    "Undelivered",
-]
-
 _ACK_DELAY = 0.05
 """Seconds for which an acknowledgement waits for a message that can carry it."""
 _ACK_BYTES = 1 << 20

@@ -26,23 +26,6 @@ from nbdist.wire.messages import Fork, Hole, Payload
 from nbdist.wire.pickling.registered import Forker, reference_types
 from nbdist.wire.tensors import Buffer, Lent, Space, TensorPacker, is_packable, pack_alone, unpack_alone, unpack_tensors
 
-__all__ = [
-    "ATOMS",
-    "CALL",
-    "LIST",
-    "OTHER",
-    "PLAIN",
-    "RECORDED",
-    "REFERENCE",
-    "TENSOR",
-    "TUPLE",
-    "WHOLE",
-    "decode",
-    "encode",
-    "form_of",
-    "leave_holes",
-]
-
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 """The types that plain pickle carries, and that cannot refer to anything else."""
 _MOST_ITEMS = 64

@@ -30,19 +30,6 @@ from nbdist.large_memory import with_large_pages
 from nbdist.wire.devices import CPU_ONLY, Devices
 from nbdist.wire.messages import Place, TensorMeta
 
-__all__ = [
-    "Buffer",
-    "Lent",
-    "Slot",
-    "Space",
-    "StoragePart",
-    "TensorPacker",
-    "Unreadable",
-    "move_to",
-    "pack_alone",
-    "unpack_tensors",
-]
-
 Buffer = bytes | memoryview
 
 

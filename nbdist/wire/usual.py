@@ -20,8 +20,6 @@ from nbdist.wire.pickling import definitions
 from nbdist.wire.quick import ATOMS
 from nbdist.wire.tensors import Buffer, Space, pack_alone
 
-__all__ = ["IS_ON", "encode_usual_call", "encode_usual_result"]
-
 IS_ON = os.environ.get("NBDIST_USUAL") != "0"
 """True if these functions encode and decode usual messages. ``NBDIST_USUAL=0`` turns them off.
 

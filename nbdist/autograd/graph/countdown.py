@@ -24,8 +24,6 @@ from torch.autograd import Function
 
 from nbdist.autograd.graph.edges import HeldBack, Node
 
-__all__ = ["Countdown", "devices_of"]
-
 _FIRST_PATIENCE = 0.001
 """Seconds that a wait waits if a node has run since the wait before: nodes that it queued may come a moment later."""
 _LONGEST_PATIENCE = 1.0

@@ -39,19 +39,6 @@ from nbdist.torch_private import (
     unwrap_if_dead,
 )
 
-__all__ = [
-    "RECEIVE",
-    "EdgeSlot",
-    "HeldBack",
-    "Node",
-    "Received",
-    "RunningPart",
-    "Sent",
-    "current_part",
-    "receive",
-    "swap_part",
-]
-
 Node = Any
 """A node of torch's graph. Nodes made in C++ have no class that could be named here.
 

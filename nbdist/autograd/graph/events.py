@@ -11,8 +11,6 @@ from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.inherited import Inherited, told
 from nbdist.rpc.references.peeking import Histogram
 
-__all__ = ["Event", "Key", "Pass", "Share"]
-
 Key = tuple[str, int]
 """A node, as (name of its worker, its number there)."""
 

@@ -34,8 +34,6 @@ from nbdist.errors import ForwardNaN
 from nbdist.torch_private import graph_task, is_transforming, no_torch_function, without_dispatch_modes
 from nbdist.wire.pickling.scripts import is_tracing
 
-__all__ = ["NanCheck", "holds_nan", "tensors_in"]
-
 _NAMES = """
     __get__ __set__ __getitem__ __setitem__ backward grad is_complex item numpy tolist requires_grad_ retain_grad
     empty_like empty_permuted new_empty new_empty_strided new_full new_ones new_tensor new_zeros full_like ones_like

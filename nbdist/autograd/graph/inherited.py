@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Carried", "Inherited", "told"]
-
 
 class Carried(NamedTuple):
     """A message that brought a NaN or Inf to another worker; `Inherited` has an example."""

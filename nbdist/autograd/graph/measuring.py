@@ -10,8 +10,6 @@ import torch
 
 from nbdist.rpc.references.peeking import Histogram
 
-__all__ = ["are_finite", "is_finite", "measure"]
-
 _BINS = 24
 """The number of bars of a histogram."""
 _SAMPLE = 1 << 12

@@ -40,38 +40,6 @@ from nbdist.wire import quick
 from nbdist.wire.messages import Payload
 from nbdist.wire.tensors import Space, is_packable, pack_alone
 
-__all__ = [
-    "Cancel",
-    "Control",
-    "Entered",
-    "Failed",
-    "Freeze",
-    "Go",
-    "Gradients",
-    "Granted",
-    "Happening",
-    "Head",
-    "Mark",
-    "Marked",
-    "Missing",
-    "Mode",
-    "Observed",
-    "Over",
-    "PassId",
-    "PassMessage",
-    "Release",
-    "Report",
-    "Steer",
-    "Token",
-    "Turn",
-    "WatchChanged",
-    "Watching",
-    "decode",
-    "encode",
-    "encode_usual_gradients",
-]
-
-
 Mode = Literal["smart", "fast"]
 """The mode of a pass: marking finds out which gates will get a gradient, or all gates must get one."""
 

@@ -27,8 +27,6 @@ from nbdist.autograd.graph.origins import ORIGIN_KEY, NodeOrigin, users_line
 from nbdist.autograd.graph.parameters import walk
 from nbdist.torch_private import function_modes, pop_function_mode, push_function_mode
 
-__all__ = ["noted"]
-
 
 class _Running:
     """A module whose forward runs on some thread."""

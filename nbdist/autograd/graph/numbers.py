@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from nbdist.autograd.graph.edges import Node
 
-__all__ = ["NodeNumbers"]
-
 
 class NodeNumbers:
     """Gives the nodes of a context on this worker the numbers by which they are shown to the user."""

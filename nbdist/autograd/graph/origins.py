@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 from nbdist.autograd.graph.edges import Node
 from nbdist.code_places import NBDIST, TORCH, shown_name
 
-__all__ = ["ORIGIN_KEY", "NodeOrigin", "origin_of", "users_line"]
-
 ORIGIN_KEY = "nbdist.origin"
 """The key of a node's `NodeOrigin` in ``node.metadata``; None means that nothing was noted where the node was made."""
 _FRAMES_SKIPPED = (

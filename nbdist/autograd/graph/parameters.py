@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["ParameterName", "names_of", "walk"]
-
 _PARTS: Any = torch.nn.Module.__dict__["__dict__"]
 """The descriptor that reads an instance's dictionary, whatever the instance's class defines."""
 

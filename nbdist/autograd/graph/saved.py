@@ -10,8 +10,6 @@ import torch
 
 from nbdist.autograd.graph.edges import Node
 
-__all__ = ["Saved", "saved_by"]
-
 _RAW = "_raw_saved_"
 """The beginning of the names under which torch's nodes keep saved values as they were packed."""
 

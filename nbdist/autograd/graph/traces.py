@@ -11,8 +11,6 @@ from nbdist.autograd.graph.events import Key, Pass
 from nbdist.autograd.graph.messages import Mode
 from nbdist.autograd.graph.origins import NodeOrigin
 
-__all__ = ["Edge", "NodeInfo", "Plan", "Trace", "planned"]
-
 _NOWHERE = NodeOrigin()
 
 

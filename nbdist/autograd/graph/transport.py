@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from nbdist.autograd.graph.messages import PassMessage
 
-__all__ = ["Transport"]
-
 
 class Transport(Protocol):
     """The methods of an agent's `Recorder` that lower modules call. Workers are named by their incarnations."""

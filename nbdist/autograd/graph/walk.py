@@ -10,8 +10,6 @@ import torch
 
 from nbdist.autograd.graph.edges import RECEIVE, Node, Received
 
-__all__ = ["ACCUMULATE", "Region", "walk"]
-
 _expanded: Node = torch.zeros((), device="cpu", requires_grad=True).expand(1).grad_fn
 ACCUMULATE: type = type(_expanded.next_functions[0][0])
 """The class of the nodes that accumulate into leaves."""

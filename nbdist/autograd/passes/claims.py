@@ -33,8 +33,6 @@ from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.rpc.waits import blocking_wait
 from nbdist.torch_private import keep_in_thread, take_from_thread, thread_has, thread_value
 
-__all__ = ["Claim", "current_claim", "halted", "halted_leaves", "lent"]
-
 _lock = threading.Lock()
 """Held while claims change. Taken directly and not by the Condition, whose ``with`` is a slower Python function."""
 _condition = threading.Condition(_lock)

@@ -36,8 +36,6 @@ from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.rpc.futures import Future
 from nbdist.rpc.latch import Latch
 
-__all__ = ["Context", "Outgoing", "Run"]
-
 Outgoing = tuple[messages.Gradients, list[torch.Tensor | None]]
 """A gradient message, and the gradients that travel as its payload."""
 

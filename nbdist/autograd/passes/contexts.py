@@ -31,8 +31,6 @@ from typing import Any
 from nbdist.autograd.passes.context import Context
 from nbdist.errors import UsageError
 
-__all__ = ["Contexts"]
-
 _COUNTER_BITS = 48
 """An id of a context or message is the worker's id, followed by a counter of this many bits."""
 _ENDED_CONTEXTS_REMEMBERED = 10_000

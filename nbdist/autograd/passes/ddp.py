@@ -15,8 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.autograd.graph.edges import Node
 
-__all__ = ["blocked_by", "in_buckets", "living", "own", "owned_by_any"]
-
 living: dict[int, weakref.ref[DistributedDataParallel]] = {}
 """The DDP modules that are alive, by id. Every pass reads it many times, so it is a plain dict and no function."""
 

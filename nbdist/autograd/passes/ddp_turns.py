@@ -28,8 +28,6 @@ from nbdist.autograd.graph.transport import Transport
 from nbdist.autograd.passes.context import Run
 from nbdist.autograd.passes.ledger import Ledger
 
-__all__ = ["TurnTaking", "Turns"]
-
 
 class Turns:
     """The queue of passes that want to average gradients of DDP modules. The first one has its *turn*: it may."""

@@ -27,8 +27,6 @@ from nbdist.autograd.graph.walk import walk
 from nbdist.autograd.passes.claims import current_claim, halted_leaves
 from nbdist.errors import UsageError
 
-__all__ = ["edge_of", "run_backward"]
-
 _native: Any = torch_private.engine
 
 

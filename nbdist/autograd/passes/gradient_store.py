@@ -9,8 +9,6 @@ import torch
 
 from nbdist.gpus import side_streams
 
-__all__ = ["GradientStore"]
-
 
 class GradientStore:
     """The gradients of leaves on this worker, added up over the steps of a pass or the passes of a context.

@@ -31,8 +31,6 @@ from nbdist.autograd.passes.contexts import Contexts
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent, rpc_async
 
-__all__ = ["explain", "explain_sent"]
-
 _OUTPUTS = ("result", "output", "out", "values")
 """The beginnings of the names under which torch's nodes save their outputs; all other names are of inputs."""
 _PERHAPS_NAMED = 3

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from nbdist.autograd.graph.messages import Missing, Report, Token
 
-__all__ = ["Ledger"]
-
 
 class Ledger:
     """The root's account of one pass: the *tokens* of messages that are sent or dealt with, as workers report them."""

@@ -31,8 +31,6 @@ from nbdist.autograd.watching.observer import Observer
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.errors import UsageError
 
-__all__ = ["Observing"]
-
 _CLOSED_WATCHES_KEPT = 64
 """The most closed watches to keep for batches that may still arrive. An older watch has all, or will never get them."""
 

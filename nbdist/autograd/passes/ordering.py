@@ -19,8 +19,6 @@ from torch.autograd import Function
 
 from nbdist.autograd.graph.edges import EdgeSlot, Node
 
-__all__ = ["GateQueues", "ordered"]
-
 
 def _forward(ctx: Any, tensor: torch.Tensor, group: object, index: int) -> torch.Tensor:
     ctx.group = group

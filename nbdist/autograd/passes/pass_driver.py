@@ -82,8 +82,6 @@ from nbdist.rpc.failures import Failure, describe, rebuild
 from nbdist.rpc.futures import Future
 from nbdist.rpc.latch import Latch
 
-__all__ = ["Passes", "UnusedOutputs"]
-
 _log = logging.getLogger("nbdist.autograd")
 
 # Set by `nbdist.autograd`, to a function of a module that imports this one.

@@ -73,8 +73,6 @@ from nbdist.autograd.watching.observer import Observer
 from nbdist.gpus import side_streams, spans, staging
 from nbdist.gpus.spans import CUDA_IS_BUILT
 
-__all__ = ["Entry", "Marks", "Part", "GateState"]
-
 _RUNS_LAST = 0
 """The sequence number of barriers: torch's engine always runs the ready node with the highest number."""
 _RUNS_FIRST = 1 << 62

@@ -18,8 +18,6 @@ from nbdist.autograd.watching.observer import Gradients, Observer
 from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
 
-__all__ = ["CallHooks"]
-
 
 class CallHooks:
     """The hooks of one call of torch's engine: a context manager around the call, in which ``part`` has nodes run.

@@ -40,8 +40,6 @@ from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
 from nbdist.rpc.waits import blocking_wait
 
-__all__ = ["Gradients", "Observer", "Stopped"]
-
 _CLOCK_OFFSET = time.time() - time.monotonic()
 """Added to the monotonic clock, this gives a time of day that does not jump while the process runs."""
 _BATCH_SIZE = 1000

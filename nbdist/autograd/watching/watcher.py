@@ -42,8 +42,6 @@ from nbdist.autograd.graph.transport import Transport
 from nbdist.errors import UsageError
 from nbdist.rpc.waits import blocking_wait
 
-__all__ = ["Until", "Watch"]
-
 _ids = itertools.count(1)
 _log = logging.getLogger("nbdist.autograd")
 

@@ -37,8 +37,6 @@ from nbdist.holds import Hold, Holds
 from nbdist.signals import DeferredSignals
 from nbdist.wire.messages import Place
 
-__all__ = ["PROBE", "Arena", "ArenaSlot", "default_bound", "file_name", "open_arena"]
-
 PROBE = 0
 """The number of an empty segment. A process that can open this segment can open the other ones, too."""
 PROBE_SIZE = 4096

@@ -23,8 +23,6 @@ import itertools
 from collections import deque
 from typing import NamedTuple
 
-__all__ = ["SEGMENT_SIZE", "Block", "Blocks", "Close", "Empty", "Instruction", "Open", "size_class"]
-
 _SMALLEST_BLOCK = 1 << 16
 """The bytes of the smallest blocks."""
 SEGMENT_SIZE = 1 << 24

@@ -19,8 +19,6 @@ import weakref
 from nbdist.channel.resources import explain
 from nbdist.channel.shared_memory.mapping import MemoryFailure
 
-__all__ = ["Descriptors"]
-
 _LONGEST = 256
 """The most bytes of a datagram."""
 _CREDENTIALS = struct.Struct("3i")

@@ -21,8 +21,6 @@ from nbdist.channel.shared_memory.mapping import MemoryFailure
 from nbdist.signals import DeferredSignals
 from nbdist.wire.messages import Place
 
-__all__ = ["FIRST_GPU_SEGMENT", "GpuArena", "Gpus", "open_gpus"]
-
 FIRST_GPU_SEGMENT = 1 << 40
 """Segments from this number on are memory of a GPU. Those of GPU 1 begin at twice this number, and so on."""
 _PART = 4

@@ -24,18 +24,6 @@ from nbdist import amounts
 from nbdist.channel.shared_memory import quiet
 from nbdist.channel.shared_memory.mapping import MemoryFailure
 
-__all__ = [
-    "GRANULE",
-    "GpuBytes",
-    "GpuMapping",
-    "create",
-    "cuda_driver",
-    "is_available",
-    "open_descriptor",
-    "uuids",
-    "why_unavailable",
-]
-
 _PINNED = 1
 """The driver's number for pinned memory, which stays where it is made."""
 _DESCRIPTOR = 1

@@ -32,8 +32,6 @@ from nbdist.holds import Hold, Holds
 from nbdist.wire.messages import Place, Record
 from nbdist.wire.tensors import Buffer, Unreadable
 
-__all__ = ["LeaseEnded", "Leases"]
-
 _UNMAP_AFTER = 30.0
 """Seconds without a new lease after which `Leases` drops its mapping of a segment. Its owner may have closed it."""
 

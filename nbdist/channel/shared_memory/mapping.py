@@ -20,8 +20,6 @@ from nbdist import amounts
 from nbdist.channel.resources import explain
 from nbdist.errors import NbdistError
 
-__all__ = ["Mapping", "MemoryFailure", "create", "is_available", "open_of"]
-
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 """The names of the seals of each file: its size and its seals cannot change."""
 _MADV_REMOVE = 9

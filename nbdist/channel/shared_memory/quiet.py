@@ -16,8 +16,6 @@ import torch
 
 from nbdist.finalisers import this_thread
 
-__all__ = ["start", "when_done"]
-
 _GATHER = 0.005
 """Seconds for which requests are collected: one wait for a GPU is cheaper than one for each request."""
 _AGAIN_AFTER = 0.1

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from nbdist.cluster.kernels.workers import Worker
     from nbdist.rpc.agent import Agent
 
-__all__ = ["Examination", "examine"]
-
 _PAIR_SECONDS = 0.7
 """Seconds for the measurement of one pair, if there is time enough for all pairs."""
 _PAIR_WITHIN = 12.0

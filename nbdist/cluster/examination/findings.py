@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from nbdist.cluster.examination.machine import MachineFacts
     from nbdist.cluster.examination.speed import LinkSpeed
 
-__all__ = ["ExaminedMember", "Finding", "find_all", "of_clock", "of_machine", "of_process", "slow_links"]
-
 _LITTLE_MEMORY = 500_000_000
 """A process with fewer bytes of memory left gets a finding."""
 _LITTLE_SHARED_FILES = 500_000_000

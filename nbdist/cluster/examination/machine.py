@@ -16,8 +16,6 @@ from nbdist.gpus import staging
 from nbdist.gpus.support import is_supported, lacks_convolutions
 from nbdist.rpc.agent import active_agent
 
-__all__ = ["GpuFacts", "MachineFacts", "describe_machine"]
-
 _SHARED_FILES = "/dev/shm"
 
 

@@ -21,17 +21,6 @@ from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.asking import ask_each
 
-__all__ = [
-    "ANSWERS_WITHIN",
-    "LARGEST",
-    "LinkSpeed",
-    "RoundTrips",
-    "error_in_words",
-    "measure_from_here",
-    "rate_of",
-    "round_trips",
-]
-
 ANSWERS_WITHIN = 3.0
 """Seconds for the answer to a small message."""
 LARGEST = 1 << 23

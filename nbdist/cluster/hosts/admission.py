@@ -15,22 +15,6 @@ import nbdist
 from nbdist.errors import NbdistError, SecurityError, VersionMismatch
 from nbdist.wire.messages import VERSION, Record
 
-__all__ = [
-    "NEWCOMER",
-    "QUESTION",
-    "TRIAL",
-    "Admitted",
-    "Denied",
-    "Newcomer",
-    "NotebookFacts",
-    "Trial",
-    "TrialAnswer",
-    "check_versions",
-    "decode_answer",
-    "describe_myself",
-    "describe_the_notebook",
-]
-
 NEWCOMER = b"n"
 """The first byte of a newcomer's request, by which the entrance tells it from others."""
 QUESTION = b"q"

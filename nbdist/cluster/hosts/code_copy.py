@@ -13,8 +13,6 @@ from pathlib import Path
 from nbdist.amounts import size
 from nbdist.errors import UsageError
 
-__all__ = ["pack", "unpack"]
-
 _MOST_BYTES = 20_000_000
 _MOST_FOLDERS = 10_000
 _REMEDY = "start the notebook in a folder of its own, or leave --sync-code out and copy the code yourself"

@@ -14,8 +14,6 @@ from nbdist.cluster.processes.group_store import REPLACED, GroupStore
 from nbdist.errors import RendezvousError, UsageError
 from nbdist.rpc.named import NotOffered
 
-__all__ = ["BoardStore", "Boards"]
-
 
 class Boards:
     """The boards of one cluster, keys with values: one for each generation of its process group.

@@ -51,8 +51,6 @@ from nbdist.rpc.start import start_agent
 from nbdist.rpc.world.shared_store import ENTRANCE, STORE, Texts
 from nbdist.wire.messages import Record
 
-__all__ = ["Hub", "KeeperMember"]
-
 _ANSWERS_WITHIN = 30.0
 """Seconds for a keeper's answer, if the call names no other limit."""
 _ARRIVES_WITHIN = 60.0

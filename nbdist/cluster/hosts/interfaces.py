@@ -13,8 +13,6 @@ from pathlib import Path
 
 from nbdist.errors import UsageError
 
-__all__ = ["interface_of", "own_address_towards"]
-
 _SIOCGIFCONF = 0x8912
 """Linux's request for all IPv4 addresses, an interface's second and third included."""
 _ENTRY = struct.Struct("16sHH4s16x" if struct.calcsize("P") == 8 else "16sHH4s8x")

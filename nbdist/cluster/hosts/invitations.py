@@ -19,8 +19,6 @@ import msgspec
 from nbdist.amounts import counted, duration, size
 from nbdist.errors import SecurityError, UsageError
 
-__all__ = ["Invitation", "Invitations", "read_invitation"]
-
 
 class Invitation(msgspec.Struct):
     """The connection file, as JSON, which only its owner may read: whoever has it can run a worker of the cluster."""

@@ -14,8 +14,6 @@ from nbdist.cluster.hosts.keeper import Keeper
 from nbdist.cluster.processes.launchers.local import prepare
 from nbdist.errors import UsageError
 
-__all__ = ["join"]
-
 
 def join(path: str, workers: int, host: str | None, with_parent: bool = False) -> int:
     """Run a number of ``workers`` for the cluster of the invitation at ``path``; return this process's exit code.

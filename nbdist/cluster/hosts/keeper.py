@@ -49,8 +49,6 @@ from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.start import start_agent
 from nbdist.wire.messages import Record
 
-__all__ = ["Keeper"]
-
 _ANSWERS_WITHIN = 20.0
 """Seconds for each answer of the notebook while the keeper joins."""
 

@@ -17,8 +17,6 @@ from nbdist.rpc.agent import Agent, active_agent
 from nbdist.rpc.futures import Future
 from nbdist.wire.messages import Record
 
-__all__ = ["Losses"]
-
 _TOLD_WITHIN = 5.0
 """Seconds for a member to confirm that it has given up another one."""
 

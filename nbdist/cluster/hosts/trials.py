@@ -37,8 +37,6 @@ from nbdist.cluster.hosts.admission import (
 from nbdist.cluster.hosts.interfaces import own_address_towards
 from nbdist.cluster.hosts.invitations import Invitation
 
-__all__ = ["TrialWay"]
-
 _ANSWERS_WITHIN = 10.0
 """Seconds for each answer of the notebook."""
 _PART = 1 << 20

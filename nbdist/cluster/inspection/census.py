@@ -32,8 +32,6 @@ from nbdist.rpc.promise import Promise
 from nbdist.rpc.references import inert
 from nbdist.torch_private import no_torch_function
 
-__all__ = ["Amount", "Census", "CensusWalk"]
-
 _SKIPPED_PACKAGES = ("IPython", "ipykernel", "traitlets", "zmq", "jupyter_client", "asyncio", "_asyncio", "logging")
 """Packages whose objects a walk skips, because they lead to everything that the kernel holds."""
 _SKIPPED_MODULES = (

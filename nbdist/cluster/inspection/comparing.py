@@ -24,8 +24,6 @@ from nbdist.rpc import api
 from nbdist.rpc.asking import ask_each
 from nbdist.rpc.references.rref import RRef
 
-__all__ = ["Difference", "Print", "compare", "differences", "flatten", "prints"]
-
 _TEXT_SHOWN = 60
 """Characters of a value's text that are shown."""
 _NUMBERS_AT_A_TIME = 1 << 22

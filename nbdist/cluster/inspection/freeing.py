@@ -21,8 +21,6 @@ from nbdist.cluster.inspection.roots import LAST_RESULT, names_by_value, referen
 from nbdist.ids import GlobalId
 from nbdist.rpc.api import current_agent
 
-__all__ = ["free"]
-
 
 def free() -> Holdings:
     """Free the values that nothing but `Out`, `_` and tracebacks holds, on all workers and in this process.

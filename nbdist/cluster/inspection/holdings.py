@@ -40,8 +40,6 @@ from nbdist.rpc.references.describing import describe_value
 from nbdist.torch_private import no_torch_function
 from nbdist.wire.messages import State
 
-__all__ = ["Holding", "Holdings", "WorkerMemory", "ask_all", "collect"]
-
 _REPORT_WITHIN = 10.0
 """Seconds to wait for a worker's report."""
 _MOST_LOOKS = 4

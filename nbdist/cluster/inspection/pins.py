@@ -21,8 +21,6 @@ from nbdist.rpc.agent import Agent
 from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.references.rref import Home
 
-__all__ = ["Pin", "Roots", "chain_of", "find", "frames_of", "name_of", "namespace_of", "told", "variable"]
-
 _MOST_STEPS = 12
 """The most steps to walk back."""
 _MOST_OBJECTS = 20_000

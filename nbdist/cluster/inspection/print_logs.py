@@ -6,8 +6,6 @@ from nbdist.channel.resources import refusals_in_words
 from nbdist.cluster.cluster import Cluster
 from nbdist.cluster.output.print_log import Printed
 
-__all__ = ["read_logs"]
-
 
 def read_logs(cluster: Cluster, targets: str | None, cell: int | None) -> list[Printed]:
     """Return a `Printed`, with the lines it has printed, for each worker that has a log, in the order of the targets.

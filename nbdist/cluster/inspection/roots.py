@@ -14,8 +14,6 @@ from nbdist.rpc.agent import Agent
 from nbdist.rpc.references import inert
 from nbdist.rpc.references.rref import RRef
 
-__all__ = ["LAST_RESULT", "NamedValue", "named_values", "names_by_value", "references", "results", "roots_of", "shell"]
-
 _IN_TRACEBACK = Pin("traceback", "a traceback")
 """The pin of objects that the shell's traceback formatter keeps."""
 _IN_OWNED_VALUE = Pin("other", "a value that lives there")

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
     from nbdist.cluster.kernels.workers import Worker
 
-__all__ = ["Status", "WorkerStatus", "collect", "users_lines"]
-
 _REPORT_WITHIN = 0.5
 """Seconds to wait for a worker's report."""
 

@@ -17,8 +17,6 @@ from nbdist.rpc.agent import Agent, active_agent
 from nbdist.rpc.core.pending import Pending
 from nbdist.thread_frames import line_number, outwards, thread_frames
 
-__all__ = ["LINE_SHOWN", "StatusReport", "gpu_busy", "gpu_memory", "make_report", "say_line", "users_calls"]
-
 LINE_SHOWN = 60
 """Characters of a line of code that are shown."""
 

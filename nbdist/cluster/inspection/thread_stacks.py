@@ -28,8 +28,6 @@ from nbdist.thread_frames import line_number, outwards, thread_frames
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
 
-__all__ = ["Stacks", "ThreadStack", "own_stacks", "read_stacks"]
-
 _ANSWER_WITHIN = 1.0
 """Seconds for a worker to answer. One that holds the GIL cannot; then its host is asked."""
 _SERVES = Request.invoke.__code__

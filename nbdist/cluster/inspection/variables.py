@@ -13,8 +13,6 @@ from nbdist.rpc.references import inert
 from nbdist.rpc.references.describing import describe_value
 from nbdist.wire.messages import State
 
-__all__ = ["MOST_OBJECTS", "Variable", "count"]
-
 MOST_OBJECTS = 200_000
 """The most objects that are visited in all variables together, which takes less than a second."""
 _OBJECTS_A_TURN = 5_000

@@ -17,21 +17,6 @@ from jupyter_client.session import json_packer, json_unpacker
 
 from nbdist.errors import ProtocolError
 
-__all__ = [
-    "COLLECTIVES",
-    "FENCE",
-    "NAMES",
-    "decode",
-    "encode",
-    "is_text",
-    "new_header",
-    "new_id",
-    "pack",
-    "parent_of",
-    "unpack",
-    "with_text",
-]
-
 COLLECTIVES = "nbdist_collectives"
 """The type of a message that tells what a worker has called in its process groups."""
 FENCE = "nbdist_fence"

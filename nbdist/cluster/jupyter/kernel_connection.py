@@ -28,8 +28,6 @@ from nbdist.channel.resources import require_files
 from nbdist.cluster.jupyter.jupyter_wire import decode, encode, new_header, pack
 from nbdist.errors import WorkerLost
 
-__all__ = ["Kernel", "KernelThread", "Message"]
-
 T = TypeVar("T")
 Message = dict[str, Any]
 

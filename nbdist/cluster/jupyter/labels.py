@@ -27,17 +27,6 @@ from nbdist.errors import NbdistError, UsageError
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = [
-    "cell_number",
-    "install",
-    "missing_here",
-    "note_sent",
-    "rename_cell_frames",
-    "rename_frames",
-    "sent_cell",
-    "trim_tracebacks",
-]
-
 _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)?)', re.MULTILINE)
 """A frame in a formatted traceback of Python: indent, file, line, function and source line."""
 

@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 from nbdist.cluster.jupyter.versions import store_source
 
-__all__ = ["Page", "follow_page", "lines_above", "moved_down"]
-
 
 class Page(NamedTuple):
     """The text of a cell, and the number of lines above it in the page's cell."""

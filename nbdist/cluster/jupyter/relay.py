@@ -26,8 +26,6 @@ import zmq
 
 from nbdist.cluster.jupyter.waiting_output import Parcel, WaitingOutput
 
-__all__ = ["Relay"]
-
 _CHANNELS = ("shell", "iopub", "stdin", "control")
 _CLIENT = b"notebook"
 """The name by which the kernel knows its only client: requests for input go where the cells came from."""

@@ -29,21 +29,6 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Completions",
-    "add_completer",
-    "answer_in_thread",
-    "answer_through_stream",
-    "handle_where_sent",
-    "html_style",
-    "keep_output_apart",
-    "name_files",
-    "send_text",
-    "show_notes",
-    "store_source",
-]
-
-
 # -- completion: IPython ------------------------------------------------------------------------
 
 

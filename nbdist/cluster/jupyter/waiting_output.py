@@ -15,8 +15,6 @@ from collections import deque
 from nbdist import amounts
 from nbdist.cluster.jupyter import jupyter_wire
 
-__all__ = ["Parcel", "WaitingOutput"]
-
 Parcel = tuple[str, list[bytes]]
 """A message: its channel, such as "shell", and its frames, without the identity of a client."""
 

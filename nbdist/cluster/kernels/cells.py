@@ -39,8 +39,6 @@ from nbdist.cluster.output.arranger import LEFT_OUT, Arranger, Published, say_le
 from nbdist.cluster.output.outlet import Outlet
 from nbdist.cluster.output.sinks import Sink
 
-__all__ = ["Cell", "CellPart"]
-
 _log = logging.getLogger("nbdist.cluster")
 _IDLE_WITHIN = 10.0
 """Seconds after a reply within which the kernel must report idle. A flood of output can drop that report."""

@@ -23,8 +23,6 @@ from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.sinks import Sink, sink_of
 
-__all__ = ["Comms"]
-
 _HANDLED_WITHIN = 1.0
 """Seconds to wait for an idle worker to handle a message of the front end. Meanwhile the notebook counts as busy."""
 

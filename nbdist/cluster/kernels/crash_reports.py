@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from nbdist.code_places import is_of_cell, is_users
 
-__all__ = ["lines_that_say_why"]
-
 _LINES = 5
 _GLOO_CONNECTS = "[Gloo] Rank "
 """The start of the line that torch 2.10 writes when a process group forms."""

@@ -8,8 +8,6 @@ from nbdist.amounts import plural
 from nbdist.cluster.errors import WorkerError
 from nbdist.cluster.output.arranger import grouped, label_of, say_names
 
-__all__ = ["say_failed", "say_stopped"]
-
 _INTERRUPTS = ("KeyboardInterrupt", "CancelledError")
 """The names of errors that an interrupt raises, in a plain cell and in a cell with ``await``."""
 _TEXT_SHOWN = 200

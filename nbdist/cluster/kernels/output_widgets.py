@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["own_request"]
-
 
 def own_request(content: Mapping[str, Any], theirs: str, ours: str) -> Mapping[str, Any]:
     """Return a comm message in which the notebook's request id replaces the worker's.

@@ -29,8 +29,6 @@ from nbdist.cluster.kernels.comms import Comms
 from nbdist.cluster.kernels.workers import Worker
 from nbdist.cluster.output.origins import Origin, Origins
 
-__all__ = ["Router"]
-
 _CELLS_KEPT = 2000
 """The number of execute requests, one for each worker of a cell, whose cells are kept for late output.
 

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from nbdist.amounts import size
 
-__all__ = ["KEPT", "Sighting", "say_last_seen"]
-
 KEPT = 30
 """The number of sightings of a worker that are kept: of a minute, while its cell is silent."""
 _RECENT = 60.0

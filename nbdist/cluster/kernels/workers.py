@@ -36,8 +36,6 @@ from nbdist.cluster.processes.launchers.contract import StartedWorker
 from nbdist.cluster.processes.worker_processes import describe_exit
 from nbdist.errors import NbdistError, WorkerLost
 
-__all__ = ["CALL_EXTENSION", "STEPS", "StartError", "Worker"]
-
 STEPS = ("process", "kernel", "rpc", "process group")
 """The steps of a worker that starts, in their order; after the last one it is ready."""
 

@@ -20,20 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from nbdist.amounts import counted
 
-__all__ = [
-    "FOLD_AFTER",
-    "LEFT_OUT",
-    "OUTPUT",
-    "Arranger",
-    "Published",
-    "Straight",
-    "grouped",
-    "label_of",
-    "say_left_out",
-    "say_members",
-    "say_names",
-]
-
 _Thing = TypeVar("_Thing")
 _Key = TypeVar("_Key", bound=Hashable)
 

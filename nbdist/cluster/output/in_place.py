@@ -6,8 +6,6 @@ from nbdist.cluster.jupyter.jupyter_wire import new_id
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.sinks import Sink
 
-__all__ = ["InPlace"]
-
 
 class InPlace:
     """One replaceable text in one place for output. It appears with the first `show`.

@@ -14,8 +14,6 @@ from nbdist.cluster.output.arranger import LEFT_OUT, Published
 from nbdist.cluster.output.pieces import OutputItem, display_id
 from nbdist.cluster.output.terminal import as_seen, close_colours, overlaid
 
-__all__ = ["Lines"]
-
 _DOTS_AFTER = 0.3
 """Seconds after which an unfinished line without carriage returns is shown; usually its end arrives sooner."""
 

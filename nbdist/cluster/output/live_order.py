@@ -21,8 +21,6 @@ from nbdist.cluster.output.line_cutting import Lines
 from nbdist.cluster.output.pieces import OutputItem, display_id, merged, updated, with_own_id
 from nbdist.cluster.output.screen import Screen
 
-__all__ = ["Live"]
-
 
 @dataclass
 class _Worker:

@@ -12,8 +12,6 @@ from nbdist.cluster.output.arranger import OUTPUT, Arranger, Published
 from nbdist.cluster.output.line_cutting import Lines
 from nbdist.cluster.output.pieces import OutputItem, display_id, merged, updated, with_own_id
 
-__all__ = ["LogOrder"]
-
 
 class _Held:
     """The messages of one worker, held back."""

@@ -13,8 +13,6 @@ from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.outlet import Outlet, make_arranger
 from nbdist.cluster.output.sinks import Sink, current_sink
 
-__all__ = ["Origin", "Origins"]
-
 _CELLS_KEPT = 500
 """The number of cells that are kept; late output of calls of older cells is not shown."""
 

@@ -22,8 +22,6 @@ from nbdist.cluster.output.log_order import LogOrder
 from nbdist.cluster.output.output_cutter import OutputCutter
 from nbdist.cluster.output.sinks import Sink
 
-__all__ = ["Outlet", "make_arranger"]
-
 _LAST_LINES = 10
 """Lines of each worker that are shown while more are printed than the page can show."""
 

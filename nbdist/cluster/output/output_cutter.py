@@ -18,8 +18,6 @@ from nbdist.cluster.output.arranger import LEFT_OUT, OUTPUT, Published
 from nbdist.cluster.output.pieces import merged
 from nbdist.cluster.output.terminal import as_seen
 
-__all__ = ["LINES_KEPT", "OutputCutter"]
-
 LINES_KEPT = 2000
 """The number of lines shown at the beginning, and again at the end."""
 _LINE_KEPT = 100_000  # characters of one line that are shown at its beginning, and again at its end

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from nbdist.cluster.output.arranger import LEFT_OUT, Published, label_of, say_left_out
 
-__all__ = ["OutputItem", "display_id", "merged", "updated", "with_own_id"]
-
 _GENERATED_ID = re.compile(r"[0-9a-f]{32}")
 """A display id that IPython has generated, and that no other worker has."""
 

@@ -23,8 +23,6 @@ from typing import BinaryIO, NamedTuple
 from nbdist.channel.resources import explain
 from nbdist.cluster.output.terminal import as_seen
 
-__all__ = ["PrintLog", "Printed"]
-
 _FILES_KEPT = 10
 """The most files that are kept for one worker."""
 _FILE_BYTES = 20_000_000

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.pieces import OutputItem, display_id, updated
 
-__all__ = ["Screen"]
-
 _CHARACTERS_KEPT = 20_000_000
 """Characters of output that are kept to be shown again; the oldest output is forgotten first."""
 

@@ -18,8 +18,6 @@ from IPython import get_ipython
 
 from nbdist.cluster.output.arranger import Published
 
-__all__ = ["CapturedSink", "KernelSink", "PlainSink", "Sink", "current_sink", "sink_of"]
-
 _STREAMS = frozenset({"stdout", "stderr"})
 _not_captured: tuple[Any, ...] = ()
 """The streams and the publisher that were found not to capture anything."""

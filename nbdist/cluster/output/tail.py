@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["Tail"]
-
 
 class Tail:
     """The last ``lines`` lines that are not blank, each cut to its last ``longest`` characters.

@@ -17,8 +17,6 @@ import re
 from collections import deque
 from collections.abc import Mapping
 
-__all__ = ["as_seen", "close_colours", "overlaid"]
-
 # After a carriage return, a terminal overwrites the line's characters. A piece is a character or an escape sequence.
 _PIECE = re.compile(r"\x1b\[([0-9;?]*)([@-~])|.", re.DOTALL)
 

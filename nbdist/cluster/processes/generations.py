@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # imports torch, which a notebook imports while the first workers' zygote does
     from nbdist.cluster.processes.group_store import GroupStores
 
-__all__ = ["Generations"]
-
 
 class Generations:
     """Numbers the process groups of one cluster; makes, ends and removes their stores. Any thread may use it."""

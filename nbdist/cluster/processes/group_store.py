@@ -32,8 +32,6 @@ import torch.distributed
 from nbdist.cluster.processes.setup import group_folder
 from nbdist.errors import RendezvousError, WorkerLost
 
-__all__ = ["REPLACED", "FolderStore", "Folders", "GroupStore", "GroupStores"]
-
 dist: Any = torch.distributed  # Any: torch does not declare what this module exports
 
 REPLACED = "the store of this process group has been removed: the cluster has formed a new process group, or has ended"

@@ -17,8 +17,6 @@ from typing import Any
 
 from nbdist.cluster.processes.zygote import leave_last_words
 
-__all__ = ["guard_streams", "hand_over"]
-
 _SIZE = 1 << 16
 """Bytes copied at once: all that a pipe holds."""
 

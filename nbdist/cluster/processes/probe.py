@@ -19,8 +19,6 @@ import msgspec
 from nbdist.cluster.processes.process_memory import own_bytes
 from nbdist.cluster.processes.setup import WHERE_SIGNAL, where_file
 
-__all__ = ["ANSWER_WITHIN", "Probe", "is_stopped", "probe"]
-
 ANSWER_WITHIN = 0.3
 """Seconds to wait for the frames."""
 _POLL = 0.005

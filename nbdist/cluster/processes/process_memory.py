@@ -22,8 +22,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-__all__ = ["Regions", "Usage", "mark_start", "measure", "own_bytes", "resident", "resident_bytes", "started_with"]
-
 _LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...(.) \S+ \S+ \S+ *(.*)$|^(Rss|Private_\w+): +(\d+) kB$", re.MULTILINE)
 """The first line of a mapping in ``/proc/PID/smaps``, or one of its amounts."""
 _SHARED_FILES = (b"/memfd:", b"/dev/shm/", b"/dev/zero", b"/SYSV")

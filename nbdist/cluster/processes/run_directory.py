@@ -16,8 +16,6 @@ from nbdist.channel.resources import refusals_in_words
 from nbdist.channel.secret import runtime_directory
 from nbdist.errors import UsageError
 
-__all__ = ["make_folder", "remove_folder"]
-
 _KIND = "cluster"
 """The beginning of the names of run directories."""
 

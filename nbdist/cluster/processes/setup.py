@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["AUTO", "WHERE_SIGNAL", "WorkerSetup", "choose_backend", "group_folder", "where_file"]
-
 AUTO = "auto"
 """The backend of a process group whose workers choose it when it forms: see `choose_backend`."""
 

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from nbdist.code_places import NBDIST, is_of_cell
 
-__all__ = ["Frame", "read_frames"]
-
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 
 

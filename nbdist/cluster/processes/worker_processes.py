@@ -47,8 +47,6 @@ from nbdist.cluster.processes.zygote import (
 )
 from nbdist.errors import UsageError, WorkerLost
 
-__all__ = ["Processes", "describe_exit"]
-
 _log = logging.getLogger("nbdist.cluster")
 _BOOT = "from nbdist.cluster.processes.zygote import main; main()"
 """The code that the zygote's interpreter runs, after it has taken over this process's ``sys.path``."""

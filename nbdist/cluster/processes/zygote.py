@@ -49,27 +49,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "ProcessEnded",
-    "ProcessFailed",
-    "MessageSocket",
-    "Hurry",
-    "Preload",
-    "Preloaded",
-    "ZygoteReady",
-    "Setup",
-    "Signal",
-    "Start",
-    "Started",
-    "decode_message",
-    "encode_message",
-    "fork_zygote",
-    "frozen_imports",
-    "leave_last_words",
-    "main",
-    "spawned",
-]
-
 _PDEATHSIG, _SUBREAPER = 1, 36
 """Options of prctl: the signal to get when the parent dies; adopt the orphans of descendants."""
 

@@ -22,8 +22,6 @@ from nbdist.cluster.worker.collectives import Collectives
 from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, NbdistError, WorkerLost
 
-__all__ = ["install", "raise_translated"]
-
 
 def raise_translated(collectives: Collectives, error: RuntimeError | ValueError) -> None:
     """Raise the error that says why a collective failed, if nbdist knows; else return.

@@ -60,8 +60,6 @@ if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
     from nbdist.wire.messages import Record
 
-__all__ = ["Collectives", "agree_on_backend", "destroy"]
-
 _LOOK_EVERY = 0.05
 """Seconds between two checks, while a group forms, whether another worker has failed to form it."""
 

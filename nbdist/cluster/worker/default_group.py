@@ -33,8 +33,6 @@ from nbdist.cluster.worker.collectives import Collectives, destroy
 from nbdist.errors import UsageError
 from nbdist.torch_private import set_group_timeout
 
-__all__ = ["HOMES", "install"]
-
 HOMES = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
 """The modules that have these functions. A search through all modules would copy memory that workers share: 9 MB."""
 

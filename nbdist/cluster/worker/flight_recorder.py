@@ -24,8 +24,6 @@ from nbdist.code_places import is_users, shown_name
 from nbdist.thread_frames import thread_frames
 from nbdist.torch_private import flight_record, groups_by_name, process_groups
 
-__all__ = ["histories", "progress", "read", "state"]
-
 _DTYPES = {
     "Float": "float32",
     "Double": "float64",

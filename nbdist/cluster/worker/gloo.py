@@ -30,8 +30,6 @@ from types import FrameType
 
 from nbdist.torch_private import torch_version
 
-__all__ = ["Loop", "call_of", "connect_for_peers", "loops", "method_called", "shut", "system_call"]
-
 _NAME = "gloo_tcp_loop" if torch_version() >= (2, 13) else None
 """The name of a loop's thread; None if the installed torch gives it no name."""
 _EPOLL_WAITS = ("232", "281", "441", "22")  # epoll_wait, epoll_pwait, epoll_pwait2 on x86-64; epoll_pwait on ARM

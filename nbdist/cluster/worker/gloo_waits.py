@@ -30,8 +30,6 @@ from typing import Any, BinaryIO
 from nbdist.cluster.worker import gloo
 from nbdist.torch_private import torch_library
 
-__all__ = ["CutTransfers"]
-
 _WAITING = ("202", "219", "98", "128")
 """The system calls of a waiting thread, futex and restart_syscall, on x86-64 and on ARM. The second one continues a
 futex call after a signal has stopped the process; Linux still shows the arguments of the futex call."""

@@ -9,8 +9,6 @@ from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.errors import UsageError
 from nbdist.gpus.support import is_supported, lacks_convolutions
 
-__all__ = ["check", "explain", "identity", "own_lacks_convolutions", "prepare"]
-
 _NOTE = "GPU "
 """The beginning of the note that `explain` adds."""
 

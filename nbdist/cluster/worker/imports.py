@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 
-__all__ = ["MODULES"]
-
 # torch and nbdist; then ipykernel and what it loads when it starts; then what IPython loads when it is first needed.
 MODULES = (
     "torch.distributed",

@@ -38,8 +38,6 @@ from nbdist.errors import UsageError
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["group", "join", "main", "setup"]
-
 _JOINS_WITHIN = 60.0
 """Seconds within which a worker has to join the RPC world; also the time limit of its calls, unless options set one."""
 _CALLS_STOP_WITHIN = 1.2

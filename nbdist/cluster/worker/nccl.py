@@ -39,22 +39,6 @@ from nbdist.cluster.worker import gloo
 from nbdist.code_places import is_nbdists, is_pythons, is_torchs, is_users
 from nbdist.thread_frames import outwards, thread_frames
 
-__all__ = [
-    "LEFT",
-    "CollectiveAborted",
-    "WaitingPlace",
-    "abort",
-    "abortable",
-    "follow",
-    "gpu_to_bind",
-    "is_interrupt",
-    "is_stuck",
-    "is_used",
-    "set_environment",
-    "tell",
-    "waits",
-]
-
 _ENVIRONMENT = {
     # The watchdog does nothing about a failed collective. By default it ends the process, a minute later; torch's
     # `_abort_process_group` asks for this value.

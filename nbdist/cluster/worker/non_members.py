@@ -9,8 +9,6 @@ from typing import Any
 from nbdist.cluster.whereabouts import say_place
 from nbdist.torch_private import take_over_warning_of_group
 
-__all__ = ["follow"]
-
 _shown: dict[Any, Any] = {}
 """The lines of which Python has warned: as a rule, once of each."""
 

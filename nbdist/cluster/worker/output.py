@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from nbdist.rpc.agent import Agent
 
-__all__ = ["METADATA", "WorkerOutput", "take_last_value"]
-
 METADATA = "nbdist"
 """The key, in the metadata of an execute request, under which the notebook describes the cell."""
 

@@ -6,8 +6,6 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["now", "run"]
-
 
 def now() -> datetime.datetime:
     """Return the time in UTC, as an aware datetime."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-__all__ = ["PushedValues"]
-
 
 class PushedValues:
     """The values that the notebook pushes to a worker. The notebook may call `receive` and `forget`, in any thread."""

@@ -11,8 +11,6 @@ from typing import Any
 from nbdist.code_places import is_torchs
 from nbdist.thread_frames import outwards
 
-__all__ = ["owner"]
-
 _FIRST_BUCKET = 1 << 20
 """Bytes after which DDP begins its second bucket of gradients; for the others, the user sets the number."""
 

@@ -17,8 +17,6 @@ from nbdist.compat.ipyparallel.results import wait_for
 from nbdist.compat.ipyparallel.views import DirectView, LoadBalancedView, ViewExecutor
 from nbdist.errors import UsageError
 
-__all__ = ["Client", "Cluster", "view_of"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 Targets = int | str | slice | Sequence[int] | None

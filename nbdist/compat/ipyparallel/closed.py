@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Closed", "refuse"]
-
 _SUBSTITUTES = {
     "nothing: the output of a task appears in the notebook at once": "stdout stderr outputs display_outputs",
     "cluster.interrupt(), which interrupts the code that the workers run": "abort",

@@ -10,8 +10,6 @@ from nbdist.errors import UsageError
 from nbdist.magics.reader import Reader
 from nbdist.magics.session import NotebookSession
 
-__all__ = ["activate"]
-
 _USAGE = "%%px [-t TARGETS] [-a] [--block] [--local] [--group-outputs=engine] [-o NAME] [--progress-after SECONDS]"
 
 

@@ -17,8 +17,6 @@ from nbdist.compat.ipyparallel.closed import Closed
 from nbdist.views.workers.line import LiveText
 from nbdist.views.workers.progress import bar
 
-__all__ = ["AsyncResult", "wait_for"]
-
 _FACTS = {"engine_id": "rank"} | {each: each for each in ("submitted", "started", "completed", "received")}
 """The entries of a task's ``metadata``, and the attributes of `Task` that they come from."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from IPython import get_ipython
 
-__all__ = ["Reference", "call", "call_each", "take_name"]
-
 
 @dataclass(frozen=True)
 class Reference:

@@ -21,8 +21,6 @@ from nbdist.compat.ipyparallel import tasks
 from nbdist.compat.ipyparallel.closed import Closed
 from nbdist.compat.ipyparallel.results import AsyncResult, wait_for
 
-__all__ = ["DirectView", "LoadBalancedView", "View", "ViewExecutor"]
-
 
 class View(Closed):
     """Calls functions on some workers. `Client` and ``cluster.view()`` make views.

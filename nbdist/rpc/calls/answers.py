@@ -26,8 +26,6 @@ from nbdist.wire.messages import Payload, Recording, Reply, State
 from nbdist.wire.pickling import names
 from nbdist.wire.tensors import Slot
 
-__all__ = ["Answers", "Asked"]
-
 
 class Asked(Arrival):
     """The part of a call that is needed to answer it."""

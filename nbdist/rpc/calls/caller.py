@@ -22,8 +22,6 @@ from nbdist.rpc.references.rref import RRef, local_type
 from nbdist.wire.messages import Fork, Mode, Record
 from nbdist.wire.pickling import names
 
-__all__ = ["Caller"]
-
 To = str | int | WorkerInfo
 """The destination of a call: a worker's name, its id or its `WorkerInfo`."""
 

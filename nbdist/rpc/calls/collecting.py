@@ -23,8 +23,6 @@ from nbdist.rpc.futures import Future, outcome_of
 from nbdist.rpc.latch import Latch
 from nbdist.rpc.promise import Promise
 
-__all__ = ["Collection", "collect_all", "wait_all"]
-
 T = TypeVar("T")
 
 

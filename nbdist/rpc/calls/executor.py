@@ -32,8 +32,6 @@ from nbdist.wire import codec
 from nbdist.wire.messages import Call, Mode
 from nbdist.wire.pickling import definitions, names
 
-__all__ = ["ASYNC_MARK", "Executor", "Request"]
-
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which torch, too, marks a function that returns a Future for its result."""
 

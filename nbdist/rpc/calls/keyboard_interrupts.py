@@ -27,8 +27,6 @@ from types import FrameType
 from nbdist.code_places import is_torchs
 from nbdist.thread_frames import thread_frames
 
-__all__ = ["InterruptWatch"]
-
 _LOOK_EVERY = 0.02
 """Seconds between two looks at where the main thread is, after Ctrl-C."""
 _LOOK_FOR = 1.0

@@ -29,8 +29,6 @@ from nbdist.rpc.references.rref import RRef
 from nbdist.wire import codec
 from nbdist.wire.messages import Fork, Record, Reply, Stop
 
-__all__ = ["Outcomes"]
-
 
 class Outcomes:
     """Ends the calls that one agent has made: with the answer, or with an error if there is none."""

@@ -20,8 +20,6 @@ from nbdist.rpc.references.forker import MessageForker
 from nbdist.wire.messages import Call
 from nbdist.wire.tensors import Slot
 
-__all__ = ["Draft", "Repeats"]
-
 
 class Draft(NamedTuple):
     """A call that is encoded and ready to be sent."""

@@ -30,8 +30,6 @@ from nbdist.wire.devices import CPU_ONLY
 from nbdist.wire.messages import Call, Fork, Mode, Payload, Record
 from nbdist.wire.pickling import culprit
 
-__all__ = ["Sender"]
-
 
 class Sender:
     """Sends the calls of one agent."""

@@ -38,8 +38,6 @@ from nbdist.rpc.pool import Job
 from nbdist.thread_frames import thread_frames
 from nbdist.wire.messages import Record, Stop
 
-__all__ = ["BREAK_OFF_AFTER", "NAME_AFTER", "Stopping"]
-
 NAME_AFTER = 2.0
 """Seconds after which the caller names a call that has not stopped, and the callee no longer tries to raise."""
 

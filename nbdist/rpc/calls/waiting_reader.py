@@ -28,8 +28,6 @@ from nbdist.rpc.pool import Job
 from nbdist.signals import DeferredSignals
 from nbdist.torch_private import is_in_a_mode
 
-__all__ = ["WaitingReader"]
-
 _MOST_SKIPS = 64
 """The most waits that sleep on a lock before a thread becomes a guest again."""
 

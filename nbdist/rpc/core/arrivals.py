@@ -8,8 +8,6 @@ from enum import Enum
 from nbdist.ids import GlobalId
 from nbdist.wire.messages import Call
 
-__all__ = ["Arrival", "ArrivalStage"]
-
 
 class ArrivalStage(Enum):
     """Names what an arrived call waits for. `nbdist.rpc.core.exchange` draws the order of the stages."""

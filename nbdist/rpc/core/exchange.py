@@ -48,8 +48,6 @@ from nbdist.rpc.core.forks import Forks, ForkStanding, Instruction
 from nbdist.rpc.core.pending import PendingCalls
 from nbdist.wire.messages import Fork
 
-__all__ = ["Exchange"]
-
 
 class Exchange:
     """The calls and references of one agent: what each waits for. Callers hold `lock`, unless a method needs none."""

@@ -51,8 +51,6 @@ from typing import NamedTuple
 from nbdist.ids import GlobalId, IdSource
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
 
-__all__ = ["Drop", "Forks", "Instruction", "Send", "ForkStanding"]
-
 _DROPPED_VALUES_REMEMBERED = 1024
 """The number of dropped values that are remembered, so that a late message about one is not taken for an early one."""
 

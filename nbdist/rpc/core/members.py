@@ -12,8 +12,6 @@ from typing import Any
 from nbdist.errors import NotUnique, UnknownWorker, UsageError, WorkerLost
 from nbdist.wire.messages import Record
 
-__all__ = ["Membership", "WorkerInfo", "lost_error"]
-
 _NAME = re.compile(r"[A-Za-z0-9\-_:]*\Z")
 _NAME_LENGTH = 128
 

@@ -15,8 +15,6 @@ from nbdist.rpc.latch import Latch
 from nbdist.rpc.promise import Promise
 from nbdist.wire.messages import Fork, Recording
 
-__all__ = ["Pending", "PendingCalls"]
-
 
 @dataclass(eq=False, slots=True)
 class Pending:

@@ -31,8 +31,6 @@ from collections.abc import Iterable
 
 from nbdist.wire.messages import Record
 
-__all__ = ["ALL_WATCH_ALL", "watched_by"]
-
 ALL_WATCH_ALL = 16
 """The most agents of a world in which each one watches all others."""
 EACH_SIDE = 2

@@ -12,8 +12,6 @@ from nbdist.rpc.references import inert
 from nbdist.torch_private import no_torch_function
 from nbdist.wire.messages import State
 
-__all__ = ["describe_error", "describe_value", "error_line"]
-
 
 def describe_error(error: BaseException) -> State:
     """Return the description of a value that could not be made, because of ``error``.

@@ -8,8 +8,6 @@ from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.messages import Fork
 
-__all__ = ["MessageForker"]
-
 
 class MessageForker:
     """Makes forks of the references in one message, and undoes them if the message is never sent."""

@@ -26,22 +26,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "array_class",
-    "dict_of_class",
-    "is_a",
-    "module_of",
-    "mro",
-    "nbytes_of",
-    "parameters_of",
-    "public_names",
-    "qualname_of",
-    "size_of",
-    "sizer_of",
-    "tensor_fact",
-    "user_dispatches",
-]
-
 _mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 _qualname: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 _module: Callable[[type], Any] = type.__dict__["__module__"].__get__

@@ -9,8 +9,6 @@ from typing import Any
 
 from nbdist.ids import GlobalId
 
-__all__ = ["News"]
-
 _log = logging.getLogger("nbdist.rpc")
 
 

@@ -13,8 +13,6 @@ from torch.nn.parameter import is_lazy
 
 from nbdist.columns import aligned
 
-__all__ = ["Histogram", "Numbers", "Parameter", "Peek", "look"]
-
 _BINS = 24
 """The bars of a histogram."""
 _FIRST_ELEMENTS = 8

@@ -26,8 +26,6 @@ from nbdist.rpc.references.news import News
 from nbdist.signals import DeferredSignals
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
 
-__all__ = ["References", "creation_error"]
-
 
 def creation_error(why: object) -> RRefError:
     """Return the error to raise when a reference is used whose ``remote()`` call failed because of ``why``."""

@@ -38,8 +38,6 @@ from nbdist.rpc.references.reference_table import References, creation_error
 from nbdist.wire.messages import Fork, State
 from nbdist.wire.pickling.registered import register_reference
 
-__all__ = ["Calls", "Home", "Proxy", "RRef", "refer"]
-
 T = TypeVar("T")
 
 

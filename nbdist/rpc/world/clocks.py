@@ -8,8 +8,6 @@ from typing import Any
 
 from nbdist.wire.messages import Record
 
-__all__ = ["offset"]
-
 _ROUND_TRIPS = 8
 """The number of calls that measure the clock of another host. The fastest call counts."""
 

@@ -33,8 +33,6 @@ from nbdist.rpc.shared_tensors import Sharing
 from nbdist.rpc.waits import blocking_wait
 from nbdist.wire.messages import VERSION, Hello, Ready, Record, Refused, Welcome
 
-__all__ = ["Handshake"]
-
 _LEAST_PATIENCE = 12.0
 """Seconds for which a joining member waits for the others at least: a busy member must not be taken for dead."""
 _GREET_EVERY = 0.1

@@ -29,8 +29,6 @@ from nbdist.rpc.world.meeting_file import MeetingFile
 from nbdist.rpc.world.roster import Store
 from nbdist.rpc.world.shared_store import SharedStore, is_here
 
-__all__ = ["Meeting", "parse", "prefixed", "settle"]
-
 dist: Any = torch.distributed  # typed as Any: torch does not declare what this module exports
 
 _EVERY_INTERFACE = ("0.0.0.0", "::")

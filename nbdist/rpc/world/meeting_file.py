@@ -20,8 +20,6 @@ from pathlib import Path
 
 from nbdist.errors import RendezvousError
 
-__all__ = ["MeetingFile"]
-
 _LOCK_TIMEOUT = 2.0
 """Seconds to wait for the lock. Its holder needs less than a millisecond, unless it is stopped or the disk hangs."""
 

@@ -27,8 +27,6 @@ from nbdist.channel.secret import Secret
 from nbdist.errors import NotUnique, RendezvousError, VersionMismatch
 from nbdist.wire.messages import VERSION, Record
 
-__all__ = ["Roster", "Store"]
-
 _KEY = "nbdist/roster"
 """The key of the list in the store."""
 _POLL = 0.01

@@ -17,8 +17,6 @@ import msgspec
 from nbdist.channel.entrance import knock
 from nbdist.channel.secret import Secret
 
-__all__ = ["ENTRANCE", "STORE", "SharedStore", "Texts", "is_here"]
-
 ENTRANCE = "entrance"
 """The role whose CURVE key pair (`Secret.curve`) an entrance has."""
 STORE = b"s"

@@ -29,8 +29,6 @@ from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.world.survey import CLOSING, DRAINING, RELEASING, RUNNING, Survey
 from nbdist.wire.messages import AskShutdown, Record, ShutdownState
 
-__all__ = ["Reminder", "Shutdown"]
-
 _FIRST_PAUSE = 0.002
 """Seconds until a waiting agent checks again, at first; the pause grows up to `_LONGEST_PAUSE` seconds."""
 _LONGEST_PAUSE = 0.05

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from nbdist.wire.messages import ShutdownState
 
-__all__ = ["CLOSING", "DRAINING", "RELEASING", "RUNNING", "Survey"]
-
 RUNNING, DRAINING, RELEASING, CLOSING = range(4)
 """The rounds; `nbdist.rpc.world.shutdown` draws them."""
 

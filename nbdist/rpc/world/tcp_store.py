@@ -24,8 +24,6 @@ import torch.distributed
 
 from nbdist.errors import RendezvousError
 
-__all__ = ["end_server", "is_loopback", "is_own", "is_served", "is_torchruns", "open_store", "says_loopback"]
-
 dist: Any = torch.distributed  # typed as Any: torch does not declare what this module exports
 
 _SERVER_OF_THIS_PROCESS = -1

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 from nbdist.swarm.client.routing import Span
 
-__all__ = ["Journal"]
-
 _log = logging.getLogger("nbdist.swarm")
 _LINES_KEPT = 200
 """The number of lines of the log that are kept."""

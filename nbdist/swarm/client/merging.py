@@ -27,8 +27,6 @@ import torch
 from nbdist.swarm.history import History, Operation
 from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackLayout
 
-__all__ = ["Merged", "Unmergeable", "is_near", "merge"]
-
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """The relative difference, by dtype, up to which two results count as equal within rounding."""
 

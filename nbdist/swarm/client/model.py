@@ -30,8 +30,6 @@ from nbdist.swarm.client.session import Session
 from nbdist.swarm.client.sessions import Sessions
 from nbdist.swarm.policy import Recover
 
-__all__ = ["Passage", "remote_model"]
-
 _NOT_RETURNED = {
     "output_hidden_states": "Swarm.sequential()[:n] returns the hidden states behind the first n layers.",
     "output_attentions": "A model in one process returns attentions.",

@@ -19,8 +19,6 @@ from typing import NamedTuple
 from nbdist.amounts import plural
 from nbdist.errors import NbdistError
 
-__all__ = ["NoRoute", "Offer", "Span", "assign", "cut", "named", "route", "runs_of", "spread"]
-
 
 class NoRoute(NbdistError):
     """No server has some block, and none can load it; or too many servers failed one after the other.

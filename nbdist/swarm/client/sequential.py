@@ -18,8 +18,6 @@ from nbdist.swarm import model_cache
 from nbdist.swarm.client import stateless
 from nbdist.swarm.client.model import Passage
 
-__all__ = ["BlockSession", "RemoteSequential"]
-
 
 class RemoteSequential(nn.Module):
     """Consecutive blocks of a swarm as a module. `Swarm.sequential` makes one.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from nbdist.swarm.server.server import Server
     from nbdist.swarm.server.session_caches import StepReply
 
-__all__ = ["ServerRecord"]
-
 State = Literal["joining", "online", "draining", "offline", "gone"]
 _NEWEST_WEIGHT = 0.2
 """The weight of the newest measurement in the moving averages of `ServerRecord.hop` and `ServerRecord.pace`."""

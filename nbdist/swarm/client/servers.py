@@ -56,8 +56,6 @@ from nbdist.trace import Steps
 if TYPE_CHECKING:
     from nbdist.wire.messages import Record
 
-__all__ = ["Servers", "Forgotten", "Gone"]
-
 _numbers = itertools.count()
 _LOADING_SECONDS = 300.0
 """Seconds for loading blocks, in addition to the time of a step: at first, the worker imports transformers."""

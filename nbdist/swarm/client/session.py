@@ -54,8 +54,6 @@ from nbdist.swarm.history import History, Operation, Step
 from nbdist.swarm.policy import Recover
 from nbdist.swarm.server.session_caches import REPLAYED, StepReply
 
-__all__ = ["Session"]
-
 _numbers = itertools.count()
 _MAX_LOST_SERVERS = 16
 """The number of servers that may fail one after the other in a step before the step fails with `NoRoute`."""

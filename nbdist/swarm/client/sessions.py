@@ -22,8 +22,6 @@ from nbdist.swarm.client.servers import Servers
 from nbdist.swarm.client.session import Session
 from nbdist.swarm.policy import Recover, check_recover
 
-__all__ = ["Sessions"]
-
 
 class Sessions:
     """The open sessions of a swarm. Any thread may use it."""

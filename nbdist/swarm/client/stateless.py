@@ -23,8 +23,6 @@ from nbdist.swarm.client.routing import NoRoute
 from nbdist.swarm.client.servers import Gone, Servers
 from nbdist.swarm.stacking import StackInput
 
-__all__ = ["forward", "through"]
-
 _TRIES = 16
 """The number of servers that may fail one after the other in a micro-batch before the call fails with `NoRoute`."""
 _MAX_THREADS = 8

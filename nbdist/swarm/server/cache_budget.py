@@ -18,8 +18,6 @@ from typing import Literal
 
 from nbdist.errors import NbdistError
 
-__all__ = ["Budget", "CacheFull", "Ticket"]
-
 State = Literal["waiting", "granted", "expired", "over"]
 
 

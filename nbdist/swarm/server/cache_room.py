@@ -10,8 +10,6 @@ from nbdist.rpc.waits import blocking_wait
 from nbdist.swarm.server.cache_budget import Budget, CacheFull, Ticket
 from nbdist.swarm.server.session_caches import NoSession, ServerSession
 
-__all__ = ["Room"]
-
 _GROWTH = 1.25
 """A session that outgrows what it expected reserves this many times what it needs, so that it seldom asks again."""
 

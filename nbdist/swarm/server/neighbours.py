@@ -12,8 +12,6 @@ import torch
 from nbdist.rpc.api import current_agent
 from nbdist.swarm.carriage import carriage
 
-__all__ = ["Address"]
-
 _PUSH_TIMEOUT = 60.0
 """Seconds after which a push of hidden states times out. The client pushes them itself long before."""
 

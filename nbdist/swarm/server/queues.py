@@ -12,8 +12,6 @@ from typing import Any
 
 from nbdist.errors import NbdistError
 
-__all__ = ["RequestQueues", "QueuedRequest", "TooLarge", "prioritize"]
-
 
 class TooLarge(NbdistError):
     """A request has more tokens than a server accepts (`Options.largest`)."""

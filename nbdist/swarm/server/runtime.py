@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 from nbdist.rpc.waits import blocking_wait
 from nbdist.swarm.server.queues import QueuedRequest, RequestQueues
 
-__all__ = ["Runtime"]
-
 _log = logging.getLogger("nbdist.swarm")
 _LOOK_SECONDS = 1.0
 """Seconds between two calls of ``look``."""

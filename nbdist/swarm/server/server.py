@@ -47,8 +47,6 @@ from nbdist.swarm.server.sources import Source
 if TYPE_CHECKING:
     from nbdist.wire.messages import Record
 
-__all__ = ["Info", "NotHere", "Options", "Server"]
-
 
 class NotHere(NbdistError):
     """A server does not have a block any more: the swarm has moved the block to another server."""

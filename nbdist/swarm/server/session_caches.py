@@ -18,8 +18,6 @@ from nbdist.rpc.futures import Future
 from nbdist.swarm.history import Step
 from nbdist.swarm.server.neighbours import Address
 
-__all__ = ["REPLAYED", "StepCall", "ServerSession", "NoSession", "StepReply"]
-
 REPLAYED = -1
 """The number of all steps that are replayed from a history. The numbers of new steps begin with 1."""
 

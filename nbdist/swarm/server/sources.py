@@ -20,8 +20,6 @@ from nbdist.rpc.named import NotOffered
 from nbdist.swarm import adapter, weight_file
 from nbdist.swarm.carriage import seconds_for
 
-__all__ = ["FarWeights", "Source", "offer"]
-
 _ANSWER_SECONDS = 60.0
 """Seconds to wait until the client has described the checkpoint."""
 _READ_SECONDS = 600.0

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from nbdist.autograd.graph.events import Key
 from nbdist.views.drawing.folding import Box, Diagram
 
-__all__ = ["BOX", "ROW", "Columns", "Item"]
-
 BOX = 22
 """The height of a box."""
 ROW = BOX + 6

@@ -26,8 +26,6 @@ from nbdist.autograd.graph.events import Key
 if TYPE_CHECKING:
     from nbdist.autograd.graph.traces import Edge, NodeInfo, Trace
 
-__all__ = ["TIMES", "Box", "Diagram", "DrawnLine", "crossings", "diagram_of", "name_of"]
-
 TIMES = "\N{MULTIPLICATION SIGN}"
 _MOST_NODES = 150
 """With up to this many nodes, each node has its own box; in a step of a pipeline, with twice as many."""

@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 from nbdist.views.drawing.pictures import as_image, legend, svg, themed
 
-__all__ = ["KINDS", "Bar", "Kind", "gantt", "micro_batch_name", "with_legend"]
-
 _WIDTH = 590
 """The width of a drawing in pixels: JupyterLab's room for outputs in a window 1,050 wide with its file browser open."""
 _ROW = 24

@@ -24,8 +24,6 @@ from nbdist.views.drawing.mirrored import mirrored
 if TYPE_CHECKING:
     from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace
 
-__all__ = ["WIDEST", "Marks", "as_svg", "as_text", "name_of", "plan_as_svg", "plan_as_text"]
-
 WIDEST = 880
 """The largest width of a picture, in pixels; a wider graph continues in another row of lanes below."""
 _NARROWEST = 420

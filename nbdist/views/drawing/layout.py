@@ -20,8 +20,6 @@ from nbdist.autograd.graph.events import Key
 from nbdist.views.drawing.columns import BOX, ROW, Columns, Item
 from nbdist.views.drawing.folding import Box, Diagram
 
-__all__ = ["BreakMark", "Lane", "Layout", "NodePlace", "Point", "lay_out"]
-
 _GAP = 22
 """The gap between two columns, in which lines have their curves."""
 _INDENT = 12

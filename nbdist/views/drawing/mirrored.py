@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from nbdist.views.drawing.layout import BreakMark, Lane, Layout, Point
 
-__all__ = ["mirrored"]
-
 
 def mirrored(layout: Layout, left: float) -> Layout:
     """Return the layout with its boxes and lines from right to left, and its last row of lanes on top; `columns` stay.

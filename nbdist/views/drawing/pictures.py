@@ -17,8 +17,6 @@ from collections.abc import Iterable
 from html import escape
 from xml.etree import ElementTree
 
-__all__ = ["as_image", "legend", "svg", "themed"]
-
 _UNFIT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff\ud800-\udfff]")
 """Characters that XML does not allow, but source code may contain."""
 _SMALLEST = 0.66

@@ -7,8 +7,6 @@ from nbdist.nn.schedules import OpTimes
 from nbdist.nn.timeline import PipelineTimeline
 from nbdist.views.drawing.gantt import Bar, gantt, micro_batch_name, with_legend
 
-__all__ = ["as_html"]
-
 _KINDS = {"F": "forward", "B": "backward"}
 """The kinds of `nbdist.views.drawing.gantt.KINDS`, by the kinds of operations."""
 

@@ -28,8 +28,6 @@ from nbdist.rpc.references.peeking import Histogram
 from nbdist.views.drawing.folding import crossings, name_of
 from nbdist.views.passes.intervals import Interval, uncovered
 
-__all__ = ["Backward", "WorkerShare"]
-
 
 @dataclass
 class WorkerShare:

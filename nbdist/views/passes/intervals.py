@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["Interval", "uncovered"]
-
 Interval = tuple[float, float]
 """A start and an end, in seconds."""
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-__all__ = ["Pace"]
-
 _SECONDS_BETWEEN = 1.0
 """The least seconds between two watched steps."""
 _COST_SHARE = 0.03

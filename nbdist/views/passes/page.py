@@ -13,11 +13,9 @@ import math
 from typing import Any
 
 from nbdist.autograd.graph.events import Key
-from nbdist.views.drawing.graph import name_of
+from nbdist.views.drawing.folding import name_of
 from nbdist.views.passes.backward import Backward
 from nbdist.views.passes.remarks import remarks
-
-__all__ = ["detail", "outline", "snapshot"]
 
 _CODES = {"unused": "u", "waiting": "w", "ready": "r", "running": "g", "halted": "h", "done": "d"}
 """The letters of the states in a snapshot; ``backward.js`` reads them."""

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from nbdist.amounts import counted, duration, plural
 from nbdist.autograd.graph.events import Key
 from nbdist.autograd.graph.inherited import Inherited, told
-from nbdist.views.drawing.graph import name_of
+from nbdist.views.drawing.folding import name_of
 from nbdist.views.passes.backward import Backward
-
-__all__ = ["SentencePart", "Remark", "remarks", "text_of"]
 
 _NODES_NAMED = 12
 """The number of nodes of a path that are named: its two ends, and the nodes that took the longest."""

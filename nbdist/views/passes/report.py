@@ -11,8 +11,6 @@ from nbdist.views.drawing.pictures import as_image, themed
 from nbdist.views.passes.backward import Backward
 from nbdist.views.passes.remarks import remarks, text_of
 
-__all__ = ["as_html", "as_text", "marks_of"]
-
 
 def as_text(found: Backward) -> list[str]:
     """Return a report on a pass as lines: one for each worker, then the remarks on what stands out."""

@@ -61,8 +61,6 @@ if TYPE_CHECKING:
             """
 
 
-__all__ = ["Scouts"]
-
 _ANSWER_SECONDS = 2.0
 """Seconds to wait for an answer. A worker or a context for which none arrives in time is not watched."""
 
@@ -239,7 +237,7 @@ class Scout:
         context.before_pass = partial(self._plan, context.id)
         context.before_step = partial(self._show, context.id)
 
-    def _plan(self, context_id: int, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
+    def _plan(self, context_id: int, mode: messages.Mode, roots: Sequence[tuple[Node, int]]) -> None:
         """Send the notebook the plan of a pass that is about to begin on this worker.
 
         An error is logged, and the pass runs without a drawing.

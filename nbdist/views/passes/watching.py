@@ -33,7 +33,7 @@ from weakref import WeakValueDictionary
 from nbdist.autograd import api
 from nbdist.autograd.graph.edges import Node
 from nbdist.autograd.graph.events import Event, Pass
-from nbdist.autograd.graph.messages import PassId, Watching
+from nbdist.autograd.graph.messages import Mode, PassId, Watching
 from nbdist.autograd.graph.traces import Plan, Trace, planned
 from nbdist.autograd.inspection import plan_from, trace
 from nbdist.autograd.passes.context import Context
@@ -44,8 +44,6 @@ from nbdist.views.passes import page, report
 from nbdist.views.passes.backward import Backward
 from nbdist.views.passes.pace import Pace
 from nbdist.views.passes.scouts import Scouts
-
-__all__ = ["Watcher"]
 
 T = TypeVar("T")
 
@@ -540,7 +538,7 @@ class Watcher:
         if ended:
             watch.close()
 
-    def _on_begin(self, watch: Watch, mode: api.Mode, roots: Sequence[tuple[Node, int]]) -> None:
+    def _on_begin(self, watch: Watch, mode: Mode, roots: Sequence[tuple[Node, int]]) -> None:
         """Make and store the plan of a pass that the calling thread is about to begin on this worker.
 
         `Watch` calls this before any node runs; it logs an error, and the pass begins all the same.

@@ -23,8 +23,6 @@ from nbdist.rpc.api import current_agent
 from nbdist.views.drawing.gantt import micro_batch_name
 from nbdist.views.timeline.wording import name_call
 
-__all__ = ["EVENTS_KEPT", "Noted", "WorkRecording", "begin"]
-
 _GPU_WITHIN = 1.0
 """Seconds to wait for a GPU at the end of a recording."""
 EVENTS_KEPT = 100_000

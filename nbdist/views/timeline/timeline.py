@@ -37,8 +37,6 @@ from nbdist.views.timeline import recording
 from nbdist.views.timeline.recording import Noted
 from nbdist.wire.messages import Record
 
-__all__ = ["Timeline"]
-
 _log = logging.getLogger("nbdist.views")
 _BARS_DRAWN = 1500
 """The most bars of a picture; the shortest bars are left out."""

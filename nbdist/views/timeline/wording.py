@@ -14,8 +14,6 @@ from nbdist.rpc import named
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.pickling.names import display_name
 
-__all__ = ["name_call"]
-
 _HIDDEN = (
     "nbdist.views.",
     "nbdist.rpc.world.clocks",

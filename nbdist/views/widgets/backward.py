@@ -13,8 +13,6 @@ from nbdist.views.passes import page
 from nbdist.views.passes.watching import Watcher
 from nbdist.views.widgets.view import View, identity, script, style
 
-__all__ = ["BackwardView"]
-
 _MODULES = (
     "amounts.js",
     "buttons.js",

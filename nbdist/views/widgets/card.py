@@ -20,8 +20,6 @@ from nbdist.views.shown import Bundle
 from nbdist.views.widgets.live import LiveReferences, LiveViews
 from nbdist.views.widgets.view import identity, script, style
 
-__all__ = ["LIVE", "MOST", "RRefCard", "card_of"]
-
 MOST = 64
 """The most live cards; if there are more, the card shown longest ago becomes a picture."""
 

@@ -20,8 +20,6 @@ from nbdist.views import references
 from nbdist.views.cards import Facts, Rows
 from nbdist.views.widgets.view import View, queuing
 
-__all__ = ["LiveReferences", "LiveViews"]
-
 
 class LiveViews:
     """Keeps the live views of one kind, ``most`` at most, in the order in which they were last shown. Thread-safe."""

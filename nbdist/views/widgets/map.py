@@ -17,8 +17,6 @@ from nbdist.views.widgets.view import View, identity, queuing, script, style
 if TYPE_CHECKING:
     from nbdist.swarm.swarm import Swarm  # which needs transformers
 
-__all__ = ["MapView"]
-
 
 class MapView(View):
     """The live map of one swarm."""

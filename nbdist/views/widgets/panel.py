@@ -11,8 +11,6 @@ from nbdist.errors import UsageError
 from nbdist.views.widgets.view import View, identity, script, style
 from nbdist.views.workers.panel import Panel
 
-__all__ = ["PanelView"]
-
 _SAMPLE_SECONDS = 1.0
 """Seconds between two samples."""
 

@@ -8,8 +8,6 @@ from nbdist.views.shown import Bundle
 from nbdist.views.widgets.live import LiveReferences, LiveViews
 from nbdist.views.widgets.view import identity, script, style
 
-__all__ = ["LIVE", "MOST", "RRefTable"]
-
 MOST = 16
 """The most live tables; if there are more, the table shown longest ago becomes a picture."""
 LIVE = LiveViews(MOST)

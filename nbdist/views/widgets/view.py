@@ -35,8 +35,6 @@ from nbdist.cluster.jupyter.versions import handle_where_sent
 from nbdist.cluster.output.sinks import Sink
 from nbdist.views.shown import Bundle, Shown
 
-__all__ = ["View", "identity", "queuing", "script", "style"]
-
 _STEADY, _BURST = 8, 2
 """A token bucket for snapshots: `_STEADY` a second, and after a pause `_BURST` at once.
 

@@ -9,8 +9,6 @@ from nbdist.cluster.inspection.comparing import Difference
 from nbdist.views import tables
 from nbdist.views.drawing.pictures import themed
 
-__all__ = ["DiffTable"]
-
 
 class DiffTable:
     """The result of a comparison, as text and as a table. Its truth value: whether the value is equal everywhere."""

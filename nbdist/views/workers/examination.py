@@ -13,8 +13,6 @@ from nbdist.cluster.examination.speed import LinkSpeed
 from nbdist.views import tables
 from nbdist.views.drawing.pictures import themed
 
-__all__ = ["as_html", "as_text"]
-
 _COLUMNS: tuple[tuple[str, Callable[[MachineFacts], str]], ...] = (
     ("host", lambda facts: facts.host),
     ("nbdist", lambda facts: facts.nbdist),

@@ -12,8 +12,6 @@ from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.sinks import PlainSink, Sink, current_sink
 from nbdist.trace import Steps
 
-__all__ = ["LiveText", "line_in_place", "lines_below"]
-
 
 def lines_below() -> Callable[[str], None]:
     """Return a function that prints its argument as a line below the running cell, in any thread.

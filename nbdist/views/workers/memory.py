@@ -12,8 +12,6 @@ from nbdist.views import tables
 from nbdist.views.drawing.pictures import themed
 from nbdist.views.workers.memory_rows import Look, Row, compare, fold, rows_of, split
 
-__all__ = ["FreedTable", "MemoryTable"]
-
 _ROWS_SHOWN = 1000
 """The most rows that a table shows."""
 _SINCE = "since last look"

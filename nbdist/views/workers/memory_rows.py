@@ -18,8 +18,6 @@ from nbdist.cluster.inspection.variables import Variable
 from nbdist.cluster.output.arranger import grouped
 from nbdist.views import cards
 
-__all__ = ["Look", "Row", "Split", "compare", "fold", "rows_of", "split"]
-
 KINDS = {"references": "reference", "contexts": "context", "variables": "variable"}
 """The kinds of objects that are counted, in the order in which `split` serves them, with the word for one object."""
 

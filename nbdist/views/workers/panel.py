@@ -22,8 +22,6 @@ from nbdist.views.drawing.pictures import themed
 from nbdist.views.workers.stacks import say
 from nbdist.views.workers.status import StatusTable
 
-__all__ = ["Panel"]
-
 _SAMPLES_KEPT = 60
 """The number of samples kept for each worker: one minute's."""
 _CHAINS_SHOWN = 8

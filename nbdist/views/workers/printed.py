@@ -12,8 +12,6 @@ from nbdist.cluster.output.arranger import grouped, label_of
 from nbdist.cluster.output.output_cutter import LINES_KEPT
 from nbdist.cluster.output.print_log import Printed
 
-__all__ = ["save", "say"]
-
 _LINES_SHOWN = 2 * LINES_KEPT
 """The most lines to show, of all workers together: as many as a cell shows of one worker."""
 

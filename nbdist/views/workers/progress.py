@@ -10,8 +10,6 @@ from nbdist.cluster.output.sinks import Sink
 from nbdist.columns import aligned
 from nbdist.views.workers.line import LiveText
 
-__all__ = ["StartProgress", "bar", "draw"]
-
 _WIDTH = 12
 """The width of a worker's bar in characters."""
 

@@ -14,8 +14,6 @@ from nbdist.errors import NbdistError
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
 
-__all__ = ["remarks_on_start"]
-
 
 def remarks_on_start(cluster: Cluster) -> list[str]:
     """Return lines about a container's limits, the process group of workers with GPUs, and shared or old GPUs."""

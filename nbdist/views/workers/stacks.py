@@ -8,8 +8,6 @@ from nbdist.amounts import plural
 from nbdist.cluster.inspection.thread_stacks import Stacks, ThreadStack
 from nbdist.cluster.output.arranger import grouped, say_names
 
-__all__ = ["say"]
-
 
 def say(found: Stacks) -> str:
     """Return the threads of all workers as text; equal ones share their lines, which begin with the innermost."""

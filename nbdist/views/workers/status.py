@@ -11,8 +11,6 @@ from nbdist.cluster.partings import Parting
 from nbdist.views import tables
 from nbdist.views.drawing.pictures import themed
 
-__all__ = ["StatusTable"]
-
 _COLUMNS = ("worker", "rank", "pid", "device", "state", "runs", "memory", "calls")
 
 

@@ -27,8 +27,6 @@ from typing import Any
 
 import cloudpickle.cloudpickle as cloudpickle
 
-__all__ = ["fill", "fill_any", "make", "reduced"]
-
 _CODE = (
     types.FunctionType,
     staticmethod,

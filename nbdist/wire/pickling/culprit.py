@@ -15,8 +15,6 @@ import torch
 
 from nbdist.code_places import CELLS
 
-__all__ = ["HOLDS_GROUP", "of_call", "of_value", "reason"]
-
 _DEEPEST = 20
 """The most steps down into a value."""
 _MOST_PARTS = 10_000

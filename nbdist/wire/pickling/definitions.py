@@ -30,19 +30,6 @@ import torch
 from nbdist.errors import MissingDefinition
 from nbdist.wire.pickling.names import MAIN_NAMES
 
-__all__ = [
-    "choose",
-    "digest",
-    "find_named",
-    "find_own",
-    "get_own",
-    "is_cached",
-    "name_and_digest",
-    "origin",
-    "own_name",
-]
-
-
 _CACHED: Any = type(functools.cache(lambda: None))
 """The type of functions with the decorator `functools.lru_cache` or `functools.cache`."""
 _FUNCTIONS = (types.FunctionType, _CACHED)

@@ -13,8 +13,6 @@ import torch
 from nbdist.amounts import size
 from nbdist.wire.pickling import names
 
-__all__ = ["warn_of_large_globals"]
-
 _LARGE_BYTES = 1 << 20
 """The size in bytes above which a global counts as large."""
 

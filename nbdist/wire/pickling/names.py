@@ -14,8 +14,6 @@ import torch
 
 from nbdist.errors import DecodeError
 
-__all__ = ["MAIN_NAMES", "Named", "describe", "display_name", "is_builtin", "name_of", "resolve"]
-
 MAIN_NAMES = ("__main__", "__mp_main__")
 """The modules whose definitions may differ between workers."""
 

@@ -28,8 +28,6 @@ from nbdist.wire.pickling.registered import Forker, reducers, reference_types
 from nbdist.wire.pickling.scripts import is_script_function, is_script_module
 from nbdist.wire.tensors import OWN_FRAME_BYTES, Buffer, TensorPacker, is_packable, refuse_uncarried
 
-__all__ = ["Pickler", "ValueWanted"]
-
 
 class _ByValue:
     """Wraps a definition where a pickle must contain its value rather than its name."""

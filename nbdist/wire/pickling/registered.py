@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from nbdist.wire.messages import Fork
 
-__all__ = ["Forker", "reducers", "reference_types", "register_reducer", "register_reference"]
-
 reference_types: set[type] = set()
 """The types whose instances travel as forks."""
 

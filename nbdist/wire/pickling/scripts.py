@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["is_script_function", "is_script_module", "is_tracing"]
-
 
 def is_script_module(value: object) -> bool:
     """Return whether ``value`` is a module of TorchScript."""

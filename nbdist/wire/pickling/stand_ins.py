@@ -15,19 +15,6 @@ import torch
 from nbdist.code_places import CELLS
 from nbdist.errors import DecodeError
 
-__all__ = [
-    "cached",
-    "cached_property",
-    "cell_code",
-    "exception",
-    "partialmethod",
-    "recorded",
-    "reference",
-    "script",
-    "script_function",
-    "tensor",
-]
-
 
 def tensor(index: int) -> Any:
     """Stand in a pickle for tensor number ``index`` of its message. Always raises DecodeError.

@@ -17,8 +17,6 @@ from nbdist.errors import DecodeError
 from nbdist.wire.pickling import classes, names, stand_ins
 from nbdist.wire.tensors import Buffer
 
-__all__ = ["Unpickler"]
-
 
 class _Globals(dict[str, Any]):
     """The globals of a function that came by value.

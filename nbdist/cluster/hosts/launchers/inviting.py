@@ -27,8 +27,6 @@ from nbdist.errors import NbdistError, WorkerLost
 if TYPE_CHECKING:
     from nbdist.cluster.spec import Spec
 
-__all__ = ["InvitingLauncher"]
-
 
 class InvitingLauncher(RemoteLauncher):
     """The common part of launchers with invitations. See `Launcher` for its other methods."""

@@ -14,8 +14,6 @@ from nbdist.cluster.hosts.launchers.inviting import InvitingLauncher
 from nbdist.cluster.processes.launchers.contract import OnEnd
 from nbdist.cluster.spec import DEFAULT_INVITATION, VALID_FOR, Spec
 
-__all__ = ["JoinLauncher"]
-
 
 class JoinLauncher(InvitingLauncher):
     """Waits for workers that join. It writes an invitation for as many workers as the cluster has."""

@@ -29,8 +29,6 @@ from nbdist.errors import ResourceError
 if TYPE_CHECKING:
     from nbdist.cluster.spec import Spec
 
-__all__ = ["OpenLocalLauncher"]
-
 _INVITED_FOR = 600.0
 """Seconds within which the keeper must join; it needs a few."""
 _ENDS_WITHIN = 5.0

@@ -39,8 +39,6 @@ from nbdist.errors import ResourceError, UsageError
 if TYPE_CHECKING:
     from nbdist.cluster.spec import Spec
 
-__all__ = ["RayLauncher"]
-
 _ROOM_WITHIN = 30.0
 """Seconds to wait for Ray to have room for all workers, if the user has not set the cluster's timeout."""
 _TRIES, _STARTS_WITHIN = 2, 60

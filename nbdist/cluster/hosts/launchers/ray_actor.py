@@ -10,8 +10,6 @@ import subprocess
 import sys
 from typing import Any
 
-__all__ = ["RayActor", "address_of_this_node"]
-
 
 class RayActor:
     """The actor of one worker. It starts a keeper, the process that starts the worker, and waits for its end."""

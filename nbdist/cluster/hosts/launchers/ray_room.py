@@ -16,8 +16,6 @@ from nbdist import trace
 from nbdist.amounts import counted
 from nbdist.errors import ResourceError
 
-__all__ = ["nodes_starting", "say_room", "wait_for_room"]
-
 _LOOK_EVERY = 1.0
 """Seconds between two looks at the autoscaler. Ctrl-C takes as long: it does not interrupt a wait of Ray's."""
 _ASKED_WITHIN = 2

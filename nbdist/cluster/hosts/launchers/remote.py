@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from nbdist.cluster.processes.group_store import GroupStores
     from nbdist.cluster.spec import Spec
 
-__all__ = ["RemoteLauncher"]
-
 _STARTS_WITHIN = 600.0
 """Seconds for a keeper to start a worker. `Lifecycle` applies the user's limit, which is usually shorter."""
 _ENDS_WITHIN = 10.0

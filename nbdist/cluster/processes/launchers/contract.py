@@ -19,8 +19,6 @@ if TYPE_CHECKING:  # these import torch, which a notebook imports while the firs
     from nbdist.cluster.processes.group_store import GroupStores
     from nbdist.cluster.spec import Spec
 
-__all__ = ["GIVEN_UP", "Launcher", "OnEnd", "StartedWorker"]
-
 GIVEN_UP = "was not started: its start was given up"
 """The end of a worker whose start was given up, in words that follow its name."""
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from nbdist.cluster.processes.group_store import GroupStores
     from nbdist.cluster.spec import Spec
 
-__all__ = ["PRELOAD_IDLE", "LocalLauncher", "discard", "prepare"]
-
 _ENTRY = "nbdist.cluster.worker.kernel:main"
 """The function that a worker process calls."""
 
