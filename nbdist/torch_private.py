@@ -53,6 +53,7 @@ FUNCTIONS: dict[str, str] = {
     "torch._C._collect_all": "torch.futures.wait_all waits for the rest after the first error of a call",
     "torch._C.Future": "torch.futures.Future, its subclass, is looked for",
     "torch._C._distributed_c10d._dump_fr_trace": "nothing says which worker has not come to a collective",
+    "torch._C._distributed_c10d._WorkerServer": "nothing is known of the collectives of a worker that holds the GIL",
     "torch._C._distributed_rpc": "torch was built without RPC, so no agent of torch's can run",
     "torch._lazy_modules": "the first line about a collective takes a second, and 70 MB in each worker",
     "torch._guards.TracingContext.try_get": "torch.compile fails for a module that contains a RemoteModule",
@@ -343,6 +344,11 @@ def flight_record(*, entries: bool = True, frames: bool = False) -> dict[str, An
         if is_hidden:
             lazy.add("_inductor")
     return found
+
+
+def worker_server(path: str) -> Any:
+    """Let a thread of torch's own answer HTTP at the Unix socket ``path``, until the server returned here is gone."""
+    return _find("torch._C._distributed_c10d._WorkerServer", lambda path: None)(path)
 
 
 def groups_by_name() -> dict[str, Any]:

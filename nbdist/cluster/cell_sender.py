@@ -50,7 +50,7 @@ class CellSender:
         self._lifecycle = lifecycle
         self._agent = agent
         self._interrupts = interrupts
-        self.collation = Collation(team.workers, thread, agent, lifecycle.generations)
+        self.collation = Collation(team.workers, thread, agent, lifecycle)
         self._counter = 0
         """The number of cells so far, which numbers them where there is no notebook."""
 

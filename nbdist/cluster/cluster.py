@@ -183,12 +183,13 @@ class Cluster:
         """
         return self.lifecycle.launcher.probe(name)
 
-    def partings(self) -> list[Parting]:
+    def partings(self, probes: Mapping[str, Future[Probe]] | None = None) -> list[Parting]:
         """Return the collectives that not all members of a process group have called in the same way.
 
-        Waits for the workers' answers, less than half a second.
+        Waits for the workers' answers, less than half a second. ``probes`` are answers of `probe` for workers that have
+        not answered a call; by default, their hosts are asked.
         """
-        return self._cells.collation.partings()
+        return self._cells.collation.partings(probes)
 
     @property
     def names(self) -> list[str]:

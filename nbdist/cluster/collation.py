@@ -17,20 +17,25 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 
 from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.jupyter.kernel_connection import KernelThread
 from nbdist.cluster.kernels.cells import Cell
 from nbdist.cluster.kernels.workers import Worker
+from nbdist.cluster.lifecycle import Lifecycle
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.partings import Parting, find_partings, say_last
-from nbdist.cluster.processes.generations import Generations
+from nbdist.cluster.processes.probe import ANSWER_WITHIN, Probe
+from nbdist.cluster.worker import flight_recorder
 from nbdist.errors import NbdistError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import Future
 
 _ANSWER_WITHIN = 0.4
-"""Seconds for the workers to answer. A worker that holds the GIL cannot, and nothing is claimed of it."""
+"""Seconds for the workers to answer. For one that holds the GIL, torch's server answers its host."""
+_ANSWER_WITHIN_AT_END = 2.0
+"""Seconds for the answers where a difference is known, and only its lines are missing: the cell waits for them."""
 _POLL = 0.01
 _SHIFTED = "; the next collective there will be taken for it"
 
@@ -41,8 +46,8 @@ class Collation:
     ``workers`` are all workers of the cluster, by rank; ``thread`` is the kernel thread.
     """
 
-    def __init__(self, workers: Sequence[Worker], thread: KernelThread, agent: Agent, generations: Generations) -> None:
-        self._workers, self._thread, self._agent, self._generations = workers, thread, agent, generations
+    def __init__(self, workers: Sequence[Worker], thread: KernelThread, agent: Agent, lifecycle: Lifecycle) -> None:
+        self._workers, self._thread, self._agent, self._lifecycle = workers, thread, agent, lifecycle
         self._compared: list[Sequence[GroupHistory]] = []
         """The histories of all workers that were compared last."""
         self._told: set[object] = set()
@@ -50,28 +55,52 @@ class Collation:
         self._telling: set[asyncio.Task[None]] = set()
         """The tasks of cells that have not ended yet. A loop keeps only weak references to its tasks."""
 
-    def ask(self) -> dict[str, Future[Sequence[GroupHistory]]]:
-        """Ask all living workers; return their answers, by name, without waiting for them."""
+    def ask(self, within: float = _ANSWER_WITHIN) -> dict[str, Future[Sequence[GroupHistory]]]:
+        """Ask all living workers for answers in ``within`` seconds; return them, by name, without waiting for them."""
         asked = {}
         for worker in self._workers:
             if worker.alive:
                 with contextlib.suppress(NbdistError):  # it is dying
                     at = self._agent.at(worker.name, "collectives")
-                    asked[worker.name] = at.call("histories", timeout=_ANSWER_WITHIN)
+                    asked[worker.name] = at.call("histories", timeout=within)
         return asked
 
-    def conclude(self, asked: Mapping[str, Future[Sequence[GroupHistory]]], *, at_rest: bool = False) -> list[Parting]:
-        """Return where the members part, as far as the answers that have arrived tell; as for `find_partings`."""
-        return self._part(_told(asked), at_rest)
+    def conclude(
+        self,
+        asked: Mapping[str, Future[Sequence[GroupHistory]]],
+        probes: Mapping[str, futures.Future[Probe]],
+        *,
+        at_rest: bool = False,
+    ) -> list[Parting]:
+        """Return where the members part, as far as the answers that have arrived tell; as for `find_partings`.
 
-    def partings(self) -> list[Parting]:
-        """Ask all living workers, wait for their answers, and return where the members part."""
+        ``probes`` have been asked of the hosts of workers that have not answered. Those may hold the GIL.
+        """
+        told = _told(asked)
+        groups = [history for histories in told.values() for history in histories]
+        for worker in self._workers:
+            if worker.name not in told and worker.name in probes and probes[worker.name].done():
+                with contextlib.suppress(Exception):  # its host cannot be reached, or it has no record
+                    own = [each for each in groups if worker.rank in each.ranks]
+                    found = probes[worker.name].result()
+                    told[worker.name] = flight_recorder.decode(found.record, found.formed, own)
+        return self._part(told, at_rest)
+
+    def partings(self, probes: Mapping[str, futures.Future[Probe]] | None = None) -> list[Parting]:
+        """Ask all living workers, wait for their answers, and return where the members part.
+
+        ``probes`` are as for `conclude`; if they are None, the hosts of workers that do not answer are asked.
+        """
         asked = self.ask()
         deadline = time.monotonic() + _ANSWER_WITHIN
         for answer in asked.values():
             with contextlib.suppress(Exception):  # the worker died, or the answer is late
                 answer.wait(max(0.0, deadline - time.monotonic()))
-        return self.conclude(asked)
+        if probes is None:
+            silent = asked.keys() - _told(asked).keys()
+            probes = {name: self._lifecycle.launcher.probe(name) for name in silent}
+        futures.wait(probes.values(), 2 * ANSWER_WITHIN)
+        return self.conclude(asked, probes)
 
     def at_end_of_cell(self, cell: Cell, end: Callable[[], None]) -> None:
         """Compare what the workers had called at the ends of their cells; call ``end``. In the kernel thread.
@@ -96,17 +125,17 @@ class Collation:
 
     async def _tell(self, cell: Cell) -> None:
         """Ask the workers, and tell below a cell what was not told before."""
-        asked, deadline = self.ask(), time.monotonic() + _ANSWER_WITHIN
+        asked, deadline = self.ask(_ANSWER_WITHIN_AT_END), time.monotonic() + _ANSWER_WITHIN_AT_END
         while not all(each.done() for each in asked.values()) and time.monotonic() < deadline:
             await asyncio.sleep(_POLL)
         are_idle = not any(worker.cells for worker in self._workers)
         is_whole = are_idle and len(cell.parts) == len(asked) and not cell.interrupted
-        partings = self.conclude(asked, at_rest=True)
+        partings = self.conclude(asked, {}, at_rest=True)
         if (lost := self._has_lost(cell)) and not partings:
             for text in say_last(_told(asked), [worker.name for worker in self._workers], lost):
                 _print(cell, text)
         for each in partings:
-            what = self._generations.present, each.group, each.absent or each.number, each.behind
+            what = self._lifecycle.generations.present, each.group, each.absent or each.number, each.behind
             if what not in self._told and (is_whole or not each.absent):
                 self._told.add(what)
                 goes_on = each.absent and not cell.errors

@@ -80,7 +80,7 @@ class Lookout:
         """The workers that a signal has stopped, each with the time at which this was seen first."""
         self._stands = Stands(after)
         self._probes: dict[str, Future[Probe]] = {}
-        """The questions of this look to the hosts of workers that do not answer."""
+        """The questions to the hosts of workers that do not answer, each the last one."""
         self._is_blind = False
         """True if a worker is in a collective, and its recorder is off."""
         self._line = InPlace(cell.sink.page)
@@ -107,13 +107,13 @@ class Lookout:
         if self._cell.done:
             return
         asked: dict[str, Any] = {}
-        self._probes, now = {}, time.monotonic()
+        now = time.monotonic()
         if now - self._cell.last_output >= min(_FIRST_LOOK, self._after) * 0.9:
             for part in self._running():
                 with contextlib.suppress(NbdistError):  # the worker is gone
                     at = self._agent.at(part.worker, "collectives")
                     asked[part.worker] = at.call("place", timeout=_ANSWER_WITHIN)
-            self._probes = {worker: self._probe(worker) for worker in self._stands.unplaced(now) if worker in asked}
+            self._probes |= {worker: self._probe(worker) for worker in self._stands.unplaced(now) if worker in asked}
         self._call_later(self._judge, _ANSWER_WITHIN, asked)
 
     def _judge(self, asked: Mapping[str, Any]) -> None:
@@ -138,6 +138,7 @@ class Lookout:
             in_collective |= found is not None and found.in_collective is True
             self._is_blind |= found is not None and found.in_collective is None and found.call.startswith("dist.")
             if answer is None:
+                self._probes.pop(part.worker, None)
                 self._stands.saw(part.worker, found, now)
             else:
                 self._stands.heard_nothing(part.worker, now)
@@ -157,7 +158,7 @@ class Lookout:
         if self._cell.done:
             return
         now = time.monotonic()
-        partings = self._collation.conclude(told)
+        partings = self._collation.conclude(told, self._probes)
         is_long = now - self._cell.last_output >= self._after
         ended = {part.worker: part.error is not None for part in self._cell.parts.values() if part.done}
         running = [part.worker for part in self._running()]

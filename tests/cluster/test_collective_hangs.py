@@ -125,6 +125,34 @@ def test_survivors_are_not_compared_by_what_they_did_before_a_restart(notebook):
     notebook.until(lambda: re.match(told, cell.line), what=told)
 
 
+HOLD_THE_GIL = """
+import ctypes, sys
+if rank == 1:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # the signal that asks for frames cuts one of the sleeps short, and nothing gets between
+    for _ in range(12): ctypes.PyDLL(None).sleep(1)
+    sys.setswitchinterval(before)
+dist.all_reduce(torch.ones(3))"""
+
+
+@pytest.mark.parametrize("before", [0, 4])
+def test_a_worker_that_holds_the_gil_is_missing(notebook, before):
+    notebook.run("%dist_restart 2")  # the others' records of earlier groups do not count
+    notebook.run(f"%%remote\nfor _ in range({before}): dist.all_reduce(torch.ones(1))")
+    cell = notebook.send(f"%%remote --progress-after 3\n{HOLD_THE_GIL}")
+    told = (
+        rf"worker1 has not come to all_reduce #{before + 1} \(In\[\d+\]:9\), float32\[3\], default group: "
+        r"worker0,2 wait in dist\.all_reduce\(\), In\[\d+\]:9, \d+ s; "
+        r"worker1 has not released the GIL for \d+ s \(its cell is at In\[\d+\]:7\)"
+    )
+    notebook.until(lambda: re.fullmatch(told, cell.line), what=told)
+
+
+def test_a_time_limit_says_it_of_a_worker_that_holds_the_gil(notebook):
+    cell = notebook.run(f"%%remote --timeout 2\n{HOLD_THE_GIL}", check=False)
+    assert "; worker1 has not come to all_reduce #" in cell.error["evalue"]
+
+
 def test_a_time_limit_says_it_too(notebook):
     cell = notebook.run("%%remote --timeout 2\nif rank != 1: dist.barrier()", check=False)
     assert cell.error["evalue"].startswith(

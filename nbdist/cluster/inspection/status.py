@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import linecache
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -73,30 +74,26 @@ def collect(cluster: Cluster) -> Status:
         asked = ask_each(cluster.agent, make_report, dict.fromkeys(living, ()), timeout=_REPORT_WITHIN)
         reports = asked.or_raise(but=NbdistError)
         in_collective = any(report.in_collective for report in reports.values())
-        partings = cluster.partings() if in_collective else []
-    silent = [
-        worker for worker in cluster.workers if worker.alive and worker.step == "ready" and worker.name not in reports
-    ]
-    reports |= _ask_hosts(cluster, silent)
+        silent = [each for each in cluster.workers if each.alive and each.step == "ready" and each.name not in reports]
+        probes = {worker.name: cluster.probe(worker.name) for worker in silent}
+        partings = cluster.partings(probes) if in_collective else []
+    reports |= _read(probes, [worker.name for worker in silent if worker.cells])
     rows = [_status(worker, reports.get(worker.name) or StatusReport(None)) for worker in cluster.workers]
     return Status(rows, partings)
 
 
-def _ask_hosts(cluster: Cluster, workers: Sequence[Worker]) -> dict[str, StatusReport]:
+def _read(probes: Mapping[str, Future[Probe]], busy: Collection[str]) -> dict[str, StatusReport]:
     """Return a report on each of these workers, by name, from its host, because the worker has not answered a call.
 
-    Waits for less than a second. A worker whose host does not answer is missing.
+    ``busy`` are those that run a cell. Waits for less than a second. A worker whose host does not answer is missing.
     """
-    asked = [(worker, bool(worker.cells), cluster.probe(worker.name)) for worker in workers]
     deadline = time.monotonic() + 2 * ANSWER_WITHIN
     found = {}
-    for worker, is_busy, answer in asked:
+    for name, answer in probes.items():
         with contextlib.suppress(Exception):  # the worker ends, or its host cannot be reached
-            seen: Probe = answer.result(max(0.0, deadline - time.monotonic()))
-            lines = users_lines(where.read_frames(seen.frames)) if is_busy else []
-            found[worker.name] = StatusReport(
-                None, where="".join(lines[:1]), memory=seen.memory, cpu_seconds=seen.cpu_seconds
-            )
+            seen = answer.result(max(0.0, deadline - time.monotonic()))
+            lines = users_lines(where.read_frames(seen.frames)) if name in busy else []
+            found[name] = StatusReport(None, where="".join(lines[:1]), memory=seen.memory, cpu_seconds=seen.cpu_seconds)
     return found
 
 

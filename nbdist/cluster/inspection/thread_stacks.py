@@ -68,16 +68,16 @@ def read_stacks(cluster: Cluster, targets: str | None) -> Stacks:
         names = dict.fromkeys([each.name for each in living], ())
         answered = ask_each(cluster.agent, own_stacks, names, timeout=_ANSWER_WITHIN).or_raise(but=NbdistError)
     mute = [worker for worker in living if worker.name not in answered]
-    probes = [(worker, cluster.probe(worker.name)) for worker in mute]
+    probes = {worker.name: cluster.probe(worker.name) for worker in mute}
     silent: dict[str, ThreadStack | None] = {}
-    for worker, probe in probes:
-        silent[worker.name] = None
+    for name, probe in probes.items():
+        silent[name] = None
         with contextlib.suppress(Exception):  # the worker ends, or its host cannot be reached
             if lines := users_lines(read_frames(probe.result(_ANSWER_WITHIN).frames)):
-                silent[worker.name] = ThreadStack(threading.main_thread().name, tuple(lines))
+                silent[name] = ThreadStack(threading.main_thread().name, tuple(lines))
     lost = {worker.name: worker.lost or worker.state for worker in workers if not worker.alive}
     threads = {name: answered[name] for name in names if name in answered}
-    return Stacks(threads, silent, lost, cluster.partings())
+    return Stacks(threads, silent, lost, cluster.partings(probes))
 
 
 def own_stacks() -> list[ThreadStack]:

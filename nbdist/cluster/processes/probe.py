@@ -1,13 +1,16 @@
 """Asks a worker's host about the worker's process. This works even while the worker holds the GIL.
 
 The frames of the main thread come by a signal, at which the worker writes them to a file in its run directory; the
-handler needs no GIL. Memory and CPU time come from ``/proc``. Only launchers call this: it works on the worker's host.
+handler needs no GIL. torch's flight recorder comes from a thread of torch's own. Memory and CPU time come from
+``/proc``. Only launchers call this: it works on the worker's host.
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from nbdist.cluster.processes.process_memory import own_bytes
-from nbdist.cluster.processes.setup import WHERE_SIGNAL, where_file
+from nbdist.cluster.processes.setup import WHERE_SIGNAL, record_socket, where_file
 
 ANSWER_WITHIN = 0.3
 """Seconds to wait for the frames."""
@@ -25,6 +28,7 @@ _POLL = 0.005
 """Seconds between two looks at the file."""
 _LARGE = 1 << 18
 """Bytes of the file above which it is emptied first: each question appends to it."""
+_RECORD = "/handler/fr_trace_json?includecollectives=true"
 _ENDS = ("in <module>\n", "  ...\n")
 """The last line of an answer: the outermost frame, or faulthandler's mark that there are more frames."""
 
@@ -38,6 +42,10 @@ class Probe(msgspec.Struct, frozen=True):
     """Bytes in pages that no other process has; None if the system has no count."""
     cpu_seconds: float | None = None
     """CPU time that the process has used, in seconds; None if the system does not tell."""
+    record: bytes = b""
+    """torch's record of the process's collectives, as JSON; empty if there is none."""
+    formed: int = 0
+    """When the present process group began to form, in nanoseconds since the epoch by the host's clock."""
 
 
 def probe(folder: Path, name: str, pid: int | None, send: Callable[[str, int], None]) -> Future[Probe]:
@@ -49,10 +57,12 @@ def probe(folder: Path, name: str, pid: int | None, send: Callable[[str, int], N
     found: Future[Probe] = Future()
 
     def ask() -> None:
-        frames = ""
+        frames, record, formed = "", b"", 0
         with contextlib.suppress(OSError):
             frames = _ask_for_frames(where_file(str(folder), name), lambda: send(name, WHERE_SIGNAL))
-        found.set_result(Probe(frames, own_bytes(pid), _cpu_seconds(pid)))
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            record, formed = _read_record(record_socket(str(folder), name))
+        found.set_result(Probe(frames, own_bytes(pid), _cpu_seconds(pid), record, formed))
 
     threading.Thread(target=ask, name="nbdist-probe", daemon=True).start()
     return found
@@ -68,6 +78,23 @@ def _ask_for_frames(path: str, signal_it: Callable[[], None]) -> str:
     while not (answer := _read_from(path, before)).endswith(_ENDS) and time.monotonic() < deadline:
         time.sleep(_POLL)
     return answer
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """Connects to a Unix socket, whose path is given as the host."""
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.host)
+
+
+def _read_record(path: str) -> tuple[bytes, int]:
+    """Return what a worker tells at the socket at ``path``, and the socket's time; OSError if it tells nothing."""
+    connection = _UnixConnection(path, timeout=ANSWER_WITHIN)
+    with contextlib.closing(connection):
+        connection.request("POST", _RECORD)
+        return connection.getresponse().read(), os.stat(path).st_mtime_ns
 
 
 def _read_from(path: str, start: int) -> str:

@@ -79,6 +79,14 @@ def where_file(folder: str, name: str) -> str:
     return os.path.join(folder, f"{name}.where")
 
 
+def record_socket(folder: str, name: str) -> str:
+    """Return the path of the Unix socket at which torch tells the collectives of the worker ``name``.
+
+    Its time of modification is when the present process group began to form. ``folder`` is as for `where_file`.
+    """
+    return os.path.join(folder, f"{name}.record")
+
+
 def group_folder(generation: int) -> str:
     """Return the name, within the run directory, of the folder where the workers form their process group.
 

@@ -44,11 +44,12 @@ from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.hosts.group_board import BoardStore
 from nbdist.cluster.processes.group_store import FolderStore, GroupStore
 from nbdist.cluster.processes.process_memory import resident
-from nbdist.cluster.processes.setup import AUTO, WorkerSetup, choose_backend, group_folder
+from nbdist.cluster.processes.setup import AUTO, WorkerSetup, choose_backend, group_folder, record_socket
 from nbdist.cluster.stands import Position
 from nbdist.cluster.whereabouts import place
 from nbdist.cluster.worker import flight_recorder, gloo, gpu, nccl, non_members
 from nbdist.cluster.worker.gloo_waits import CutTransfers
+from nbdist.cluster.worker.record_server import RecordServer
 from nbdist.code_places import is_torchs
 from nbdist.errors import GroupError, NbdistError, RendezvousError, WorkerLost
 from nbdist.rpc.asking import ask_each
@@ -134,6 +135,7 @@ class Collectives:
         """True once the present process group has formed."""
         self._forming_since = 0
         """When the present process group began to form, by `time.time_ns`."""
+        self._record_server = RecordServer()
         self._backend = "none"
         """The backend of the process group that formed last, as torch writes it."""
         self._forms_group = False
@@ -219,6 +221,7 @@ class Collectives:
                 destroy()
             self._loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
             self._formed, self._forming_since = False, time.time_ns()
+            self._record_server.note_forming(record_socket(told.folder, told.name))
             self._broken.clear()
             self._stop_forming.clear()
             self._lost.clear()

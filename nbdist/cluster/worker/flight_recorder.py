@@ -78,6 +78,17 @@ def read(formed_at: int, *, places: bool) -> list[GroupHistory]:
     return histories(entries, process_groups(), titles, thread_frames() if places else {})
 
 
+def decode(record: bytes, formed_at: int, groups: Iterable[GroupHistory]) -> list[GroupHistory]:
+    """Return what the worker of a `Probe` has called in ``groups``, which other members have told, without its lines.
+
+    ``record`` and ``formed_at`` are the probe's.
+    """
+    told = msgspec.json.decode(record).get("entries", ())  # missing before the process's first collective
+    entries = [each for each in told if each["time_created_ns"] >= formed_at]
+    ranks = {each.name: each.ranks for each in groups}
+    return histories(entries, ranks, {each.name: each.title for each in groups}, {})
+
+
 def histories(
     entries: Iterable[Mapping[str, Any]],
     groups: Mapping[str, Sequence[int]],
