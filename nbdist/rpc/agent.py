@@ -108,30 +108,22 @@ _log = logging.getLogger("nbdist.rpc")
 
 
 def _drop(listeners: list[Any], listener: Any) -> None:
-    """Remove a listener from a list. Does nothing if it is not in the list any more."""
     with contextlib.suppress(ValueError):  # removed before
         listeners.remove(listener)
 
 
 def active_agent() -> Agent | None:
-    """Return the agent for which the calling thread runs; None in a thread that belongs to no agent.
-
-    An agent makes itself the agent of its own threads; other threads use `Agent.activate`.
-    """
+    """Return the agent for which the calling thread runs; None in a thread that belongs to no agent."""
     agent: Agent | None = here.agent
     return agent
 
 
+# All agents of this process, so that a forked child can mark its parent's.
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
-"""All agents of this process. A forked child finds its parent's agents here, and marks them."""
 
 
 def _after_fork() -> None:
-    """Mark the parent's agents as `forked` in a forked child, and free each `Exchange.lock`.
-
-    Python calls this in the child. A thread of the parent, which the child does not have, may have held the lock.
-    `Agent.close` leaves the sockets and threads of a forked agent alone: they belong to the parent.
-    """
+    """Mark the parent's agents as `forked` in a forked child, and free each `Exchange.lock`."""
     switching.relax()  # nobody reads in the child, so nobody would do it later
     for agent in list(_agents):
         agent.forked = True
@@ -143,7 +135,13 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Agent:
-    """A member of an RPC world: one worker's endpoint, made of the parts in this package."""
+    """A member of an RPC world: one worker's endpoint, made of the parts in this package.
+
+    Any thread may call its methods, except `read`. A ``timeout`` is in seconds: negative for the agent's default, 0 for
+    no limit. An agent given as an int is its incarnation. A ``why`` completes a text such as "worker1 ...". A
+    *listener* runs in whichever thread notices the event, while other messages wait, so it must be quick; its errors
+    are logged. The function that registers a listener returns one that removes it.
+    """
 
     def __init__(
         self,
@@ -155,17 +153,13 @@ class Agent:
     ) -> None:
         """Make the agent and its parts; it neither reads nor sends before `start`.
 
-        ``me`` describes this agent to the others. The agent owns ``channel``, ``arena`` and ``gpus`` from now on, and
-        closes them. ``arena`` is shared memory for large tensors on the CPU, ``gpus`` shared memory for tensors on
-        GPUs; each is None if tensors of that kind are not shared.
+        The agent owns ``channel``, ``arena`` and ``gpus`` from now on, and closes them. ``arena`` is shared memory for
+        large tensors on the CPU, ``gpus`` for tensors on GPUs; None if tensors of that kind are not shared.
         """
         self.me = me
-        """The record that describes this agent to the others."""
         self.options = options
         self.channel = channel
-        """Moves frames to and from other agents; closed with this agent."""
-        self.pid = os.getpid()
-        """The id of the process that made the agent. In a forked child, `os.getpid` differs from it."""
+        self.pid = os.getpid()  # in a forked child, `os.getpid` differs from it
         self.forked = False
         """True in a forked child of the agent's process: the threads and sockets of the agent are the parent's."""
         self.refused = 0
@@ -173,36 +167,23 @@ class Agent:
         self.hosted = False
         """True if a cluster owns this agent: then the user's `shutdown` does not end it."""
         self.explain_end: Callable[[Record], str] | None = None
-        """Returns how a member's process ended, given its record; an empty text if that is not known.
-
-        The text completes "worker1 ...". A cluster sets this function. It may block for a moment.
+        """Returns how a member's process ended, as a ``why``; "" if it is not known. A cluster sets it; it may block.
         """
         self.directory: Path | None = None
         """The directory for files that must be deleted when this process ends; None for the temporary directory."""
-        self._cast_handlers: dict[str, Handler] = {}
-        """The handlers of one-way messages, by topic."""
+        self._cast_handlers: dict[str, Handler] = {}  # by topic
         self._at_close: list[Callable[[], None]] = []
-        """The functions that `close` calls last."""
+        # Held while a message is handled, a timer is run, or a member is lost. `Shutdown` also holds it while it counts
+        # unfinished calls and messages, so that no message is half handled meanwhile.
         self._turn = threading.RLock()
-        """Held while a message is handled, a timer is run, or a member is lost: one of these at a time.
-
-        `Shutdown` also holds it while it counts unfinished calls and messages here, so that no message is half handled
-        while it counts.
-        """
         self.membership = Membership(me)
-        """The members of the world, and the names of those that are gone."""
         self.named = NamedObjects()
         """The objects of this process whose methods other members may call: see `at`."""
         self.ids = IdSource(me.id, me.incarnation)
-        """Makes ids for values and forks, unique in the world."""
-        self.exchange = Exchange(me.incarnation, self.ids)
-        """Decides what happens next to calls and references; has the lock around them."""
+        self.exchange = Exchange(me.incarnation, self.ids)  # has the lock around calls, references and values
         self.pending = self.exchange.calls
-        """The calls that this agent has made and that have no answer yet."""
         self.processes = ProcessWatch(self._on_process_end)
-        """Watches the processes of members on this host, and reports each that ends."""
         self.sharing = Sharing(me, arena, reads=options.arena_bytes != 0, gpus=gpus)
-        """Passes large tensors to agents of this host through shared memory."""
         self.links = Links(
             channel,
             PeerLimits(options.suspect_after, options.lost_after, retries=options.retries),
@@ -212,9 +193,7 @@ class Agent:
             watch=self.processes.watch,
             on_undelivered=self._on_undelivered,
         )
-        """The connections to the other agents, and the timers."""
         self.post = self.links.post
-        """Sends a message to an agent, by its incarnation (`Links.post`)."""
         self.pool = Pool(
             options.num_worker_threads,
             self.read,
@@ -224,15 +203,10 @@ class Agent:
             has_more=channel.has_more,
             begin=self._adopt,
         )
-        """The threads of this agent."""
         self.references = References(self.ids, self.exchange, self.membership, self.links, self.submit)
-        """The values that this agent owns, and the references that it uses."""
         self._on_lost: list[Callable[[Record, str], None]] = [self.sharing.on_lost]
-        """The listeners that are called with the record of a lost member, and the reason."""
         self._on_joined: list[Callable[[Record], object]] = []
-        """The listeners that are called with the record of a new member."""
-        self.recorder: CallRecorder = registry.make_recorder(self)
-        """Records calls for backward passes; made by `nbdist.autograd`."""
+        self.recorder: CallRecorder = registry.make_recorder(self)  # made by `nbdist.autograd`
         self.executor = Executor(
             self.exchange,
             self.membership,
@@ -241,9 +215,7 @@ class Agent:
             self.recorder,
             Answers(me.name, self.exchange, self.links, self.references, self.sharing, self.recorder, self.activate),
         )
-        """Runs the calls that other agents make to this one."""
         self.outcomes = Outcomes(me, self.pending, self.references, self.links, self.recorder, self.submit)
-        """Ends the calls that this agent has made."""
         self.sender = Sender(
             me,
             options,
@@ -256,13 +228,12 @@ class Agent:
             self.exchange.is_deciding,
             self.outcomes.unsent,
         )
-        """Encodes and posts calls."""
         self.caller = Caller(self.membership, self.ids, self.references, self.outcomes, self.sender)
-        """Makes calls; the functions of `nbdist.rpc.api` use it."""
         self.home = Home(self.references, self.caller, self.recorder.backward)
         """This agent as its `RRef` objects see it."""
-        self.references.refer = partial(refer, self.home)
+        self.references.refer = partial(refer, self.home)  # set now, since `Home` needs the references
         self.find, self.timeout_of = self.caller.find, self.sender.timeout_of
+        # A channel that lets only one thread read at a time has no place for a guest.
         if channel.readers > 1:
             self.caller.read_as_guest = WaitingReader(channel, self.links, self._read_as_guest, self.submit).read
             self.caller.expect, self.sender.expect_no_more = channel.expect, channel.expect_no_more
@@ -275,7 +246,6 @@ class Agent:
             submit=self.submit,
             is_blocked=self.pool.is_blocked,
         )
-        """Stops calls after Ctrl-C, here and on other workers."""
         self.handshake = Handshake(
             self.membership,
             self.links,
@@ -285,14 +255,12 @@ class Agent:
             joined=self._tell_joined,
             lost_after=options.lost_after,
         )
-        """Joins the world, and lets new members in."""
         self.ending = Shutdown(
             self.membership, self.links, self.exchange, self.references, self._turn, self.executor.doing
         )
-        """Ends the world in order."""
         self._on_lost += [self.handshake.on_lost, self.ending.on_lost]
         self._handlers: dict[type, Handler] = {
-            Nothing: lambda *_: None,
+            Nothing: lambda *_: None,  # an acknowledgement: the envelope has said it all
             Hello: self.handshake.on_hello,
             Welcome: self.handshake.on_welcome,
             Ready: self.handshake.on_ready,
@@ -313,7 +281,6 @@ class Agent:
             ShutdownState: self.ending.on_state,
             Silence: self._on_silence,
         }
-        """The function that handles each type of message."""
         _agents.add(self)
 
     def __repr__(self) -> str:
@@ -332,10 +299,10 @@ class Agent:
 
     @property
     def read_as_guest(self) -> Callable[[Latch], None] | None:
-        """The function with which a thread that waits for an answer reads messages itself; None if it cannot.
+        """Lets a thread that waits for an answer read messages itself; None if only threads of the pool may read.
 
         It takes the latch on which the thread waits, and reads until the latch is settled. It may return earlier; then
-        the thread sleeps on the latch. None if the channel lets only one thread read at a time.
+        the thread sleeps on the latch.
         """
         return self.caller.read_as_guest
 
@@ -346,9 +313,9 @@ class Agent:
     ) -> None:
         """Attach to every call the cell for which it is made.
 
-        ``origin()`` returns the id of the cell for which the calling thread works; the id travels with every call.
-        With None, calls name no cell. ``around(id)`` returns a context manager to enter around each call that runs
-        here; ``id`` is empty if no cell made the call. With None, nothing is entered.
+        ``origin()`` returns the id of the cell for which the calling thread works; None if calls name no cell.
+        ``around(id)`` returns a context manager to enter around each call that runs here; ``id`` is empty if no cell
+        made the call.
         """
         self.sender.origin = origin
         self.executor.around = around
@@ -359,28 +326,20 @@ class Agent:
         return self.links.closed
 
     def start(self) -> None:
-        """Start the threads that read. `Agent.handshake` then joins the world.
-
-        The agent is connected to itself: calls to itself take the same way as all others.
-        """
-        self.links.connect(self.me)
+        """Start the threads that read. `Agent.handshake` then joins the world."""
+        self.links.connect(self.me)  # calls to itself take the same way as all others
         self.sharing.meet_self()
         self.pool.start()
 
     def handle_cast(self, topic: str, handler: Handler) -> None:
         """Call ``handler(message, sender, frames)`` for every one-way message of a topic; replaces an earlier handler.
 
-        ``sender`` is the sender's incarnation, ``frames`` are the frames after the envelope. The handler runs in the
-        reading thread, so it must be quick; it may return a job (a function without arguments), which a thread of the
-        pool runs.
+        ``sender`` is the sender's incarnation, ``frames`` are those after the envelope. The handler runs in the reading
+        thread, so it must be quick; it may return a job, which a thread of the pool runs.
         """
         self._cast_handlers[topic] = handler
 
     def _on_cast(self, message: Cast, sender: int, frames: list[bytes]) -> Job | None:
-        """Pass a one-way message to the handler of its topic; return the job that the handler returns, if any.
-
-        A message whose topic has no handler is logged and dropped.
-        """
         handler = self._cast_handlers.get(message.topic)
         if handler is None:
             _log.warning("%s has no handler for %s", self.me.name, message.topic)
@@ -388,36 +347,24 @@ class Agent:
         return handler(message, sender, frames)
 
     def on_lost(self, listener: Callable[[Record, str], None]) -> Callable[[], None]:
-        """Call ``listener(record, why)`` when a member is lost; return a function that removes the listener.
-
-        The listener runs under `_turn`, in whichever thread notices the loss, so it must be quick. Its errors are
-        logged.
-        """
+        """Call ``listener(record, why)`` when a member is lost. The listener runs under `_turn`."""
         self._on_lost.append(listener)
         return partial(_drop, self._on_lost, listener)
 
     def on_joined(self, listener: Callable[[Record], object]) -> Callable[[], None]:
-        """Call ``listener(record)`` when a member joins the world; return a function that removes the listener.
-
-        The new member can be called by then. A restarted worker is a new member, too. The listener runs in the thread
-        that reads the member's greeting, while other messages wait, so it must be quick. Its errors are logged.
-        """
+        """Call ``listener(record)`` once a new member, which may be a restarted worker, can be called."""
         self._on_joined.append(listener)
         return partial(_drop, self._on_joined, listener)
 
     def _tell_joined(self, record: Record) -> None:
-        """Call the listeners of `on_joined`, all of them even if one fails."""
         for listener in list(self._on_joined):
             try:
                 listener(record)
-            except Exception:
+            except Exception:  # a listener of a layer above, whatever it raises: the others are still called
                 _log.exception("a listener to the arrival of %s failed", record.name)
 
     def at_close(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Call ``action`` at the end of `close`, in the thread that does it; return a function that removes the action.
-
-        The action must not raise: `close` would skip the actions after it. After `close`, the action never runs.
-        """
+        """Call ``action``, which must not raise, at the end of `close`; return a function that removes the action."""
         self._at_close.append(action)
         return partial(_drop, self._at_close, action)
 
@@ -426,18 +373,14 @@ class Agent:
         return Active(self)
 
     def submit(self, job: Job) -> None:
-        """Run a job, a function without arguments, on a thread of the pool. Its errors are logged.
-
-        After `close` the job may never run.
-        """
+        """Run a job on a thread of the pool; its errors are logged. After `close` the job may never run."""
         self.pool.submit(job)
 
     def close(self, why: str) -> None:
         """End at once: say goodbye to the other members, fail all pending calls with `WorkerLost`, stop the threads.
 
-        ``why`` completes "worker0 ..." in the errors. A second call does nothing. Waits up to 2 s for threads that run
-        user code. In a forked child, only fails the child's copies of the calls and references: the sockets and threads
-        belong to the parent.
+        A second call does nothing. Waits up to 2 s for threads that run user code. In a forked child, only fails the
+        child's copies of the calls and references.
         """
         if not self.links.close(None if self.forked else Goodbye(why, self.ending.completed)):
             return
@@ -452,24 +395,23 @@ class Agent:
         self.channel.close()
         self.sharing.close()
         for action in list(self._at_close):
-            action()
+            action()  # must not raise: the actions after it would be skipped
         trace.emit("agent.closed", agent=self.me.name, why=why)
 
     # -- reading ------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
-        """Make this agent the active one of a new thread of the pool."""
         here.agent = self
 
     def read(self, timeout: float | None, soon: bool = False, guest: bool = False) -> Job | None:
         """Do the work that is due, then receive one message and handle it; return a job if user code has to run.
 
-        Work that may be due: release collected references, return borrowed shared memory, resend, ping, fail calls that
-        have timed out. Waits for a message ``timeout`` seconds at most, and never longer than 0.2 s (`Links.nap`);
-        returns None if none has arrived. ``guest`` marks a thread that is not of the pool and reads beside the pool's
-        threads; there may be one such thread at a time. ``soon`` lets the channel poll for a moment before it sleeps
-        (`Channel.receive`).
+        Waits for a message ``timeout`` seconds at most, and never longer than 0.2 s (`Links.nap`); returns None if none
+        has arrived. ``guest`` marks a thread that is not of the pool and reads beside the pool's threads; there may be
+        one at a time. ``soon`` lets the channel poll for a moment before it sleeps (`Channel.receive`).
         """
+        # Plain attributes say what is due, because this runs before every message (test_counts.py counts its
+        # functions).
         now = time.monotonic()
         links, sharing = self.links, self.sharing
         # Tell the owners of references that have been collected.
@@ -490,10 +432,10 @@ class Agent:
             return self._take(frames)
 
     def _read_as_guest(self, timeout: float | None) -> Job | None:
-        """Call `read` in a thread that waits for an answer and is not one of the agent's threads."""
         before, here.agent = here.agent, self
         was_closed = this_thread.is_closed
         try:
+            # A finaliser that Python runs in here must not wait for a call: only this thread might read the answer.
             this_thread.is_closed = True
             return self.read(timeout, guest=True)
         finally:
@@ -501,11 +443,7 @@ class Agent:
             here.agent = before
 
     def _give_back(self, now: float) -> None:
-        """Return shared memory to its owners if no other message has taken it back in time.
-
-        Usually a call or an answer to the owner takes it back. Also frees shared memory that was not used lately. The
-        reading thread calls this between two messages.
-        """
+        """Return shared memory to its owners if no other message has taken it back in time; free unused memory."""
         due, later = self.sharing.tend(now)
         for to, message in due:
             with contextlib.suppress(NbdistError):  # an owner that is gone does not need them
@@ -513,10 +451,7 @@ class Agent:
         self.links.note(later)
 
     def _run_due(self, now: float) -> None:
-        """Resend and ping where it is time, `lose` silent members, and end calls that have timed out.
-
-        The caller holds `_turn`.
-        """
+        """Resend, ping, `lose` silent members, end calls that have timed out. The caller holds `_turn`."""
         lost, silent = self.links.tick(now, self.exchange.awaited)
         for incarnation, why in lost:
             self.lose(incarnation, why)
@@ -527,35 +462,27 @@ class Agent:
         self.links.set_clock()
 
     def _tell_of_silence(self, message: Silence, others: Iterable[int]) -> None:
-        """Send others the news that a member is silent, so that each asks that member itself."""
+        """Tell others that a member is silent, so that each asks that member itself."""
         for other in others:
             if other != message.of:
                 with contextlib.suppress(NbdistError):  # it is gone, too
                     self.links.post(other, message)
 
     def _on_silence(self, message: Silence, sender: int, _: list[bytes]) -> None:
-        """Ask a member that the sender does not hear for a sign of life; or lose a member that has lost this agent.
-
-        An agent A that has lost B sends B nothing more, so B would wait for A until it times out. An agent that hears
-        both, such as this one, therefore passes A's news on to B, and B then loses A.
-        """
+        """Ask a member that the sender does not hear for a sign of life; or lose a member that has lost this agent."""
         if message.of == self.me.incarnation:
             if message.lost_by:
                 self.lose(
                     message.lost_by, f"has lost the connection to {self.me.name}, and has given {self.me.name} up"
                 )
+        # An agent A that has lost B sends B nothing more, so B would wait for A until it times out. This agent hears
+        # both: it passes A's news on to B, which then loses A.
         elif self.links.doubt(message.of, message.silent) and message.lost_by == sender:
             with contextlib.suppress(NbdistError):
                 self.links.post(message.of, message)
 
     def _take(self, frames: list[bytes]) -> Job | None:
-        """Decode one message, call its handler, and return the handler's job.
-
-        The caller holds `_turn`. Frames that do not decode are dropped, and so is a message that has been received
-        before. The handshake gets a `Refused`, and a `Hello` from an agent that is not connected. Any other message is
-        refused (`_refuse`) if its sender is not connected, or if it is addressed to another incarnation than this
-        agent's.
-        """
+        """Decode one message, call its handler, and return the handler's job. The caller holds `_turn`."""
         try:
             envelope = decode(frames[0])
         except NOT_A_MESSAGE as error:
@@ -582,6 +509,7 @@ class Agent:
             switching.is_used = True
             if switching.is_relaxed:
                 switching.hurry()
+        # Only after `accept`: a second copy of the message has the same blocks and deletes in its envelope.
         if envelope.back:
             self.sharing.on_back(envelope.sender, envelope.back)
         for delete in envelope.deletes:
@@ -605,14 +533,11 @@ class Agent:
             return None
 
     def _refuse(self, envelope: Envelope) -> None:
-        """Answer a message from a past incarnation, or to a past incarnation of this agent, with `Refused`.
-
-        So its sender learns that it is out of date. A goodbye gets no answer, and neither does an agent that was never
-        connected here and never a member.
-        """
+        """Answer a message from or to a past incarnation with `Refused`: its sender is out of date."""
         self.refused += 1
         if isinstance(envelope.message, Goodbye):
             return
+        # An agent that was never connected here and never a member gets no answer: its address is not known.
         record = self.links.connected(envelope.sender) or self.membership.ever(envelope.sender)
         if record is not None:
             reason = f"{self.me.name} does not keep this connection (any more)"
@@ -621,59 +546,43 @@ class Agent:
     # -- losing members -----------------------------------------------------------------------
 
     def _on_process_end(self, pid: int) -> None:
-        """Lose the members on this host whose process is ``pid``, because it has ended.
-
-        The thread of `ProcessWatch` calls this, so that the death of a local worker is noticed at once.
-        """
+        """Lose the members on this host whose process ``pid`` has ended. The thread of `ProcessWatch` calls this."""
         for incarnation, connection in list(self.links.connections.items()):
             if connection.record.pid == pid and connection.record.host == self.me.host:
                 how = self.explain_end(connection.record) if self.explain_end is not None else ""
                 self.lose(incarnation, how or f"died (process {pid} has ended)")
 
     def _on_ping(self, message: Ping, sender: int, _: list[bytes]) -> None:
-        """Answer a ping with a short text that says what runs here."""
         with contextlib.suppress(NbdistError):
             self.links.post(
                 sender, Pong(message.number, self.executor.doing(), message.is_large), is_large=message.is_large
             )
 
     def _on_stop(self, message: Stop, sender: int, frames: list[bytes]) -> None:
-        """Stop a call whose caller has given up on it.
-
-        If this agent had refused the call because it lacked a definition, its caller will not repeat it. Then the value
-        that the call should have made fails for everyone who waits for it.
-        """
+        # If this agent has refused the call for lack of a definition, its caller will not repeat it now: the value that
+        # the call should have made fails for everyone who waits for it.
         self.references.abandon(sender, message.id)
         self.stopping.on_stop(message, sender, frames)
 
     def _on_undelivered(self, call: Call) -> None:
-        """Fail a call that the callee has not acknowledged after all tries.
-
-        A thread of the pool fails it, because `Links` may call this method under its lock.
-        """
-        self.submit(partial(self.outcomes.undelivered, call.id))
+        self.submit(partial(self.outcomes.undelivered, call.id))  # `Links` may call this under its lock
 
     def _on_goodbye(self, message: Goodbye, sender: int, _: list[bytes]) -> None:
-        """Lose a member that leaves, with the reason that it gives."""
         if message.orderly:
             self.ending.on_orderly_goodbye()
         self.lose(sender, message.reason)
 
     def lose(self, incarnation: int, why: str) -> None:
-        """Remove a member that is gone, and fail everything that waits for it. ``why`` completes "worker1 ...".
+        """Remove a member that is gone, and fail everything that waits for it. A second call does nothing.
 
-        Any thread may call this. It waits until the message that is being handled is finished: otherwise a message of
-        the lost member could register a call or a fork after the member's calls and forks have been dropped. A second
-        call does nothing.
+        Waits until the message that is being handled is finished.
         """
+        # Else a message of the lost member could register a call or a fork after the member's calls and forks were
+        # dropped (test_a_member_lost_while_its_message_is_handled_holds_nothing_after).
         with self._turn:
             self._lose(incarnation, why)
 
     def _lose(self, incarnation: int, why: str) -> None:
-        """Do the work of `lose`. The caller holds `_turn`.
-
-        A thread of the pool fails the calls that wait for the member, without that lock.
-        """
         connection = self.links.lose(incarnation)
         if connection is None:
             return
@@ -685,12 +594,11 @@ class Agent:
         calls = self.pending.to(incarnation)
 
         def tell() -> None:
-            """Fail the calls to the lost member."""
             for call in calls:
                 self.outcomes.lost(call, why, others=len(calls) - 1)
 
         if calls:
-            self.submit(tell)
+            self.submit(tell)  # callbacks of these calls may run any code, so not under `_turn`
         for listener in list(self._on_lost):
             try:
                 listener(record, why)
@@ -722,16 +630,13 @@ class Agent:
     def begin(self, to: To, function: Any, *args: Any, timeout: float = -1.0) -> Latch:
         """Call a function in another agent's process; return a latch on which one thread waits for the result.
 
-        A latch costs less than the Future of `call`, on which any thread may wait. ``timeout`` is as in `call`. Raises
-        the errors of `call`, and WorkerLost if the other agent is gone: then the function does not run there.
+        A latch costs less than the Future of `call`, on which any thread may wait. Raises the errors of `call`, and
+        WorkerLost if the other agent is gone: then the function does not run there.
         """
         return self.caller.begin(to, function, args, timeout)
 
     def ask(self, to: To, function: Any, *args: Any, timeout: float = -1.0) -> Any:
-        """Call a function in another agent's process, as `call` does; wait for its result and return it.
-
-        Raises the function's error, and the errors of `call` and of its future.
-        """
+        """Call a function in another agent's process as `call` does; wait for its result and return it."""
         return self.caller.sync(to, function, args, None, timeout)
 
     def at(self, to: str, name: str) -> NamedObject:
@@ -751,32 +656,20 @@ class Agent:
         return self.membership.name_of(incarnation)
 
     def fate(self, incarnation: int) -> str | None:
-        """Return a text that completes "worker1 ..." with what happened to a former member.
-
-        None if the member lives, or the incarnation was never a member.
-        """
+        """Return a ``why``: what happened to a former member. None if the member lives, or was never a member."""
         return self.membership.fate(incarnation)
 
     def freeze(self, who: int) -> None:
-        """Stop the time limits of all calls that this agent awaits, because the agent ``who`` paused a backward pass.
-
-        ``who`` is the incarnation of that agent. No call times out until `thaw`.
-        """
+        """Stop the clocks of all calls that this agent awaits, until `thaw`: ``who`` has paused a backward pass."""
         self.pending.freeze(who, time.monotonic())
 
     def thaw(self, who: int) -> None:
-        """Restart the time limits that `freeze` has stopped, unless another agent still wants them stopped.
-
-        Does nothing if they were not stopped for ``who``.
-        """
+        """Restart the clocks that `freeze` has stopped for ``who``, unless another agent wants them stopped."""
         self.pending.thaw(who, time.monotonic())
         self.links.hurry(self.pending.next_due())
 
     def reap(self) -> None:
-        """Tell the owners now which references were released here; without this call they learn it within 0.25 s.
-
-        Waits until the message that is being handled is finished.
-        """
+        """Tell the owners now which references were released here; without this call they learn it within 0.25 s."""
         with self._turn:  # a reader may have taken the released references, and not sent them yet
             self.references.reap()
             self.links.post_waiting()
@@ -788,24 +681,15 @@ class Agent:
         return self.pending.all()
 
     def owned(self) -> list[tuple[GlobalId, Promise[Any], set[int]]]:
-        """List the values that this agent owns or will own: id, promise, and the other agents with references to it.
-
-        The agents are given by their incarnations.
-        """
+        """List the values that this agent owns or will own: id, promise, and the other agents with references to it."""
         return self.references.owned()
 
     def sent(self) -> dict[str, int]:
-        """Return how many bytes were sent to each connected agent, by its name, tensors in shared memory included.
-
-        Lost agents are left out.
-        """
+        """Return how many bytes were sent to each connected agent, by its name, tensors in shared memory included."""
         return self.links.sent()
 
     def statistics(self) -> dict[str, int]:
-        """Return counters by name: of members, calls, threads, references, messages and shared memory.
-
-        For displays and tests. Some of the names are ``pending_calls``, ``threads`` and ``owned_values``.
-        """
+        """Return counters by name, such as ``pending_calls`` and ``owned_values``, for displays and tests."""
         peers = self.links.peers()
         forks = self.references.forks
         return {

@@ -38,8 +38,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.agent: Agent | None = None
-        self.lock = threading.Lock()
-        """Held while the agent starts, and while it is forgotten."""
+        self.lock = threading.Lock()  # held while the agent starts, and while it is forgotten
 
     def forget(self, agent: Agent) -> None:
         with self.lock:
@@ -47,29 +46,23 @@ class _Process:
                 self.agent = None
 
     def close(self) -> None:
-        """Tell the other workers that this process ends, if the program did not call `shutdown`."""
         agent = self.agent
         if agent is not None and not agent.closed:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the process is ending anyway
                 agent.close("has exited without shutdown")
 
     def after_fork(self) -> None:
-        """Forget the agent in a forked child: its sockets and threads stay with the parent."""
-        self.agent = None
-        self.lock = threading.Lock()
+        self.agent = None  # its sockets and threads stay with the parent
+        self.lock = threading.Lock()  # a thread of the parent may have held the old one
 
 
 _process = _Process()
-atexit.register(_process.close)
+atexit.register(_process.close)  # tells the other workers, if the program did not call `shutdown`
 os.register_at_fork(after_in_child=_process.after_fork)
 
 
 def current_agent() -> Agent:
-    """Return the agent for which the calling thread acts.
-
-    Raises:
-        NotInitialized: there is no such agent, or it has ended.
-    """
+    """Return the agent for which the calling thread acts. Raises NotInitialized if there is none, or it has ended."""
     agent = here.agent or _process.agent
     if agent is None or agent.links.closed:
         raise NotInitialized(
@@ -171,11 +164,9 @@ def initialize(
 ) -> Agent:
     """Start the agent of this process, and return it when it is a member of its world.
 
-    `init_rpc` and the cluster call this; the other arguments are those of `nbdist.rpc.start.start_agent`.
-    ``hosted`` is the run directory of the cluster that the agent belongs to; None without a cluster. The agent of a
-    cluster keeps running after the user's `shutdown`, and Ctrl-C in a wait also stops the work on the other workers.
-
-    Raises UsageError if this process has a running agent already.
+    `init_rpc` and the cluster call this; the other arguments are those of `nbdist.rpc.start.start_agent`. ``hosted`` is
+    the run directory of the cluster that the agent belongs to; None without a cluster. The agent of a cluster keeps
+    running after the user's `shutdown`. Raises UsageError if this process has a running agent already.
     """
     with _process.lock:
         if _process.agent is not None and not _process.agent.closed:
@@ -189,7 +180,7 @@ def initialize(
         _process.agent = agent
         agent.hosted = hosted is not None
         if agent.hosted:
-            set_interrupt_hook(agent.stopping.on_interrupt)
+            set_interrupt_hook(agent.stopping.on_interrupt)  # Ctrl-C then stops the work on other workers, too
             agent.at_close(lambda: set_interrupt_hook(None))
         watch = InterruptWatch.start(lambda: _give_up(agent))
         if watch is not None:
@@ -198,7 +189,7 @@ def initialize(
 
 
 def _give_up(agent: Agent) -> None:
-    """Fail the unanswered calls of the main thread, which sleeps in torch's C++ after Ctrl-C, so that it wakes."""
+    # The main thread sleeps in torch's C++ after Ctrl-C, and only the end of these calls wakes it.
     main = threading.main_thread().ident
     calls = [call for call in agent.pending.all() if call.thread == main]
     error = Interrupted(
@@ -249,11 +240,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
 
 def finish(agent: Agent) -> None:
-    """End an agent at once, and forget it if it is the agent of this process.
-
-    The other members learn that it has left, and its pending calls fail. If the agent has ended already, this only
-    forgets it.
-    """
+    """End an agent at once: its pending calls fail. Forget it if it is the agent of this process."""
     agent.close("has shut down")
     _process.forget(agent)
 

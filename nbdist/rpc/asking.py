@@ -25,8 +25,8 @@ from nbdist.rpc.agent import Agent
 from nbdist.rpc.futures import without_first_frame
 from nbdist.rpc.latch import Latch
 
+# Seconds after the time limit when `ask_each` gives up a call that cannot time out, because its clock is stopped.
 _GIVEN_UP_AFTER = 0.2
-"""Seconds after the time limit when `ask_each` gives up a call that cannot time out, because its clock is stopped."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,15 +36,14 @@ class WorkerAnswers:
     values: dict[str, Any] = field(default_factory=dict)
     """The results of the workers that answered."""
     errors: dict[str, Exception] = field(default_factory=dict)
-    """The errors of all other workers: the function's own error, or the reason why there is no answer."""
+    """The errors of all other workers: the function's own, or the reason why there is no answer."""
     silent: list[str] = field(default_factory=list)
     """The workers that did not answer in time. `errors` has an RpcTimeout for each."""
 
     def or_raise(self, but: type[Exception] | tuple[type[Exception], ...] = ()) -> dict[str, Any]:
         """Return the results by worker if no worker failed; else raise the first error, with a note of the others.
 
-        The error keeps its type, its text and the note with the worker's traceback. A worker whose error is an instance
-        of ``but`` is left out of the result instead.
+        A worker whose error is an instance of ``but`` is left out of the result instead.
         """
         errors = {worker: error for worker, error in self.errors.items() if not isinstance(error, but)}
         if not errors:
@@ -87,7 +86,7 @@ def ask_each(
         for worker, args in arguments.items():
             try:
                 latches[worker] = agent.caller.begin(worker, function, args, timeout, label)
-            except EncodeError:
+            except EncodeError:  # the caller's fault, not a worker's
                 raise
             except NbdistError as error:
                 latches[worker] = unreached = Latch()
@@ -98,7 +97,7 @@ def ask_each(
             left = max(0.0, given_up - time.monotonic()) if timeout > 0 else -1.0
             try:
                 answers.values[worker] = latch.wait(read, left, together)
-            except Exception as error:
+            except Exception as error:  # the function's own, whatever it is, or why there is no answer
                 # Drop the frames of this function and of `Latch.wait`: they would keep the answers, and so the error.
                 answers.errors[worker] = without_first_frame(without_first_frame(error))
                 # An RpcTimeout that the function raised on the worker comes with a note of its traceback.
@@ -109,7 +108,7 @@ def ask_each(
                         f"{worker} did not answer within {timeout:g} s, and may still do what it was asked to. Call "
                         "again when it is free: a paused backward pass has to go on first"
                     )
-    except BaseException:
+    except BaseException:  # Ctrl-C, mostly: no call may stay pending
         _give_up(agent, latches.values())
         raise
     if answers.silent:
@@ -125,5 +124,4 @@ def _give_up(agent: Agent, latches: Iterable[Latch]) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the class and the first line of the text of an error."""
     return traceback.format_exception_only(error)[0].partition("\n")[0]

@@ -37,7 +37,10 @@ class Asked(Arrival):
 
 
 class Answers:
-    """Sends one agent's answers: exactly one for each call."""
+    """Sends one agent's answers: exactly one for each call.
+
+    A *definition* is a function or class of the caller's ``__main__``, which the caller can send along by value.
+    """
 
     def __init__(
         self,
@@ -49,24 +52,17 @@ class Answers:
         recorder: Served,
         activate: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Answer as agent ``name``.
-
-        ``activate()`` returns a context manager. A thread that is not of the agent's pool enters it to answer.
-        """
         self._name = name
         self._exchange = exchange
         self._links = links
         self._references = references
         self._spaces = sharing.spaces
         self._recorder = recorder
+        # Returns a context manager, which a thread that is not of the agent's pool enters to answer.
         self._activate = activate
 
     def give(self, asked: Asked, result: Any) -> None:
-        """Answer with the function's return value, or keep the value here if the caller asked for a reference.
-
-        If the result cannot be encoded, the call fails with that error. Called by the thread that ran the function, or
-        by the thread that completed its future.
-        """
+        """Answer with the function's return value, or keep the value here if the caller asked for a reference."""
         call = asked.call
         if call.result is not None:
             # First reply, then publish the value: a call that gets the value then finds the reference confirmed.
@@ -87,7 +83,7 @@ class Answers:
         forker = MessageForker(self._references, asked.sender)
         try:
             encoded = self._encode(asked, result, forker)
-        except BaseException as error:
+        except BaseException as error:  # a user's class, while it is pickled: its error is the answer
             forker.take_back()
             if isinstance(error, EncodeError):
                 what = names.display_name(type(result))
@@ -106,10 +102,7 @@ class Answers:
         self._finish(asked)
 
     def give_later(self, asked: Asked, future: Any) -> None:
-        """Answer once ``future`` is done. The function returned the future, and is marked with `async_execution`.
-
-        If the function returned anything but a future, the call fails with UsageError.
-        """
+        """Answer once ``future`` is done, which a function marked with `async_execution` has returned."""
         if not is_torch_future(future):
             error = UsageError(
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
@@ -119,8 +112,7 @@ class Answers:
             return
 
         def finish(done: Any) -> None:
-            """Answer with the future's outcome, in whichever thread completed the future."""
-            with self._activate():
+            with self._activate():  # whichever thread completes the future comes here
                 result, failed = outcome_of(done)
                 if failed is None:
                     self.give(asked, result)
@@ -144,30 +136,25 @@ class Answers:
         encoded = codec.encode(failure, by_value=True)
         self._reply(asked, False, encoded.payload, encoded.frames, state)
         if call.result is not None:
+            # After the reply, as in `give`.
             self._references.fulfil(call.result.rref, None, error)
         self._finish(asked)
 
     def refuse(self, asked: Asked, error: MissingDefinition) -> None:
         """Tell the caller that a definition is missing here, by a reply that lists all definitions that the call names.
 
-        A definition is a function or class of the caller's ``__main__``. The function has not run; the caller may
-        repeat the call with the definitions. If the call names no definitions, it fails with the error instead: a
-        repeat would not help.
+        The function has not run; the caller may repeat the call with the definitions.
         """
         missing = asked.call.payload.definitions
         if not missing:
-            self.fail(asked, error)
+            self.fail(asked, error)  # a repeat would not help
             return
         asked.value = None
         self._references.refuse(asked)
         self._reply(asked, False, Payload(), [], missing=missing)
 
     def _encode(self, asked: Asked, result: Any, forker: MessageForker) -> codec.Encoded:
-        """Encode a result for the caller, with definitions by value; by name if a definition cannot travel by value.
-
-        ``forker`` collects the forks of the references in the result. Raises EncodeError if the result cannot be sent
-        in either way; the caller of this method then undoes the forks.
-        """
+        """Encode a result for the caller, with definitions by value; by name if a definition cannot travel by value."""
         connection, recording = self._links.connections.get(asked.sender), asked.call.recording
         # The caller has these definitions, since it has named them. In a notebook, which may replace a definition at
         # any time, only those count that it has named in this call.
@@ -203,10 +190,8 @@ class Answers:
     ) -> None:
         """Post the reply; do nothing if the caller is gone.
 
-        ``ok`` is True if the function returned, False if the call failed. ``payload`` and ``frames`` are the encoded
-        result or error, ``slots`` its tensors in shared memory. ``holds`` is kept until the reply has arrived.
-        ``state`` describes a value that stays here. ``missing`` names definitions that this agent lacks. ``recording``
-        is the autograd recorder's note.
+        ``holds`` is kept until the reply has arrived. ``state`` describes a value that stays here. ``missing`` names
+        definitions that this agent lacks. ``slots`` are the tensors of ``frames`` in shared memory.
         """
         reply = Reply(asked.call.id, ok, payload, state, missing or [], recording)
         try:
@@ -215,10 +200,7 @@ class Answers:
             return
 
     def _finish(self, asked: Asked) -> None:
-        """Forget a call that is answered, and release the values that it held.
-
-        Call this once for each call: a second time raises KeyError.
-        """
+        """Forget a call that is answered, and release the values that it held. A second time raises KeyError."""
         asked.value = None
         with self._exchange.lock:
             instructions = self._exchange.answered(asked)

@@ -27,10 +27,7 @@ T = TypeVar("T")
 
 
 def collect_all(futures: Iterable[torch.futures.Future[Any]]) -> Future[list[torch.futures.Future[Any]]]:
-    """Return a future of the list ``futures``, which is done when all of these futures are done.
-
-    It fails as soon as one of them fails, with the same error. Futures of torch may be among them.
-    """
+    """Return a future of the list ``futures``, done once all of them are; it fails as soon as one of them fails."""
     whole: Future[Any] = Future()
     Collection(list(futures), whole)
     return whole
@@ -69,7 +66,7 @@ def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None =
 
 
 class Collection:
-    """Several futures for which a thread waits together.
+    """Several futures, of nbdist, of torch, or both, for which a thread waits together.
 
     ``whole`` is settled with the list of the futures once all have a value, or with the first error at once.
     """
@@ -88,7 +85,6 @@ class Collection:
                 break
 
     def _count_done(self, done: torch.futures.Future[Any]) -> None:
-        """Count a future that is done; settle ``whole`` if the future failed or was the last one."""
         _, error = outcome_of(done)
         if error is not None:
             self._whole.try_settle(None, error)
@@ -97,22 +93,19 @@ class Collection:
         with self._lock:
             self.missing -= 1
             over = not self.missing
+        # Without the lock: callbacks of ``whole`` may run any code.
         if over:
             self._whole.try_settle(self._futures, None)
 
     def give_up(self) -> None:
-        """Remove our callbacks from all futures, since some of them may never be done.
-
-        The calls of these futures continue. This does not settle ``whole``.
-        """
+        """Remove our callbacks from all futures; their calls continue. This does not settle ``whole``."""
         with self._lock:
-            futures, self._futures = self._futures, []
+            futures, self._futures = self._futures, []  # some may never be done, and would keep this object
         for future in futures:
             _drop(future, self._count_done)
 
 
 def _drop(future: torch.futures.Future[Any], callback: Callable[[Any], None]) -> None:
-    """Remove a callback from a future of nbdist; do nothing for one of torch, which cannot remove it."""
     if isinstance(future, Promise):  # a future of torch cannot remove a callback
         future.drop_callback(callback)
 

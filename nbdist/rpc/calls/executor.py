@@ -37,20 +37,16 @@ ASYNC_MARK = "_wrapped_async_rpc_function"
 
 
 class Stoppable(Protocol):
-    """Stops calls while they run; `nbdist.rpc.calls.stopping.Stopping` is one."""
+    """Stops calls while they run; `nbdist.rpc.calls.stopping.Stopping` is one.
+
+    A ``key`` is the caller's incarnation, and the caller's number for the call.
+    """
 
     def begin(self, key: tuple[int, int]) -> None:
-        """Allow a call to be stopped in this thread, until `end`.
-
-        ``key``: the caller, and the caller's number for the call. Raises KeyboardInterrupt if the call was stopped
-        already.
-        """
+        """Let a call be stopped in this thread, until `end`. Raises KeyboardInterrupt if it was stopped already."""
 
     def end(self, key: tuple[int, int]) -> None:
-        """Stop allowing a call to be stopped: its function has returned.
-
-        A KeyboardInterrupt that has not been raised yet is withdrawn.
-        """
+        """No longer let a call be stopped; withdraw a KeyboardInterrupt that has not been raised yet."""
 
 
 class Executor:
@@ -68,17 +64,13 @@ class Executor:
         self.around: Callable[[str], AbstractContextManager[None]] | None = None
         """Returns a context manager to enter around each call that runs here; takes `Call.origin`. None for none."""
         self.stopping: Stoppable
-        """Stops the calls that run here."""
         self.name = membership.me.name
-        """The agent's name, for traces."""
-        self.pid = membership.me.pid
-        """The id of the agent's process. If a function returns in another process, it has forked."""
+        self.pid = membership.me.pid  # a function that returns in another process has forked
         self.exchange = exchange
         self.membership = membership
         self.links = links
         self.references = references
         self.recorder = recorder
-        """Records calls in an autograd context."""
         self.answers = answers
 
     def doing(self, but: int = 0) -> str:
@@ -93,11 +85,8 @@ class Executor:
         return f"{first.call.function} for {name} since {duration(time.monotonic() - first.since)}{more}"
 
     def on_call(self, call: Call, sender: int, frames: list[bytes]) -> Job | None:
-        """Register a call that has arrived; return the job that runs it, or None if the call has to wait.
-
-        The reading thread calls this, under `Agent._turn`, so that later messages find the call registered. When the
-        event occurs for which a call waits, the call is submitted to the pool.
-        """
+        """Register a call that has arrived; return the job that runs it, or None if the call has to wait."""
+        # The reading thread comes here, under `Agent._turn`, so that later messages find the call registered.
         request, exchange = Request(self, call, sender, frames), self.exchange
         payload = call.payload
         # Almost all calls refer to no values: they wait for nothing, and need no lock.
@@ -127,25 +116,20 @@ class Request(Asked):
     def __init__(self, executor: Executor, call: Call, sender: int, frames: list[bytes]) -> None:
         super().__init__(call, sender)
         self._executor = executor
-        self._frames = frames
-        """The frames after the envelope; empty once the call is decoded."""
+        self._frames = frames  # after the envelope; empty once the call is decoded
+        # The references that the call brought, as objects of this worker.
         self._references: list[RRef[Any]] = executor.references.accept(call.payload.forks) if call.payload.forks else []
-        """The references that the call brought, as objects of this worker."""
         self.decoded: Any = codec.NOT_DECODED
-        """The function and its arguments if they were decoded early, else `codec.NOT_DECODED`."""
-        self._began = False
-        """True once the function has been called, which happens at most once."""
+        """The function and its arguments if they were decoded early."""
+        self._began = False  # True once the function has been called, which happens at most once
         if call.recording is not None:
             self.context = executor.recorder.enter(call.recording, sender)
 
     # -- in the reading thread ----------------------------------------------------------------
 
     def decode_early(self) -> None:
-        """Decode the call in the reading thread if that is quick and runs no user code.
-
-        This happens before another thread is woken to read: making tensors releases the GIL, and the woken thread would
-        take it. If the call cannot be decoded here, `run` decodes it.
-        """
+        """Decode the call in the reading thread if that is quick and runs no user code; otherwise `run` decodes it."""
+        # Before another thread is woken to read: making tensors releases the GIL, and the woken thread would take it.
         if self.context is None:
             self.decoded = codec.decode_early(self.call.payload, self._frames, self._references)
         elif codec.decodes_quickly(self.call.payload, self._frames) and not (
@@ -155,11 +139,7 @@ class Request(Asked):
                 self.decoded = codec.decode(self.call.payload, self._frames, self._references, self._attach())
 
     def _attach(self) -> Attach | None:
-        """Return the function that joins the tensors of a recorded call to the graph; None for other calls.
-
-        The decoder calls it with the tensors and uses those that it returns. A call is recorded if it was made in an
-        autograd context.
-        """
+        """Return the function that joins the tensors of a recorded call to the graph; None for other calls."""
         recording = self.call.recording
         if self.context is None or recording is None:
             return None
@@ -168,10 +148,7 @@ class Request(Asked):
     # -- in a thread of the pool --------------------------------------------------------------
 
     def end_unheard(self) -> None:
-        """Fail a call that has not begun, because its caller is lost.
-
-        Other workers that refer to the value which the call was to make get this error.
-        """
+        """Fail a call that has not begun, because its caller is lost: others may refer to the value it was to make."""
         caller = self._executor.membership.name_of(self.sender)
         error = WorkerLost(
             f"{caller} was lost before its call of {self.call.function} could begin here, so the function has not run: "
@@ -180,11 +157,7 @@ class Request(Asked):
         self._executor.answers.fail(self, error)
 
     def run(self) -> None:
-        """Run the function and answer, or refuse the call if a definition is missing. A thread of the pool calls this.
-
-        A definition is a function or class of the caller's ``__main__``, which the caller can send along. Every error
-        of the function, SystemExit included, becomes the answer.
-        """
+        """Run the function and answer, or refuse the call if a definition is missing."""
         around, answers = self._executor.around, self._executor.answers
         try:
             if around is None:
@@ -192,7 +165,7 @@ class Request(Asked):
             else:
                 with around(self.call.origin):
                     result, is_async = self.invoke()
-        except BaseException as error:
+        except BaseException as error:  # the user's function: whatever it raises, SystemExit too, is its answer
             # Refuse only if the function has not begun: else the error comes from a call that the function made.
             if isinstance(error, MissingDefinition) and not self._began:
                 answers.refuse(self, error)
@@ -210,15 +183,12 @@ class Request(Asked):
             del result  # if it holds an error, the error's frames may include this one, which would keep it alive
 
     def invoke(self) -> tuple[Any, bool]:
-        """Run the function; return its result, and whether it is marked to return a future of its answer.
-
-        A fetch runs no function, and returns the value that it works on. `Stopping` looks for the frame of this method:
-        the frames inside of it are the user's.
-        """
+        """Run the function; return its result, and whether it is marked to return a future of its answer."""
+        # `Stopping` looks for the frame of this method: the frames inside of it are the user's.
         call = self.call
         if call.target is not None:
             self.value = self._executor.references.target(call.target)
-            if call.mode == Mode.FETCH:
+            if call.mode == Mode.FETCH:  # a fetch runs no function
                 return self.value.value(), False
         # The body is decoded here if it is large, or if decoding it runs user code.
         if self.decoded is codec.NOT_DECODED:
@@ -247,9 +217,9 @@ class Request(Asked):
         if trace.listeners:
             what = {"callee": function, "args": args}
             trace.emit("call.run", agent=executor.name, function=call.function, id=call.id, **what)
-        self._began = True
+        self._began = True  # from here on, a MissingDefinition is the function's own, and no reason to refuse
         try:
-            executor.stopping.begin(key)
+            executor.stopping.begin(key)  # in the `try`: `end` must follow even if this raises
             if self.context is None or call.recording is None:
                 return function(*args, **kwargs), is_async
             with executor.recorder.running(self.context, call.recording):
@@ -266,11 +236,7 @@ class Request(Asked):
 
 
 def _leave_fork(error: BaseException | None) -> None:
-    """End a forked child in which the function has returned or raised: the parent answers the call.
-
-    This thread, the only one in the child, would otherwise wait for the parent's messages. ``error`` is printed, and
-    makes the exit code 1. SystemExit sets its own exit code, and is not printed.
-    """
+    """End a forked child in which the function has returned or raised: the parent answers the call."""
     code = 0
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -280,4 +246,6 @@ def _leave_fork(error: BaseException | None) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    # Not by an error: the pool would log it, and this thread, the only one in the child, would wait for the parent's
+    # messages.
     os._exit(code)

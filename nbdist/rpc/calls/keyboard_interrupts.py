@@ -27,19 +27,17 @@ from types import FrameType
 from nbdist.code_places import is_torchs
 from nbdist.thread_frames import thread_frames
 
-_LOOK_EVERY = 0.02
-"""Seconds between two looks at where the main thread is, after Ctrl-C."""
-_LOOK_FOR = 1.0
-"""Seconds after Ctrl-C for which the watching thread looks at the main thread."""
+_LOOK_EVERY = 0.02  # seconds between two looks at where the main thread is, after Ctrl-C
+_LOOK_FOR = 1.0  # seconds after Ctrl-C for which the watching thread looks
+# Wakes only the main thread. Ignored by default, so that a late one does no harm.
 _WAKE_SIGNAL = signal.SIGURG
-"""The signal that wakes only the main thread, so that it runs the handlers of other signals."""
 
 
 class InterruptWatch:
     """Wakes the main thread at Ctrl-C, and calls ``give_up`` while the main thread stays in a wait of torch's own.
 
-    Make it in the main thread. It takes over the wakeup file of the `signal` module, and copies what it reads there to
-    the earlier wakeup file.
+    ``give_up`` must end that wait. The watch takes over the wakeup file of the `signal` module, and copies what it
+    reads there to the earlier wakeup file.
     """
 
     def __init__(self, give_up: Callable[[], None]) -> None:
@@ -58,16 +56,12 @@ class InterruptWatch:
 
     @classmethod
     def start(cls, give_up: Callable[[], None]) -> InterruptWatch | None:
-        """Start a watch if this is the main thread; elsewhere return None, since only the main thread can.
-
-        ``give_up`` is called while the main thread sleeps in a wait of torch's own after Ctrl-C; it must end the wait.
-        """
+        """Start a watch if this is the main thread; elsewhere return None, since only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             return None
         return cls(give_up)
 
     def _run(self) -> None:
-        """Read the numbers of the signals that arrive, in the watching thread, until `close`."""
         while not self._closed:
             select.select([self._read], [], [])
             if self._closed:
@@ -81,15 +75,12 @@ class InterruptWatch:
                     self._look()
 
     def _wake(self) -> None:
-        """Make the main thread run the handlers that are due; no effect if it has run them already."""
+        # The handler does nothing, but its arrival makes the main thread run the handlers that are due.
         if signal.getsignal(_WAKE_SIGNAL) is _do_nothing:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE_SIGNAL)
 
     def _look(self) -> None:
-        """Call ``give_up`` repeatedly while the main thread stays in torch's own wait, for `_LOOK_FOR` seconds at most.
-
-        ``give_up`` fails the calls that the main thread waits for there.
-        """
+        """Call ``give_up`` repeatedly while the main thread stays in torch's own wait, at most `_LOOK_FOR` seconds."""
         deadline = time.monotonic() + _LOOK_FOR
         while time.monotonic() < deadline and not self._closed:
             time.sleep(_LOOK_EVERY)
@@ -99,10 +90,7 @@ class InterruptWatch:
             self._give_up()
 
     def close(self) -> None:
-        """Stop watching, and restore the earlier wakeup file and handler. Closing twice is harmless.
-
-        Only the main thread can restore them; in another thread, the file stays open for the rest of the process.
-        """
+        """Stop watching, and restore the earlier wakeup file and handler. Closing twice is harmless."""
         if self._closed:
             return
         self._closed = True

@@ -31,7 +31,10 @@ from nbdist.wire.messages import Fork, Record, Reply, Stop
 
 
 class Outcomes:
-    """Ends the calls that one agent has made: with the answer, or with an error if there is none."""
+    """Ends the calls that one agent has made: with the answer, or with an error if there is none.
+
+    ``may_exist`` is True if the callee may have made the value that a call was to make, and must be told to drop it.
+    """
 
     def __init__(
         self,
@@ -48,18 +51,14 @@ class Outcomes:
         self._links = links
         self._recorder = recorder
         self._submit = submit
-        self._ending = pending.ending
-        """`PendingCalls.ending`: the calls that left the table and that a job will end or send again."""
+        self._ending = pending.ending  # the calls that left the table and that a job will end or send again
 
     def close(self, why: str) -> None:
-        """End all calls with `WorkerLost`: those in the table, and those that wait for a job to end them.
-
-        Such a job may never run. ``why`` completes "worker0 ...". The agent calls this twice, before and after its
-        threads end.
-        """
+        """End all calls with `WorkerLost`, those that wait for a job, too. ``why`` completes "worker0 ..."."""
         for call in self._pending.all():
             self._pending.pop(call.id)
             self._ending[call] = None
+        # The job that should end such a call may never run: the pool is closing.
         for call in list(self._ending):
             error = WorkerLost(
                 f"{self._me.name} {why} before {call.worker} had answered; {call.function} may have run there. Wait "
@@ -68,22 +67,15 @@ class Outcomes:
             call.outcome.try_settle(None, error)  # and nothing else: a forked child's other locks may stay taken
 
     def _job_of(self, job: Callable[[Pending], None], call: Pending) -> Job:
-        """Return a job that ends a call, or sends it again: it calls ``job(call)``.
-
-        The call is noted in `PendingCalls.ending`, so that `close` ends it if the job never runs.
-        """
+        """Return a job that calls ``job(call)`` to end a call, or to send it again."""
         self._ending[call] = None
         return partial(job, call)
 
     # -- ending with an answer ----------------------------------------------------------------
 
     def on_reply(self, reply: Reply, sender: int, frames: list[bytes]) -> Job | None:
-        """Handle an answer: settle its call, or return the job that does.
-
-        Called by the reading thread, under `Agent._turn`. That thread settles a call itself only if that is quick and
-        runs no user code. If the callee lacks a definition (a function or class of this agent's ``__main__``), the job
-        sends the call again with the definitions, or fails it. An answer whose call has ended already is dropped.
-        """
+        """Handle an answer: settle its call, or return the job that does. An answer whose call has ended is dropped."""
+        # Even if the call has ended: each fork in the answer must be registered, and then released in the usual way.
         references = self._references.accept(reply.payload.forks) if reply.payload.forks else []
         call = self._pending.answered(reply.id, sender)
         if call is None:
@@ -132,10 +124,7 @@ class Outcomes:
         return self._job_of(partial(self._settle, reply=reply, frames=frames, references=references), call)
 
     def _settle(self, call: Pending, reply: Reply, frames: list[bytes], references: Sequence[RRef[Any]]) -> None:
-        """Decode an answer and end its call with the value or the error.
-
-        If decoding fails, the call ends with that error, and a note that says where the value came from.
-        """
+        """Decode an answer and end its call with the value, the callee's error, or the error of decoding."""
         outcome: Any = None
         error: BaseException | None = None
         try:
@@ -144,17 +133,14 @@ class Outcomes:
                 outcome = codec.decode(reply.payload, frames, references, attach)
             if not reply.ok:
                 outcome, error = None, rebuild(outcome)
-        except BaseException as failed:
+        except BaseException as failed:  # a class of the user's, while it is unpickled: the call ends with that
             outcome, error = None, without_first_frame(failed)  # without this frame, which refers to the call
             if reply.ok and isinstance(failed, NbdistError):
                 error.add_note(f"while the result of {call.function} from {call.worker} was decoded")
         self.end(call, outcome, error)
 
     def _attach(self, call: Pending, reply: Reply) -> Attach | None:
-        """Return the function that joins the tensors of an answer to the graph; None outside of an autograd context.
-
-        The decoder calls it with the tensors and uses those that it returns. None also if the context is over.
-        """
+        """Return the function that joins the tensors of an answer to the graph; None without a context that is open."""
         if reply.recording is None:
             return None
         context = self._recorder.enter(reply.recording, call.to)
@@ -169,10 +155,9 @@ class Outcomes:
         error: BaseException | None,
         submit: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
-        """Settle a call with a value or an error. The call must have left the table.
+        """Settle a call, which must have left the table, with a value or an error.
 
-        Callbacks of the outcome run in the calling thread, or in a job if ``submit`` is given. If the outcome is
-        settled already, it stays as it is.
+        Callbacks of the outcome run in this thread, or in a job if ``submit`` is given.
         """
         if call.again is not None:
             call.drop_repeat()
@@ -188,11 +173,7 @@ class Outcomes:
     # -- ending without an answer -------------------------------------------------------------
 
     def _fail(self, call: Pending, error: BaseException, *, may_exist: bool) -> None:
-        """End a call with ``error``, without an answer. The call must have left the table.
-
-        ``may_exist`` is True if the callee may have made the value that the call was to make, and must be told to drop
-        it.
-        """
+        """End a call without an answer. It must have left the table."""
         if call.result is not None:
             self.creation_failed(call.result, error, may_exist=may_exist)
         self.end(call, None, error)
@@ -200,38 +181,28 @@ class Outcomes:
     def creation_failed(self, result: Fork, why: BaseException, *, may_exist: bool) -> None:
         """Mark the reference that a call was to make as failed: using it raises RRefError with the reason ``why``.
 
-        ``result`` is this agent's fork of the value. ``may_exist`` is True if the owner may have made the value; then
-        it is told to drop the value when the reference ends. If this agent itself was to own the value, everything that
-        waits for the value gets the error.
+        ``result`` is this agent's fork of the value.
         """
-        if result.owner == self._me.incarnation:
+        if result.owner == self._me.incarnation:  # then others may wait here for the value
             self._references.settle(result.rref, None, creation_error(why))
         else:
             self._references.fail(result.fork, may_exist=may_exist)
 
     def unsent(self, result: Fork | None, outcome: Promise[Any], error: BaseException) -> None:
-        """End a call that a finaliser or signal handler made, and that another thread could not send (`Sender.send`).
-
-        ``outcome``, the future of the call, raises ``error``. ``result`` is the fork of the reference that the call was
-        to make, or None; using that reference raises RRefError, with ``error`` as reason.
-        """
+        """End a call of a finaliser or signal handler that another thread could not send (`Sender.send`)."""
         if result is not None:
             self.creation_failed(result, error, may_exist=False)
         outcome.try_settle(None, error)
 
     def run_due(self, now: float) -> None:
-        """End the calls that have timed out, in a job; ping the callees of calls that have used half of their time.
-
-        The reading thread calls this, under `Agent._turn`; ``now`` is the time as of `time.monotonic`. The callee's
-        answer to the ping goes into the text of a later RpcTimeout.
-        """
+        """End the calls that have timed out, in a job; ping the callees of calls that have used half of their time."""
         half, over = self._pending.due(now)
         for worker in {call.to for call in half}:
-            self._links.ask(worker)
+            self._links.ask(worker)  # the answer goes into the text of a later RpcTimeout
+        # Here, not in the job: the connection still knows whether the call has arrived.
         errors = [(call, self._timeout_error(call, now)) for call in over]
 
         def fail() -> None:
-            """End the calls that have timed out."""
             for call, error in errors:
                 self._fail(call, error, may_exist=True)
 
@@ -240,10 +211,6 @@ class Outcomes:
             self._submit(fail)
 
     def _timeout_error(self, call: Pending, now: float) -> RpcTimeout:
-        """Return the error for a call that has timed out, with what is known about the callee.
-
-        The reading thread makes it, while the connection still knows whether the call had arrived.
-        """
         status = self._links.status(call.to, call.seq)
         return RpcTimeout(
             f"RPC ran for more than {call.timeout:g} s ({call.timeout * 1000:.0f} ms): {call.function} on "
@@ -252,23 +219,17 @@ class Outcomes:
         )
 
     def undelivered(self, id: int) -> None:
-        """Fail the call ``id``, which the callee has not acknowledged in any try, with WorkerLost, unless it has ended.
-
-        The callee may have run it nevertheless: perhaps only the acknowledgements were lost.
-        """
+        """Fail the call ``id`` with WorkerLost, unless it has ended: the callee has not acknowledged it in any try."""
         call = self._pending.pop(id)
         if call is not None:
             error = WorkerLost(
                 f"{call.worker} did not acknowledge the call of {call.function} in any try: see whether the worker "
                 "still runs. The function may have run: call again only if it may run twice"
             )
-            self._fail(call, error, may_exist=True)
+            self._fail(call, error, may_exist=True)  # perhaps only the acknowledgements were lost
 
     def unrepeated(self, call: Pending, error: BaseException) -> None:
-        """End a call with ``error``, after its callee refused it for lack of definitions, and it is not sent again.
-
-        The callee is told, so that other calls do not wait there for the call's value.
-        """
+        """End a call that its callee refused for lack of definitions, and that is not sent again."""
         self._abandon(call.to, call.id)
         self._fail(call, error, may_exist=False)
 
@@ -278,11 +239,7 @@ class Outcomes:
             self._links.post(callee, Stop(id))
 
     def lost(self, call: Pending, why: str, others: int) -> None:
-        """End a call whose callee is lost, unless it has ended. ``why`` completes "worker1 ...", as in `Agent.lose`.
-
-        The call fails with WorkerLost, whose text names ``others``, the number of other calls that the callee had not
-        answered.
-        """
+        """End a call whose callee is lost, unless it has ended; ``others`` is how many other calls the callee had."""
         if self._pending.pop(call.id) is None:
             return
         more = f", and {counted(others, 'other call')}" if others else ""
@@ -291,10 +248,7 @@ class Outcomes:
         self._fail(call, error, may_exist=False)
 
     def interrupt(self, calls: Sequence[Pending], error: BaseException) -> None:
-        """End calls that the user has given up on: they fail with ``error``. Calls that have ended stay as they are.
-
-        The callee may still run them, and make their values.
-        """
+        """Fail calls that the user has given up on. Calls that have ended stay as they are."""
         for call in calls:
             if self._pending.pop(call.id) is not None:
                 self._fail(call, error, may_exist=True)

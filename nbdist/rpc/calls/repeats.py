@@ -27,7 +27,7 @@ class Draft(NamedTuple):
     message: Call
     frames: list[Buffer]
     forker: MessageForker
-    """Has the forks in the message, and undoes them if the message is not sent."""
+    """Has the forks in the message."""
     slots: Sequence[Slot] = ()
     """The copies of tensors in shared memory."""
 
@@ -41,22 +41,18 @@ class Repeats:
         self._outcomes = outcomes
 
     def prepare(self, call: Pending, encode: Callable[[], Draft]) -> None:
-        """Make ``call.again`` send the call with the definitions in it; ``encode()`` encodes it that way.
-
-        The repeat must send the values that the arguments had at the time of the call. So if the callee is not known to
-        have the definitions, the call is encoded right away, before the caller can change an argument. That costs time
-        once per definition and callee. An error in this encoding matters only if the repeat is needed.
-
-        If the callee is known to have the definitions, nothing is encoded here. Then the call can be repeated only if
-        its caller waits for it, and so cannot change an argument meanwhile.
-        """
+        """Make ``call.again`` send the call with the definitions in it; ``encode()`` encodes it that way."""
         peer = self._links.peer(call.to)
         if peer is not None and all(digest in peer.definitions for _, digest in call.definitions):
+            # Whoever waits cannot change an argument before the repeat is encoded. Any other such call fails if the
+            # callee has lost a definition (test_a_call_that_nobody_waits_for_says_when_the_definition_is_gone).
             if call.is_waited_for:
                 call.again = partial(self.send, call, encode)
             return
         names_only = call.definitions
         try:
+            # Now, because the repeat must send the values that the arguments had at the time of the call
+            # (test_what_is_repeated_is_the_value_at_the_call). It costs time once per definition and callee.
             spare = encode()
         except NbdistError as error:
             call.again = partial(self._give_up, call, error)  # raised only if the repeat is needed
@@ -66,25 +62,18 @@ class Repeats:
         call.definitions = names_only
 
     def send(self, call: Pending, encode: Callable[[], Draft]) -> None:
-        """Send a call again, with its definitions, and put it back into the table; on an error, end the call with it.
-
-        Called when a callee has refused the call for lack of a definition.
-        """
+        """Send a call that its callee refused, with its definitions; on an error, end the call with it."""
         call.again = call.unsent = None
         try:
             self._pending.add(call)
             message, frames, forker, slots = encode()
             call.seq = self._links.post(call.to, message, frames, forker, slots)
-        except BaseException as error:
+        except BaseException as error:  # a user's class, while it is pickled: it must end the call
             if self._pending.pop(call.id) is not None:
                 self._outcomes.unrepeated(call, error)
             return
         self._links.note_call(call)
 
     def _give_up(self, call: Pending, error: NbdistError) -> None:
-        """End a call with ``error``: it should be sent again, but could not be encoded with its definitions.
-
-        The callee is told that the call will not be sent again.
-        """
         call.again = None
         self._outcomes.unrepeated(call, error)

@@ -47,13 +47,8 @@ class Sender:
         is_deciding: Callable[[], bool],
         on_unsent: Callable[[Fork | None, Promise[Any], BaseException], None],
     ) -> None:
-        """Make the sender of agent ``me``.
-
-        ``is_deciding()`` returns whether the calling thread holds `Exchange.lock`; no answer can be handled meanwhile.
-        ``on_unsent(result, outcome, error)`` ends a call that a finaliser made and that could not be sent.
-        """
         self.origin: Callable[[], str] | None = None
-        """Returns the id of the cell for which the calling thread works; it travels with every call. May be None."""
+        """Returns the id of the cell for which the calling thread works; None without cells."""
         self.rpc_timeout = time_limit(options.rpc_timeout)
         """The time limit in seconds of a call without its own; 0 for no limit."""
         self.expect_no_more: Callable[[], None] = _do_nothing
@@ -62,12 +57,11 @@ class Sender:
         self._pending = pending
         self._links = links
         self._references = references
-        self._spaces = sharing.spaces
-        """The shared memory for large tensors, by receiver (`Sharing.spaces`)."""
+        self._spaces = sharing.spaces  # shared memory for large tensors, by receiver
         self._recorder = recorder
         self._repeats = repeats
-        self._is_deciding = is_deciding
-        self._on_unsent = on_unsent
+        self._is_deciding = is_deciding  # the thread holds `Exchange.lock`: no answer can be handled
+        self._on_unsent = on_unsent  # ends a call that a finaliser made and that could not be sent
 
     def timeout_of(self, timeout: float) -> float:
         """Return a call's time limit in seconds: the default if ``timeout`` is negative; 0 for no limit."""
@@ -91,19 +85,15 @@ class Sender:
     ) -> None:
         """Send a call. When the call ends, in whatever way, ``outcome`` is settled.
 
-        ``mode`` says whether a function, a method or nothing (a fetch) runs, and whether the result comes back or stays
-        with the callee. ``label`` is the function's name, for errors and displays. ``body`` is a tuple: the function or
-        its name, the arguments, the keyword arguments. ``builtin`` is True for an operator of torch. ``target`` is the
-        reference whose value the call works on; a fetch has only a target, and None as its body. ``result`` is the
-        caller's fork of the value that the call makes. ``timeout`` is as in `timeout_of`.
+        ``label`` is the function's name, for errors and displays. ``body`` is a tuple: the function or its name, the
+        arguments, the keyword arguments; None for a fetch. ``builtin`` is True for an operator of torch. ``target`` is
+        the reference whose value the call works on, ``result`` the caller's fork of the value that it makes.
 
-        If the call cannot be sent, undoes everything that was done for it and raises the error.
-
-        A finaliser or signal handler may call this while its thread sends or reads messages (`nbdist.finalisers`). Then
-        another thread sends the call. A Latch as ``outcome`` means that the caller wants to wait. That is impossible
-        there, and also while the thread holds `Exchange.lock`: another thread sends the call, and this raises
-        UsageError.
+        If the call cannot be sent, undoes everything that was done for it and raises the error. If ``outcome`` is a
+        Latch and the calling thread must not wait, raises UsageError; another thread sends the call.
         """
+        # A finaliser or signal handler runs in the middle of nbdist's code, or in an event of the exchange: this thread
+        # may hold a lock that sending or an answer needs (`nbdist.finalisers`).
         if this_thread.is_closed or (type(outcome) is Latch and self._is_deciding()):
             send = partial(self.send, to, mode, label, body, timeout, builtin=builtin, target=target, result=result)
             self._hand_over(send, outcome, result, label, to)
@@ -150,7 +140,7 @@ class Sender:
             if type(outcome) is Latch and outcome.on_send is not None:
                 outcome.on_send()
             call.seq = self._links.post(call.to, first.message, first.frames, first.forker, first.slots)
-        except BaseException:
+        except BaseException:  # Ctrl-C, a user's pickler, a callee that is gone
             # Undo everything: nobody will answer this call.
             self._pending.pop(call.id)
             self.expect_no_more()
@@ -165,29 +155,22 @@ class Sender:
     def _hand_over(
         self, send: Callable[..., None], outcome: Promise[Any] | Latch, result: Fork | None, label: str, to: Record
     ) -> None:
-        """Run ``send(outcome=...)`` in another thread; if that raises an error, end the call with the error.
-
-        That thread encodes the arguments a moment later, without the calling thread's gradient mode and autograd
-        context. Raises UsageError if ``outcome`` is a Latch: the calling thread must not wait.
-        """
+        """Run ``send(outcome=...)`` in another thread; raise UsageError if ``outcome`` is a Latch."""
         told = outcome if isinstance(outcome, Promise) else Promise[Any]()  # nobody will wait for the latch
 
         def try_to_send() -> None:
-            """Send the call, or end it with the error."""
             try:
                 send(outcome=told)
-            except BaseException as error:
+            except BaseException as error:  # whatever keeps the call from being sent must end it
                 self._on_unsent(result, told, error.with_traceback(None))
 
+        # The arguments are encoded a moment later there, without this thread's gradient mode and autograd context.
         hand_over(try_to_send)
         if told is not outcome:
             raise UsageError(_CANNOT_WAIT_HERE.format(label=label, to=to.name))
 
     def _send_usual(self, call: Pending, mode: Mode, builtin: bool, payload: Payload, frames: Sequence[Buffer]) -> None:
-        """Send a call that needs no bookkeeping of references, recordings or definitions.
-
-        Raises the error that keeps the call from being sent; the call is not pending then.
-        """
+        """Send a call that needs no bookkeeping of references, recordings or definitions."""
         origin = self.origin() if self.origin is not None else ""
         message = Call(call.id, mode, call.function, payload, builtin, call.result, None, origin)
         try:
@@ -197,7 +180,7 @@ class Sender:
             if type(outcome) is Latch and outcome.on_send is not None:
                 outcome.on_send()
             call.seq = self._links.post(call.to, message, frames)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the call must not stay pending
             self._pending.pop(call.id)
             self.expect_no_more()
             raise
@@ -217,10 +200,8 @@ class Sender:
     ) -> Draft:
         """Encode a call and its arguments; return the message and its frames, which have not been sent.
 
-        The arguments are those of `send`. ``by_value`` puts the definitions of ``__main__`` into the message. If
-        ``context``, the autograd context of the call, is not None, the recorder records the call's tensors here. On an
-        error, this undoes the forks made for the message, and searches for the argument at fault, which EncodeError
-        names.
+        ``by_value`` puts the definitions of ``__main__`` into the message. On an error, undoes the forks in the
+        message.
         """
         forker = MessageForker(self._references, to.incarnation)
         peer, connection = self._links.peer(to.incarnation), self._links.connections.get(to.incarnation)
@@ -258,7 +239,7 @@ class Sender:
             )
             forker.kept.append(call.hold)
             return Draft(message, encoded.frames, forker, encoded.slots)
-        except BaseException as error:
+        except BaseException as error:  # a user's pickler may raise anything, also Ctrl-C
             forker.take_back()
             if isinstance(error, EncodeError):
                 # The codec's text begins with the verb: put the noun before it.
@@ -277,7 +258,6 @@ _CANNOT_WAIT_HERE = (
     "Python ran while this thread was sending or reading messages. It cannot wait for an answer there. The call is "
     "made all the same, and its result is dropped. Use rpc_async in finalisers and signal handlers"
 )
-"""The error for a call whose caller wants to wait where it cannot."""
 
 
 def _do_nothing() -> None:
