@@ -14,32 +14,28 @@ from nbdist.wire.messages import Record
 
 
 def for_call(me: Record, to: Record) -> Devices:
-    """Return the `Devices` that name the device of worker ``to`` for each argument of a call that ``me`` makes."""
+    """Return the devices of worker ``to`` for the arguments of a call that ``me`` makes."""
     return Devices(to.name, me.device_maps.get(to.name, {}), _own(me, to))
 
 
 def for_result(me: Record, caller: Record | None) -> Devices:
-    """Return the `Devices` that name the device of the caller for each tensor of a result; ``me`` ran the call.
+    """Return the devices of the caller for the tensors of a result; ``me`` ran the call.
 
-    This is the caller's own device map, read backwards; without a map, the rules of `nbdist.wire.devices`. ``caller``
-    is None if the caller is gone. Then this returns `CPU_ONLY`, with which a tensor on a GPU cannot be sent.
+    ``caller`` is None if the caller is gone. Then this returns `CPU_ONLY`, with which a tensor on a GPU cannot be sent.
     """
     if caller is None:
         return CPU_ONLY
-    back = caller.device_maps.get(me.name)
+    back = caller.device_maps.get(me.name)  # the caller's own map, read backwards
     mapped = {theirs: ours for ours, theirs in back.items()} if back else {}
     return Devices(caller.name, mapped, _own(me, caller), results=True)
 
 
 def for_gradients(me: Record, to: Record | None) -> Devices:
-    """Return the `Devices` that name the device of worker ``to`` for each gradient that ``me`` sends.
-
-    This is the map of ``to``, read backwards, and the map of ``me``, which wins where the two differ. ``to`` is None if
-    the worker is gone. Then this returns `CPU_ONLY`.
-    """
+    """Return the devices of worker ``to`` for the gradients that ``me`` sends; `CPU_ONLY` if ``to`` is gone."""
     if to is None:
         return CPU_ONLY
     back = {theirs: ours for ours, theirs in to.device_maps.get(me.name, {}).items()}
+    # Where the two maps differ, that of ``me`` wins.
     return Devices(to.name, {**back, **me.device_maps.get(to.name, {})}, _own(me, to))
 
 
@@ -59,12 +55,9 @@ def _own(me: Record, to: Record) -> str:
 
 
 def check(members: Sequence[Record]) -> None:
-    """Raise UsageError, in torch's words, if a device map of a member is impossible.
-
-    In a fixed world, ``members`` are all workers. In a dynamic world, they are the present ones, and a map may name a
-    worker that has not joined yet.
-    """
+    """Raise UsageError, in torch's words, if a device map of a member is impossible."""
     by_name = {member.name: member for member in members}
+    # In a dynamic world, a map may name a worker that joins later.
     fixed = all(member.world_size is not None for member in members)
     for member in members:
         if len(set(member.devices)) < len(member.devices):
@@ -85,10 +78,7 @@ def check(members: Sequence[Record]) -> None:
 
 
 def _check_side(member: Record, side: str, devices: Sequence[str], where: str, owner: Record) -> None:
-    """Raise UsageError unless ``owner`` has all of these ``devices``, which a map of ``member`` names.
-
-    ``side`` is "source" or "target", and ``where`` names the map, for the error.
-    """
+    """Raise UsageError unless ``owner`` has all of these ``devices``, which a map of ``member`` names."""
     if owner.devices:
         unexpected = [device for device in devices if device not in owner.devices]
         if unexpected:
@@ -109,6 +99,5 @@ def _require(owner: Record, devices: Sequence[str], text: str) -> None:
 
 
 def _exists(device: str, gpus: int) -> bool:
-    """Return whether a worker with ``gpus`` GPUs has the device."""
     kind, _, index = device.partition(":")
     return kind == "cpu" or (kind == "cuda" and index.isdecimal() and int(index) < gpus)

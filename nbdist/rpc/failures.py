@@ -24,7 +24,7 @@ _rewriters: list[Callable[[str, str], str]] = []
 def on_text(rewrite: Callable[[str, str], str]) -> None:
     """Apply ``rewrite(text, worker)`` to every remote traceback that this process sends or receives.
 
-    It returns the text to use; ``worker`` is where the error arose. Registering the same function twice has no effect.
+    ``worker`` is where the error arose. Registering the same function twice has no effect.
     """
     if rewrite not in _rewriters:
         _rewriters.append(rewrite)
@@ -36,14 +36,13 @@ _translators: list[Callable[[BaseException, str], BaseException]] = []
 def on_error(translate: Callable[[BaseException, str], BaseException]) -> None:
     """Let ``translate(error, worker)`` replace each error from another worker before it is raised here.
 
-    It returns the error to raise. Registering the same function twice has no effect.
+    Registering the same function twice has no effect.
     """
     if translate not in _translators:
         _translators.append(translate)
 
 
 def _rewrite(text: str, worker: str) -> str:
-    """Apply all registered rewriters to a traceback."""
     for rewrite in _rewriters:
         text = rewrite(text, worker)
     return text
@@ -54,38 +53,29 @@ Failure = tuple[str, str, str, tuple[bytes, list[bytes]] | None]
 
 
 def describe(error: BaseException, worker: str, function: str) -> Failure:
-    """Return the description to send of ``error``, which arose on ``worker`` in ``function``.
-
-    The encoded error is left out if the error cannot be pickled. It is also left out for SystemExit and
-    KeyboardInterrupt, which must not end the caller's process. The name and the text always travel.
-    """
+    """Return the description to send of ``error``, which arose on ``worker`` in ``function``."""
     name = type(error).__qualname__
     if type(error).__module__ not in ("builtins", "__main__"):
         name = f"{type(error).__module__}.{name}"
     note = f"raised on {worker}, in {function}:\n{_rewrite(_user_traceback(error), worker)}"
     travels = None
+    # Not SystemExit and KeyboardInterrupt, which must not end the caller's process.
     if isinstance(error, Exception):
-        with contextlib.suppress(NbdistError):
+        with contextlib.suppress(NbdistError):  # it cannot be pickled: its name and text travel
             encoded = codec.encode(error, by_value=True)
             travels = msgspec.msgpack.encode(encoded.payload), [bytes(frame) for frame in encoded.frames]
     return name, _text(error), note.rstrip(), travels
 
 
 def _text(error: BaseException) -> str:
-    """Return an error's text; if its ``__str__`` fails, a text that says so."""
     try:
         return str(error)
-    except Exception as failed:
+    except Exception as failed:  # a user's `__str__` may raise anything
         return f"(its __str__ raised {failed!r})"
 
 
 def _user_traceback(error: BaseException) -> str:
-    """Format an error's traceback, and those of its causes, without the frames of nbdist.
-
-    Frames of torch's futures and autograd, which lie between nbdist's and the user's, are removed, too. All other
-    frames stay, also those of installed packages: they tell how the function failed. Notes are left out: they belong to
-    the error itself.
-    """
+    """Format an error's traceback, and those of its causes, without the frames of nbdist."""
     described = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
     queue: list[Any] = [described]
@@ -94,30 +84,24 @@ def _user_traceback(error: BaseException) -> str:
         if part is None or id(part) in seen:
             continue
         seen.add(id(part))
+        # Frames of installed packages stay: they tell how the function failed.
         part.stack[:] = [frame for frame in part.stack if not _is_between(frame.filename)]
         queue += [part.__cause__, part.__context__]
-        part.__notes__ = None
+        part.__notes__ = None  # they belong to the error itself
     return "".join(described.format())
 
 
 def _is_between(file: str) -> bool:
-    """Return whether a file is nbdist's, or torch's for futures or autograd.
-
-    Frames of these files only lie between those of the user's functions, and say nothing about these functions.
-    """
+    # Frames of these files only lie between those of the user's functions, and say nothing about them.
     return is_nbdists(file) or is_torchs(file, "futures", "autograd")
 
 
 def rebuild(failure: Failure) -> BaseException:
-    """Return the error to raise on the caller's side: the original one, or a RemoteError.
-
-    The error gets a note that names the worker and has its traceback. Registered translators (`on_error`) may replace
-    the error.
-    """
+    """Return the error to raise on the caller's side: the original one or a RemoteError, with a note of the worker."""
     name, text, note, travelled = failure
     error: BaseException = RemoteError(f"{name}: {text}" if text else name)
     if travelled is not None:
-        with contextlib.suppress(NbdistError):
+        with contextlib.suppress(NbdistError):  # its class may be missing here
             found = codec.decode(msgspec.msgpack.decode(travelled[0], type=Payload), travelled[1])
             if isinstance(found, BaseException):
                 error = found

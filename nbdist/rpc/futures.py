@@ -52,8 +52,7 @@ _carrier: Callable[[], Surroundings | None] | None = None
 def set_carrier(carrier: Callable[[], Surroundings | None] | None) -> None:
     """Set the function with which `Future.then` runs callbacks in the autograd context of its caller; None removes it.
 
-    It holds for all threads. ``carrier()`` runs in the thread that calls ``then``. It returns None, or a function that
-    returns a context manager. The thread that runs the callback enters that context manager around it.
+    ``carrier()`` runs in the thread that calls ``then``, and returns what the thread of the callback enters.
     """
     global _carrier
     _carrier = carrier
@@ -114,8 +113,8 @@ class Future(Promise[T], torch.futures.Future[T]):
             raise RuntimeError("Future can only be marked completed once")
 
     def _tell_torch(self, outcome: Any, error: BaseException | None) -> None:
-        """Complete torch's part of the future, after ours: a thread that ``wait_all`` wakes may ask our `done`."""
-        # torch's own ``set_exception`` would call our ``set_result``.
+        # After our own part is done: a thread that torch's ``wait_all`` wakes may ask our `done`. Not torch's
+        # ``set_exception``, which would call our ``set_result``.
         if error is not None:
             torch.futures.Future._set_unwrap_func(self, _raise)
             torch.futures.Future.set_result(self, cast(T, _Failure(WeakMethod(self._result), error)))
@@ -162,7 +161,7 @@ class Future(Promise[T], torch.futures.Future[T]):
             try:
                 with carried() if carried is not None else nullcontext():
                     result = callback(done)
-            except BaseException as error:
+            except BaseException as error:  # the user's callback: its error is the child's
                 child.try_settle(None, without_first_frame(error))  # this frame refers to the child
             else:
                 if CUDA_IS_BUILT:
@@ -174,15 +173,12 @@ class Future(Promise[T], torch.futures.Future[T]):
 
 
 class _Failure:
-    """The value that torch's part of a failed future holds: a weak reference to our part, and the error's text.
-
-    Only C++ code that keeps torch's part longer than the future needs the text.
-    """
+    """The value that torch's part of a failed future holds: a weak reference to our part, and the error's text."""
 
     __slots__ = ("_result", "_text")
 
     def __init__(self, result: WeakMethod[Callable[[], Any]], error: BaseException) -> None:
-        self._result = result
+        self._result = result  # weak: see the head of this module
         try:
             self._text = f"{type(error).__qualname__}: {error}"
         except Exception:  # the __str__ of a user's class may fail
@@ -191,6 +187,7 @@ class _Failure:
     def throw(self) -> None:
         """Raise the error, or, if the future is gone, a RuntimeError with the error's text."""
         result = self._result()
+        # Only C++ code that keeps torch's part longer than the future comes here.
         if result is None:
             raise RuntimeError(self._text)
         try:
@@ -215,17 +212,15 @@ def without_first_frame(error: E) -> E:
 
 
 def outcome_of(done: torch.futures.Future[T]) -> tuple[T | None, BaseException | None]:
-    """Return the value of a completed future, ours or torch's, and its error; one of them is None.
-
-    A future of torch raises its error, which adds frames with the future in them to the error's traceback. torch keeps
-    this error in C++, where nothing would ever free it. So this function removes these frames again.
-    """
+    """Return the value of a completed future, ours or torch's, and its error; one of them is None."""
     if isinstance(done, Promise):
         error = done.exception()
         return (None, error) if error is not None else (done.value(), None)
     try:
         return done.value(), None
-    except BaseException as error:
+    except BaseException as error:  # a future fails with whatever its call raised
+        # torch's future raises its error through frames that have the future in them, and keeps this error in C++,
+        # where nothing would ever free it (test_a_future_that_fails_is_freed).
         last = error.__traceback__
         while last is not None and _is_of_futures(last.tb_frame.f_code.co_filename):
             last = last.tb_next
@@ -235,5 +230,4 @@ def outcome_of(done: torch.futures.Future[T]) -> tuple[T | None, BaseException |
 
 
 def _is_of_futures(file: str) -> bool:
-    """Return whether a file is this one or one of torch's futures; frames of other files of nbdist stay."""
     return file == __file__ or is_torchs(file, "futures")

@@ -6,8 +6,8 @@ from nbdist.errors import UsageError
 from nbdist.rpc.agent import Agent
 from nbdist.rpc.options import RpcBackendOptions
 
+# The members have met, and nbdist does not use torch's list of devices here.
 _WITHOUT_EFFECT_NOW = frozenset({"init_method", "devices"})
-"""Options without effect now: the members have met, and nbdist does not use torch's list of devices here."""
 
 
 def take_on(agent: Agent, name: str, rank: int, world_size: int | None, options: RpcBackendOptions | None) -> None:
@@ -39,7 +39,7 @@ def take_on(agent: Agent, name: str, rank: int, world_size: int | None, options:
         )
     if options is None:
         return
-    plain = vars(type(agent.options)())
+    plain = vars(type(agent.options)())  # an option with its default value changes nothing
     asked = {option: value for option, value in vars(options).items() if value != plain.get(option)}
     mine = agent.options.device_maps
     if all(to == name or device_map == mine.get(to) for to, device_map in options.device_maps.items()):
@@ -55,6 +55,7 @@ def take_on(agent: Agent, name: str, rank: int, world_size: int | None, options:
             f"{me.name} belongs to a cluster, where RPC runs already; it cannot take on {', '.join(sorted(refused))} "
             "now. Leave it out, or start the program with `python -m nbdist run`, where each process makes its own RPC"
         )
+    # Last, so that a refused `init_rpc` has changed nothing.
     if "rpc_timeout" in asked:
         agent.rpc_timeout = options.rpc_timeout
     if "num_worker_threads" in asked:

@@ -16,20 +16,15 @@ class Latch:
     __slots__ = ("_error", "_lock", "_outcome", "_setting", "is_settled", "on_interrupt", "on_send", "on_settle")
 
     def __init__(self, on_send: Callable[[], None] | None = None) -> None:
-        """Make a latch that is not settled.
-
-        ``on_send`` is called in the sending thread, right before it sends the call that this latch waits for. Give it
-        only if that thread calls `wait` directly afterwards and reads the answer itself.
-        """
         self._lock = threading.Lock()
         self._lock.acquire()
-        self._setting = threading.Lock()
+        self._setting = threading.Lock()  # of several threads that settle the latch, one wins
         self.is_settled = False
-        self.on_settle: Callable[[], None] | None = None
-        """A function to call once, in the thread that settles the latch."""
+        self.on_settle: Callable[[], None] | None = None  # called once, by the thread that settles the latch
+        # Called right before the call is sent. Only for a thread that calls `wait` directly afterwards and reads the
+        # answer itself.
         self.on_send = on_send
-        self.on_interrupt: Callable[[], object] | None = None
-        """A function to call first when Ctrl-C ends the wait."""
+        self.on_interrupt: Callable[[], object] | None = None  # called first when Ctrl-C ends the wait
         self._outcome: Any = None
         self._error: BaseException | None = None
 
@@ -39,10 +34,7 @@ class Latch:
         return self._error
 
     def try_settle(self, outcome: Any, error: BaseException | None) -> bool:
-        """Set the outcome or the error and wake the waiting thread; return False if the latch was settled before.
-
-        Any thread may call this. ``error`` is None if the call has succeeded.
-        """
+        """Set the outcome or the error and wake the waiting thread; return False if the latch was settled before."""
         with self._setting:
             if self.is_settled:
                 return False
@@ -59,18 +51,17 @@ class Latch:
     ) -> Any:
         """Wait for the outcome, and return it or raise the error.
 
-        Only one thread may wait, and only once: a second wait would never end. Ctrl-C ends the wait with
-        KeyboardInterrupt.
+        Only one thread may wait, and only once: a second wait would never end. Ctrl-C ends the wait.
 
         Args:
             read: Called with the latch before this thread sleeps; it may read messages until the answer has come.
-            timeout: Seconds to sleep before this raises RpcTimeout; negative for no limit. The time that ``read`` takes
-                does not count.
+            timeout: Seconds to sleep, after ``read``, before this raises RpcTimeout; negative for no limit.
             others: Other latches for which this thread waits: Ctrl-C stops the calls of these, too, on the workers.
         """
         hook = this_wait.blocking_hook
         try:
             try:
+                # Both branches do the same: `rpc_sync` saves the call of a context manager.
                 if hook is None:  # the main thread, as a rule
                     if read is not None:
                         read(self)

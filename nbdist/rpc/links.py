@@ -50,26 +50,20 @@ from nbdist.wire.messages import (
 from nbdist.wire.peer import LARGE_BYTES, PING_FIRST, Lost, Outgoing, Peer, PeerLimits, Suspect, Transmit, Undelivered
 from nbdist.wire.tensors import Slot
 
+# Seconds after which a reader looks at the clock even if nothing comes. So most senders need not wake the reader.
 _LONGEST_NAP_SECONDS = 0.2
-"""Seconds after which a reader looks at the clock even if nothing comes.
 
-Because of this, most senders need not wake the reader.
-"""
-
+# The shortest time between two ticks, in seconds for each connection. A tick takes 2 to 5 µs for each, so ticks take at
+# most a tenth of a core: an agent with 20 connections pauses for 1 ms, one with 1,000 for 50 ms, and acknowledgements,
+# pings and repetitions are late by up to that time. Without the pause, the heartbeats of 1,000 connections, due at
+# 1,000 moments of each second, would take more than one core.
 _PAUSE_PER_CONNECTION = 5e-5
-"""The shortest time between two ticks, in seconds for each connection: a tick looks at all connections.
 
-A tick takes 2 to 5 µs for each connection, so ticks take at most a tenth of a core. An agent with 20 connections pauses
-for 1 ms, and one with 1,000 connections for 50 ms; acknowledgements, pings and repetitions are late by up to that time.
-Without the pause, the heartbeats of 1,000 connections, due at 1,000 moments of each second, would take more than one
-core.
-"""
-
+# Seconds after which an agent of a large world chooses again which members it watches, as it has made calls since.
 _CHOOSE_EVERY = PING_FIRST
-"""Seconds after which an agent of a large world chooses again which members it watches, as it has made calls since."""
 
+# Addresses that are files: on another host, the file does not exist, or belongs to another agent.
 _FILE_SCHEMES = ("unix://", "ipc://")
-"""The prefixes of addresses that are files. On another host the file does not exist, or belongs to another agent."""
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -81,11 +75,7 @@ class HeldByLinks(Protocol):
     """True once the message may reach its receiver. `Links.post` sets it before it sends."""
 
     def take_back(self) -> None:
-        """Undo what was done for the message, such as its forks, unless `is_sent` is True.
-
-        If the message certainly does not go out, `Links.post` sets `is_sent` to False and calls this. The sender may
-        call this a second time.
-        """
+        """Undo what was done for the message, such as its forks, unless `is_sent` is True. Harmless a second time."""
 
 
 @dataclass
@@ -93,25 +83,18 @@ class Connection:
     """Another agent as this one knows it: its record, the protocol states, and the links to it."""
 
     record: Record
-    addresses: list[str]
-    """The addresses at which this agent reaches it."""
-    peer: Peer
-    """The protocol state of all messages but the large ones."""
+    addresses: list[str]  # those that this agent can reach
+    peer: Peer  # the protocol state of all messages but the large ones
     link: Link
-    calls: Devices
-    """Its devices for the arguments of calls to it."""
-    results: Devices
-    """Its devices for the results of its calls."""
-    sent: int = 0
-    """The bytes that were sent to it, those in shared memory included."""
-    large_peer: Peer | None = None
-    """The protocol state of large messages; None before the first large message."""
-    large_link: Link | None = None
-    """The link for large messages; None before the first one is sent."""
+    calls: Devices  # its devices for the arguments of calls to it
+    results: Devices  # its devices for the results of its calls
+    sent: int = 0  # bytes, those in shared memory included
+    large_peer: Peer | None = None  # for large messages; None before the first one
+    large_link: Link | None = None  # None before the first large message is sent
 
     @property
     def peers(self) -> list[Peer]:
-        """The protocol states: that of small messages, and that of large ones if there was a large message."""
+        """The protocol states: that of small messages, and that of large ones if there was one."""
         return [self.peer] if self.large_peer is None else [self.peer, self.large_peer]
 
     def next_tick(self) -> float:
@@ -127,7 +110,11 @@ class Connection:
 
 
 class Links:
-    """The connections of one agent, by the other agent's incarnation. One of them leads to the agent itself."""
+    """The connections of one agent, by the other agent's incarnation. One of them leads to the agent itself.
+
+    Any thread may call its methods, except `nap`, `accept`, `tick` and `set_clock`: only the reading thread calls them,
+    the last three under `Agent._turn`. Moments, such as ``now`` and ``due``, are as of `time.monotonic`.
+    """
 
     def __init__(
         self,
@@ -140,61 +127,45 @@ class Links:
         watch: Callable[[int, int], None],
         on_undelivered: Callable[[Call], None],
     ) -> None:
-        """Make the table, without any connection.
-
-        ``watch(pid, started)`` watches the process of a member of this host; ``started`` is as in `Record`.
-        ``on_undelivered(call)`` is called for a call that its callee has not acknowledged after all tries.
-        """
         self.connections: dict[int, Connection] = {}
-        """The connections, by the other agent's incarnation. Changed under the lock; a lookup needs none."""
+        """Changed under the lock; a lookup needs none."""
         self.closed = False
-        """True once `close` was called: from then on, nothing is sent."""
         self.due = math.inf
-        """The moment at which some connection or call needs attention, as of `time.monotonic`."""
-        self._ticked = -math.inf
-        """The moment of the last tick."""
-        self._asleep_until = 0.0
-        """The moment until which a reader may sleep without looking at `due`."""
-        self._sent_to_gone = 0
-        """The number of messages that had to arrive and were sent to agents that are gone now."""
+        """The moment at which some connection or call needs attention."""
+        self._ticked = -math.inf  # the moment of the last tick
+        self._asleep_until = 0.0  # until then, a reader may sleep without looking at `due`
+        self._sent_to_gone = 0  # the messages that had to arrive and were sent to agents that are gone now
         self._channel = channel
         self._limits = limits
         self._membership = membership
         self._me = membership.me
         self._pending = pending
         self._sharing = sharing
-        self._watch = watch
-        self._on_undelivered = on_undelivered
+        self._watch = watch  # watches a process of this host, by its pid and start
+        self._on_undelivered = on_undelivered  # takes a call that was not acknowledged after all tries
         self.meets_all = True
         """True if all members connect to each other. False if one agent connects to all, and the others only to it."""
-        self._chooses = False
-        """True if this agent watches only some members, because the world is large."""
-        self._is_large = False
-        """True if the world was large when `_ring` was computed."""
-        self._ring: set[int] = set()
-        """The members that this agent watches for the others, by incarnation; empty in a small world."""
-        self._is_stale = True
-        """True if `_ring` must be computed again: an agent was connected or lost."""
+        self._chooses = False  # True if this agent watches only some members, because the world is large
+        self._is_large = False  # True if the world was large when `_ring` was computed
+        self._ring: set[int] = set()  # the members that this agent watches for the others; empty in a small world
+        self._is_stale = True  # True if `_ring` must be computed again: an agent was connected or lost
+        # The members that a block of `attend` watches, with the number of blocks.
         self._attended: Counter[int] = Counter()
-        """The members that a block of `attend` watches, with the number of blocks."""
-        self._doubted_all = -math.inf
-        """The moment of the last `doubt_all`."""
+        self._doubted_all = -math.inf  # the moment of the last `doubt_all`
+        # Guards `connections` and the `Peer` of each. Held for short steps only, never while something is sent.
         self._lock = threading.Lock()
-        """Guards `connections` and the `Peer` of each. Held for short steps only, never while something is sent."""
 
     # -- connecting and disconnecting ---------------------------------------------------------
 
     def connect(self, record: Record) -> None:
-        """Connect to another agent. A second call for the same incarnation and a call after `close` do nothing.
-
-        If the agent is on this host, watches its process. An agent on another host is lost after a time of silence, and
-        those of its addresses that are files, such as unix sockets, are not used.
-        """
+        """Connect to another agent. A second call for the same incarnation and a call after `close` do nothing."""
         with self._lock:
             if record.incarnation in self.connections or self.closed:
                 return
             local = record.host == self._me.host
             now = time.monotonic()
+            # A member of this host is lost when its process ends, never by its silence: it may be stopped
+            # (test_a_stopped_local_process_is_not_lost).
             peer = Peer(self._me.incarnation, record.incarnation, self._limits, now, watch_silence=not local)
             addresses = [a for a in record.addresses if local or not a.startswith(_FILE_SCHEMES)]
             calls, results = devices.for_call(self._me, record), devices.for_result(self._me, record)
@@ -213,17 +184,16 @@ class Links:
             connection.close()
 
     def lose(self, incarnation: int) -> Connection | None:
-        """Remove the connection to an agent that is gone, and return the connection.
+        """Remove the connection to an agent that is gone, and return it for the caller to close.
 
-        Returns None if it was removed before, or after `close`. The caller closes the links. Forgets the messages that
-        were kept to be sent again, with the references that they held.
+        Returns None if it was removed before, or after `close`.
         """
         with self._lock:
             connection = self._remove(incarnation)
             if connection is None or self.closed:
                 return None
             for peer in connection.peers:
-                peer.lose()
+                peer.lose()  # forgets the messages kept for another try, and releases their references
         return connection
 
     def _remove(self, incarnation: int) -> Connection | None:
@@ -235,17 +205,13 @@ class Links:
         return connection
 
     def close(self, goodbye: Goodbye | None) -> bool:
-        """Stop sending, after a goodbye to the other agents; return False if the links are closed already.
-
-        Does not wait for answers, and closes no link of the channel. A forked child passes None, and so sends no
-        goodbye, because the agent still lives in the parent.
-        """
+        """Stop sending, after a goodbye to the other agents; return False if the links are closed already."""
         with self._lock:
             if self.closed:
                 return False
             self.closed = True
             connections = list(self.connections.values())
-        if goodbye is not None:
+        if goodbye is not None:  # a forked child says none: the agent still lives in the parent
             for connection in connections:
                 if connection.record is not self._me:
                     with contextlib.suppress(NbdistError):
@@ -263,19 +229,16 @@ class Links:
         slots: Sequence[Slot] = (),
         is_large: bool = False,
     ) -> int:
-        """Send a message; return its number, with which `status` can tell whether it has arrived.
+        """Send a message; return its number, negative for a large one, with which `status` can tell if it has arrived.
 
-        The number of a large message is negative. With ``is_large``, a small message counts as a large one, such as the
-        answer to a ping of the large ones' `Peer`; it still goes over the link for small ones.
+        ``holds`` is kept until the message has arrived; ``slots`` are the copies of its large tensors in shared memory.
+        With ``is_large``, a small message counts as a large one, such as the answer to a ping of the large ones'
+        `Peer`; it still goes over the link for small ones.
 
-        Any thread may call this. ``holds`` is kept until the message has arrived; ``slots`` are the copies of its large
-        tensors in shared memory. If `Message.gives_back` is True, the message also returns shared memory that the
-        receiver owns and this agent has read.
-
-        Raises WorkerLost if the agent is not connected, and ChannelError if the channel refuses a call. If the channel
-        refuses another message, it is sent again later if it must arrive, and dropped if not. If this method raises an
-        error and the message certainly does not go out, it calls ``take_back`` of ``holds`` and of each slot. After
-        Ctrl-C the message may still go out.
+        Raises WorkerLost if the agent is not connected, and ChannelError if the channel refuses a call. Another message
+        that the channel refuses is sent again later if it must arrive, and dropped if not. If this raises an error and
+        the message certainly does not go out, ``holds`` and ``slots`` are taken back. After Ctrl-C the message may
+        still go out.
         """
         was_closed = this_thread.is_closed
         try:
@@ -287,7 +250,7 @@ class Links:
             try:
                 # 1. Find the blocks of shared memory that the message returns to the receiver.
                 if (sharing.ended or sharing.owing) and message.gives_back:
-                    with DeferredSignals():
+                    with DeferredSignals():  # else Ctrl-C could come when the blocks are in nobody's list
                         back = sharing.owed(to)
                 with self._lock:
                     # 2. Number the message and keep a copy.
@@ -304,14 +267,14 @@ class Links:
                     outgoing = peer.send(message, frames, now, holds, back)
                     connection.sent += size + len(outgoing.frames[0])
             except BaseException:  # the receiver is gone, or the user pressed Ctrl-C
-                if not self._peer_keeps(to, message):
+                if not self._peer_keeps(to, message):  # Ctrl-C may come anywhere: only the `Peer` knows
                     self._take_back(to, holds, slots, back)
                 raise
             try:
                 link = connection.link if size < LARGE_BYTES else self._link_for_large(connection)
                 link.send(outgoing.frames, message.kind)
             except ChannelError:
-                if isinstance(message, Call):
+                if isinstance(message, Call):  # its caller gets the error; nobody waits for another message to go
                     with self._lock:
                         peer.refused(outgoing, now)
                         due = peer.next_tick()
@@ -329,20 +292,14 @@ class Links:
             this_thread.is_closed = was_closed
 
     def note_call(self, call: Pending) -> None:
-        """Note that a call was sent: at half of its time limit the reader asks the callee what it is doing.
-
-        For a call without a time limit, the reader does not ask.
-        """
+        """Note that a call was sent: at half of its time limit the reader asks the callee what it is doing."""
         if call.timeout > 0 and call.started + call.timeout * 0.5 < self.due:
             self.hurry(call.started + call.timeout * 0.5)
         if trace.listeners:
             trace.emit("call.sent", agent=self._me.name, to=call.worker, function=call.function, id=call.id)
 
     def _peer_keeps(self, to: int, message: Message) -> bool:
-        """Return whether a `Peer` for agent ``to`` keeps a message: it was sent, or will be sent again.
-
-        Ctrl-C may come anywhere in `post`. Then only the `Peer` knows whether the message goes out.
-        """
+        """Return whether a `Peer` for agent ``to`` keeps a message: it was sent, or will be sent again."""
         with self._lock:
             connection = self.connections.get(to)
             return connection is not None and any(peer.keeps(message) for peer in connection.peers)
@@ -350,38 +307,30 @@ class Links:
     def _take_back(
         self, to: int, holds: HeldByLinks | None, slots: Sequence[Slot], back: list[tuple[int, int]] | None
     ) -> None:
-        """Undo what was done for a message to agent ``to`` that certainly does not go out.
-
-        ``holds`` undoes the forks of the references in the message, and ``slots`` free the shared memory of its
-        tensors. ``back`` is the shared memory of agent ``to`` that the message should have returned, as pairs of
-        segment and offset; a later message returns it. None for no memory.
-        """
+        """Undo what was done for a message to agent ``to`` that certainly does not go out."""
         if holds is not None:
             holds.is_sent = False
             holds.take_back()
         for slot in slots:
             slot.take_back()
         if back and to in self.connections and not self.closed:  # an owner that is gone does not need its memory
-            self._sharing.owe(to, back)
+            self._sharing.owe(to, back)  # a later message returns these blocks
 
     def post_later(self, to: int, message: UserDelete) -> None:
         """Queue a delete, which tells agent ``to`` that a reference was released, for the next message to that agent.
 
-        If no message goes there within 50 ms, the delete goes alone, within 0.25 s. The second number is the first plus
-        `_LONGEST_NAP_SECONDS`, because this wakes no reader. Raises WorkerLost if the agent is not connected.
+        If no message goes there within 50 ms, the delete goes alone, within 0.25 s. Raises WorkerLost if the agent is
+        not connected.
         """
         with self._lock:
             connection = self.connections.get(to)
             if connection is None or self.closed:
                 raise self._no_connection(to)
             due = connection.peer.send_later(message, time.monotonic())
-        self.note(due)
+        self.note(due)  # wakes no reader, so the delete may be late by `_LONGEST_NAP_SECONDS`
 
     def post_waiting(self) -> None:
-        """Send now the deletes that `post_later` has queued.
-
-        If the channel refuses a message, it is sent again later.
-        """
+        """Send now the deletes that `post_later` has queued."""
         now = time.monotonic()
         with self._lock:
             waiting = [(each, each.peer.send_waiting(now)) for each in self.connections.values()]
@@ -405,24 +354,17 @@ class Links:
         return lost_error(name, fate)
 
     def _transmit(self, connection: Connection, peer: Peer, outgoing: Outgoing) -> None:
-        """Send an encoded message for which no caller waits, such as a ping or a repetition. Raises no ChannelError.
-
-        ``peer`` is the protocol state of ``connection`` that has made the message. If the channel refuses the message,
-        ``peer`` repeats it later. The caller does not hold the lock.
-        """
+        """Send an encoded message for which no caller waits, such as a ping or a repetition. Raises no ChannelError."""
         try:
             # Acknowledgements and pongs need not wait behind large messages. A ping must: it asks for those before it.
             goes_behind = peer.is_large and (outgoing.seq or isinstance(outgoing.message, Ping))
             link = self._link_for_large(connection) if goes_behind else connection.link
             link.send(outgoing.frames, outgoing.message.kind)
         except ChannelError:
-            self._postpone(peer, outgoing)
+            self._postpone(peer, outgoing)  # `peer` repeats it, if it must arrive
 
     def _postpone(self, peer: Peer, outgoing: Outgoing) -> float:
-        """Note that the channel refused a message; return the moment at which `tick` must run next.
-
-        The moment is as of `time.monotonic`.
-        """
+        """Note that the channel refused a message; return the moment at which `tick` must run next."""
         with self._lock:
             peer.failed(outgoing.seq, time.monotonic())
             return peer.next_tick()
@@ -432,49 +374,39 @@ class Links:
         if connection.large_peer is None:
             connection.large_peer = Peer(
                 *(self._me.incarnation, connection.record.incarnation, self._limits, time.monotonic()),
-                watch_silence=False,
+                watch_silence=False,  # the state of small messages watches
                 is_large=True,
             )
         return connection.large_peer
 
     def _link_for_large(self, connection: Connection) -> Link:
-        """Return the link for large messages; the first call makes it. Raises ChannelError.
-
-        Returns the link for small messages while this process cannot open another file. The caller does not hold the
-        lock.
-        """
+        """Return the link for large messages; the first call makes it. Raises ChannelError. Takes the lock."""
         link = connection.large_link
         if link is None:
             with self._lock:
                 if self.connections.get(connection.record.incarnation) is not connection:
+                    # Lost meanwhile: nobody would close the link.
                     raise ChannelError(f"{connection.record.name} is gone")
                 if connection.large_link is None:
                     try:
                         connection.large_link = self._channel.connect(connection.addresses, is_large=True)
                     except TooManyFiles:
-                        return connection.link
+                        return connection.link  # this process cannot open another file now
                 link = connection.large_link
         return link
 
     def refuse(self, record: Record, refused: Refused) -> None:
-        """Tell an agent, member or not, that its message was refused. Does nothing if the channel cannot send this.
-
-        The agent may not be connected, so this opens a link for this one message.
-        """
+        """Tell an agent, member or not, that its message was refused. Does nothing if the channel cannot send this."""
         answer = Envelope(self._me.incarnation, record.incarnation, 0, 1, 0, [], refused)
         with contextlib.suppress(ChannelError):
-            link = self._channel.connect(record.addresses)
+            link = self._channel.connect(record.addresses)  # the agent may not be connected: a link for this message
             link.send([encode_envelope(answer)], "refused")
             link.close()
 
     # -- for the thread that reads ------------------------------------------------------------
 
     def nap(self, now: float, timeout: float | None) -> float:
-        """Return for how many seconds the reader may wait for a message before it must do what is due (`Agent.read`).
-
-        At most `_LONGEST_NAP_SECONDS`, and at most ``timeout``, if that is given; 0 if something is due now. ``now`` is
-        as of `time.monotonic`.
-        """
+        """Return for how many seconds the reader may wait for a message before it must do what is due."""
         # Announce the nap before measuring it: a thread that makes `due` earlier then sees that it must wake this one.
         self._asleep_until = now + _LONGEST_NAP_SECONDS
         wait = self.due - now
@@ -483,18 +415,14 @@ class Links:
         return wait if timeout is None or wait < timeout else timeout
 
     def accept(self, connection: Connection, envelope: Envelope, size: int) -> bool:
-        """Note a received envelope in the sender's `Peer`; return whether its message is new and must be handled.
-
-        The reading thread calls this, under `Agent._turn`. Returns False for a message that came before. ``size`` is
-        the number of the message's bytes: after many bytes the acknowledgement goes out at once.
-        """
+        """Note a received envelope in the sender's `Peer`; return whether its message is new and must be handled."""
         with self._lock:
             now = time.monotonic()
             peer = connection.peer
             if envelope.is_large:
                 peer.heard(now)
                 peer = self._large_peer(connection)
-            fresh = peer.receive(envelope, size, now)
+            fresh = peer.receive(envelope, size, now)  # after many bytes it wants to acknowledge at once
             due = peer.ack_due
         if due < self.due:
             self.due = due  # this thread is the reader: it looks at `due` before it sleeps
@@ -506,18 +434,15 @@ class Links:
         """Do what is due: resend, ping, acknowledge. Return two lists of agents that are silent.
 
         The first list has the agents that are lost, each as a pair of its incarnation and a text that completes
-        "worker1 ..."; the caller passes these to `Agent.lose`. The second list has silent agents that this agent
-        watches for the others, each with the seconds of its silence; the caller lets the other agents ask them.
-
-        ``awaited()`` returns the agents for whose answer this one waits; it is called only in a large world, without
-        the lock. The reading thread calls `tick`, under `Agent._turn`, and must call `set_clock` afterwards. The lock
-        is released before anything is sent. ``now`` is as of `time.monotonic`.
+        "worker1 ...". The second list has silent agents that this agent watches for the others, each with the seconds
+        of its silence; the caller lets the other agents ask them. ``awaited()`` returns the agents for whose answer
+        this one waits. `set_clock` must follow.
         """
         lost: list[tuple[int, str]] = []
         silent: list[tuple[int, float]] = []
         transmit: list[tuple[Connection, Peer, Outgoing]] = []
         self._ticked = now
-        waits_for = awaited() if self._chooses else frozenset()
+        waits_for = awaited() if self._chooses else frozenset()  # without the lock: it takes `Exchange.lock`
         with self._lock:
             self._choose(waits_for, now)
             for incarnation, connection in self.connections.items():
@@ -563,18 +488,13 @@ class Links:
                 peer.rest()
 
     def _members(self) -> list[Record]:
-        """Return the records of all connected agents, this one included. The caller holds the lock."""
         return [connection.record for connection in self.connections.values()]
 
     def set_clock(self) -> None:
-        """Set `due` to the next moment at which a connection or a call needs attention, after a `tick`.
-
-        That moment lies after the pause that follows a tick. So one tick serves all connections that need one soon
-        after each other. The pause does not delay calls. Wakes a reader that would sleep beyond that moment. The
-        reading thread calls this. A second call is harmless.
-        """
+        """Set `due` to the next moment at which a connection or a call needs attention, after a `tick`."""
         with self._lock:
             due = min((connection.next_tick() for connection in self.connections.values()), default=math.inf)
+            # So one tick serves all connections that need one soon after each other. The pause does not delay calls.
             due = max(due, self._ticked + len(self.connections) * _PAUSE_PER_CONNECTION)
             if self._chooses:
                 due = min(due, self._ticked + _CHOOSE_EVERY)
@@ -582,19 +502,12 @@ class Links:
         self.hurry(self.due)  # this thread may run a job next, while another reader sleeps
 
     def note(self, due: float) -> None:
-        """Make sure that a reader does what is due by ``due``, or at most `_LONGEST_NAP_SECONDS` seconds later.
-
-        ``due`` is as of `time.monotonic`. Wakes no reader: this is for the reading thread, which looks at `due` before
-        it sleeps, and for work that may be late.
-        """
+        """Make sure that a reader does what is due by ``due``, or a little later. Wakes no reader, unlike `hurry`."""
         if due < self.due:
             self.due = due
 
     def hurry(self, due: float) -> None:
-        """Make sure that a reader does what is due by ``due``; wake a reader that would sleep too long.
-
-        ``due`` is as of `time.monotonic`.
-        """
+        """Make sure that a reader does what is due by ``due``; wake a reader that would sleep too long."""
         if due < self.due:
             self.due = due
         if due < self._asleep_until:
@@ -613,10 +526,7 @@ class Links:
             self._on_undelivered(message)
 
     def on_pong(self, message: Pong, sender: int, _: list[bytes]) -> None:
-        """Note the activity that another agent's pong reports, and send again the messages that the pong shows missing.
-
-        Ignores a pong of an agent that is gone.
-        """
+        """Note the activity that another agent's pong reports, and send again the messages that it shows missing."""
         connection = self.connections.get(sender)
         if connection is None:
             return  # the agent is gone
@@ -653,8 +563,8 @@ class Links:
     def doubt(self, incarnation: int, silent: float) -> bool:
         """Ask a member for a sign of life, because another agent has not heard from it for ``silent`` seconds.
 
-        If the member does not answer, it is lost after the usual time of silence, which includes these seconds. Does
-        not ask a member on this host. Returns False if the member is not connected.
+        Without an answer, the member is lost after the usual time of silence, which includes these seconds. Does not
+        ask a member on this host. Returns False if the member is not connected.
         """
         now = time.monotonic()
         with self._lock:
@@ -666,14 +576,11 @@ class Links:
         return True
 
     def doubt_all(self) -> None:
-        """Ask all members for a sign of life: one has lost this agent, so others may have lost it, too.
-
-        Does nothing in a small world, or if the last such call was less than a second ago.
-        """
+        """Ask all members for a sign of life: one has lost this agent, so others may have lost it, too."""
         now = time.monotonic()
         with self._lock:
             if not self._chooses or now - self._doubted_all < 1.0:
-                return
+                return  # in a small world each agent watches all others; or they were asked a moment ago
             self._doubted_all = now
             for connection in self.connections.values():
                 connection.peer.doubt(0.0, now)
@@ -682,10 +589,7 @@ class Links:
     # -- inspecting ---------------------------------------------------------------------------
 
     def ask(self, to: int) -> None:
-        """Ping an agent to ask what it is doing. Once it has answered, `status` includes its answer.
-
-        Does not wait for the answer. Does nothing if the agent is not connected.
-        """
+        """Ping an agent to ask what it is doing. Once it has answered, `status` includes its answer."""
         with self._lock:
             connection = self.connections.get(to)
             outgoing = connection.peer.ping(time.monotonic()) if connection else None
@@ -695,9 +599,7 @@ class Links:
     def status(self, to: int, seq: int) -> str:
         """Return a short text about a call: whether it has arrived, and what its worker was doing.
 
-        The error of a timeout has this text, which shows whether the network or the function was slow. ``seq`` is the
-        number of the call's message, which `post` returned. The text leaves out what the worker was doing if the worker
-        reported it more than a minute ago.
+        ``seq`` is the number of the call's message, which `post` returned.
         """
         with self._lock:
             connection = self.connections.get(to)
@@ -708,7 +610,7 @@ class Links:
             if state.is_unacknowledged(abs(seq)):
                 silent = duration(peer.silent_for(now))
                 return f"it has not acknowledged the call; no message has come from it for {silent}"
-            if peer.doing and now - peer.doing_at < 60:
+            if peer.doing and now - peer.doing_at < 60:  # what it reported before that says nothing now
                 return f"{duration(now - peer.doing_at)} before, it was running {peer.doing}"
         return "it has acknowledged the call"
 
@@ -731,12 +633,10 @@ class Links:
         return {each.record.name: each.sent for each in list(self.connections.values())}
 
     def traffic(self) -> tuple[int, int]:
-        """Return two counts of messages that must arrive: all that were sent so far, and those not acknowledged yet.
-
-        The first number never falls: it includes messages to agents that are gone.
-        """
+        """Return two counts of messages that must arrive: all that were sent so far, and those not acknowledged yet."""
         with self._lock:
             peers = [peer for connection in self.connections.values() for peer in connection.peers]
+            # Messages to agents that are gone count, so that the number never falls: `Survey` compares two of them.
             sent = self._sent_to_gone + sum(peer.next_seq - 1 for peer in peers)
             return sent, sum(peer.outstanding for peer in peers)
 

@@ -38,17 +38,13 @@ from nbdist.rpc.waits import set_blocking_hook
 Job = Callable[[], object]
 """A function without arguments that a thread of the pool runs once; its result is ignored."""
 
+# Python's default time for a thread to keep the GIL, so a job that has waited for the GIL once is not slow.
 QUICK_JOB_SECONDS = 0.005
-"""Seconds. While jobs end within this time, the second reader leaves waiting messages to the thread that runs jobs.
+"""While jobs end within this time, the second reader leaves waiting messages to the thread that runs jobs."""
 
-Python's default time for a thread to keep the GIL (5 ms), so a job that has waited for the GIL once is not slow.
-"""
-
+# A job that takes longer may release the GIL for most of it, so others should run beside it.
 TINY_JOB_SECONDS = 0.001
-"""Seconds. The only thread that may read keeps its turn while jobs end within this time.
-
-A job that takes longer may release the GIL for most of it, so others should run beside it.
-"""
+"""The only thread that may read keeps its turn while jobs end within this time."""
 
 STUCK_AFTER_SECONDS = 0.1
 """Seconds after which the pool may start more threads, if jobs are queued and none has finished for that long."""
@@ -60,13 +56,16 @@ class _PoolThread(threading.Thread):
     """A thread in which finalisers may not wait for calls, from its first step on: the pool's lock is held then."""
 
     def _bootstrap(self) -> None:
-        """Mark the thread as closed to finalisers before any other Python code runs in it."""
         this_thread.is_closed = True
         super()._bootstrap()  # type: ignore[misc]
 
 
 class Pool:
-    """An elastic pool of threads that run jobs. One or two of them at a time read messages, which bring jobs."""
+    """An elastic pool of threads that run jobs. One or two of them at a time read messages, which bring jobs.
+
+    The caller of a private method holds the lock, except for `_run`, `_next`, `_lead` and `_leave_to_the_other`, which
+    are steps of a thread's life, and `_blocking`.
+    """
 
     def __init__(
         self,
@@ -81,16 +80,13 @@ class Pool:
     ) -> None:
         """Make a pool without threads; `start` starts the first thread.
 
-        Up to ``size`` threads run jobs at a time, at least 1; those that wait for other calls are not counted. The
-        names of the threads begin with ``name``. Each new thread calls ``begin()`` first.
-
         ``read(timeout, soon)`` waits for a message and returns a job, or None. Up to ``readers`` threads call it at a
-        time. ``soon`` is True if the thread has just finished the last job and no other thread has anything to do. When
-        the pool calls ``wake()``, one of the threads in ``read`` must return. The pool does so if ``has_more()`` says
-        that there are messages for which the channel will wake no reader.
+        time. ``soon`` is True if the thread has just finished the last job and no other thread has anything to do.
+        After ``wake()``, one of the threads in ``read`` must return. ``has_more()`` says that there are messages for
+        which the channel will wake no reader. Each new thread calls ``begin()`` first.
         """
         self.size = max(1, size)
-        """The most threads that run jobs at a time, beside those that wait for other calls; `resize` changes it."""
+        """The most threads that run jobs at a time, beside those that wait for other calls."""
         self._read = read
         self._wake = wake
         self._name = name
@@ -102,34 +98,26 @@ class Pool:
         self._reading = 0
         self._idle = 0
         self._threads: set[threading.Thread] = set()
-        self._starting: set[threading.Thread] = set()
-        """The threads that were started and have not had the lock yet."""
+        self._starting: set[threading.Thread] = set()  # the threads that were started and have not had the lock yet
         self._running = 0
         self._blocked: list[int] = []
-        self._extra = 0
-        """The number of threads beyond ``size`` that may run jobs, because the others are stuck."""
+        self._extra = 0  # the number of threads beyond ``size`` that may run jobs, because the others are stuck
         self._finished_at = time.monotonic()
-        self._brisk = False
-        """True while jobs end within `QUICK_JOB_SECONDS` seconds."""
-        self._tiny = False
-        """True while jobs end within `TINY_JOB_SECONDS` seconds."""
-        self._watching = False
-        """True while the second reader waits in `_leave_to_the_other`."""
-        self._needed = threading.Event()
-        """Wakes the second reader in `_leave_to_the_other`."""
+        self._brisk = False  # True while jobs end within `QUICK_JOB_SECONDS` seconds
+        self._tiny = False  # True while jobs end within `TINY_JOB_SECONDS` seconds
+        self._watching = False  # True while the second reader waits in `_leave_to_the_other`
+        self._needed = threading.Event()  # wakes the second reader in `_leave_to_the_other`
+        # The thread that runs a job and has kept its turn at reading: it counts in `_reading` meanwhile.
         self._keeping: threading.Thread | None = None
-        """The thread that runs a job and has kept its turn at reading: it counts in `_reading` meanwhile."""
-        self._kept_at = 0.0
-        """The moment at which `_keeping` was set."""
-        self._guarded = False
-        """True while a thread is in `_guard`."""
+        self._kept_at = 0.0  # the moment at which `_keeping` was set
+        self._guarded = False  # True while a thread is in `_guard`
+        # True from the moment when a thread is woken or started to be the guard, until this thread has the lock.
         self._is_called = False
-        """True from the moment when a thread is woken or started to be the guard, until this thread has the lock."""
         self._closed = False
         self._count = 0
 
     def start(self) -> None:
-        """Start the first thread, which reads. More start as they are needed."""
+        """Start the first thread, which reads."""
         with self._condition:
             self._spawn()
 
@@ -150,14 +138,11 @@ class Pool:
             self._provide()
 
     def submit(self, job: Job) -> None:
-        """Run ``job`` on a thread of the pool. Any thread may call this; after `close` the job may never run.
-
-        An error of the job is logged. This method holds the pool's lock, so a finaliser that runs during it must not
-        wait for calls (`nbdist.finalisers`).
-        """
+        """Run ``job`` on a thread of the pool; its errors are logged. After `close` the job may never run."""
         was_closed = this_thread.is_closed
         try:
             this_thread.is_closed = True
+            # A finaliser that Python runs in here must not wait for a call: this thread has the pool's lock.
             with self._condition:
                 self._queue.append(job)
                 self._provide()
@@ -165,10 +150,7 @@ class Pool:
             this_thread.is_closed = was_closed
 
     def close(self, timeout: float) -> bool:
-        """End all threads, waiting ``timeout`` seconds at most; return whether all have ended.
-
-        A thread that runs user code ends when that code returns. Queued jobs do not run.
-        """
+        """End all threads, wait ``timeout`` seconds at most; return whether all have ended. Queued jobs do not run."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -182,23 +164,22 @@ class Pool:
     # -- threads ------------------------------------------------------------------------------
 
     def _spawn(self) -> None:
-        """Start one more thread. The caller holds the lock."""
         self._count += 1
         thread = _PoolThread(target=self._run, name=f"{self._name}-{self._count}", daemon=True)
         self._starting.add(thread)
         try:
             thread.start()
-        except BaseException:
+        except BaseException:  # also Ctrl-C, or no thread could be started: nothing else takes it out
             self._starting.discard(thread)
             raise
         self._threads.add(thread)
 
     def _capacity(self, more: int = 0) -> bool:
-        """Return whether ``more`` jobs and another may run now, by the limit. The caller holds the lock."""
+        """Return whether ``more`` jobs and another may run now, by the limit."""
         return self._running - len(self._blocked) + more < self.size + self._extra
 
     def _provide(self) -> None:
-        """Wake an idle thread for queued jobs, or start one if the limit allows it. The caller holds the lock."""
+        """Wake an idle thread for queued jobs, or start one if the limit allows it."""
         if self._idle:
             self._condition.notify()
         elif self._queue and self._capacity(len(self._starting)):
@@ -221,16 +202,15 @@ class Pool:
                 this_thread.is_closed = False
                 try:
                     job()
-                except BaseException:
+                except BaseException:  # a job may raise anything (test_no_exception_in_a_job_ends_a_thread)
                     _log.exception("a job of the pool failed")
-                del job
+                del job  # else the job's values would live until this thread has another one
                 this_thread.is_closed = True
         finally:
             with self._condition:
                 self._threads.discard(thread)
 
     def _note_end(self, started: float) -> None:
-        """Note that this thread's job, which began at ``started``, has ended. The caller holds the lock."""
         if self._keeping is threading.current_thread():
             self._keeping = None
             self._reading -= 1  # it may take its turn again at once, in `_next`
@@ -242,8 +222,7 @@ class Pool:
     def _next(self, started: float | None) -> Job | None:
         """Return the next job for this thread, which may read it itself; None if the thread must end.
 
-        ``started`` is when its last job began. Queued jobs come first. If there are none, the thread reads. If enough
-        others read, it sleeps, or it ends if enough others sleep. The caller does not hold the lock.
+        ``started`` is when its last job began.
         """
         while True:
             with self._condition:
@@ -269,7 +248,7 @@ class Pool:
                         if self._guard():
                             break
                         continue
-                    if self._idle > self.size:
+                    if self._idle > self.size:  # enough others sleep
                         return None
                     self._idle += 1
                     self._condition.wait()
@@ -280,23 +259,19 @@ class Pool:
                 return job
 
     def _provide_reader(self) -> None:
-        """Make sure that a thread reads messages while this thread runs a job. The caller holds the lock.
-
-        If no thread reads, wakes an idle one or starts a new one. If a thread reads already, wakes it only if there are
-        messages for which the channel wakes no reader.
-        """
+        """Make sure that a thread reads messages while this thread runs a job."""
         if self._keeping is not None:
             if not (self._guarded or self._is_called):
                 self._wake_or_spawn()
                 self._is_called = True
         elif self._reading:
+            # All other messages wake a reader themselves.
             if self._has_more() and not self._watching:
                 self._wake()
         else:
             self._wake_or_spawn()
 
     def _wake_or_spawn(self) -> None:
-        """Wake an idle thread, or start one if there is none. The caller holds the lock."""
         if self._idle:
             self._condition.notify()
         elif not self._starting:  # a thread that starts takes a job or reads: on a busy machine it may come late
@@ -305,9 +280,8 @@ class Pool:
     def _guard(self) -> bool:
         """Wait while another thread keeps its turn at reading and ends its jobs quickly.
 
-        Returns True if that thread's job takes longer than `QUICK_JOB_SECONDS`: then this thread takes the turn.
-        Returns False if this thread has something else to do, or if the other thread keeps its turn no longer. The
-        caller holds the lock; other threads may take it while this one waits.
+        Returns True if this thread has taken the turn, False if it has something else to do, or if the other thread
+        keeps its turn no longer. Other threads may take the lock while this one waits.
         """
         self._guarded, self._is_called = True, False
         try:
@@ -329,12 +303,7 @@ class Pool:
             self._guarded = False
 
     def _lead(self) -> Job | None:
-        """Read until there is a job for this thread, and return it; None once the pool is closed.
-
-        `_next` calls this, without the lock, in a thread that may read. A job beyond the limit of `_capacity` is
-        queued. Before this returns a job, it makes sure that another thread reads, or will read if the job is not
-        quick. Errors of reading are logged.
-        """
+        """Read until there is a job for this thread, and return it; None once the pool is closed."""
         is_first = True
         while True:
             self._leave_to_the_other()
@@ -343,7 +312,7 @@ class Pool:
             is_first = False
             try:
                 job = self._read(timeout, soon)
-            except BaseException:
+            except BaseException:  # whatever it is, the agent reads on (test_no_exception_in_reading_ends_a_thread)
                 _log.exception("reading failed")
                 job = None
             with self._condition:
@@ -374,13 +343,10 @@ class Pool:
                 return job
 
     def _leave_to_the_other(self) -> None:
-        """Wait while the other thread ends its jobs quickly and there are messages that it can read itself.
-
-        A thread that is about to read calls this: for quick jobs, a switch to this thread costs more than it gains. If
-        many small calls come at once, they run one after another on the other thread. Returns when a job takes longer
-        than `QUICK_JOB_SECONDS` or waits for another call. This thread then reads, and the next calls run beside that
-        job.
-        """
+        """Wait while the other thread ends its jobs quickly and there are messages that it can read itself."""
+        # For quick jobs, a switch to this thread costs more than it gains: many small calls at once run one after
+        # another on the other thread. When a job takes long or waits for another call, this thread reads, and the next
+        # calls run beside that job.
         while self._brisk and self._reading < self._readers and self._has_more() and not self._closed:
             finished = self._finished_at
             self._watching = True
@@ -391,13 +357,9 @@ class Pool:
                 self._brisk = False
 
     def _unstick(self) -> None:
-        """Allow more threads if no job has finished for `STUCK_AFTER_SECONDS` seconds; give queued jobs a thread.
-
-        The number of threads allowed beyond ``size`` rises by half, at least by 1, and falls to 0 once no job is
-        queued. So the pool grows quickly when many jobs wait for one another. The caller holds the lock.
-        """
+        """Allow more threads if no job has finished for `STUCK_AFTER_SECONDS` seconds; give queued jobs a thread."""
         if time.monotonic() - self._finished_at >= STUCK_AFTER_SECONDS:
-            self._extra += max(1, self._extra // 2)
+            self._extra += max(1, self._extra // 2)  # by half, since many jobs may wait for one another
         self._provide()
 
     # -- blocking -----------------------------------------------------------------------------
@@ -408,10 +370,7 @@ class Pool:
 
     @contextmanager
     def _blocking(self) -> Iterator[None]:
-        """Leave this thread out of the count towards ``size`` during the block, in which it waits for another call.
-
-        So another thread may start, and run a job.
-        """
+        """Leave this thread out of the count towards ``size`` during the block, in which it waits for another call."""
         try:
             this_thread.is_closed = True  # the thread comes here from a job, where it is open
             with self._condition:

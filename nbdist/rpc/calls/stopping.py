@@ -44,22 +44,16 @@ NAME_AFTER = 2.0
 BREAK_OFF_AFTER = 0.4
 """Seconds after which a call that has not stopped may be in a collective, which only `Stopping.break_off` ends."""
 
-_POLL = 0.005
-"""Seconds between two checks whether a call has ended."""
-_ASK_TIMEOUT = 0.5
-"""Seconds to wait for a callee that is asked where its call is."""
-_STOPS_REMEMBERED = 1000
-"""The number of calls to stop that are remembered. A Stop may arrive before its call has begun."""
+_POLL = 0.005  # seconds between two checks whether a call has ended
+_ASK_TIMEOUT = 0.5  # seconds to wait for a callee that is asked where its call is
+_STOPS_REMEMBERED = 1000  # a Stop may arrive before its call has begun
 
-_RUNS_USER_CODE = Request.invoke.__code__
-"""The code whose frame separates the user's frames, inside of it, from the agent's frames."""
-_CALLS_MODULES = "nn"
-"""The package of nbdist that calls users' modules, and restores everything whatever the modules raise."""
+_RUNS_USER_CODE = Request.invoke.__code__  # its frame separates the user's frames, inside of it, from the agent's
+_CALLS_MODULES = "nn"  # calls users' modules, and restores everything whatever they raise
+# Files that only call a user's function: KeyboardInterrupt may be raised in them as in the function.
 _FILES_THAT_RUN_TASKS = {f"{NBDIST}cluster/worker/tasks.py", f"{NBDIST}compat/ipyparallel/tasks.py"}
-"""Files of nbdist that only call a user's function. KeyboardInterrupt may be raised in them as in the function."""
 
-_Key = tuple[int, int]
-"""A running call: the caller's incarnation, and the caller's number for the call."""
+_Key = tuple[int, int]  # a running call: the caller's incarnation, and the caller's number for the call
 
 
 class Stopping:
@@ -76,11 +70,6 @@ class Stopping:
         submit: Callable[[Job], None],
         is_blocked: Callable[[int], bool],
     ) -> None:
-        """Start with nothing to stop.
-
-        ``call`` is `nbdist.rpc.calls.caller.Caller.sync`. ``give_up(calls, error)`` fails calls of this agent,
-        which ends the waits for them. ``submit`` and ``is_blocked`` are those of `nbdist.rpc.pool.Pool`.
-        """
         self.patience = NAME_AFTER
         """Seconds that `on_interrupt` waits before it names the calls that still run."""
         self.break_off: Callable[[int], object] | None = None
@@ -88,42 +77,31 @@ class Stopping:
         self._me = me.incarnation
         self._pending = exchange.calls
         self._links = links
-        self._call = call
-        self._end_waits = give_up
-        self._submit, self._is_blocked = submit, is_blocked
+        self._call = call  # `Caller.sync`
+        self._end_waits = give_up  # fails calls of this agent, which ends the waits for them
+        self._submit, self._is_blocked = submit, is_blocked  # those of the agent's `Pool`
         self._lock = exchange.lock
-        self._threads: dict[_Key, int] = {}
-        """The ident of the thread that runs a call, for the calls that can be stopped."""
-        self._stopped: dict[_Key, None] = {}
-        """The calls to stop, the oldest first. A call may be here before it begins."""
+        self._threads: dict[_Key, int] = {}  # the idents of the threads that run the calls which can be stopped
+        self._stopped: dict[_Key, None] = {}  # the calls to stop, the oldest first; some may not have begun
 
     # -- the callee's side --------------------------------------------------------------------
 
     def begin(self, key: _Key) -> None:
-        """Allow a call to be stopped in this thread until `end`, which must follow whatever this raises.
-
-        Raises KeyboardInterrupt if the call is to be stopped already.
-        """
+        """Let a call be stopped in this thread, until `end`. Raises KeyboardInterrupt if it was stopped already."""
         with self._lock:
             if self._stopped and key in self._stopped:
                 raise KeyboardInterrupt
             self._threads[key] = threading.get_ident()
 
     def end(self, key: _Key) -> None:
-        """No longer allow a call to be stopped, and withdraw a KeyboardInterrupt that has not been raised yet.
-
-        Called in the thread that ran the call, before it may run another one.
-        """
+        """No longer let a call be stopped. The thread that ran the call comes here before it may run another one."""
         with self._lock:
             self._threads.pop(key, None)
             if self._stopped and self._stopped.pop(key, 0) is None:
                 _raise_in(threading.get_ident(), None)  # else the error could hit the next call in this thread
 
     def on_stop(self, message: Stop, sender: int, _: list[bytes]) -> None:
-        """Stop a call whose caller has given up on it, or prevent its start. The reading thread calls this.
-
-        The calls that the stopped call has made and that are not answered are stopped, too.
-        """
+        """Stop a call whose caller has given up on it, or prevent its start; stop the calls that it has made, too."""
         key = sender, message.id
         with self._lock:
             self._stopped[key] = None  # even if the call has not begun
@@ -133,6 +111,7 @@ class Stopping:
                 return
         ended = self._try_to_end(key)
         if not ended or self.break_off is not None:
+            # The calling thread reads messages, so it must not wait.
             threading.Thread(target=self._end_call, args=(key, ended), name="nbdist-stopping", daemon=True).start()
 
     def stop_served(self) -> None:
@@ -150,8 +129,8 @@ class Stopping:
     def raise_in(self, error: type[BaseException], calls: Mapping[tuple[int, int], int]) -> None:
         """Raise an error in the threads of these calls, as `threads` returned them, once they run Python code again.
 
-        The caller has seen that the threads wait in C code that a user's function has called. If a call ends first,
-        the error is withdrawn. A call that has ended, or was stopped, gets no error.
+        The caller has seen that the threads wait in C code that a user's function has called. A call that has ended, or
+        was stopped, gets no error.
         """
         with self._lock:
             for key, thread in calls.items():
@@ -160,10 +139,7 @@ class Stopping:
                     _raise_in(thread, error)
 
     def _give_up(self, nested: Sequence[Pending]) -> None:
-        """Fail the calls that a stopped call has made, which ends its waits. This does not tell their callees.
-
-        A call that makes a reference fails with Interrupted, any other call with KeyboardInterrupt.
-        """
+        """Fail the calls that a stopped call has made, which ends its waits. This does not tell their callees."""
         for call in nested:
             stopped = Interrupted("stopped: its caller was interrupted")
             self._end_waits([call], stopped if call.result is not None else KeyboardInterrupt())
@@ -186,7 +162,8 @@ class Stopping:
     def _try_to_end(self, key: _Key, *, at_last: bool = False) -> bool:
         """End the wait of a call that waits for calls of its own; raise KeyboardInterrupt in the thread of any other.
 
-        Returns False, and does nothing, if the thread runs nbdist's code, which may hold a lock, unless ``at_last``.
+        Returns False, and does nothing, if that thread runs nbdist's code. ``at_last`` counts a call as waiting if any
+        call of its own has no answer.
         """
         with self._lock:
             thread = self._threads.get(key)
@@ -197,7 +174,7 @@ class Stopping:
             waits = bool(nested) and (at_last or self._is_blocked(thread))
             if not waits:
                 if _runs_nbdist(thread_frames().get(thread)):
-                    return False
+                    return False  # it may hold a lock
                 _raise_in(thread, KeyboardInterrupt)
         self.stop(nested)
         if waits:
@@ -222,22 +199,21 @@ class Stopping:
     # -- the caller's side --------------------------------------------------------------------
 
     def stop(self, calls: Sequence[Pending]) -> None:
-        """Tell the callees of these calls to stop them. A callee that is gone is skipped.
-
-        Does not wait until they have stopped.
-        """
+        """Tell the callees of these calls to stop them. Does not wait until they have."""
         for call in calls:
-            with contextlib.suppress(NbdistError):
+            with contextlib.suppress(NbdistError):  # the callee is gone
                 self._links.post(call.to, Stop(call.id))
 
     def on_interrupt(self, outcomes: Sequence[object], error: BaseException) -> None:
         """Stop the calls for whose outcomes this thread waited when Ctrl-C came.
 
         Waits up to `patience` seconds for them to end. For each call that still runs then, a note on ``error`` says
-        where the call is and how to end it. `nbdist.rpc.waits` calls this, in the thread that waited.
+        where the call is and how to end it.
         """
         pending, me = self._pending, threading.get_ident()
         calls = [call for call in pending.all() if call.outcome in outcomes]
+        # Whoever waits for a value that is being made stops its making, too
+        # (test_who_waits_for_a_value_that_is_being_made_stops_its_making).
         values = {call.target for call in calls if call.target is not None}
         calls += [call for call in pending.all() if call.result is not None and call.result.rref in values]
         calls = calls or [call for call in pending.all() if call.thread == me]  # it waited for a `then` future
@@ -253,10 +229,7 @@ class Stopping:
                 )
 
     def _ask_where(self, call: Pending) -> str:
-        """Ask a callee where a call is; return the answer as the end of a sentence.
-
-        The text is empty if the call does not run any more.
-        """
+        """Ask a callee where a call is; return the answer as the end of a sentence, "" if the call has ended."""
         try:
             found = self._call(call.worker, _place_here, (self._me, call.id), None, _ASK_TIMEOUT)
         except NbdistError:

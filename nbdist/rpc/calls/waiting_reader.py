@@ -28,8 +28,7 @@ from nbdist.rpc.pool import Job
 from nbdist.signals import DeferredSignals
 from nbdist.torch_private import is_in_a_mode
 
-_MOST_SKIPS = 64
-"""The most waits that sleep on a lock before a thread becomes a guest again."""
+_MOST_SKIPS = 64  # the most waits that sleep on a lock before a thread becomes a guest again
 
 _log = logging.getLogger("nbdist.rpc")
 
@@ -44,22 +43,17 @@ class WaitingReader:
         self._read, self._submit = read, submit
         self.skips = 0
         """The number of next waits that must sleep on a lock."""
-        self._next_skips = 1
-        """The number of waits that must sleep on a lock after the next failure."""
-        self._free = threading.Lock()
-        """Held by the guest."""
-        self._thread = 0
-        """The ident of the guest's thread; 0 without a guest."""
+        self._next_skips = 1  # after the next failure
+        self._free = threading.Lock()  # held by the guest
+        self._thread = 0  # the ident of the guest's thread; 0 without a guest
+        # True while another thread wakes the guest from `Channel.receive`, and the guest has not noted it.
         self._is_called = False
-        """True while another thread wakes the guest from `Channel.receive`, and the guest has not noted it."""
-        self._calling = threading.Lock()
-        """Guards `_thread` and `_is_called`."""
+        self._calling = threading.Lock()  # guards `_thread` and `_is_called`
 
     def read(self, outcome: Latch) -> None:
         """Read messages in the calling thread until ``outcome`` is settled, as long as that saves time.
 
-        It may return earlier: at once if another thread is the guest or this thread is in a mode of torch, and later if
-        reading did not save time (`_read_less_often`). Then the caller sleeps on ``outcome``.
+        It may return earlier; then the caller sleeps on ``outcome``.
         """
         try:
             if self.skips:
@@ -70,10 +64,9 @@ class WaitingReader:
             self._channel.expect_no_more()
 
     def _read_until(self, outcome: Latch) -> None:
-        """Be the guest until ``outcome`` is settled, a signal handler is due, or reading did not save time.
-
-        Returns at once if another thread is the guest. `_read_less_often` says when reading did not save time.
-        """
+        """Be the guest until ``outcome`` is settled, a signal handler is due, or reading did not save time."""
+        # A handler that raises would lose the message in hand (test_signals_at_any_time_lose_no_message). Handlers run
+        # while this thread sleeps in the channel.
         with DeferredSignals(WAITING_CODE) as deferral:
             if not self._free.acquire(blocking=False):
                 return
@@ -88,6 +81,7 @@ class WaitingReader:
                     self._thread = 0
                 if self._is_called:
                     self._note_heard()
+                # This time reading was of use: half of the earlier failures are forgotten.
                 if not self.skips and self._next_skips > 1:
                     self._next_skips >>= 1
                 self._free.release()
@@ -95,47 +89,33 @@ class WaitingReader:
                     self._channel.wake()  # a sleeping reader is not woken for messages that came together
 
     def _read_one(self) -> None:
-        """Read one message. If it needs a job, the pool runs the job.
-
-        An error in reading is logged: the waiting call did not cause it.
-        """
         try:
             job = self._read(None)
-        except Exception:
+        except Exception:  # nbdist's own fault: the waiting call did not cause it, and has to have its answer
             _log.exception("reading failed")
             job = None
         if self._is_called:
             self._note_heard()
         if job is not None:
-            self._submit(job)
+            self._submit(job)  # a job may take long, or need a lock that this thread holds
         if job is not None or self._links.closed:
             self._read_less_often()
 
     def _read_less_often(self) -> None:
-        """Make the next waits sleep on a lock instead of reading: first 1 wait, then 2, 4 and so on, 64 at most.
-
-        Called when reading did not save time: another thread settled the call, or the guest read a request.
-        """
+        """Make the next waits sleep on a lock instead of reading: first 1 wait, then 2, 4 and so on."""
         self.skips = self._next_skips
         self._next_skips = min(2 * self._next_skips, _MOST_SKIPS)
 
     def _call(self) -> None:
-        """Wake the guest, because the calling thread has settled the outcome for which the guest waits.
-
-        The guest then returns from `Channel.receive`; `_note_heard` must follow.
-        """
+        """Wake the guest: this thread has settled the outcome for which the guest waits. `_note_heard` must follow."""
         with self._calling:
             if self._thread not in (0, threading.get_ident()):
                 self._is_called = True
                 self._channel.call()
 
     def _note_heard(self) -> None:
-        """Record that the guest has been woken, so that the channel stops waking it. The guest calls this.
-
-        Another thread has read the answer and called `_call`. So the guest's reading was of no use, and the next waits
-        sleep on a lock (`_read_less_often`).
-        """
+        """Let the channel stop waking the guest. The guest calls this."""
         with self._calling:
             self._is_called = False
-            self._read_less_often()
+            self._read_less_often()  # another thread has read the answer, so reading here was of no use
             self._channel.called()

@@ -50,14 +50,16 @@ from nbdist.wire.messages import Fork
 
 
 class Exchange:
-    """The calls and references of one agent: what each waits for. Callers hold `lock`, unless a method needs none."""
+    """The calls and references of one agent: what each waits for. Callers hold `lock`, unless a method needs none.
+
+    Without the lock, the caller passes calls that a method returns to `References.resume`, or runs them, and
+    instructions to `References.perform`.
+    """
 
     def __init__(self, me: int, ids: IdSource) -> None:
+        # Guards the agent's calls, references and values, and the table of running threads (`Stopping`). Reentrant,
+        # because a user's ``__del__`` may run in a thread that holds it, and make a call.
         self.lock = threading.RLock()
-        """Guards the agent's calls, references and values, and the table of running threads (`Stopping`).
-
-        Reentrant, because a user's ``__del__`` may run in a thread that holds it, and make a call.
-        """
         self.is_deciding = guard(self.lock)
         """Returns whether the calling thread holds the lock: then Python runs a finaliser in the middle of an event."""
         self.calls = PendingCalls(self.lock)
@@ -66,17 +68,15 @@ class Exchange:
         """The number of calls that have been answered or refused."""
         self._me = me
         self._numbers = itertools.count()
+        # The calls that are not answered, by the number that this agent gave them.
         self._arrivals: dict[int, Arrival] = {}
-        """The calls that have arrived and are not answered, by the number that this agent gave them."""
+        # The calls in stage CONFIRMING, by each fork that they wait for.
         self._by_fork: dict[GlobalId, list[Arrival]] = {}
-        """The calls in stage CONFIRMING, by each fork that they wait for."""
+        # The calls in the stages SEEKING and AWAITING, by the value that they wait for.
         self._by_target: dict[GlobalId, list[Arrival]] = {}
-        """The calls in the stages SEEKING and AWAITING, by the value that they wait for."""
+        # The results of refused calls that may be repeated, by the caller's incarnation and the caller's number for the
+        # call.
         self._refused: dict[tuple[int, int], Fork] = {}
-        """The results of calls that were refused for lack of a definition and may be repeated.
-
-        The key is the caller's incarnation and the caller's number for the call.
-        """
 
     # -- inspecting ---------------------------------------------------------------------------
 
@@ -86,11 +86,7 @@ class Exchange:
         return len(self._arrivals)
 
     def awaited(self) -> set[int]:
-        """Return the agents, by incarnation, for which this agent waits. Takes the lock.
-
-        Such an agent has a call of this agent, or owns a value whose reference it must confirm before a call can run
-        here.
-        """
+        """Return the agents, by incarnation, for whose answers or confirmations this agent waits. Takes the lock."""
         callees = {call.to for call in self.calls.all()}
         with self.lock:
             owners = (self.forks.owner(fork) for fork in list(self._by_fork))
@@ -103,21 +99,17 @@ class Exchange:
     # -- a call arrives -----------------------------------------------------------------------
 
     def came_alone(self, arrival: Arrival) -> None:
-        """Register a call without forks and target that makes no referenced value, so it can run. Needs no lock.
-
-        `answered` must follow.
-        """
+        """Register a call that refers to no values, so it can run. Needs no lock; `answered` must follow."""
         arrival.number = number = next(self._numbers)
-        self._arrivals[number] = arrival
+        self._arrivals[number] = arrival  # one operation for the interpreter
 
     def came(self, arrival: Arrival, forks: Sequence[GlobalId]) -> list[Arrival]:
         """Register a call that brought ``forks``, and count the value that it makes; return calls that can continue.
 
-        The call itself is among them unless it must wait. The others are calls that waited for the value which this
-        call makes. The caller runs all of them, without the lock.
+        The call itself is among them unless it must wait. The others waited for the value which this call makes.
         """
         self.came_alone(arrival)
-        self._refused.pop((arrival.sender, arrival.call.id), None)
+        self._refused.pop((arrival.sender, arrival.call.id), None)  # this may be the repeat of a refused call
         going_on: list[Arrival] = []
         result = arrival.call.result
         if result is not None:
@@ -136,17 +128,14 @@ class Exchange:
         return going_on
 
     def _advance(self, arrival: Arrival) -> bool:
-        """Move a call to the stage in which it has to wait, or to READY; return whether it is READY.
-
-        A call whose caller was lost becomes READY, with `Arrival.is_heard` False. A call whose value is gone becomes
-        READY, too: it runs, and fails.
-        """
+        """Move a call to the stage in which it has to wait, or to READY; return whether it is READY."""
         forks, target = self.forks, arrival.call.target
         if arrival.unconfirmed:
             arrival.stage = ArrivalStage.CONFIRMING
             return False
         if forks.is_lost(arrival.sender):
-            arrival.is_heard = False
+            arrival.is_heard = False  # READY all the same: it ends without running
+        # A call whose value is gone becomes READY: it runs, and fails.
         elif target is not None and not arrival.holds_target and not forks.is_gone(target):
             if not forks.owns(target):
                 return self._wait(arrival, target, ArrivalStage.SEEKING)
@@ -158,10 +147,9 @@ class Exchange:
         return True
 
     def _wait(self, arrival: Arrival, target: GlobalId, stage: ArrivalStage) -> bool:
-        """Put a call into a stage in which it waits for a value; return False, since the call is not READY."""
         arrival.stage = stage
         self._by_target.setdefault(target, []).append(arrival)
-        return False
+        return False  # the call is not READY
 
     def _look_again(self, target: GlobalId) -> list[Arrival]:
         """Return the calls that waited for a value and can continue. The others wait for the next thing they need."""
@@ -170,10 +158,7 @@ class Exchange:
     # -- the events that calls wait for -------------------------------------------------------
 
     def confirmed(self, fork: GlobalId) -> list[Arrival]:
-        """Record that a fork held here is confirmed by its owner, or is dead; return the calls that can continue.
-
-        A second call for the same fork returns an empty list. `References.resume` runs the calls.
-        """
+        """Record that a fork held here is confirmed by its owner, or is dead; return the calls that can continue."""
         going_on: list[Arrival] = []
         for arrival in self._by_fork.pop(fork, ()):
             arrival.unconfirmed -= {fork}
@@ -182,21 +167,14 @@ class Exchange:
         return going_on
 
     def made(self, rref: GlobalId) -> list[Arrival]:
-        """Record that a value owned here exists, or the error in its place; return the calls that can continue.
-
-        `References.resume` runs them.
-        """
+        """Record that a value owned here exists, or the error in its place; return the calls that can continue."""
         self.forks.make(rref)
         return self._look_again(rref) if rref in self._by_target else []
 
     # -- a call ends --------------------------------------------------------------------------
 
     def answered(self, arrival: Arrival) -> list[Instruction]:
-        """Forget a call that has its answer; release the value that it worked on and the value that it made.
-
-        Returns instructions to drop these values if no agent refers to them any more. The caller passes the list to
-        `References.perform` once it has released the lock. Call this once for each call that has arrived.
-        """
+        """Forget a call that has its answer; release the values that it worked on and made. Called once for a call."""
         call, forks = arrival.call, self.forks
         del self._arrivals[arrival.number]
         self.served += 1
@@ -209,26 +187,22 @@ class Exchange:
         return instructions
 
     def refused(self, arrival: Arrival) -> list[Instruction]:
-        """Forget a call that has not run, for lack of a function or class of its caller's ``__main__``.
-
-        Its caller may repeat it. The value that it was to make is in the same state as before the call came, until
-        `came` or `abandoned`. Returns the instructions to drop values to which nobody refers any more, for
-        `References.perform`, as `answered` does.
-        """
+        """Forget a call that has not run, for lack of a definition of ``__main__``. Its caller may repeat it."""
         result = arrival.call.result
         arrival.makes_result = False
         instructions = self.answered(arrival)
         if result is not None:
+            # The value is then in the same state as before the call came, until `came` or `abandoned`
+            # (test_a_refused_creation_is_as_if_it_had_not_come).
             instructions += self.forks.uncreate(result.rref, result.fork)
             self._refused[arrival.sender, arrival.call.id] = result
         return instructions
 
     def abandoned(self, caller: int, id: int) -> tuple[GlobalId | None, list[Arrival]]:
-        """Record that a refused call will not be repeated.
+        """Record that a refused call will not be repeated; return the value that it never makes, and calls to resume.
 
-        Returns the id of the value that the call will never make, and the calls that can continue. The caller of this
-        method makes the value fail (`References.settle`) and runs the calls (`References.resume`). The id is None if
-        the call was to make no value, or was not refused.
+        The caller makes the value fail (`References.settle`). The id is None if the call was to make no value, or was
+        not refused.
         """
         result = self._refused.pop((caller, id), None)
         if result is None:
@@ -241,15 +215,14 @@ class Exchange:
     def lost(self, agent: int) -> tuple[list[Instruction], list[Arrival]]:
         """Record that an agent is lost, and drop the forks it held; return the calls that can continue or must end.
 
-        Also returns instructions, such as to drop values. Without the lock, the caller passes these to
-        `References.perform` and the calls to `References.resume`. A call that the lost agent had made must end; its
-        `Arrival.is_heard` is False. The values that the lost agent owned are dead from now on. `Forks.expected_from`
-        lists the values that it was to create here.
+        A call that the lost agent had made must end; its `Arrival.is_heard` is False. `Forks.expected_from` lists the
+        values that the lost agent was to create here.
         """
         instructions = self.forks.on_lost(agent)
         for key in [key for key in self._refused if key[0] == agent]:
             del self._refused[key]
         waiting = [arrival for arrival in self._arrivals.copy().values() if arrival.stage is not ArrivalStage.READY]
+        # The loss may have ended any wait, so every waiting call is looked at again.
         self._by_fork.clear()
         self._by_target.clear()
         going_on: list[Arrival] = []

@@ -51,8 +51,7 @@ from typing import NamedTuple
 from nbdist.ids import GlobalId, IdSource
 from nbdist.wire.messages import ChildAccept, Fork, ForkConfirm, ForkRequest, RRefState, State, UserDelete
 
-_DROPPED_VALUES_REMEMBERED = 1024
-"""The number of dropped values that are remembered, so that a late message about one is not taken for an early one."""
+_DROPPED_VALUES_REMEMBERED = 1024  # so that a late message about one is not taken for an early one
 
 Control = ForkRequest | ForkConfirm | ChildAccept | UserDelete | RRefState
 
@@ -84,20 +83,13 @@ class ForkStanding(Enum):
 
 @dataclass
 class _Owned:
-    """A value that this agent owns or is about to own."""
-
-    handles: int = 0
-    """The number of objects and calls of this agent that refer to the value."""
-    forks: dict[GlobalId, int] = field(default_factory=dict)
-    """The forks that other agents hold, each with its holder's incarnation."""
+    handles: int = 0  # the objects and calls of this agent that refer to the value
+    forks: dict[GlobalId, int] = field(default_factory=dict)  # held by other agents, each with its holder's incarnation
+    # The agents that must be sent the value's description once it exists, and how many forks each got before.
     uninformed: dict[int, int] = field(default_factory=dict)
-    """The agents that must be sent the value's description once it exists, and how many forks each got before."""
-    state: State | None = None
-    """The description of the value; None until it exists."""
-    created: bool = False
-    """True once another agent's call to make the value has arrived, or is known never to arrive."""
-    made: bool = False
-    """True once the value exists, or the error in its place."""
+    state: State | None = None  # the description of the value, once it exists
+    created: bool = False  # True once another agent's call to make the value has arrived, or is known never to arrive
+    made: bool = False  # True once the value exists, or the error in its place
 
 
 @dataclass
@@ -105,45 +97,37 @@ class _User:
     """A fork that this agent holds of another agent's value."""
 
     rref: GlobalId
-    """The id of the value."""
-    owner: int
-    """The incarnation of the value's owner."""
-    parent: int | None
-    """The incarnation of the agent from which the fork came; None for a fork that ``remote()`` made."""
+    owner: int  # the incarnation of the value's owner
+    parent: int | None  # the incarnation of the agent from which the fork came; None after ``remote()``
     standing: ForkStanding = ForkStanding.PENDING
-    held: bool = True
-    """True while objects or messages here refer to the fork."""
-    children: set[GlobalId] = field(default_factory=set)
-    """The forks that were passed on and are not accepted yet. They keep this fork."""
-    state: State | None = None
-    """The description of the value; None until it is known here."""
-    known_to_owner: bool = True
-    """False if the owner certainly never heard of the fork. Then no `UserDelete` is sent."""
+    held: bool = True  # True while objects or messages here refer to the fork
+    children: set[GlobalId] = field(default_factory=set)  # passed on and not accepted yet: they keep this fork
+    state: State | None = None  # the description of the value, once it is known here
+    known_to_owner: bool = True  # False if the owner certainly never heard of the fork: no `UserDelete` then
 
 
 class Forks:
     """The references that one agent owns and uses. Not thread-safe: the caller holds `Exchange.lock`.
 
-    Methods that return instructions change only the counts. The caller passes the instructions to `References.perform`,
-    without the lock; that sends the messages and drops the values.
+    Methods that return instructions change only the counts. The caller passes the instructions, often none, to
+    `References.perform`, without the lock; that sends the messages and drops the values. On the user's side, an event
+    about a fork that is not held here (any more) changes nothing.
     """
 
     def __init__(self, me: int, ids: IdSource) -> None:
         self._me = me
-        """This agent's incarnation."""
         self._ids = ids
         self.owned: dict[GlobalId, _Owned] = {}
-        """The values that this agent owns or is about to own."""
+        """The values that this agent owns, or will own once the calls that make them have arrived."""
         self.users: dict[GlobalId, _User] = {}
         """The forks that this agent holds, of values of other agents."""
+        # The parent fork and the receiver of each fork that was passed on and is not accepted yet.
         self._children: dict[GlobalId, tuple[GlobalId, int]] = {}
-        """The parent fork and the receiver of each fork that was passed on and is not accepted yet."""
         self.early: dict[GlobalId, int] = {}
         """The forks whose delete arrived before the call that creates them, each with its holder's incarnation."""
-        self._lost: set[int] = set()
-        """The incarnations of lost agents."""
+        self._lost: set[int] = set()  # the incarnations of lost agents
+        # The values that were dropped lately, or will never be made, the oldest first.
         self._dropped: dict[GlobalId, None] = {}
-        """The values that were dropped lately, or will never be made, the oldest first."""
 
     # -- inspecting ---------------------------------------------------------------------------
 
@@ -170,10 +154,7 @@ class Forks:
         return user.owner if user is not None else None
 
     def owns(self, rref: GlobalId) -> bool:
-        """Return whether this agent owns the value, or is about to own it.
-
-        It is about to own a value if something refers to the value before the call that makes it has arrived.
-        """
+        """Return whether this agent owns the value, or is about to own it."""
         return rref in self.owned
 
     def is_made(self, rref: GlobalId) -> bool:
@@ -182,12 +163,10 @@ class Forks:
         return owned is not None and owned.made
 
     def is_gone(self, rref: GlobalId) -> bool:
-        """Return whether a value that this agent should own was dropped, or can never be made any more.
-
-        False for a value that may still be made, by a call that has not arrived yet.
-        """
+        """Return whether a value that this agent should own was dropped, or can never be made any more."""
         owned = self.owned.get(rref)
         if owned is not None:
+            # Something refers to the value: the call that makes it may still come, unless its maker is lost.
             return not owned.created and rref.incarnation in self._lost
         return rref.incarnation == self._me or rref.incarnation in self._lost or rref in self._dropped
 
@@ -205,10 +184,7 @@ class Forks:
         return set(owned.forks.values()) if owned is not None else set()
 
     def handed_out(self, to: int | None = None) -> list[tuple[GlobalId, GlobalId]]:
-        """List the forks that other agents hold of values owned here, as pairs of the value's id and the fork's id.
-
-        With ``to``, list only the forks of that agent.
-        """
+        """List the forks that other agents, or agent ``to``, hold of values owned here: the ids of value and fork."""
         return [
             (rref, fork)
             for rref, owned in self.owned.items()
@@ -222,18 +198,12 @@ class Forks:
         return len(owned.forks) if owned is not None else 0
 
     def standing(self, fork: GlobalId) -> ForkStanding | None:
-        """Return how far a fork held here has come: pending, confirmed by the owner, failed or dead.
-
-        None if this agent does not hold the fork (any more).
-        """
+        """Return how far a fork held here has come; None if this agent does not hold the fork (any more)."""
         user = self.users.get(fork)
         return user.standing if user is not None else None
 
     def state(self, rref: GlobalId, fork: GlobalId | None) -> State | None:
-        """Return the description of a value, such as its type and shape; None if this agent does not know it.
-
-        ``fork`` is None on the owner.
-        """
+        """Return the description of a value; None if this agent does not know it. ``fork`` is None on the owner."""
         if fork is None:
             owned = self.owned.get(rref)
             return owned.state if owned is not None else None
@@ -247,19 +217,11 @@ class Forks:
     # -- the owner's side ---------------------------------------------------------------------
 
     def retain(self, rref: GlobalId) -> None:
-        """Count one more object or call of this agent that refers to a value; own the value if it is not known here.
-
-        `release_owned` must follow when the object or call ends.
-        """
+        """Count one more object or call of this agent that refers to a value. `release_owned` must follow."""
         self.owned.setdefault(rref, _Owned()).handles += 1
 
     def release_owned(self, rref: GlobalId) -> list[Instruction]:
-        """Undo one `retain`: an object or call of this agent does not refer to the value any more.
-
-        Returns the instruction to drop the value if neither an object or call here nor a fork elsewhere refers to it,
-        else an empty list; the caller carries it out with `References.perform`. Does nothing for a value not owned
-        here.
-        """
+        """Undo one `retain`; drop the value if nothing else refers to it. Does nothing for a value not owned here."""
         owned = self.owned.get(rref)
         if owned is None:
             return []
@@ -267,23 +229,15 @@ class Forks:
         return self._drop_if_free(rref, owned)
 
     def create(self, rref: GlobalId, fork: GlobalId, creator: int) -> None:
-        """Record that the call which makes ``rref`` has arrived, and count its caller's fork.
-
-        The call itself counts as a reference to the value until it is answered. If the fork's delete arrived before,
-        the fork is not counted; then the value is dropped as soon as the call has been answered, unless others refer
-        to it.
-        """
-        self.retain(rref)
+        """Record that the call which makes ``rref`` has arrived, and count its caller's fork."""
+        self.retain(rref)  # the call itself refers to the value until it is answered
         self.owned[rref].created = True
+        # A fork whose delete came first is not counted (test_a_delete_that_overtakes_the_creation_ends_it).
         if self.early.pop(fork, None) is None:
             self.owned[rref].forks[fork] = creator
 
     def uncreate(self, rref: GlobalId, fork: GlobalId) -> list[Instruction]:
-        """Undo `create`: the call lacks a function or class of its caller's ``__main__``, and may be repeated.
-
-        ``fork`` is the caller's fork, as in `create`. Returns the instruction to drop the value if nothing refers to
-        it, else an empty list, for `References.perform`.
-        """
+        """Undo `create`: the call lacks a definition of its caller's ``__main__``, and may be repeated."""
         owned = self.owned[rref]
         owned.handles -= 1
         owned.created = False
@@ -291,12 +245,8 @@ class Forks:
         return self._drop_if_free(rref, owned)
 
     def abandon(self, rref: GlobalId, fork: GlobalId) -> None:
-        """Record that the call which was to make ``rref`` will not be repeated: the value will never exist.
-
-        ``fork`` is the fork of the call's caller; an early delete of it is forgotten. Other agents may refer to the
-        value already. They keep their forks until they release them.
-        """
-        self.early.pop(fork, None)
+        """Record that the call which was to make ``rref`` will not be repeated: the value will never exist."""
+        self.early.pop(fork, None)  # of the caller's fork, which is never made now
         owned = self.owned.get(rref)
         if owned is not None:
             owned.created = True  # calls for the value need not wait for the creating call any more
@@ -304,10 +254,7 @@ class Forks:
             self._remember_dropped(rref)
 
     def set_state(self, rref: GlobalId, state: State) -> list[Instruction]:
-        """Store the description of a value that now exists; return messages for the agents that do not have it yet.
-
-        `References.perform` sends them. Agents that get a fork later receive the description with the fork.
-        """
+        """Store the description of a value that now exists; return messages for the agents that do not have it yet."""
         owned = self.owned.get(rref)
         if owned is None:
             return []
@@ -316,32 +263,22 @@ class Forks:
         return [Send(holder, RRefState(rref, state)) for holder in told]
 
     def make(self, rref: GlobalId) -> None:
-        """Record that the value exists, or the error in its place.
-
-        Nothing happens if no one refers to the value any more.
-        """
+        """Record that the value exists, or the error in its place."""
         owned = self.owned.get(rref)
         if owned is not None:
             owned.made = True
 
     def on_fork_request(self, message: ForkRequest, sender: int) -> list[Instruction]:
-        """Count the fork that another agent got from a third agent; return the message that confirms it.
-
-        If the value is gone, the fork is not counted, and the message says so. `References.perform` sends it.
-        """
+        """Count the fork that another agent got from a third agent; return the message that confirms it."""
         if self.is_gone(message.rref):
             return [Send(sender, ForkConfirm(message.rref, message.fork, gone=True))]
-        owned = self.owned.setdefault(message.rref, _Owned())
+        owned = self.owned.setdefault(message.rref, _Owned())  # the request may overtake the call that makes the value
         owned.forks[message.fork] = sender
         self._remember_uninformed(owned, sender)
         return [Send(sender, ForkConfirm(message.rref, message.fork, owned.state))]
 
     def on_user_delete(self, message: UserDelete, sender: int) -> list[Instruction]:
-        """Drop a fork that its user has released; remember the delete if the fork is not known yet.
-
-        Returns the instruction to drop the value if nothing refers to it any more, else an empty list, for
-        `References.perform`.
-        """
+        """Drop a fork that its user has released; remember the delete if the fork is not known yet."""
         owned = self.owned.get(message.rref)
         if owned is None or message.fork not in owned.forks:
             # The delete is early if the value may still be created. If the value was here, it is late, and ignored.
@@ -353,27 +290,20 @@ class Forks:
 
     @staticmethod
     def _remember_uninformed(owned: _Owned, holder: int) -> None:
-        """Record that a holder must be sent the value's description once the value exists."""
         if owned.state is None:
             owned.uninformed[holder] = owned.uninformed.get(holder, 0) + 1
 
     def _drop_if_free(self, rref: GlobalId, owned: _Owned) -> list[Instruction]:
-        """Forget a value if no object or call here and no fork elsewhere refers to it.
-
-        Returns the instruction to drop it, for `References.perform`; an empty list if something refers to it.
-        """
+        """Forget a value if no object or call here and no fork elsewhere refers to it."""
         if owned.handles > 0 or owned.forks:
             return []
         del self.owned[rref]
+        # A value that was never created may still come. If its creator is lost, `is_gone` knows it without this.
         if owned.created and rref.incarnation not in self._lost:
             self._remember_dropped(rref)
         return [Drop(rref)]
 
     def _remember_dropped(self, rref: GlobalId) -> None:
-        """Remember a value that was dropped or will never exist; forget the oldest if there are too many.
-
-        So a message about the value is known to be too late, not too early.
-        """
         self._dropped[rref] = None
         if len(self._dropped) > _DROPPED_VALUES_REMEMBERED:
             del self._dropped[next(iter(self._dropped))]
@@ -385,20 +315,13 @@ class Forks:
         self.users[fork] = _User(rref, owner, parent=None)
 
     def confirm(self, fork: GlobalId, state: State | None) -> list[Instruction]:
-        """Mark the fork of a ``remote()`` call as confirmed, because the reply has arrived.
-
-        ``state`` describes the value; None leaves the description as it is. If the fork was released here meanwhile,
-        returns the message that tells the owner so, for `References.perform`; else an empty list. Nothing happens if
-        the fork is confirmed already, is dead, or is not known here any more.
-        """
+        """Mark the fork of a ``remote()`` call as confirmed, because the reply has arrived."""
         return self._settle(fork, ForkStanding.CONFIRMED, state)
 
     def fail(self, fork: GlobalId, *, may_exist: bool) -> list[Instruction]:
-        """Mark the fork of a ``remote()`` call as failed.
+        """Mark the fork of a ``remote()`` call as failed; a late reply may still confirm it.
 
-        ``may_exist`` is True if the owner may have made the value; then the release of the fork sends a delete to the
-        owner. A late reply may still confirm the fork. Returns the delete if the fork was released before, for
-        `References.perform`; else an empty list.
+        ``may_exist`` is True if the owner may have made the value: then it is told of the release.
         """
         user = self.users.get(fork)
         if user is not None:
@@ -406,11 +329,7 @@ class Forks:
         return self._settle(fork, ForkStanding.FAILED, None)
 
     def _settle(self, fork: GlobalId, standing: ForkStanding, state: State | None) -> list[Instruction]:
-        """Set the standing of a pending or failed fork, and forget the fork if nothing needs it.
-
-        Returns the message that then tells the owner, or an empty list. A fork of any other standing stays as it is.
-        ``state`` describes the value; None leaves the description as it is.
-        """
+        """Set the standing of a pending or failed fork. A ``state`` of None leaves the description as it is."""
         user = self.users.get(fork)
         if user is None or user.standing not in (ForkStanding.PENDING, ForkStanding.FAILED):
             return []
@@ -419,12 +338,7 @@ class Forks:
         return self._delete_if_free(fork, user)
 
     def on_fork_confirm(self, message: ForkConfirm) -> list[Instruction]:
-        """Mark a fork held here as counted by its owner, or as dead.
-
-        Returns messages for `References.perform`. The agent from which the fork came learns that its own fork need not
-        wait any more. If the fork was released here meanwhile, the owner learns that it has ended. Nothing happens if
-        the fork is not pending, or not known here any more.
-        """
+        """Mark a fork held here as counted by its owner, or as dead, and tell the agent from which it came."""
         user = self.users.get(message.fork)
         if user is None or user.standing is not ForkStanding.PENDING:
             return []
@@ -440,12 +354,7 @@ class Forks:
         return instructions + self._settle(message.fork, ForkStanding.CONFIRMED, message.state)
 
     def on_child_accept(self, message: ChildAccept) -> list[Instruction]:
-        """Forget a child, a fork that this agent has passed on: the owner counts it, or the child is dead.
-
-        The fork here from which the child was made need not wait for it any more. If that fork ends now, returns the
-        message that tells the owner, for `References.perform`. Nothing happens for a child that is not known (any
-        more).
-        """
+        """Forget a child, a fork that this agent has passed on: the owner counts it, or the child is dead."""
         return self._end_child(message.fork)
 
     def on_state(self, message: RRefState) -> list[GlobalId]:
@@ -456,11 +365,7 @@ class Forks:
         return told
 
     def release(self, fork: GlobalId) -> list[Instruction]:
-        """Record that nothing here refers to ``fork`` any more.
-
-        The owner is told as soon as the fork is no longer pending, and all forks that were made from it are accepted.
-        Returns that message if it can be sent now, for `References.perform`; else an empty list.
-        """
+        """Record that nothing here refers to ``fork`` any more."""
         user = self.users.get(fork)
         if user is None:
             return []
@@ -468,10 +373,9 @@ class Forks:
         return self._delete_if_free(fork, user)
 
     def _delete_if_free(self, fork: GlobalId, user: _User) -> list[Instruction]:
-        """Forget a fork that nothing needs, and return the message that tells its owner; an empty list if it is needed.
-
-        No message goes to an owner that is lost, or that never heard of the fork.
-        """
+        """Forget a fork that nothing needs; return the message that tells its owner."""
+        # Until its children are accepted, this fork keeps the value for them; and no delete goes to the owner before
+        # the fork is confirmed (see the head of this module).
         if user.held or user.children or user.standing is ForkStanding.PENDING:
             return []
         del self.users[fork]
@@ -480,11 +384,7 @@ class Forks:
         return [Send(user.owner, UserDelete(user.rref, fork))]
 
     def _end_child(self, child: GlobalId) -> list[Instruction]:
-        """Forget a child, a fork made from a fork that this agent holds; forget the parent, too, if nothing needs it.
-
-        If the parent is forgotten, returns the message that tells the owner; else an empty list. Called when the child
-        is accepted, when its message is not sent, and when its receiver is lost.
-        """
+        """Forget a fork made from a fork that this agent holds; forget the parent, too, if nothing needs it."""
         parent, _ = self._children.pop(child, (None, 0))
         user = self.users.get(parent) if parent is not None else None
         if user is None or parent is None:
@@ -497,16 +397,15 @@ class Forks:
     def hand_over(self, rref: GlobalId, fork: GlobalId | None, to: int, child: GlobalId | None = None) -> Fork:
         """Make a fork for agent ``to`` from ``fork``, which is held here; if that is None, from a value owned here.
 
-        The caller puts the fork into a message to ``to``, or calls `take_back` if the message is not sent. The value
-        stays alive meanwhile: an owner counts the new fork from now on; a user keeps its own fork until the receiver
-        sends a `ChildAccept`. ``child`` is the id of the new fork; if it is None, a new id is made.
-
-        Raises KeyError if the fork or the value is not held here any more.
+        The caller puts the fork into a message to ``to``, or calls `take_back` if the message is not sent. ``child`` is
+        the id of the new fork; if it is None, a new id is made. Raises KeyError if the fork or the value is not held
+        here any more.
         """
         child = child or self._ids.next()
         if fork is None:
             owned = self.owned[rref]
             if to != self._me:
+                # Counted before it is sent: the count must not reach zero while the fork is on its way.
                 owned.forks[child] = to
                 self._remember_uninformed(owned, to)
             return Fork(rref, child, self._me, self._me, owned.state)
@@ -517,11 +416,7 @@ class Forks:
         return Fork(rref, child, user.owner, self._me, user.state)
 
     def take_back(self, handed: Fork, to: int) -> list[Instruction]:
-        """Undo a fork whose message to agent ``to`` was never sent. Does nothing if the fork was never made.
-
-        Returns the instruction to drop the value, or to tell the owner that the fork held here has ended, for
-        `References.perform`; else an empty list.
-        """
+        """Undo a fork whose message to agent ``to`` was never sent. Does nothing if the fork was never made."""
         if handed.owner != self._me:
             return self._end_child(handed.fork)
         owned = self.owned.get(handed.rref)
@@ -531,11 +426,7 @@ class Forks:
         return self._drop_if_free(handed.rref, owned)
 
     def accept(self, handed: Fork) -> list[Instruction]:
-        """Register a fork that a message brought; return the message that asks its owner to count it, if needed.
-
-        A fork that came from the owner itself is counted already. A fork whose owner is lost is dead from the start;
-        then the message tells the agent from which it came. `References.perform` sends it.
-        """
+        """Register a fork that a message brought; return the message that asks its owner to count it, if needed."""
         # The reference has come back to its owner: an object here refers to the value.
         if handed.owner == self._me:
             self.retain(handed.rref)
@@ -544,7 +435,7 @@ class Forks:
             self.users[handed.fork] = _User(
                 handed.rref, handed.owner, handed.parent, ForkStanding.DEAD, state=handed.state
             )
-            return [Send(handed.parent, ChildAccept(handed.fork))]
+            return [Send(handed.parent, ChildAccept(handed.fork))]  # the parent need not wait for this fork
         # The owner counted this fork before it sent it.
         if handed.parent == handed.owner:
             self.users[handed.fork] = _User(
@@ -557,10 +448,7 @@ class Forks:
     # -- losing members -----------------------------------------------------------------------
 
     def on_lost(self, incarnation: int) -> list[Instruction]:
-        """Drop the forks of a lost agent, mark references to its values as dead, free forks that waited for it.
-
-        Returns the values to drop and the messages to send, for `References.perform`.
-        """
+        """Drop the forks of a lost agent, mark references to its values as dead, free forks that waited for it."""
         instructions: list[Instruction] = []
         self._lost.add(incarnation)
         for rref in [rref for rref in self._dropped if rref.incarnation == incarnation]:

@@ -60,23 +60,23 @@ def lost_error(name: str, why: str) -> WorkerLost:
 
 
 class Membership:
-    """The living members of a world, and the names and fates of former members."""
+    """The living members of a world, and the names and fates of former members.
+
+    A ``why`` completes a text such as "worker1 ...".
+    """
 
     def __init__(self, me: Record) -> None:
         self.me = me
         self._living: dict[int, Record] = {me.incarnation: me}
-        self._known: dict[int, Record] = {me.incarnation: me}
+        self._known: dict[int, Record] = {me.incarnation: me}  # present and former members: errors still name these
         self.names: dict[str, Record] = {me.name: me}
         """The living members by name."""
         self._ids: dict[int, Record] = {me.id: me}
-        self._gone: dict[str | int, str] = {}
-        self._fates: dict[int, str] = {}
+        self._gone: dict[str | int, str] = {}  # a ``why`` for each name and id that no living member has
+        self._fates: dict[int, str] = {}  # the same by incarnation, kept for ever
 
     def add(self, record: Record) -> None:
-        """Add a member. Raises NotUnique if another living member has its name or id.
-
-        Adding a member a second time changes nothing.
-        """
+        """Add a member. A second time changes nothing. Raises NotUnique if another living member has its name or id."""
         holder = self.holder(record)
         if holder is not None:
             taken = "name" if holder.name == record.name else "id"
@@ -95,10 +95,7 @@ class Membership:
         return None if found is None or found.incarnation == record.incarnation else found
 
     def remove(self, incarnation: int, why: str) -> Record | None:
-        """Remove a member that is gone; return its record, or None if it is no member. ``why`` completes "worker1 ...".
-
-        A second call returns None.
-        """
+        """Remove a member that is gone; return its record, or None if it is no member (any more)."""
         record = self._living.pop(incarnation, None)
         if record is not None:
             del self.names[record.name], self._ids[record.id]
@@ -123,7 +120,7 @@ class Membership:
         return record
 
     def why_gone(self, to: str | int | WorkerInfo) -> str | None:
-        """Return a text that completes "worker1 ..." with what happened to a former member.
+        """Return what happened to a former member, as a ``why``.
 
         None if the member lives or there never was one, and also once a new member has taken that name or id.
         """
@@ -139,11 +136,7 @@ class Membership:
         return to.name if isinstance(to, WorkerInfo) else to
 
     def fate(self, incarnation: int) -> str | None:
-        """Return a text that completes "worker1 ..." with what happened to a former member.
-
-        None if the member lives, or the incarnation was never a member. Unlike `why_gone`, this still answers after a
-        new member has taken the name.
-        """
+        """Return a ``why`` for a former member, even after a new one has taken its name; None for any other agent."""
         return self._fates.get(incarnation)
 
     def get(self, incarnation: int) -> Record | None:
@@ -159,10 +152,7 @@ class Membership:
         return incarnation in self._known and incarnation not in self._living
 
     def name_of(self, incarnation: int) -> str:
-        """Return the name to show for an incarnation, present or former.
-
-        Never raises: an incarnation that is not known gets a text that says so.
-        """
+        """Return the name to show for an incarnation, present or former; for an unknown one, a text that says so."""
         record = self._known.get(incarnation)
         return record.name if record is not None else f"an unknown worker ({incarnation:x})"
 

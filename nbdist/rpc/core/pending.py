@@ -20,42 +20,25 @@ from nbdist.wire.messages import Fork, Recording
 class Pending:
     """A call that has no answer yet. `asked` and `spared` change under `Exchange.lock`."""
 
-    id: int
-    """This agent's number for the call."""
-    to: int
-    """The callee's incarnation."""
-    worker: str
-    """The callee's name, for errors."""
-    function: str
-    """The function's name, for errors."""
-    outcome: Promise[Any] | Latch
-    """Gets the value or the error when the call ends."""
-    started: float
-    """The moment when the call was made, as of `time.monotonic`."""
-    timeout: float
-    """The time limit in seconds; 0 for no limit."""
-    thread: int
-    """The ident of the thread that made the call."""
-    result: Fork | None = None
-    """The caller's fork of the value that the call makes; None if the result comes back."""
-    target: GlobalId | None = None
-    """The id of the value that the call works on; None if it works on none."""
-    hold: object = None
-    """Keeps the value that the call works on alive until the call has ended."""
-    seq: int = 0
-    """The number of the message that carries the call, for `Links.status`."""
+    id: int  # this agent's number for the call
+    to: int  # the callee's incarnation
+    worker: str  # the callee's name, for errors
+    function: str  # the function's name, for errors
+    outcome: Promise[Any] | Latch  # gets the value or the error when the call ends
+    started: float  # as of `time.monotonic`
+    timeout: float  # seconds; 0 for no limit
+    thread: int  # the ident of the thread that made the call
+    result: Fork | None = None  # the caller's fork of the value that the call makes; None if the result comes back
+    target: GlobalId | None = None  # the id of the value that the call works on, if it works on one
+    hold: object = None  # keeps that value alive until the call has ended
+    seq: int = 0  # the number of the message that carries the call, for `Links.status`
+    # Sends the call once more, with definitions (`repeats`), if that is possible.
     again: Callable[[], None] | None = None
-    """Sends the call once more, with definitions (`nbdist.rpc.calls.repeats`); None if it cannot be repeated."""
-    unsent: Callable[[], None] | None = None
-    """Undoes the forks in the message that was encoded in case the call is repeated."""
-    asked: bool = False
-    """True once half of the call's time is over and the callee was asked what it is doing."""
-    spared: float = 0.0
-    """Seconds for which the call's clock was stopped (`PendingCalls.freeze`)."""
-    recording: Recording | None = None
-    """The record of the call for a backward pass, if the call was made in an autograd context."""
-    definitions: Sequence[tuple[str, str]] = ()
-    """The definitions of ``__main__`` that the callee must have, by name and digest."""
+    unsent: Callable[[], None] | None = None  # undoes the forks in the message for the repeat
+    asked: bool = False  # True once half of the time is over and the callee was asked what it is doing
+    spared: float = 0.0  # seconds for which the call's clock was stopped (`PendingCalls.freeze`)
+    recording: Recording | None = None  # the record of the call for a backward pass, if it is part of one
+    definitions: Sequence[tuple[str, str]] = ()  # those of ``__main__`` that the callee must have, by name and digest
 
     @property
     def is_waited_for(self) -> bool:
@@ -68,35 +51,31 @@ class Pending:
         return self.started + self.timeout + self.spared if self.timeout > 0 else math.inf
 
     def next_due(self) -> float:
-        """Return when to check the call next, as of `time.monotonic`: at half of its time, then at its deadline.
-
-        At half time the callee is asked what it is doing, so that the text of a later RpcTimeout can tell.
-        """
+        """Return when to check the call next: at half of its time, then at its deadline."""
         return self.deadline if self.asked else self.started + self.timeout * 0.5 + self.spared
 
     def drop_repeat(self) -> None:
-        """Record that the call will not be sent again, and free the message that was encoded for that case.
-
-        A second call does nothing.
-        """
+        """Record that the call will not be sent again, and free the message that was encoded for that case."""
         unsent, self.again, self.unsent = self.unsent, None, None
         if unsent is not None:
             unsent()
 
 
 class PendingCalls:
-    """A table of the calls that one agent has made and that have no answer yet, with their time limits. Thread-safe."""
+    """A table of the calls that one agent has made and that have no answer yet, with their time limits. Thread-safe.
+
+    Moments are as of `time.monotonic`. Methods that need no lock are one operation on a dict.
+    """
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
-        """Make an empty table. ``lock`` is `Exchange.lock`, taken where more than one operation on a dict is needed."""
+        """Make an empty table. ``lock`` is `Exchange.lock`."""
         self.numbers = itertools.count(1)
-        """The ids of calls; take the next one with `next`."""
+        """The ids of calls."""
         self.ending: dict[Pending, None] = {}
         """The calls that left the table and that a job will end or send again."""
-        self._calls: dict[int, Pending] = {}
-        """The calls without an answer, by id."""
+        self._calls: dict[int, Pending] = {}  # by id
+        # A heap of (next moment to check the call, id). Calls that have ended stay in it until their moment.
         self._due: list[tuple[float, int]] = []
-        """A heap of (next moment to check the call, id). Calls that have ended stay in it until their moment."""
         self.frozen_by: set[int] = set()
         """The agents, by incarnation, that want all clocks stopped."""
         self._frozen_at = 0.0
@@ -119,14 +98,13 @@ class PendingCalls:
             self._calls[call.id] = call
             if call.timeout > 0:
                 heapq.heappush(self._due, half)
+                # Calls that have ended pile up in the heap (test_deadlines_of_answered_calls_do_not_pile_up).
                 if len(self._due) > 2 * len(self._calls) + 1024:
                     self._sort()
 
     def _sort(self) -> None:
-        """Rebuild the heap of deadlines from the calls in the table. The caller holds the lock.
-
-        A user's finaliser may run in this thread meanwhile and make a call; then the heap is rebuilt once more.
-        """
+        # A user's finaliser may run in this thread meanwhile and make a call: then the heap is rebuilt once more
+        # (test_a_call_that_a_finaliser_makes_while_deadlines_are_sorted_has_one).
         while True:
             due, size = self._due, len(self._due)
             anew = [(call.next_due(), call.id) for call in self.all() if call.timeout > 0]
@@ -136,23 +114,16 @@ class PendingCalls:
                 return
 
     def pop(self, id: int) -> Pending | None:
-        """Take a call out of the table and return it; None if it is not there. Needs no lock.
-
-        The code that gets the call must settle it.
-        """
+        """Take a call out of the table and return it; None if it is not there. Whoever takes it must settle it."""
         return self._calls.pop(id, None)
 
     def answered(self, id: int, sender: int) -> Pending | None:
-        """Take a call out of the table because agent ``sender`` has answered it.
-
-        Returns None if the call did not go to that agent, or has ended before, for example by its time limit. The
-        answer is dropped then.
-        """
+        """Take a call out of the table because agent ``sender`` has answered it; None if the answer must be dropped."""
         call = self._calls.get(id)
         return self._calls.pop(id, None) if call is not None and call.to == sender else None
 
     def get(self, id: int) -> Pending | None:
-        """Return the call with that id; None if it is not in the table. Needs no lock."""
+        """Return the call with that id; None if it is not in the table."""
         return self._calls.get(id)
 
     def to(self, incarnation: int) -> list[Pending]:
@@ -160,33 +131,23 @@ class PendingCalls:
         return [call for call in self.all() if call.to == incarnation]
 
     def all(self) -> list[Pending]:
-        """List all calls in the table. Needs no lock."""
+        """List all calls in the table."""
         return list(self._calls.values())  # one operation for the interpreter
 
     def next_due(self) -> float:
-        """Return the earliest moment at which `due` may return a call, as of `time.monotonic`.
-
-        Infinite while the clocks are stopped, or if there is none.
-        """
+        """Return the earliest moment at which `due` may return a call; infinite if none will be due."""
         due = self._due
         return due[0][0] if due and not self.frozen_by else math.inf
 
     def freeze(self, who: int, now: float) -> None:
-        """Stop the clocks of all calls until `thaw`, because the agent with the incarnation ``who`` wants it.
-
-        A second call for the same agent changes nothing. ``now`` is the time, as of `time.monotonic`. A call that is
-        made meanwhile gets its whole time afterwards.
-        """
+        """Stop the clocks of all calls until `thaw`, because agent ``who`` wants it. A second call changes nothing."""
         with self._lock:
             if not self.frozen_by:
                 self._frozen_at = now
             self.frozen_by.add(who)
 
     def thaw(self, who: int, now: float) -> None:
-        """Restart the clocks that ``who`` wanted stopped, unless another agent still wants that.
-
-        Does nothing if ``who`` did not stop any. The arguments are those of `freeze`.
-        """
+        """Restart the clocks that ``who`` wanted stopped, unless another agent still wants that."""
         with self._lock:
             if who not in self.frozen_by:
                 return
@@ -194,14 +155,11 @@ class PendingCalls:
             if self.frozen_by:
                 return
             for call in self.all():
-                call.spared += now - max(call.started, self._frozen_at)
+                call.spared += now - max(call.started, self._frozen_at)  # a call made meanwhile has its whole time now
             self._sort()
 
     def due(self, now: float) -> tuple[list[Pending], list[Pending]]:
-        """Return the calls that have used half of their time, and the calls that have timed out, which leave the table.
-
-        A call in the heap that has ended is skipped. While the clocks are stopped, nothing is due.
-        """
+        """Return the calls that have used half of their time, and those that have timed out, which leave the table."""
         half: list[Pending] = []
         over: list[Pending] = []
         with self._lock:
@@ -209,7 +167,7 @@ class PendingCalls:
                 _, id = heapq.heappop(self._due)
                 call = self._calls.get(id)
                 if call is None:
-                    continue
+                    continue  # it has ended
                 if now >= call.deadline:
                     if self._calls.pop(id, None) is not None:  # it may be answered at this very moment
                         over.append(call)

@@ -44,8 +44,8 @@ def watched_by(me: Record, members: Iterable[Record]) -> set[int]:
     ring = ring[place:] + ring[:place]
     found: set[int] = set()
     for side in (ring, ring[::-1]):
+        # By host: the number of members from this agent up to the next one, this agent included.
         passed: Counter[str] = Counter({me.host: 1})
-        """By host: the number of members from this agent up to the next one, this agent included."""
         count = most = 1
         for record in side:
             if count - most > EACH_SIDE:
