@@ -602,7 +602,7 @@ class Agent:
         for listener in list(self._on_lost):
             try:
                 listener(record, why)
-            except Exception:  # call the other listeners nevertheless
+            except Exception:  # a listener of a layer above, whatever it raises: the others are still called
                 _log.exception("a listener to the loss of %s failed", record.name)
         # In a large world, a neighbour may have missed the member's goodbye and not watch the member. Make it ask.
         self._tell_of_silence(Silence(incarnation, 0.0, self.me.incarnation), self.links.neighbours())

@@ -45,11 +45,9 @@ class NamedObjects:
         self._published: dict[str, tuple[Callable[[], Any], frozenset[str]]] = {}
 
     def publish(self, name: str, owner: object, *methods: str) -> None:
-        """Let other agents call these methods of an object, as long as it lives.
-
-        An earlier object of this name is replaced.
-        """
+        """Let other agents call these methods of an object, as long as it lives. It replaces one of the same name."""
         with self._lock:
+            # Drops the objects that are gone, too.
             self._published = {each: found for each, found in self._published.items() if found[0]() is not None}
             self._published[name] = weakref.ref(owner), frozenset(methods)
 
@@ -77,8 +75,7 @@ class NamedObject:
     """An object that another agent has published."""
 
     def __init__(self, caller: Any, to: str, name: str) -> None:
-        """Name the object ``name`` of the agent called ``to``, for calls by ``caller``, this agent's `Caller`."""
-        self._caller, self._to, self._name = caller, to, name
+        self._caller, self._to, self._name = caller, to, name  # a `Caller`, which stands above this module
 
     def call(self, method: str, *arguments: Any, timeout: float = -1.0) -> Future[Any]:
         """Call a method; return the future of its result. Errors and ``timeout`` are those of `Agent.call`."""

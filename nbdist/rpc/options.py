@@ -18,10 +18,8 @@ DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 UNSET_RPC_TIMEOUT = -1.0
 """The ``timeout`` with which a call takes the agent's default."""
-_SMALLEST_LIMIT = 64 * 1024
-"""Bytes; every message that nbdist sends for its own purposes is shorter."""
-_LARGEST_LIMIT = (1 << 63) - 1
-"""Bytes; the largest limit that ZeroMQ accepts."""
+_SMALLEST_LIMIT = 64 * 1024  # bytes; every message that nbdist sends for its own purposes is shorter
+_LARGEST_LIMIT = (1 << 63) - 1  # bytes; the largest limit that ZeroMQ accepts
 DEFAULT_ARENA_THRESHOLD = 128 * 1024
 """The size in bytes from which a tensor is sent through shared memory."""
 DEFAULT_SWITCH_INTERVAL = 0.0001
@@ -186,10 +184,7 @@ def time_limit(rpc_timeout: float) -> float:
 
 
 def _from_environment(value: int | None, name: str) -> int | None:
-    """Return an option that is a number of bytes: the given one, else that of ``NBDIST_NAME``; None if neither is set.
-
-    Raises UsageError for anything but a number from 0 on.
-    """
+    # The given value, else that of ``NBDIST_NAME``; None if neither is set.
     said = (os.environ.get(f"NBDIST_{name.upper()}") or None) if value is None else value
     if said is None:
         return None

@@ -169,7 +169,7 @@ class Pool:
         self._starting.add(thread)
         try:
             thread.start()
-        except BaseException:  # also Ctrl-C, or no thread could be started: nothing else takes it out
+        except BaseException:  # no thread could be started, or Ctrl-C: nothing else takes this one out
             self._starting.discard(thread)
             raise
         self._threads.add(thread)

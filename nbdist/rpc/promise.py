@@ -25,18 +25,18 @@ class Promise(Generic[T]):
     """An outcome, now or later, for which several threads may wait: a `Future` without torch's part."""
 
     def __init__(self) -> None:
-        self._latch = threading.Lock()
+        self._latch = threading.Lock()  # locked until the outcome is there
         self._latch.acquire()
         self._setting = threading.Lock()
         self._settled = False
         self._done = False  # the lock cannot tell: each waiting thread takes it for a moment
         self._outcome: Any = None
         self._error: BaseException | None = None
+        # The error's traceback when the promise was settled. Each wait starts from it; else each adds its frames.
         self._origin: TracebackType | None = None
-        """The error's traceback when the promise was settled. Each wait starts from it; else each adds its frames."""
         self._callbacks: list[Callable[[Any], Any]] = []
+        # The CUDA streams that compute the value, if `note_streams` found tensors on GPUs.
         self._marks: StreamMarks | None = None
-        """The CUDA streams that compute the value, if `note_streams` was called and it has tensors on GPUs."""
 
     # -- settling -----------------------------------------------------------------------------
 
@@ -44,12 +44,11 @@ class Promise(Generic[T]):
         """Remember the CUDA streams that compute ``value``: the current streams of the calling thread.
 
         Call this before `try_settle`, for a value that this process has computed. In each thread that takes the value,
-        the current streams then wait for these. If CUDA has failed, nothing is remembered; using the value then
-        raises CUDA's error.
+        the current streams then wait for these.
         """
         try:
             self._marks = mark(value)
-        except Exception:
+        except Exception:  # CUDA has failed: using the value raises CUDA's error
             self._marks = None
 
     def try_settle(
@@ -57,7 +56,7 @@ class Promise(Generic[T]):
     ) -> bool:
         """Set the outcome or the error, unless one is set; return whether this call has set it.
 
-        The callbacks run in this thread; with ``submit``, they run in one job that is passed to ``submit``.
+        The callbacks run in this thread, or with ``submit`` in one job.
         """
         with self._setting:
             if self._settled:
@@ -69,11 +68,10 @@ class Promise(Generic[T]):
     def _publish(
         self, outcome: Any, error: BaseException | None, submit: Callable[[Callable[[], None]], None] | None
     ) -> None:
-        """Make the outcome visible, wake the waiting threads, and call the callbacks. `try_settle` calls this once."""
-        self._outcome, self._error = outcome, error
+        self._outcome, self._error = outcome, error  # first: whoever sees `_done` reads these without a lock
         if error is not None:
             self._origin = error.__traceback__
-        with self._setting:
+        with self._setting:  # so that `add_done_callback` finds either this list or the outcome
             callbacks, self._callbacks = self._callbacks, []
             self._done = True
             self._latch.release()
@@ -84,7 +82,7 @@ class Promise(Generic[T]):
             submit(partial(_call_all, callbacks, self))
 
     def _tell_torch(self, outcome: Any, error: BaseException | None) -> None:
-        """Do nothing here; a `Future` passes the outcome on to its part in C++."""
+        """Pass the outcome on to torch's part in C++, which only a `Future` has."""
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -156,7 +154,7 @@ class Promise(Generic[T]):
             try:
                 with blocking_wait():
                     if self._latch.acquire(timeout=-1 if timeout is None else timeout):
-                        self._latch.release()
+                        self._latch.release()  # for the next thread that waits
                     elif not self._done:
                         raise RpcTimeout(
                             f"waited {timeout:g} s for a future: nothing was cancelled, so wait again, or longer"
@@ -183,18 +181,14 @@ class Promise(Generic[T]):
         _call_all([callback], self)
 
     def drop_callback(self, callback: Callable[[Any], Any]) -> None:
-        """Remove a callback of `add_done_callback`, if it has not been called yet.
-
-        If it has been called, or was never added, nothing happens.
-        """
+        """Remove a callback of `add_done_callback`, if it has not been called yet; else do nothing."""
         with self._setting, contextlib.suppress(ValueError):
             self._callbacks.remove(callback)
 
 
 def _call_all(callbacks: Iterable[Callable[[Any], Any]], outcome: Any) -> None:
-    """Call each callback with ``outcome``. An error is logged: it must not break the thread that settled the future."""
     for callback in callbacks:
         try:
             callback(outcome)
-        except BaseException:
+        except BaseException:  # the user's callback, whatever it raises: it must not break the thread that settles
             _log.exception("a callback of a future failed")

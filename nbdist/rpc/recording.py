@@ -22,81 +22,55 @@ Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 class Replied(Protocol):
     """The methods of an autograd recorder that `nbdist.rpc.calls.outcomes` calls when an answer comes.
 
-    A recorder notes which tensors that require grad go to or come from another worker, so that a backward pass can
-    follow.
+    In all methods, ``recording`` is the note that the sender's recorder put into the message, ``context`` an autograd
+    context of this worker, ``sender`` or ``to`` the other agent's incarnation, and ``function`` the name of the
+    function that was called, for displays.
     """
 
     def enter(self, recording: Recording, sender: int) -> Any:
-        """Return the context of a message that has arrived; None if that context is over.
-
-        ``recording`` is the note that the sender's recorder put into the message, ``sender`` the sender's incarnation.
-        If this returns None, the tensors of the message get no history here.
-        """
+        """Return the context of a message that has arrived; None if it is over: its tensors get no history then."""
 
     def incoming(self, context: Any, recording: Recording, sender: int, function: str) -> Attach:
         """Return the function that joins the tensors of a message from ``sender`` to the graph here.
 
-        The decoder calls that function with the recorded tensors, and uses the tensors that it returns. ``context`` is
-        what `enter` returned; ``function`` names the function that was called, for displays.
+        The decoder calls that function with the recorded tensors, and uses the tensors that it returns.
         """
 
     def looks(self, context_id: int) -> bool:
-        """Return whether that function reads whole tensors, so that it takes long for large ones and waits for GPUs.
-
-        The thread that reads messages then leaves the decoding of such tensors to a job.
-        """
+        """Return whether that function reads whole tensors, so that decoding takes long, and belongs in a job."""
 
 
 class Served(Replied, Protocol):
     """The methods of an autograd recorder that `rpc.calls.executor` and `rpc.calls.answers` call to serve a call."""
 
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
-        """Record that tensors go to an agent in a call of a function or its answer; return the note for the message.
+        """Record that tensors go to an agent in a call or its answer; return the note for the message.
 
         ``tensors`` has the tensors that require grad; it may be empty.
         """
 
     def running(self, context: Any, recording: Recording) -> AbstractContextManager[None]:
-        """Return the context manager to enter around a function that was called in a context.
-
-        Inside of it, the calling thread is in the context, and in the caller's gradient mode.
-        """
+        """Return a context manager that puts this thread into the context, and into the caller's gradient mode."""
 
 
 class Calling(Protocol):
     """The methods of an autograd recorder that `nbdist.rpc.calls.sender` calls when a call is sent."""
 
     def current(self) -> Any:
-        """Return the autograd context of the calling thread; None outside of any context.
-
-        Every call asks this before it is sent.
-        """
+        """Return the autograd context of the calling thread; None outside of any. Every call asks this first."""
 
     def outgoing(self, context: Any, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
-        """Record that tensors go to an agent in a call of a function or its answer; return the note for the message.
-
-        ``tensors`` has the tensors that require grad; it may be empty. If the message is not sent, `withdraw` must
-        follow.
-        """
+        """Record tensors, as `Served.outgoing` does. If the message is not sent, `withdraw` must follow."""
 
     def withdraw(self, recording: Recording) -> None:
-        """Forget a recording whose message was not sent.
-
-        Nothing happens if its context is over.
-        """
+        """Forget a recording whose message was not sent. Nothing happens if its context is over."""
 
     def warn(self, function: str, worker: str) -> None:
-        """Warn the user that tensors which require grad are sent outside of any context: no gradient will come back.
-
-        The user is warned once for each line of code.
-        """
+        """Warn the user, once for each line of code, that tensors which require grad leave outside of any context."""
 
 
 class CallRecorder(Calling, Served, Protocol):
-    """All methods of an autograd recorder: it notes which tensors go from worker to worker, for backward passes.
-
-    Each part of the agent knows only one of the smaller protocols.
-    """
+    """All methods of an autograd recorder. Each part of the agent knows only one of the smaller protocols."""
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
         """Run a backward pass in a context, from a tensor on this worker, for `RRef.backward`.

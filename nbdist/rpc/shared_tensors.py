@@ -32,65 +32,54 @@ from nbdist.gpus import staging
 from nbdist.wire.messages import Carrier, GiveBack, Message, Place, Record
 from nbdist.wire.tensors import Buffer
 
-_TRIM_EVERY_SECONDS = 5.0
-"""Seconds between two searches for memory that was not used lately."""
-_RIDE_WAIT_SECONDS = 0.02
-"""Seconds for which a block waits for another message that can take it back to its owner."""
-_RETURN_AT_ONCE_BYTES = 8 << 20
-"""If more bytes than this must go back to one agent, they go back at once."""
-_NO_BLOCKS: list[tuple[int, int]] = []
-"""The empty list of blocks, which `owed` usually returns."""
+_TRIM_EVERY_SECONDS = 5.0  # between two searches for memory that was not used lately
+_RIDE_WAIT_SECONDS = 0.02  # so long a block waits for another message that can take it back to its owner
+_RETURN_AT_ONCE_BYTES = 8 << 20  # if more must go back to one agent, it goes at once
+_NO_BLOCKS: list[tuple[int, int]] = []  # what `owed` usually returns
 
 
 class _Owed:
-    """The blocks that must go back to one agent, their owner."""
+    """The blocks that must go back to one agent, their owner, each as its segment and offset."""
 
     def __init__(self, due: float) -> None:
-        self.blocks: list[tuple[int, int]] = []
-        """The segment and offset of each block that the owner may use again."""
-        self.shared: list[tuple[int, int]] = []
-        """The segment and offset of each block that a forked process may still read, and that must not be reused."""
-        self.size = 0
-        """The bytes of all these blocks."""
-        self.due = due
-        """The moment at which they go back in a message of their own, as of `time.monotonic`."""
+        self.blocks: list[tuple[int, int]] = []  # the owner may use these again
+        self.shared: list[tuple[int, int]] = []  # a forked process may still read these: they must not be reused
+        self.size = 0  # the bytes of all these blocks
+        self.due = due  # when they go back in a message of their own
 
 
 class Sharing:
-    """One agent's shared memory for large tensors (its arena), and the blocks of other agents' arenas that it reads."""
+    """One agent's shared memory for large tensors (its arena), and the blocks of other agents' arenas that it reads.
+
+    Moments are as of `time.monotonic`; a block is a pair of segment and offset.
+    """
 
     def __init__(self, me: Record, arena: Arena | None, *, reads: bool, gpus: Gpus | None = None) -> None:
         self._me = me
         self._arena = arena
         self._gpus = gpus
+        # All arenas of this agent, on the CPU and on GPUs. Each ignores blocks of other arenas.
         self._arenas: list[Arena] = [
             *([arena] if arena is not None else []),
             *(gpus.arenas if gpus is not None else []),
         ]
-        """All arenas of this agent, on the CPU and on GPUs. Each ignores blocks of other arenas."""
-        self._reads = reads
-        """True if this agent may read the memory of others at all."""
+        self._reads = reads  # True if this agent may read the memory of others at all
         self._leases = Leases(gpus)
         self.spaces: dict[int, ArenaSpace] = {}
-        """The shared memory for large tensors, by receiver; tensors for a receiver without an entry go in frames."""
-        self._readable: dict[int, bool] = {}
-        """True or False for each agent whose arena was tested, by incarnation."""
+        """The shared memory by receiver; tensors for a receiver without an entry go in frames."""
+        self._readable: dict[int, bool] = {}  # for each agent whose arena was tested, by incarnation
         self.ended = self._leases.ended
         """The leases that have ended and that `tend` has not handled yet; usually empty."""
         self.owing: dict[int, _Owed] = {}
         """The blocks that must go back, by their owner's incarnation."""
-        self._lock = threading.Lock()
-        """Guards `owing`."""
+        self._lock = threading.Lock()  # guards `owing`
         self.trim_at = 0.0
-        """The moment at which `tend` must be called even if nothing is owed, as of `time.monotonic`."""
+        """The moment at which `tend` must be called even if nothing is owed."""
 
     # -- meeting another agent ----------------------------------------------------------------
 
     def can_read(self, owner: Record) -> bool:
-        """Return whether this agent can read the arena of another agent. Tests this once for each agent.
-
-        False for an agent on another host, and for every agent if the options forbid shared memory.
-        """
+        """Return whether this agent can read the arena of another agent. Tests this once for each agent."""
         known = self._readable.get(owner.incarnation)
         if known is None:
             known = self._reads and owner.host == self._me.host and self._leases.can_read(owner)
@@ -98,14 +87,11 @@ class Sharing:
         return known
 
     def meet_self(self) -> None:
-        """Use shared memory for large tensors that this agent sends to itself. `Agent.start` calls this."""
+        """Use shared memory for large tensors that this agent sends to itself."""
         self.on_met(self._me, self.can_read(self._me))
 
     def on_met(self, other: Record, reads: bool) -> None:
-        """Note whether another agent can read this agent's arena; the other agent has just said so.
-
-        If it can, large tensors for it go into shared memory from now on. A second call changes nothing.
-        """
+        """Note whether another agent can read this agent's arena: if so, large tensors for it go there from now on."""
         if reads and self._arena is not None and other.incarnation not in self.spaces:
             gpus = self._gpus.reachable(other.gpu_uuids) if self._gpus is not None else {}
             self.spaces[other.incarnation] = ArenaSpace(self._arena, other.incarnation, gpus)
@@ -113,10 +99,7 @@ class Sharing:
     # -- sending ------------------------------------------------------------------------------
 
     def undelivered(self, receiver: int, message: Message) -> None:
-        """Retire the blocks of a message that was given up but may have arrived: they are never used again.
-
-        Called once for each such message; a message without shared memory is ignored.
-        """
+        """Retire the blocks of a message that was given up but may have arrived: they are never used again."""
         if isinstance(message, Carrier) and message.payload.places:
             for arena in self._arenas:
                 arena.lose(receiver, [(place.segment, place.offset) for place in message.payload.places])
@@ -124,23 +107,22 @@ class Sharing:
     # -- receiving ----------------------------------------------------------------------------
 
     def begin(self, owner: Record, places: Sequence[Place]) -> list[Buffer | GpuBytes] | None:
-        """Return the memory of the tensors that a message brought in shared memory, one buffer for each of ``places``.
+        """Borrow the memory of the tensors that a message brought; return one buffer for each of ``places``.
 
-        From now on this agent borrows that memory. It goes back to ``owner`` once no tensor refers to it. Returns None
-        if the sender has died, and the memory with it. A place that cannot be mapped for another reason is an
-        `Unreadable`; decoding it raises DecodeError.
+        The memory goes back to ``owner`` once no tensor refers to it. Returns None if the sender has died, and the
+        memory with it. A place that cannot be mapped for another reason is an `Unreadable`; decoding it raises
+        DecodeError.
         """
         memory = self._leases.begin(owner, places, time.monotonic())
-        if not all(memory) and not is_alive(owner.pid, owner.started):
+        if not all(memory) and not is_alive(owner.pid, owner.started):  # an `Unreadable` is false
             return None
         return memory
 
     def tend(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:
         """Collect blocks that no tensor here refers to any more, and free memory that was not used lately.
 
-        The reading thread calls this between two messages. Returns the messages that give blocks back, with their
-        receivers, which the caller sends; and the moment by which to call this again, as of `time.monotonic`. Call it
-        earlier if `ended` or `owing` is not empty, or `trim_at` has come. ``now`` is the time, as of `time.monotonic`.
+        The reading thread calls this if `ended` or `owing` is not empty, or `trim_at` has come. Returns the messages
+        that give blocks back, with their receivers, and the moment by which to call this again.
         """
         if self.ended:
             self._collect(now)
@@ -155,10 +137,7 @@ class Sharing:
     # -- giving back --------------------------------------------------------------------------
 
     def owed(self, to: int) -> list[tuple[int, int]]:
-        """Take the blocks that the next message to agent ``to`` gives back; call `owe` if that message is not sent.
-
-        Each block is a pair of segment and offset. The list is empty if nothing has to go back.
-        """
+        """Take the blocks that the next message to agent ``to`` gives back; call `owe` if that message is not sent."""
         if self.ended:
             self._collect(time.monotonic())
         if not self.owing:
@@ -167,16 +146,13 @@ class Sharing:
             owed = self.owing.get(to)
             if owed is None:
                 return _NO_BLOCKS
-            if not owed.shared:
+            if not owed.shared:  # else the entry stays for `_due`, whose message alone can say that blocks are shared
                 del self.owing[to]
             blocks, owed.blocks = owed.blocks, []
             return blocks
 
     def owe(self, to: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Put back blocks that `owed` returned for a message to agent ``to`` that was certainly not sent.
-
-        A later message takes them back.
-        """
+        """Put back blocks that `owed` returned for a message to agent ``to`` that was certainly not sent."""
         with self._lock:
             self.owing.setdefault(to, _Owed(time.monotonic())).blocks += blocks
 
@@ -193,47 +169,32 @@ class Sharing:
                     owed.due = now
 
     def _due(self, now: float) -> tuple[list[tuple[int, GiveBack]], float]:
-        """Return the messages that give back blocks which have waited too long, and when the next ones are due.
-
-        Each message comes with the incarnation of its receiver; the caller sends it. The moment is as of
-        `time.monotonic`, infinite if no block waits.
-        """
+        """Return the messages that give back blocks which have waited too long, and when the next ones are due."""
         due: list[tuple[int, GiveBack]] = []
         later = math.inf
         with self._lock:
             for to, owed in self.owing.items():
                 if owed.due <= now:
-                    due.append((to, GiveBack(owed.shared)))
+                    due.append((to, GiveBack(owed.shared)))  # its envelope takes `owed.blocks` along
                     owed.shared = []
                 else:
                     later = min(later, owed.due)
         return due, later
 
     def on_back(self, sender: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Free blocks of this agent's arena that another agent has given back, so that they can be used again.
-
-        The blocks, pairs of segment and offset, come in the envelope of another message. Blocks that were not lent to
-        ``sender`` are ignored.
-        """
+        """Free blocks of this agent's arena that ``sender`` has given back; those that were not lent to it stay."""
         for arena in self._arenas:
             arena.give_back(sender, blocks)
 
     def on_give_back(self, message: GiveBack, sender: int, _: list[bytes]) -> None:
-        """Retire blocks that another agent gives back although a process forked from it may still read them.
-
-        They are never used again. Blocks that can be used again come in the message's envelope (`on_back`).
-        """
+        """Retire blocks that another agent gives back although a process forked from it may still read them."""
         for arena in self._arenas:
             arena.lose(sender, message.shared)
 
     # -- the end ------------------------------------------------------------------------------
 
     def on_lost(self, record: Record, why: str) -> None:
-        """Forget a lost member's arena, and take back the blocks of this agent's arena that it was reading.
-
-        If its process still runs, these blocks are never used again, because its tensors may be in them. A listener of
-        `Agent.on_lost`; ``why`` is not used.
-        """
+        """Forget a lost member's arena, and take back the blocks of this agent's arena that it was reading."""
         self.spaces.pop(record.incarnation, None)
         self._readable.pop(record.incarnation, None)
         with self._lock:
@@ -241,14 +202,12 @@ class Sharing:
         self._leases.forget(record.incarnation)
         if self._gpus is not None:
             self._gpus.descriptors.forget(record.incarnation)
+        # While its process runs, its tensors may be in these blocks: then they are never used again.
         for arena in self._arenas:
             arena.forget(record.incarnation, is_dead=not is_alive(record.pid, record.started))
 
     def close(self) -> None:
-        """Release all memory except what tensors still refer to.
-
-        Tensors that were made of shared memory stay usable.
-        """
+        """Release all memory except what tensors still refer to: these stay usable."""
         self.trim_at = math.inf
         self.spaces.clear()
         self._leases.close()

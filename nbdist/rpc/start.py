@@ -43,14 +43,12 @@ from nbdist.rpc.world import meeting, tcp_store
 from nbdist.rpc.world.roster import Roster, Store
 from nbdist.wire.messages import Record
 
-_LONGEST_FORMING = 24 * 3600.0
-"""The longest time, in seconds, for a world to form if the options set no time limit."""
+_LONGEST_FORMING = 24 * 3600.0  # seconds for a world to form if the options set no time limit
 
-_LARGEST_NUMBER = (1 << 63) - 1
-"""The largest rank or world size that fits in a message."""
+_LARGEST_NUMBER = (1 << 63) - 1  # the largest rank or world size that fits in a message
 
+# Seconds for which the worker that serves the store waits, after an orderly end, until the others have left it.
 _WAIT_FOR_OTHERS_TO_LEAVE = 2.0
-"""Seconds for which the worker that serves the store waits, after an orderly end, until the others have left it."""
 
 
 def start_agent(
@@ -164,42 +162,32 @@ def start_agent(
 
 
 def _uses_gpus(options: RpcBackendOptions, device: str) -> bool:
-    """Return whether an agent shares memory of GPUs, which starts CUDA in its process.
-
-    It does if it has a GPU of its own, ``device``, or if its options name a GPU.
-    """
+    """Return whether an agent shares memory of GPUs, which starts CUDA in its process: it has a GPU, or names one."""
     named = {*options.devices, *(ours for device_map in options.device_maps.values() for ours in device_map)}
     return device.startswith("cuda") or any(each.type == "cuda" for each in named)
 
 
 def _open(place: meeting.Meeting | None, store: Any, timeout: float, secret: Secret) -> Store:
-    """Open the store of a meeting; without one, return the given store, with a prefix before nbdist's key."""
     return place.open(timeout, secret) if place is not None else meeting.prefixed(store)
 
 
 def _leave(agent: Agent, roster: Roster, place: meeting.Meeting | None) -> None:
-    """Remove this member from the roster, if the store still exists, and close the store.
-
-    After an orderly end, the member that serves the store first waits up to `_WAIT_FOR_OTHERS_TO_LEAVE` seconds until
-    the others have left.
-    """
+    """Remove this member from the roster, if the store still exists, and close the store."""
     if place is None or place.is_open():
         if place is not None and place.serves and agent.ending.completed:
+            # The store ends with the member that serves it, and the others could not leave it any more.
             roster.wait_for_others(agent.me, time.monotonic() + _WAIT_FOR_OTHERS_TO_LEAVE)
         roster.leave(agent.me)
     roster.close()
 
 
 def _clean_after(agent: Agent, record: Record) -> None:
-    """After a member on this host is lost, remove the files that its process could not remove.
-
-    A thread of the pool removes them, because a listener of `Agent.on_lost` must be quick.
-    """
+    """After a member on this host is lost, remove the files that its process could not remove."""
     if record.host == agent.me.host and record.pid != os.getpid():
-        agent.pool.submit(_sweep_soon)
+        agent.pool.submit(_sweep_soon)  # a listener must be quick
 
 
 def _sweep_soon() -> None:
-    """Remove the files of all dead agents of this user. Errors are ignored: the next agent tries again."""
-    with contextlib.suppress(OSError, NbdistError):
+    """Remove the files of all dead agents of this user."""
+    with contextlib.suppress(OSError, NbdistError):  # the next agent tries again
         sweep()

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-_LOOKS = 10_000
-"""The most objects that `mark` looks at: a list of a million numbers most likely has no tensors."""
+_LOOKS = 10_000  # the most objects that `mark` looks at: a list of a million numbers most likely has no tensors
 
 
 class StreamMarks:
@@ -28,10 +27,7 @@ class StreamMarks:
     __slots__ = ("_events", "_tensors")
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        """Record an event on the current stream of each GPU that has one of ``tensors``, which are all on GPUs.
-
-        This does not keep the tensors alive: the owner of an RRef may take them out of its value.
-        """
+        # Weak, because the owner of an RRef may take the tensors out of its value.
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._events = []
         for device in dict.fromkeys(tensor.device for tensor in tensors):
@@ -41,13 +37,11 @@ class StreamMarks:
                 self._events.append((device, event))
 
     def wait(self) -> None:
-        """Let the calling thread's current streams wait for the events. Returns at once.
-
-        Any thread may call this, any number of times. torch's allocator does not reuse the tensors' memory before these
-        streams have finished the work that is queued on them when the tensors are freed.
-        """
+        """Let the calling thread's current streams wait for the events. Returns at once. Any thread may call this."""
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
+        # torch's allocator must not reuse the memory before these streams have finished the work that is queued on them
+        # when the tensors are freed.
         for reference in self._tensors:
             tensor = reference()
             if tensor is not None and tensor.layout is torch.strided:  # torch has no `record_stream` for sparse tensors
@@ -67,7 +61,6 @@ def mark(value: Any) -> StreamMarks | None:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value: the value itself, or the tensors in its containers."""
     seen: set[int] = set()  # a list may contain itself
     left = [value]
     for _ in range(_LOOKS):

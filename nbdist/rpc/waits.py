@@ -24,10 +24,7 @@ def set_blocking_hook(hook: Callable[[], AbstractContextManager[None]] | None) -
 
 
 def blocking_wait() -> AbstractContextManager[None]:
-    """Return a context manager to enter around code in which the calling thread waits for another call.
-
-    In a thread of an agent's pool, it lets another thread run a job meanwhile. In any other thread, it does nothing.
-    """
+    """Return a context manager to enter around code in which the calling thread waits for another call."""
     hook = this_wait.blocking_hook
     return hook() if hook is not None else nullcontext()
 
@@ -36,10 +33,9 @@ _interrupt_hook: Callable[[Sequence[object], BaseException], None] | None = None
 
 
 def set_interrupt_hook(hook: Callable[[Sequence[object], BaseException], None] | None) -> None:
-    """Set ``hook(outcomes, error)``, called when Ctrl-C has ended a wait for outcomes; None removes the hook.
+    """Set ``hook(outcomes, error)``, called in the thread whose wait for outcomes Ctrl-C has ended; None removes it.
 
     ``outcomes`` are each a `Latch` or a `Promise`, and ``error`` is the KeyboardInterrupt, which is raised afterwards.
-    The hook runs in the thread that waited.
     """
     global _interrupt_hook
     _interrupt_hook = hook

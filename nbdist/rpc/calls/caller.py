@@ -215,7 +215,7 @@ class Caller:
                 self._outcomes.creation_failed(result, error, may_exist=False)
                 creation.try_settle(None, error.with_traceback(None))  # the frames refer to the reference
             return rref
-        except BaseException as error:
+        except BaseException as error:  # also Ctrl-C, at any step: the new reference must end
             if rref is None:  # after Ctrl-C: make a hold, which ends at once, so that the value is released
                 self._references.hold(rref_id, None if mine else fork_id)
             if not mine:  # after Ctrl-C the call may have gone out

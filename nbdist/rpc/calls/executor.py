@@ -244,7 +244,7 @@ def _leave_fork(error: BaseException | None) -> None:
         traceback.print_exception(error)
         code = 1
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the user's function may have replaced the stream by anything
             stream.flush()
     # Not by an error: the pool would log it, and this thread, the only one in the child, would wait for the parent's
     # messages.

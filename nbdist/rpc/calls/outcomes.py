@@ -68,7 +68,7 @@ class Outcomes:
 
     def _job_of(self, job: Callable[[Pending], None], call: Pending) -> Job:
         """Return a job that calls ``job(call)`` to end a call, or to send it again."""
-        self._ending[call] = None
+        self._ending[call] = None  # if the job never runs, `close` ends the call
         return partial(job, call)
 
     # -- ending with an answer ----------------------------------------------------------------

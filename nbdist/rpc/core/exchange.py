@@ -117,7 +117,7 @@ class Exchange:
                 self.forks.retain(result.rref)
             else:
                 self.forks.create(result.rref, result.fork, arrival.sender)
-            if result.rref in self._by_target:
+            if result.rref in self._by_target:  # calls that came earlier seek this value
                 going_on = self._look_again(result.rref)
         if forks:
             arrival.unconfirmed = frozenset(fork for fork in forks if self.forks.standing(fork) is ForkStanding.PENDING)

@@ -14,14 +14,11 @@ from nbdist.wire.messages import State
 
 
 def describe_error(error: BaseException) -> State:
-    """Return the description of a value that could not be made, because of ``error``.
-
-    If the error's own ``__str__`` fails, the description says so.
-    """
+    """Return the description of a value that could not be made, because of ``error``."""
     cls = type(error)
     try:
         return State(cls.__module__, cls.__qualname__, error=str(error))
-    except Exception:
+    except Exception:  # a user's `__str__` may raise anything
         return State(cls.__module__, cls.__qualname__, error="its __str__ failed")
 
 
@@ -55,18 +52,14 @@ def describe_value(value: Any) -> State:
 
 @cache
 def _dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def _describe_tensor(value: torch.Tensor, fact: Callable[[torch.Tensor, str], Any]) -> State:
-    """Return the description of a tensor. ``fact(tensor, name)`` reads an attribute.
-
-    A tensor without a shape, or of a class with its own `__torch_dispatch__`, is described by the class alone.
-    """
+    """Return the description of a tensor. ``fact(tensor, name)`` reads an attribute."""
     cls = type(value)
     module, qualname = inert.module_of(cls), inert.qualname_of(cls)
-    if inert.user_dispatches(cls):
+    if inert.user_dispatches(cls):  # to ask for its shape would run the user's code
         return State(module, qualname)
     try:
         function = fact(value, "grad_fn")
@@ -85,7 +78,6 @@ def _describe_tensor(value: torch.Tensor, fact: Callable[[torch.Tensor, str], An
 
 
 def _nbytes_of(tensor: torch.Tensor) -> int:
-    """Return the bytes of a parameter, without running code of a subclass."""
     with no_torch_function():
         nbytes: int = inert.tensor_fact(tensor, "nbytes")
         return nbytes

@@ -16,24 +16,13 @@ class MessageForker:
         self._references = references
         self._to = to
         self.is_sent = False
-        """True once the message may reach its receiver.
-
-        The forks then belong to the receiver: `take_back` leaves them alone.
-        """
-        self.handed: list[Fork] = []
-        """The forks that were made."""
+        """True once the message may reach its receiver, to which the forks belong then."""
+        self.handed: list[Fork] = []  # the forks that were made
+        # Holds on the values that the message refers to. They end with this object, when the message has arrived.
         self.kept: list[object] = []
-        """Holds on the values that the message refers to.
-
-        They keep these values alive until the message has arrived: then this object is collected.
-        """
 
     def fork(self, reference: RRef[Any]) -> Fork:
-        """Make a fork of ``reference`` for the receiver.
-
-        The reference is kept alive until the message has arrived. Raises RRefError or WorkerLost if the reference
-        cannot be used any more.
-        """
+        """Make a fork of ``reference`` for the receiver. Raises RRefError or WorkerLost if it cannot be used."""
         self.kept.append(reference.hold)  # first, because another thread may release the reference
         references = self._references
         child = references.new_id()

@@ -71,11 +71,10 @@ def public_names(cls: type) -> list[str]:
 
 # -- sizes --------------------------------------------------------------------------------------
 
-_HEAP_TYPE = 1 << 9
-"""The flag of classes that are made while Python runs, as all classes written in Python are."""
+_HEAP_TYPE = 1 << 9  # the flag of classes that are made while Python runs, as all classes written in Python are
 
+# Written in C, but heap types in some versions of Python.
 _C_CLASSES = {id(cls): cls for cls in (collections.OrderedDict, collections.deque)}
-"""Classes written in C that some versions of Python make as heap types."""
 
 
 def sizer_of(cls: type) -> Callable[[Any], int]:

@@ -29,7 +29,6 @@ class News:
                 self._watched.setdefault(id, []).append(then)
 
         def end() -> None:
-            """Remove the listener."""
             with self._lock:
                 for id in ids:
                     left = [other for other in self._watched.pop(id, ()) if other is not then]
@@ -39,10 +38,7 @@ class News:
         return end
 
     def tell(self, id: GlobalId | None = None) -> None:
-        """Call the listeners of a value or fork; without an id, all listeners. Their errors are logged.
-
-        The caller does not hold the lock.
-        """
+        """Call the listeners of a value or fork; without an id, all listeners. The caller does not hold the lock."""
         if not self._watched:
             return
         with self._lock:

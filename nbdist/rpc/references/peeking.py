@@ -13,17 +13,12 @@ from torch.nn.parameter import is_lazy
 
 from nbdist.columns import aligned
 
-_BINS = 24
-"""The bars of a histogram."""
-_FIRST_ELEMENTS = 8
-"""The number of a tensor's first elements that are shown."""
-_REPR_LENGTH = 400
-"""The most characters of a value's repr."""
+_BINS = 24  # the bars of a histogram
+_FIRST_ELEMENTS = 8  # the number of a tensor's first elements that are shown
+_REPR_LENGTH = 400  # the most characters of a value's repr
 _BARS = " ▁▂▃▄▅▆▇█"
-_ROWS_SHOWN = 40
-"""The most parameters of a module that are printed."""
-_ELEMENTS_A_PART = 1 << 20
-"""The number of elements that are converted to float64 at a time."""
+_ROWS_SHOWN = 40  # the most parameters of a module that are printed
+_ELEMENTS_A_PART = 1 << 20  # the number of elements that are converted to float64 at a time
 
 
 class Histogram(msgspec.Struct, frozen=True):
@@ -98,18 +93,14 @@ class Peek(msgspec.Struct, frozen=True):
 
 
 def look(value: Any, owner: str) -> Peek:
-    """Return the description of a value that the worker named ``owner`` has.
-
-    For a tensor: its numbers; for a module: a row for each parameter; for anything else: its shortened repr. Also
-    returns a description if torch cannot compute with the value, or its repr raises an error.
-    """
+    """Return the description of a value that the worker named ``owner`` has, even if torch cannot compute with it."""
     kind = type(value).__qualname__
     if isinstance(value, torch.Tensor):
         return Peek(kind, owner, numbers=_numbers(value))
     if isinstance(value, torch.nn.Module):
         try:
             found = [_parameter(name, parameter) for name, parameter in value.named_parameters()]
-        except Exception as error:  # a proxy for a module on another worker refuses
+        except Exception as error:  # from the user's class; a proxy for a module on another worker refuses
             return Peek(kind, owner, text=f"{type(error).__name__}: {error}")
         return Peek(kind, owner, parameters=found, text="" if found else "no parameters")
     length = len(value) if isinstance(value, Sized) and isinstance(value, Mapping | Sequence | set) else None
@@ -132,10 +123,7 @@ _short.maxstring = _short.maxother = _short.maxlong = _REPR_LENGTH
 
 
 def _numbers(tensor: torch.Tensor) -> Numbers:
-    """Return the numbers that describe a tensor: range, mean, norm, counts of NaN and infinity, histogram.
-
-    A kind of tensor that torch cannot compute with gets only its shape, dtype and device.
-    """
+    """Return the numbers that describe a tensor: range, mean, norm, counts of NaN and infinity, histogram."""
     shape = list(tensor.shape) if not tensor.is_nested else []
     about = shape, _name_of(tensor.dtype), str(tensor.device)
     try:
@@ -146,7 +134,6 @@ def _numbers(tensor: torch.Tensor) -> Numbers:
 
 
 def _summary(about: tuple[list[int], str, str], flat: torch.Tensor) -> Numbers:
-    """Compute the numbers that describe a tensor; ``flat`` has its elements, ``about`` its shape, dtype and device."""
     first = [_text(each) for each in flat[:_FIRST_ELEMENTS].tolist()]
     low, high, total, squares, count, nans, infs = math.inf, -math.inf, 0.0, 0.0, 0, 0, 0
     for part in _in_parts(flat):
@@ -166,10 +153,7 @@ def _summary(about: tuple[list[int], str, str], flat: torch.Tensor) -> Numbers:
 
 
 def _histogram(flat: torch.Tensor, low: float, high: float, count: int) -> Histogram:
-    """Count the finite elements in `_BINS` equal parts of the range; in one part if all are equal.
-
-    ``low`` and ``high`` are the least and the greatest of the ``count`` finite elements.
-    """
+    """Count the ``count`` finite elements in `_BINS` equal parts of the range; in one part if all are equal."""
     if low == high:
         return Histogram(low, high, [count])
     counts = torch.zeros(_BINS, dtype=torch.int64)
@@ -182,17 +166,14 @@ def _histogram(flat: torch.Tensor, low: float, high: float, count: int) -> Histo
 
 
 def _in_parts(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements in parts of `_ELEMENTS_A_PART`, as float64, whose sums do not overflow.
-
-    In parts, because the owner may have no room for a copy of the whole tensor. Complex elements come as complex128,
-    and elements on Apple's GPU as float32.
-    """
+    """Yield the elements in parts of `_ELEMENTS_A_PART`, as float64, whose sums do not overflow."""
+    # In parts, because the owner may have no room for a copy of the whole tensor.
     for start in range(0, flat.numel(), _ELEMENTS_A_PART):
         part = flat[start : start + _ELEMENTS_A_PART]
         if part.is_complex():
             yield part.to(torch.complex128)
         else:
-            yield part.double() if part.device.type != "mps" else part.float()
+            yield part.double() if part.device.type != "mps" else part.float()  # Apple's GPU has no float64
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
@@ -208,8 +189,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parameter(name: str, parameter: torch.Tensor) -> Parameter:
-    """Return a parameter's row. A lazy parameter, which has no shape yet, gets an empty one."""
-    found = _numbers(parameter) if not is_lazy(parameter) else None
+    found = _numbers(parameter) if not is_lazy(parameter) else None  # a lazy parameter has no shape yet
     return Parameter(
         name,
         list(parameter.shape) if found is not None else [],
@@ -226,12 +206,10 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return an element as a text: a float with five significant digits, anything else as ``str`` does."""
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _lines_of_numbers(numbers: Numbers) -> list[str]:
-    """Return the lines of text that show a tensor's numbers in the repr of a `Peek`."""
     lines = [f"  {numbers.dtype}{tuple(numbers.shape)} on {numbers.device}"]
     known = [("min", numbers.min), ("max", numbers.max), ("mean", numbers.mean), ("norm", numbers.norm)]
     if told := ", ".join(f"{name} {value:.5g}" for name, value in known if value is not None):
@@ -247,7 +225,6 @@ def _lines_of_numbers(numbers: Numbers) -> list[str]:
 
 
 def _table(rows: Sequence[Parameter]) -> list[str]:
-    """Return the lines of text that show a module's parameters in the repr of a `Peek`, with aligned columns."""
     cells = [
         (
             row.name,

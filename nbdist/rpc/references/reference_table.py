@@ -45,22 +45,18 @@ def _failed_promise() -> Promise[Any]:
 class References:
     """The values that one agent owns, and the references that it uses.
 
-    Call its methods without the lock: values are dropped, and calls resumed, without it.
+    Call its methods without the lock: values are dropped, and calls resumed, without it. ``rref`` is the id of a value,
+    ``fork`` the id of a fork held here, None on the owner, and ``to`` an incarnation.
     """
 
     def __init__(
         self, ids: IdSource, exchange: Exchange, membership: Membership, links: Links, submit: Callable[[Job], None]
     ) -> None:
         self.me = membership.me.incarnation
-        """The agent's incarnation."""
         self.forks = exchange.forks
         self.new_id = ids.next
         self.refer: Callable[[GlobalId, GlobalId | None, int, Promise[Any] | None], Any]
-        """Makes the `RRef` object for a value.
-
-        Takes the ids of the value and of the fork (None on the owner), the owner's incarnation, and the outcome of the
-        ``remote()`` call that makes the value, if any.
-        """
+        """Makes the `RRef` for a value: takes ``rref``, ``fork``, the owner, and the outcome of its `remote` call."""
         self.is_ending = False
         """True once all calls of an ending world have ended: forks of agents that leave from now on count as leaked."""
         self.membership = membership
@@ -68,14 +64,13 @@ class References:
         self._links = links
         self._submit = submit
         self._lock = exchange.lock
-        self._values: dict[GlobalId, Promise[Any]] = {}
-        """The values that this agent owns or is about to own, by id."""
+        self._values: dict[GlobalId, Promise[Any]] = {}  # those that this agent owns or is about to own
+        # The failed calls that should have made a value, by the value's id.
         self._failures: dict[GlobalId, Failure] = {}
-        """The failed calls that should have made a value, by the value's id."""
+        # The forks that agents held when they left an ending world: the ids of value and fork.
         self._leaked: list[tuple[GlobalId, GlobalId]] = []
-        """The forks that agents held when they left an ending world, as pairs of the value's id and the fork's id."""
         self.holds: Holds[tuple[GlobalId, GlobalId | None]] = Holds()
-        """The holds on references here. Each notes the value's id, and the fork's id (None on the owner)."""
+        """The holds on references here: each has the ids of value and fork."""
         news = News(self._lock)
         self.when_changed, self._tell = news.when_changed, news.tell
 
@@ -100,27 +95,21 @@ class References:
             self._value(rref)
 
     def abandon(self, caller: int, id: int) -> None:
-        """Fail the value of a call that was refused here and that its caller will not repeat.
-
-        ``id`` is the caller's number for the call. Other calls that wait for the value run, and fail.
-        """
+        """Fail the value of a call that was refused here and that its caller will not repeat."""
         with self._lock:
             rref, going_on = self._exchange.abandoned(caller, id)
         if rref is not None:
             error = creation_error("the owner lacked a definition of __main__, and the call was given up")
             self.settle(rref, None, error)
-        self.resume(going_on)
+        self.resume(going_on)  # these calls wait for the value: they run, and fail
 
     def refuse(self, arrival: Arrival) -> None:
-        """Forget a call that lacks a definition of ``__main__``, until its caller repeats it, gives it up or is lost.
-
-        If the caller is lost already, the value that the call was to make fails.
-        """
+        """Forget a call that lacks a definition of ``__main__`` until its caller repeats it, gives it up or is lost."""
         with self._lock:
             instructions = self._exchange.refused(arrival)
             caller_is_lost = self.forks.is_lost(arrival.sender)
         self.perform(instructions)
-        if caller_is_lost:
+        if caller_is_lost:  # nobody will repeat it: the value fails
             self.abandon(arrival.sender, arrival.call.id)
 
     def resume(self, arrivals: Sequence[Arrival]) -> None:
@@ -134,8 +123,7 @@ class References:
         """Send the description of a value, or of the error in its place, to its users; return the description.
 
         Call `fulfil` afterwards, which hands out the value: the reply with the description must go out in between.
-        ``failure`` describes the failed call that should have made the value. A second call replaces the description,
-        but sends it only to users that have none.
+        ``failure`` describes the failed call that should have made the value.
         """
         state = describe_value(value) if error is None else describe_error(error)
         with self._lock:
@@ -147,10 +135,7 @@ class References:
         return state
 
     def fulfil(self, rref: GlobalId, value: Any, error: BaseException | None) -> None:
-        """Give the value, or the error, to everything that waits for it, and run the calls that work on it.
-
-        Does nothing for a value to which nothing refers any more.
-        """
+        """Give the value, or the error, to everything that waits for it, and run the calls that work on it."""
         with self._lock:
             # Calls and forks for this value may have arrived before the call that makes it.
             future = self._value(rref) if self.forks.owns(rref) and not self._links.closed else None
@@ -179,11 +164,7 @@ class References:
         return value if value is not None and value.done() else _failed_promise()
 
     def local_value(self, rref: GlobalId, timeout: float | None) -> Any:
-        """Wait for a value that is owned here, ``timeout`` seconds at most, and return it.
-
-        ``timeout`` None or 0 means no limit. Raises RpcTimeout, the error in place of the value, or RRefError if RPC
-        has ended here.
-        """
+        """Wait for a value that is owned here, and return it or raise its error. A ``timeout`` of 0 means no limit."""
         with self._lock:
             future = self._values.get(rref)
         if future is None:
@@ -212,10 +193,7 @@ class References:
             self.forks.begin(rref, fork, owner)
 
     def confirm(self, fork: GlobalId, state: State | None) -> None:
-        """Mark the fork of a ``remote()`` call as confirmed: the reply has arrived. ``state`` describes the value.
-
-        If ``state`` is None, the known description stays. If the `RRef` was released before, its delete is sent now.
-        """
+        """Mark the fork of a ``remote()`` call as confirmed: the reply has arrived. ``state`` describes the value."""
         with self._lock:
             instructions = self.forks.confirm(fork, state)
         self.perform(instructions)
@@ -229,10 +207,7 @@ class References:
         self._tell(fork)
 
     def hand_over(self, rref: GlobalId, fork: GlobalId | None, to: int, child: GlobalId | None = None) -> Fork:
-        """Make a fork for the agent ``to``, an incarnation; ``fork`` is the one held here, or None on the owner.
-
-        ``child`` is the id of the new fork; if it is None, a new id is made.
-        """
+        """Make a fork for agent ``to``. ``child`` is the id of the new fork; None for a new id."""
         with self._lock:
             return self.forks.hand_over(rref, fork, to, child)
 
@@ -243,11 +218,9 @@ class References:
         self.perform(instructions)
 
     def accept(self, forks: Sequence[Fork]) -> list[Any]:
-        """Return the references that a message brought, as `refer` makes them.
+        """Return the references that a message brought, as `refer` makes them, even if the message's call has ended.
 
-        The reading thread calls this as soon as a message arrives, even if its call has ended: each fork must be
-        registered, and then released in the usual way. For a value of this agent's own that is gone, the reference gets
-        a promise that has failed.
+        For a value of this agent's own that is gone, the reference gets a promise that has failed.
         """
         accepted: list[Any] = []
         for fork in forks:
@@ -279,10 +252,7 @@ class References:
         self._perform_locked(self.forks.on_child_accept, message)
 
     def on_fork_confirm(self, message: ForkConfirm, sender: int, _: list[bytes]) -> None:
-        """Mark a fork held here as counted by its owner, or as dead, and run the calls that waited for this.
-
-        If it is dead, they get WorkerLost when they use it. A fork that is not pending here stays as it is.
-        """
+        """Mark a fork held here as counted by its owner, or as dead, and run the calls that waited for this."""
         with self._lock:
             instructions = self.forks.on_fork_confirm(message)
             going_on = self._exchange.confirmed(message.fork)
@@ -301,8 +271,8 @@ class References:
     def hold(self, rref: GlobalId, fork: GlobalId | None) -> Hold:
         """Return a new hold on a reference: an object that keeps the fork alive; on the owner, the value.
 
-        ``fork`` is None on the owner. Each `RRef` has a hold, and so has each message on its way that carries one. When
-        nothing refers to the hold any more, `reap` releases the fork or the value.
+        Each `RRef` has a hold, and so has each message on its way that carries one. When nothing refers to the hold any
+        more, `reap` releases the fork or the value.
         """
         return self.holds.hold((rref, fork))
 
@@ -320,10 +290,7 @@ class References:
             self._tell(fork if fork is not None else rref)
 
     def release_all(self) -> None:
-        """Release every fork held here, even if objects still refer to it, because the world ends.
-
-        A fork that its owner has not confirmed yet is released as soon as it is confirmed.
-        """
+        """Release every fork held here, even if objects still refer to it, because the world ends."""
         self.reap()
         with self._lock:
             instructions = [action for fork in self.forks.held() for action in self.forks.release(fork)]
@@ -335,10 +302,7 @@ class References:
             return [*self._leaked, *self.forks.handed_out()]
 
     def on_lost(self, incarnation: int) -> None:
-        """Drop the forks of a lost agent, fail the values it was to create here, end or resume waiting calls.
-
-        References to values that the agent owned are dead from now on. The agent calls this under `Agent._turn`.
-        """
+        """Drop the forks of a lost agent, fail the values it was to create here, end or resume waiting calls."""
         with self._lock:
             if self.is_ending:
                 self._leaked += self.forks.handed_out(incarnation)
@@ -374,19 +338,17 @@ class References:
         self.perform(instructions)
 
     def perform(self, instructions: Sequence[Instruction]) -> None:
-        """Carry out the instructions of `Forks`: send messages, drop values.
-
-        A message to an agent that is gone is skipped. A `ForkRequest` is then answered here, as if the value were gone.
-        """
+        """Carry out the instructions of `Forks`: send messages, drop values."""
         for instruction in instructions:
             if isinstance(instruction, Send):
                 to, message = instruction
                 try:
                     if isinstance(message, UserDelete):
-                        self._links.post_later(to, message)
+                        self._links.post_later(to, message)  # rides on the next message
                     else:
                         self._links.post(to, message)
                 except NbdistError:  # the agent is gone: `on_lost` handles its forks, if it ever was known here
+                    # Nobody will answer: the calls that wait for the confirmation must not wait for ever.
                     if isinstance(message, ForkRequest):
                         self.on_fork_confirm(ForkConfirm(message.rref, message.fork, gone=True), to, [])
             elif isinstance(instruction, Drop):

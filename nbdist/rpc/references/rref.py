@@ -42,39 +42,22 @@ T = TypeVar("T")
 
 
 class Calls(Protocol):
-    """The methods of the agent's `nbdist.rpc.calls.caller.Caller` that references use."""
+    """The methods of the agent's `nbdist.rpc.calls.caller.Caller` that references use; `Caller` describes them."""
 
     def sync(self, to: WorkerInfo, function: Any, args: tuple[Any, ...], kwargs: None, timeout: float) -> Any:
-        """Call a function and wait for its result.
-
-        Raises the function's error, RpcTimeout after ``timeout`` seconds (negative for the default, 0 for no limit),
-        and WorkerLost.
-        """
+        """Call a function and wait for its result."""
 
     def fetch(self, rref: RRef[Any], timeout: float) -> Any:
-        """Return a copy of a value; on its owner, return the value itself.
-
-        Waits until the value exists. Raises the errors of `RRef.to_here`, which calls this.
-        """
+        """Return a copy of a value; on its owner, return the value itself."""
 
     def method_sync(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a value and wait for its result.
-
-        Called through the proxy of `RRef.rpc_sync`. Raises the method's error, RpcTimeout or WorkerLost.
-        """
+        """Call a method of a value and wait for its result."""
 
     def method_async(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a value, and return a Future of its result.
-
-        Called through the proxy of `RRef.rpc_async`. Does not wait; ``wait`` of the future raises the method's error.
-        """
+        """Call a method of a value, and return a Future of its result."""
 
     def method_remote(self, rref: RRef[Any], name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a value, and return an RRef to its result.
-
-        Called through the proxy of `RRef.remote`. Does not wait; `RRef.to_here` of the result raises the method's
-        error.
-        """
+        """Call a method of a value, and return an RRef to its result."""
 
 
 class Home(NamedTuple):
@@ -90,11 +73,7 @@ _find_home: Callable[[], Home]
 
 
 def set_home_finder(finder: Callable[[], Home]) -> None:
-    """Set the function that returns the `Home` of the current agent, for a new ``RRef(value)``.
-
-    ``RRef(value)`` calls it each time, and passes on the error that it raises if there is no agent. `nbdist.rpc.api`
-    sets it when it is imported. A second call replaces the function.
-    """
+    """Set the function that returns the `Home` of the current agent, or raises an error, for a new ``RRef(value)``."""
     global _find_home
     _find_home = finder
 
@@ -130,8 +109,7 @@ class RRef(Generic[T]):
     """The incarnation of the agent that owns the value. `owner_name` is the name to show."""
     hold: Hold | None
     """The object that keeps the value alive; None after `release`. `keep` raises an error instead."""
-    _known: State | None = None
-    """The last known description of the value. It stays after `release`, when the agent forgets its copy."""
+    _known: State | None = None  # it stays after `release`, when the agent forgets its copy
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         home = _find_home()
@@ -497,14 +475,14 @@ register_reference(RRef)
 
 
 def refer(home: Home, id: GlobalId, fork: GlobalId | None, owner: int, creation: Promise[Any] | None) -> RRef[Any]:
-    """Make a reference to an existing or future value. ``fork`` is its fork; None if this agent owns the value.
+    """Make a reference to an existing or future value, which belongs to the agent ``home``.
 
-    ``home`` is the agent to which the reference belongs, ``owner`` the owner's incarnation. ``creation`` is the outcome
-    of the ``remote()`` call that makes the value; None for a reference that came with a message.
+    ``creation`` is the outcome of the ``remote()`` call that makes the value; None if the reference came with a
+    message.
     """
     made: RRef[Any] = RRef.__new__(RRef)
     made._home, made.id, made.fork_id, made.owner_incarnation, made._creation = home, id, fork, owner, creation
-    made.hold = home.references.hold(id, fork)
+    made.hold = home.references.hold(id, fork)  # last: `is_held_for` is False while a reference is being made
     return made
 
 

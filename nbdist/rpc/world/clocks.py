@@ -8,8 +8,8 @@ from typing import Any
 
 from nbdist.wire.messages import Record
 
+# The calls that measure the clock of another host. The fastest call counts.
 _ROUND_TRIPS = 8
-"""The number of calls that measure the clock of another host. The fastest call counts."""
 
 
 def clock() -> float:
@@ -18,11 +18,9 @@ def clock() -> float:
 
 
 def offset(me: Record, record: Record, ask: Callable[..., Any]) -> float:
-    """Return the seconds by which the clock of ``record``'s worker is ahead of ours.
+    """Return the seconds by which the clock of ``record``'s worker is ahead of ours; 0 on one host.
 
-    0 on one host, where all processes have the same clock. For a worker on another host, asks for its clock
-    `_ROUND_TRIPS` times; the fastest round trip is the most exact. ``ask`` is `nbdist.rpc.agent.Agent.ask`, whose
-    errors this raises.
+    ``ask`` is `nbdist.rpc.agent.Agent.ask`, whose errors this raises.
     """
     if record.host == me.host:
         return 0.0
@@ -32,4 +30,4 @@ def offset(me: Record, record: Record, ask: Callable[..., Any]) -> float:
         there = ask(record.name, clock)
         after = time.monotonic()
         found.append((after - before, there - (before + after) / 2))
-    return min(found)[1]
+    return min(found)[1]  # the fastest round trip is the most exact

@@ -33,15 +33,17 @@ from nbdist.rpc.shared_tensors import Sharing
 from nbdist.rpc.waits import blocking_wait
 from nbdist.wire.messages import VERSION, Hello, Ready, Record, Refused, Welcome
 
+# Seconds for which a joining member waits for the others at least: a busy member must not be taken for dead.
 _LEAST_PATIENCE = 12.0
-"""Seconds for which a joining member waits for the others at least: a busy member must not be taken for dead."""
-_GREET_EVERY = 0.1
-"""Seconds after which an unanswered greeting is sent again."""
+_GREET_EVERY = 0.1  # seconds after which an unanswered greeting is sent again
 _log = logging.getLogger("nbdist.rpc")
 
 
 class Handshake:
-    """The part of an agent that meets the other members."""
+    """The part of an agent that meets the other members.
+
+    Deadlines are as of `time.monotonic`. The methods named after messages run in the reading thread.
+    """
 
     def __init__(
         self,
@@ -54,32 +56,21 @@ class Handshake:
         joined: Callable[[Record], None],
         lost_after: float,
     ) -> None:
-        """Start with no other member known.
-
-        ``lose`` is `Agent.lose`, called if a member refuses this agent after the world has formed. ``ended(pid)`` loses
-        the members whose process, on this host, has ended. ``joined`` is called with each member that joins a dynamic
-        world. In a dynamic world, a listed member of another host that does not answer for ``lost_after`` seconds
-        counts as dead.
-        """
-        self._joined = joined
+        self._joined = joined  # called with each member that joins a dynamic world
         self._me = membership.me
         self._membership = membership
         self._links = links
         self._sharing = sharing
-        self._lose = lose
-        self._ended = ended
-        self._lost_after = lost_after
+        self._lose = lose  # `Agent.lose`
+        self._ended = ended  # loses the members of this host whose process, given by its pid, has ended
+        self._lost_after = lost_after  # seconds until a silent member of another host counts as dead
         self._changed = threading.Condition()
-        self._world: set[int] | None = None
-        """The incarnations of the other members that a fixed world must have; None in a dynamic world."""
-        self._welcomed: set[int] = set()
-        """The members that have answered this agent's greeting."""
-        self._ready: set[int] = set()
-        """The members that have reported that they have met all others."""
+        self._world: set[int] | None = None  # the others that a fixed world must have; None in a dynamic world
+        self._welcomed: set[int] = set()  # the members that have answered this agent's greeting
+        self._ready: set[int] = set()  # the members that have reported that they have met all others
+        # True once all others have welcomed this agent. It then refuses strangers in a fixed world.
         self._complete = False
-        """True once all others have welcomed this agent. It then refuses strangers in a fixed world."""
-        self._error: NbdistError | None = None
-        """The reason why this agent cannot join, if there is one."""
+        self._error: NbdistError | None = None  # the reason why this agent cannot join
 
     @property
     def is_dynamic(self) -> bool:
@@ -91,8 +82,8 @@ class Handshake:
     def join_fixed(self, world: Sequence[Record], deadline: float) -> None:
         """Meet all members of a fixed world, and return when each of them has met all others, too.
 
-        Raises RendezvousError at the deadline (a time of `time.monotonic`) or if a member refuses this one,
-        VersionMismatch if a member uses another version of the protocol, and WorkerLost if a member dies.
+        Raises RendezvousError at the deadline or if a member refuses this one, VersionMismatch if a member uses another
+        version of the protocol, and WorkerLost if a member dies.
         """
         others = [record for record in world if record.incarnation != self._me.incarnation]
         for record in others:
@@ -106,11 +97,9 @@ class Handshake:
     def join_dynamic(self, present: Sequence[Record], deadline: float) -> list[Record]:
         """Meet the members that are present in a dynamic world; return the records of those that turn out to be dead.
 
-        Waits until the deadline (a time of `time.monotonic`), but at most ``lost_after`` seconds (12 if that is more).
-        A member of another host that has not answered by then counts as dead: calls to it fail with WorkerLost, and it
-        is refused when it answers later. A member of this host counts as dead only if its process has ended; else it is
-        busy or stopped, and reads the greetings later. Raises RendezvousError or VersionMismatch if a member refuses
-        this one.
+        Waits until the deadline, but at most ``lost_after`` seconds (12 if that is more). A member of another host that
+        has not answered by then counts as dead: calls to it fail with WorkerLost. Raises RendezvousError or
+        VersionMismatch if a member refuses this one.
         """
         dead: list[Record] = []
         for record in present:
@@ -135,7 +124,7 @@ class Handshake:
             if record.incarnation in self._welcomed:
                 continue
             if record.host == self._me.host and is_alive(record.pid, record.started):
-                self._add(record)
+                self._add(record)  # busy or stopped: it reads the greetings later
             else:
                 dead.append(record)
         self._complete = True
@@ -152,14 +141,11 @@ class Handshake:
         self._membership.remove(record.incarnation, why)  # if it was not connected any more
 
     def _greet_until(self, others: Sequence[Record], done: Any, deadline: float) -> None:
-        """Greet the others until ``done()`` is true. Raises RendezvousError at the deadline, with the missing names.
-
-        The deadline is as of `time.monotonic`. Raises an error that `on_refused` or `on_lost` has stored before that.
-        The calling thread sleeps between the greetings. A member is greeted again until it has answered.
-        """
+        """Greet the others until ``done()`` is true. Raises RendezvousError at the deadline, with the missing names."""
         with blocking_wait():
             while True:
                 with self._changed:
+                    # Stored by `on_refused` or `on_lost`, in the reading thread.
                     if self._error is not None:
                         raise self._error
                     self._complete = {record.incarnation for record in others} <= self._welcomed
@@ -189,18 +175,13 @@ class Handshake:
                 self._greet(record.incarnation, Ready())
 
     def _greet(self, to: int, message: Hello | Welcome | Ready) -> None:
-        """Send a greeting. Errors are ignored, because `_greet_until` sends it again."""
-        with contextlib.suppress(NbdistError):
+        with contextlib.suppress(NbdistError):  # `_greet_until` sends it again
             self._links.post(to, message)
 
     # -- receiving ----------------------------------------------------------------------------
 
     def on_stranger(self, message: Hello) -> None:
-        """Handle a greeting from an agent without a connection: let the agent in, refuse it, or ignore it for now.
-
-        Refuses an agent with another version of the protocol, and an agent that comes to a complete fixed world. An
-        agent that came too early greets again.
-        """
+        """Handle a greeting from an agent without a connection: let the agent in, refuse it, or ignore it for now."""
         record = message.record
         if record.version != VERSION:
             self._refuse(record, f"{self._me.name} uses version {VERSION} of nbdist's protocol, not {record.version}")
@@ -229,7 +210,6 @@ class Handshake:
         # else: this agent has not read the roster with the new member yet; the new member will greet again
 
     def _refuse(self, record: Record, reason: str) -> None:
-        """Tell an agent why it is not let in. Its `init_rpc` then raises RendezvousError or VersionMismatch."""
         self._links.refuse(record, Refused(self._me.incarnation, reason))
 
     def on_hello(self, message: Hello, sender: int, _: list[bytes]) -> None:
@@ -240,16 +220,13 @@ class Handshake:
             self._greet(sender, Ready())
 
     def _welcome(self, sender: int) -> None:
-        """Answer a greeting with this agent's record."""
         record = self._links.connected(sender)
         if record is not None:  # else the sender was lost meanwhile
             self._greet(sender, Welcome(self._me, self._sharing.can_read(record)))
 
     def _meet(self, sender: int, reads: bool) -> Record | None:
-        """Note whether a member can read this agent's arena; return the member's record, None if it was lost.
-
-        The record is the one with which this agent connected: a message must not give the sender another name or id.
-        """
+        """Note whether a member can read this agent's arena; return the member's record, None if it was lost."""
+        # Not the record in the message, which must not give the sender another name or id.
         record = self._links.connected(sender)
         if record is not None:
             self._sharing.on_met(record, reads)
@@ -281,9 +258,8 @@ class Handshake:
     def on_refused(self, message: Refused) -> None:
         """Handle the answer of an agent that did not accept a message of this one.
 
-        The sender may be a member that has lost this agent, or a member that does not let this agent join, for instance
-        because its name is taken, or an agent that now listens at the address of an earlier agent. While the world
-        forms, joining fails with RendezvousError or VersionMismatch. Later, the agent at that address is lost.
+        That agent has lost this one, does not let this one join, or now listens at the address of an earlier agent.
+        While the world forms, joining fails. Later, the agent at that address is lost.
         """
         if self._links.connected(message.about) is None:
             return

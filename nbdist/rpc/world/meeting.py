@@ -31,8 +31,7 @@ from nbdist.rpc.world.shared_store import SharedStore, is_here
 
 dist: Any = torch.distributed  # typed as Any: torch does not declare what this module exports
 
-_EVERY_INTERFACE = ("0.0.0.0", "::")
-"""Addresses at which a server listens on every interface of the machine."""
+_EVERY_INTERFACE = ("0.0.0.0", "::")  # a server at these listens on every interface
 
 
 class Meeting:
@@ -56,10 +55,7 @@ class Meeting:
 
     @property
     def serves(self) -> bool:
-        """True if this member serves the store: rank 0 does, unless torchrun does.
-
-        The other ranks connect to that store.
-        """
+        """True if this member serves the store: rank 0 does, unless torchrun does."""
         return self.scheme == "tcp" and self.rank == 0 and not self.is_torchruns
 
     @property
@@ -81,20 +77,16 @@ class Meeting:
         return self.scheme in ("tcp", "nbdist") and not tcp_store.is_own(self.place)
 
     def is_open(self) -> bool:
-        """Return whether the store still exists. A member that leaves asks this before it writes to the store.
-
-        Always True for a store that is not a TCPStore, and in the member that serves the store.
-        """
+        """Return whether the store still exists. A member that leaves asks this before it writes to the store."""
         return self.scheme != "tcp" or self.serves or tcp_store.is_served(self.place, self.port)
 
     def open(self, timeout: float, secret: Secret) -> Store:
         """Open the store at which the members meet. Each operation of the store takes at most ``timeout`` seconds.
 
-        ``secret`` is the secret that the members share. Raises RendezvousError if the store cannot be opened; torch's
-        own errors pass through.
+        Raises RendezvousError if the store cannot be opened; torch's own errors pass through.
         """
         if self.scheme != "tcp":
-            tcp_store.end_server()
+            tcp_store.end_server()  # the server of an earlier world
         if self.scheme == "file":
             return MeetingFile(self.place)
         if self.scheme == "nbdist":
@@ -114,10 +106,10 @@ def prefixed(store: Any) -> Store:
 
 
 def parse(init_method: str, rank: int, world_size: int | None) -> Meeting:
-    """Return the meeting that an ``init_method`` describes.
+    """Return the meeting that an ``init_method`` describes. Raises ValueError, in torch's words, if a part is missing.
 
     If ``rank`` is negative, it is read from the URL, or for ``env://`` from the environment. ``world_size`` is not
-    used. Raises ValueError, in torch's words, if a part is missing.
+    used.
     """
     url = urlparse(init_method)
     query = {key: values[0] for key, values in parse_qs(url.query).items()}
@@ -147,7 +139,6 @@ def parse(init_method: str, rank: int, world_size: int | None) -> Meeting:
 
 
 def _environment(name: str, missing: Any) -> str:
-    """Return an environment variable; if it is not set, raise ``missing(text)``, an error whose text says so."""
     value = os.environ.get(name)
     if value is None:
         raise missing(f"environment variable {name} expected, but not set")
@@ -183,10 +174,7 @@ def settle(meeting: Meeting, shared: bool, host: str | None) -> None:
 
 
 def _require_shared_secret(meeting: Meeting, shared: bool, host: str | None) -> None:
-    """Raise SecurityError if members on several hosts share no secret, or if other hosts cannot reach this member.
-
-    Called before the store is opened.
-    """
+    """Raise SecurityError if members on several hosts share no secret, or if other hosts cannot reach this member."""
     off_host = meeting.is_off_host() or (host is not None and not tcp_store.is_loopback(host))
     if off_host and not shared:
         raise SecurityError(

@@ -20,14 +20,13 @@ from pathlib import Path
 
 from nbdist.errors import RendezvousError
 
+# Seconds to wait for the lock. Its holder needs less than a millisecond, unless it is stopped or the disk hangs.
 _LOCK_TIMEOUT = 2.0
-"""Seconds to wait for the lock. Its holder needs less than a millisecond, unless it is stopped or the disk hangs."""
 
-_POLL = 0.001
-"""Seconds between two attempts to take the lock."""
+_POLL = 0.001  # seconds between two attempts to take the lock
 
+# Bytes. A roster takes about 300 bytes for each member; a larger file belongs to another program.
 _LARGEST_ROSTER = 64 << 20
-"""Bytes. A roster takes about 300 bytes for each member; a larger file belongs to another program."""
 
 
 class MeetingFile:
@@ -48,11 +47,10 @@ class MeetingFile:
             ) from error
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write ``desired`` if the text is ``expected``; return the text that the file has then.
+        """Write ``desired`` if the text is ``expected``; return the text that the file has then. ``key`` is ignored.
 
-        ``key`` is ignored, since the file has one text; torch's stores have this parameter. While the text is empty,
-        there is no file. Raises TimeoutError if another process holds the lock for 2 s, OSError if the disk is full or
-        the folder is gone, and RendezvousError if the file is too large. The caller retries or gives up.
+        Raises TimeoutError if another process holds the lock for 2 s, OSError if the disk is full or the folder is
+        gone, and RendezvousError if the file is too large.
         """
         with self._locked() as file:
             text = self._text(file)
@@ -67,11 +65,7 @@ class MeetingFile:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
-        """Return a context manager that holds the lock of the file at the path; it yields the file's descriptor.
-
-        If another process replaces the file meanwhile, the new file is locked. Raises TimeoutError if another process
-        holds the lock for `_LOCK_TIMEOUT` seconds.
-        """
+        """Return a context manager that holds the lock of the file at the path; it yields the file's descriptor."""
         deadline = time.monotonic() + _LOCK_TIMEOUT
         while True:
             file = self._open()
@@ -89,10 +83,7 @@ class MeetingFile:
             time.sleep(_POLL)
 
     def _lock(self, file: int) -> bool:
-        """Lock an open file; return False if another process holds the lock, or has put a new file in its place.
-
-        After False, the caller tries again.
-        """
+        """Lock an open file; return False if another process holds the lock, or has put a new file in its place."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.path.samestat(os.fstat(file), os.stat(self._path))
@@ -103,7 +94,6 @@ class MeetingFile:
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def _text(self, file: int) -> bytes:
-        """Read the text; raise RendezvousError if the file is too large to be a roster."""
         size = os.fstat(file).st_size
         if size > _LARGEST_ROSTER:
             raise RendezvousError(
@@ -119,6 +109,7 @@ class MeetingFile:
             file = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with open(file, "wb") as new:
                 new.write(text)
+            # So a reader sees the old text or the new one (test_processes_killed_while_they_write_leave_a_whole_text).
             os.replace(self._draft, self._path)
         except OSError:
             self._draft.unlink(missing_ok=True)  # the disk may be full

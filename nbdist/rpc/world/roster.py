@@ -27,18 +27,14 @@ from nbdist.channel.secret import Secret
 from nbdist.errors import NotUnique, RendezvousError, VersionMismatch
 from nbdist.wire.messages import VERSION, Record
 
-_KEY = "nbdist/roster"
-"""The key of the list in the store."""
-_POLL = 0.01
-"""Seconds between two reads of the store."""
+_KEY = "nbdist/roster"  # of the list, in the store
+_POLL = 0.01  # seconds between two reads of the store
+# Seconds between two reads for each registered member, if that is more: each read gets the whole list.
 _POLL_PER_MEMBER = 0.0005
-"""Seconds between two reads for each registered member, if that is more: each read gets the whole list."""
-_LONGEST_PAUSE = 5.0
-"""The longest pause, in seconds, before the next attempt to write the list after other members wrote it first."""
-_MISSING_RANKS_SHOWN = 20
-"""The number of missing ranks that an error lists."""
+_LONGEST_PAUSE = 5.0  # seconds before the next attempt to write the list after other members wrote it first
+_MISSING_RANKS_SHOWN = 20  # in an error
+# Forked workers must not draw the same pauses, and the user's seeds must not be used up.
 _random = random.SystemRandom()
-"""Draws the pauses. Forked workers must not draw the same pauses, and the user's seeds must not be used up."""
 _MIXED_WORLDS_TEXT = "RPC group mixes statically and dynamically initialized members which is not supported."
 
 
@@ -56,14 +52,10 @@ class Store(Protocol):
 class _Document(msgspec.Struct):
     """The list of members in the store: their signed records, in four parts."""
 
-    gathering: list[bytes] = []
-    """The members of a fixed world that have registered, until all have."""
-    formed: list[bytes] = []
-    """The members of a complete fixed world that have not left."""
-    left: list[bytes] = []
-    """The members that have left a fixed world in which others are still present."""
-    dynamic: list[bytes] = []
-    """The members of a dynamic world."""
+    gathering: list[bytes] = []  # the members of a fixed world that have registered, until all have
+    formed: list[bytes] = []  # the members of a complete fixed world that have not left
+    left: list[bytes] = []  # the members that have left a fixed world in which others are still present
+    dynamic: list[bytes] = []  # the members of a dynamic world
 
 
 class Roster:
@@ -128,10 +120,7 @@ class Roster:
             time.sleep(max(_POLL, len(gathering) * _POLL_PER_MEMBER))
 
     def _without_twin(self, gathering: list[Record], me: Record) -> list[Record]:
-        """Remove an earlier record of this process from ``gathering``, and return the rest.
-
-        Raises NotUnique if another process has the rank of ``me``, RendezvousError if members disagree about the size.
-        """
+        """Remove an earlier record of this process from ``gathering``, and return the rest."""
         for record in gathering:
             if record.world_size != me.world_size:
                 raise RendezvousError(
@@ -187,11 +176,7 @@ class Roster:
             tries = self._let_others_write(tries, deadline)
 
     def leave(self, *leaving: Record) -> None:
-        """Remove members from the list. Errors are ignored, such as that of a store that cannot be reached.
-
-        A member that is not in the list is skipped. A member of a fixed world moves to `_Document.left`, where the
-        other members can still read its record.
-        """
+        """Remove members from the list. Errors are ignored, such as that of a store that cannot be reached."""
         gone = {record.incarnation for record in leaving}
         try:
             while True:
@@ -212,10 +197,7 @@ class Roster:
         del self._store
 
     def wait_for_others(self, me: Record, deadline: float) -> None:
-        """Wait until all other members of this fixed world have left or died, or until the deadline.
-
-        The deadline is as of `time.monotonic`. Returns at once if the list cannot be read, or ``me`` is not in it.
-        """
+        """Wait until all other members of this fixed world have left or died, or until the deadline."""
         while time.monotonic() < deadline:
             try:
                 _, document = self._read(0.0)
@@ -232,14 +214,13 @@ class Roster:
     def _read(self, deadline: float) -> tuple[str, _Document]:
         """Read the list; return its text, for a later `_write`, and its contents.
 
-        If the store cannot be reached, opens it again and retries until the deadline (as of `time.monotonic`), but at
-        least once. Then raises RendezvousError. If the value is no list of members, raises RendezvousError at once.
+        If the store cannot be reached, retries until the deadline, but at least once; then raises RendezvousError.
         """
         while True:
             try:
                 text = self._store.compare_set(_KEY, "", "").decode(errors="replace")
                 break
-            except Exception as error:
+            except Exception as error:  # torch's stores raise errors of all kinds
                 # Rank 0 of an earlier world may be closing its server, and the next world's server is about to start.
                 if time.monotonic() > deadline:
                     raise RendezvousError(
@@ -259,42 +240,33 @@ class Roster:
             ) from error
 
     def _write(self, before: str, document: _Document) -> bool:
-        """Write the list if its text is still ``before``; return whether it was written. A full disk raises OSError.
-
-        After False, the caller reads the list again and tries once more.
-        """
+        """Write the list if its text is still ``before``; return whether it was written. A full disk raises OSError."""
         text = base64.b64encode(msgspec.msgpack.encode(document)).decode() if document != _Document() else ""
         try:
             return self._store.compare_set(_KEY, before, text).decode() == text
-        except Exception as error:
+        except Exception as error:  # torch's stores raise errors of all kinds
             if isinstance(error, OSError) and not isinstance(error, ConnectionError):
                 raise  # for example, the disk is full: a retry would not help
             return False  # the caller then reads the list, and `_read` retries until the deadline
 
     @staticmethod
     def _let_others_write(tries: int, deadline: float) -> int:
-        """Sleep after another member has written the list first; return ``tries``, the number of attempts, plus one.
-
-        If many members join at once, one of them writes, and the others have read in vain. So each sleeps for a random
-        time, at first up to 0.01 s. This limit doubles with each attempt, up to `_LONGEST_PAUSE`, and never goes beyond
-        ``deadline``.
-        """
+        """Sleep after another member has written the list first; return ``tries``, the number of attempts, plus one."""
+        # If many members join at once, one of them writes, and the others have read in vain: each sleeps for a random
+        # time, whose limit doubles with each attempt (test_joins_at_the_same_moment_compete).
         longest = min(_POLL * 2 ** min(tries, 16), _LONGEST_PAUSE, max(_POLL, deadline - time.monotonic()))
         time.sleep(_random.uniform(0.0, longest))
         return tries + 1
 
     def _signed(self, record: Record) -> bytes:
-        """Return a record as bytes for the list, with the version of the protocol, signed with the members' secret."""
+        # The version stands outside of the record: a record of another version cannot be decoded
+        # (test_another_version_is_named_before_anything_else_is_read).
         return self._secret.sign(msgspec.msgpack.encode((record.version, msgspec.msgpack.encode(record))))
 
     def _records(self, sealed: list[bytes]) -> list[Record]:
         return [self._record_in(data) for data in sealed]
 
     def _record_in(self, data: bytes) -> Record:
-        """Return the record in bytes that `_signed` made.
-
-        Raises SecurityError for a wrong signature, and VersionMismatch for another version of the protocol.
-        """
         version, inner = msgspec.msgpack.decode(self._secret.verify(data), type=tuple[int, bytes])
         if version != VERSION:
             raise VersionMismatch(

@@ -21,8 +21,7 @@ ENTRANCE = "entrance"
 """The role whose CURVE key pair (`Secret.curve`) an entrance has."""
 STORE = b"s"
 """The first byte of a request to the store. It tells the entrance what kind of request this is."""
-_ANSWER_WITHIN = 10.0
-"""The longest time to wait for an answer, in seconds."""
+_ANSWER_WITHIN = 10.0  # the longest time to wait for an answer, in seconds
 
 
 class _CompareSet(msgspec.Struct):
@@ -46,11 +45,7 @@ class Texts:
         _here[address] = self
 
     def answer(self, signed: bytes) -> bytes:
-        """Return the answer to a request of a `SharedStore`.
-
-        Raises SecurityError if the request is signed with another secret, and `msgspec.MsgspecError` if it cannot be
-        decoded.
-        """
+        """Return the answer to a request of a `SharedStore`. Raises SecurityError if another secret has signed it."""
         request = msgspec.msgpack.decode(self._secret.verify(signed), type=_CompareSet)
         return self.compare_set(request.name, request.expected, request.desired)
 
@@ -63,8 +58,8 @@ class Texts:
             return text.encode()
 
 
+# The texts of this process, by the addresses of their entrances.
 _here: weakref.WeakValueDictionary[str, Texts] = weakref.WeakValueDictionary()
-"""The texts of this process, by the addresses of their entrances."""
 
 
 def is_here(address: str) -> bool:
@@ -86,12 +81,9 @@ class SharedStore:
         self._timeout = min(timeout, _ANSWER_WITHIN)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write ``desired`` if the text is ``expected``; return the text that the store has then.
-
-        ``key`` is ignored: a list has one text. Raises ChannelError if the entrance does not answer.
-        """
+        """Write ``desired`` if the text is ``expected``; return the text that the store has then. Ignores ``key``."""
         texts = _here.get(self._address)
-        if texts is not None:
+        if texts is not None:  # in this process: no message needed
             return texts.compare_set(self._name, expected, desired)
         request = self._secret.sign(msgspec.msgpack.encode(_CompareSet(self._name, expected, desired)))
         return knock(f"tcp://{self._address}", self._secret.curve(ENTRANCE).public, STORE + request, self._timeout)

@@ -29,20 +29,18 @@ from nbdist.rpc.references.reference_table import References
 from nbdist.rpc.world.survey import CLOSING, DRAINING, RELEASING, RUNNING, Survey
 from nbdist.wire.messages import AskShutdown, Record, ShutdownState
 
-_FIRST_PAUSE = 0.002
-"""Seconds until a waiting agent checks again, at first; the pause grows up to `_LONGEST_PAUSE` seconds."""
+_FIRST_PAUSE = 0.002  # seconds until a waiting agent checks again, at first
 _LONGEST_PAUSE = 0.05
 REMIND_AFTER = 10.0
 """Seconds without a served call after which a waiting `shutdown` logs what it waits for."""
 
+# In an error or a warning. Each question of the leader carries these names, too.
 _NAMES_SHOWN = 20
-"""The number of members that a message names. Each question of the leader carries these names."""
 
+# Seconds for which a departing agent waits until the other members have acknowledged its messages.
 _ACKNOWLEDGED_WITHIN = 1.0
-"""Seconds for which a departing agent waits until the other members have acknowledged its messages."""
 
-_ANSWERS_WITHIN = 2.0
-"""Seconds within which a member answers the leader, unless it hangs."""
+_ANSWERS_WITHIN = 2.0  # seconds within which a member answers the leader, unless it hangs
 
 _TO_CALL, _TO_ANSWER = "to call shutdown", "to answer"
 _DUTY_IN_ROUND = {DRAINING: "to end the calls that run", RELEASING: "to release their references", CLOSING: "to close"}
@@ -67,7 +65,6 @@ class Reminder:
     def is_due(self, now: float, served: int, running: int, reason: str) -> bool:
         """Return whether to log now that `shutdown` waits for ``reason``; True once for each reason.
 
-        True after `REMIND_AFTER` seconds in which the reason stayed the same and no call ran or was answered here.
         ``served`` counts the answered calls, ``running`` the unanswered ones. ``now`` is as of `time.monotonic`.
         """
         if running or (served, reason) != self._before:
@@ -90,39 +87,28 @@ class Shutdown:
         turn: AbstractContextManager[Any],
         doing: Callable[[], str],
     ) -> None:
-        """Start in the round `RUNNING`, before any `shutdown`. ``turn`` is the lock held while a message is handled.
-
-        ``doing()`` describes the calls that run here, or returns "".
-        """
-        self._turn = turn
+        self._turn = turn  # `Agent._turn`, held while a message is handled
         self._membership = membership
         self._links = links
         self._exchange = exchange
         self._references = references
-        self._doing = doing
+        self._doing = doing  # describes the calls that run here
         self._changed = threading.Condition()
-        self._reached = RUNNING
-        """The round that this agent has reached."""
-        self._wanted = RUNNING
-        """The round that the leader has announced."""
+        self._reached = RUNNING  # the round that this agent has reached
+        self._wanted = RUNNING  # the round that the leader has announced
+        # The names of the members for which the leader waits, and what they have to do, as texts.
         self._waits_for = "", ""
-        """The names of the members for which the leader waits, and what they have to do, as texts."""
+        # The leader's current look. Answers to earlier looks do not count.
         self._look = 1
-        """The number of the leader's current look. Answers to earlier looks do not count."""
-        self._looked = 0.0
-        """The time of the leader's last complete look."""
-        self._asked: set[int] = set()
-        """The members that have been asked in this look."""
-        self._answers: dict[int, ShutdownState] = {}
-        """The answers in this look, by member."""
-        self._lost: list[str] = []
-        """The members that were lost during the end, with the reason, for the error of `end`."""
-        self._survey: Survey | None = None
-        """The leader's view; None in an agent that does not lead."""
+        self._looked = 0.0  # the time of the leader's last complete look
+        self._asked: set[int] = set()  # the members that have been asked in this look
+        self._answers: dict[int, ShutdownState] = {}  # the answers in this look, by member
+        self._lost: list[str] = []  # the members that were lost during the end, with the reason, for the error of `end`
+        self._survey: Survey | None = None  # None in an agent that does not lead
         self.completed = False
-        """True once `end` has gone through both rounds. The agent's goodbye then says that the end was orderly."""
+        """True once `end` has gone through both rounds: the goodbye then says that the end was orderly."""
         self.release: Callable[[], None] = references.release_all
-        """Releases all references to values of other members. `end` calls it once, after the last call has ended."""
+        """Releases all references to values of other members. `end` calls it once."""
 
     # -- every member -------------------------------------------------------------------------
 
@@ -145,7 +131,7 @@ class Shutdown:
         for round_over in (RELEASING, CLOSING):
             self._wait_for_round(round_over, deadline)
             if round_over == RELEASING:
-                self.release()
+                self.release()  # before `_reached`: an answer in round 2 must count the releases under way
             with self._changed:
                 self._reached = round_over
             self._references.is_ending = True
@@ -162,8 +148,7 @@ class Shutdown:
     def drain(self, timeout: float) -> None:
         """Wait until all calls of this agent and to it are answered, then release all its references.
 
-        Raises RendezvousError after ``timeout`` seconds; 0 or less means no limit. Returns even if the other members do
-        not acknowledge the releases within `_ACKNOWLEDGED_WITHIN` seconds.
+        Raises RendezvousError after ``timeout`` seconds; 0 or less means no limit.
         """
         deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
         while self._exchange.active or self._exchange.calls.unended:
@@ -180,10 +165,7 @@ class Shutdown:
             time.sleep(0.002)
 
     def _wait_for_round(self, round: int, deadline: float) -> None:
-        """Wait until the leader, which may be this agent, begins ``round``, such as `RELEASING`.
-
-        After ``deadline`` (as of `time.monotonic`), raises RendezvousError, which names the members that are missing.
-        """
+        """Wait until the leader, which may be this agent, begins ``round``. Raises RendezvousError at ``deadline``."""
         pause, reminder = _FIRST_PAUSE, Reminder(time.monotonic())
         while True:
             with self._changed:
@@ -212,8 +194,7 @@ class Shutdown:
         return (self._leader().name, _TO_CALL) if not self._is_leader() else ("the others", _TO_ANSWER)
 
     def _leader(self) -> Record:
-        """Return the record of the leader: the living member with the lowest id."""
-        return self._membership.members()[0]
+        return self._membership.members()[0]  # the living member with the lowest id
 
     def _is_leader(self) -> bool:
         return self._leader() is self._membership.me
@@ -221,10 +202,7 @@ class Shutdown:
     # -- the leader ---------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """As the leader, ask the members what they have under way; once all have answered, check if the round is over.
-
-        If it is over, the next round begins, and all members are asked again. `_wait_for_round` calls this repeatedly.
-        """
+        """As the leader, ask the members what they have under way; once all have answered, decide about the round."""
         me = self._membership.me.incarnation
         with self._changed:
             others = {record.incarnation for record in self._membership.others()}
@@ -251,6 +229,7 @@ class Shutdown:
             self._waits_for = self._names(others - answers.keys()), _TO_ANSWER
         with self._changed:
             ask = AskShutdown(survey.round, survey.round >= CLOSING, self._waits_for, self._look)
+            # A question says for whom the leader waits, so all are asked again when that changes.
             to_ask = others - self._asked if self._waits_for == before else others
         for member in to_ask:
             with contextlib.suppress(NbdistError):
@@ -264,10 +243,7 @@ class Shutdown:
         return ", ".join([*names[:_NAMES_SHOWN], *more])
 
     def _tell_the_end(self, deadline: float) -> None:
-        """As the leader, tell all others that the world has ended, until each has acknowledged this or has left.
-
-        Repeats the message every 0.02 s. Returns at ``deadline`` (as of `time.monotonic`) in any case.
-        """
+        """As the leader, tell all others that the world has ended, until each has acknowledged this or has left."""
         while time.monotonic() < deadline:
             with self._changed:
                 knowing = {member for member, state in self._answers.items() if state.round >= CLOSING}
@@ -283,10 +259,7 @@ class Shutdown:
     # -- answering the leader -----------------------------------------------------------------
 
     def _state(self, look: int) -> ShutdownState:
-        """Return this member's answer to the leader: its round, how many messages it has sent, how much is under way.
-
-        ``look`` is the number of the leader's question. Takes `Agent._turn`, so no message is half handled meanwhile.
-        """
+        """Return this member's answer to the leader: its round, how many messages it has sent, what is under way."""
         with self._turn:  # so that every message that was acknowledged has been handled
             active = self._exchange.active + self._exchange.calls.unended
             if self._reached >= RELEASING:
@@ -302,24 +275,17 @@ class Shutdown:
             self._links.post(leader.incarnation, self._state(0))
 
     def on_ask(self, message: AskShutdown, sender: int, _: list[bytes]) -> None:
-        """Answer the leader, which asks what this member has under way.
-
-        Before this member's own `shutdown`, the answer says that it is still running.
-        """
+        """Answer the leader, which asks what this member has under way."""
         with self._changed:
             self._waits_for = message.waits_for
-            if self._reached >= DRAINING:
+            if self._reached >= DRAINING:  # else the answer says that this member still runs
                 self._wanted = max(self._wanted, message.round)
                 self._changed.notify_all()
         with contextlib.suppress(NbdistError):
             self._links.post(sender, self._state(message.look))
 
     def on_state(self, message: ShutdownState, sender: int, _: list[bytes]) -> None:
-        """Store a member's answer to the leader, unless it answers an earlier look.
-
-        The answer says which round the member has reached, and how much it has under way. An agent that does not lead
-        stores the answer without using it.
-        """
+        """Store a member's answer to the leader, unless it answers an earlier look."""
         with self._changed:
             if message.look != self._look and message.round < CLOSING:
                 return
@@ -328,21 +294,14 @@ class Shutdown:
                 self._changed.notify_all()
 
     def on_orderly_goodbye(self) -> None:
-        """Begin to close, because another member closes after an orderly end. The leader's message may still be coming.
-
-        Before this agent's own `shutdown`, nothing changes.
-        """
+        """Begin to close: another member closes after an orderly end. The leader's message may still be coming."""
         with self._changed:
             if self._reached >= DRAINING:
                 self._wanted = CLOSING
             self._changed.notify_all()
 
     def on_lost(self, record: Record, why: str) -> None:
-        """Stop waiting for a member that is lost.
-
-        If this agent's `shutdown` has begun and the world is not closing yet, `shutdown` raises WorkerLost at its end,
-        with the member's name.
-        """
+        """Stop waiting for a lost member. If the world is ending and not closing yet, `end` raises WorkerLost."""
         with self._changed:
             if DRAINING <= self._reached < CLOSING and self._wanted < CLOSING:
                 self._lost.append(f"{record.name}, which {why}")

@@ -26,8 +26,8 @@ class Survey:
         self.members = members
         self.round = DRAINING
         self._states: dict[int, ShutdownState] = {}
+        # The number of messages that the members had sent by the look before; None unless all were quiet in it.
         self._before: int | None = None
-        """The number of messages that the members had sent by the look before; None unless all were quiet in it."""
 
     def missing(self) -> set[int]:
         """Return the members that have not reached this round or have not answered yet, by their incarnations."""
@@ -36,24 +36,17 @@ class Survey:
         }
 
     def busy(self) -> set[int]:
-        """Return the members that have calls or messages under way; all members, if none has.
-
-        For texts that say for whom `shutdown` waits. Call this only after every member has answered once.
-        """
+        """Return the members that have calls or messages under way; all members, if none has."""
         return {member for member in self.members if self._states[member].active} or set(self.members)
 
     def forget(self, member: int) -> None:
         """Remove a member that is gone. The round then needs two more looks."""
         self.members.discard(member)
         self._states.pop(member, None)
-        self._before = None
+        self._before = None  # the round then needs two more looks
 
     def look(self, states: dict[int, ShutdownState]) -> bool:
-        """Take a look, one answer of every member; return whether the round is over. If it is, begin the next round.
-
-        ``states`` has the new answers, by member. The round is over if all members have reached it, this look and the
-        look before it found nothing under way, and no member sent anything in between.
-        """
+        """Take a look, one answer of every member; return whether the round is over. If it is, begin the next round."""
         self._states.update(states)
         if self.missing():
             self._before = None

@@ -26,18 +26,18 @@ from nbdist.errors import RendezvousError
 
 dist: Any = torch.distributed  # typed as Any: torch does not declare what this module exports
 
+# Stands for no file descriptor. torch then uses this process's own server at the port, and fails without one.
 _SERVER_OF_THIS_PROCESS = -1
-"""Stands for no file descriptor. torch then uses this process's own server at the port, and fails without one."""
 
+# Seconds to wait for the store's answer after the time for connecting, so that torch's own error comes first.
 _ANSWER_TIMEOUT = 2.0
-"""Seconds to wait for the store's answer after the time for connecting, so that torch's own error comes first."""
 
+# Seconds to wait for a connection to the store. It takes no time, unless the other machine is gone.
 _PROBE_TIMEOUT = 1.0
-"""Seconds to wait for a connection to the store. It takes no time, unless the other machine is gone."""
 
 
+# The address and the store that this process served last. The server lives as long as the store.
 _served: tuple[str, int, Any] | None = None
-"""The address and the store that this process served last. The server lives as long as the store."""
 
 
 def open_store(host: str, port: int, timeout: float, *, serve: bool) -> Any:
@@ -68,20 +68,18 @@ def open_store(host: str, port: int, timeout: float, *, serve: bool) -> Any:
 
 
 def _client(host: str, port: int, timeout: float) -> Any:
-    """Return a client of the store at an address.
-
-    torch's client tries to connect for ``timeout`` seconds. Once connected, it waits for the store's answer without a
-    limit, and Python handles no Ctrl-C meanwhile. So a thread of its own connects. It stays behind if no answer comes.
-    """
+    """Return a client of the store at an address."""
     opened: Future[Any] = Future()
 
     def connect() -> None:
         try:
             limit = datetime.timedelta(seconds=timeout)
             opened.set_result(dist.TCPStore(host, port, None, False, limit, wait_for_workers=False))
-        except Exception as error:
+        except Exception as error:  # torch's errors, of any kind: the waiting thread raises them
             opened.set_exception(error)
 
+    # Once connected, torch's client waits for the store's answer without a limit, and Python handles no Ctrl-C
+    # meanwhile. This thread stays behind if no answer comes (test_a_listener_that_never_answers_is_no_store).
     threading.Thread(target=connect, name="nbdist-store", daemon=True).start()
     if not wait([opened], timeout + _ANSWER_TIMEOUT).done:
         raise RendezvousError(
@@ -92,10 +90,7 @@ def _client(host: str, port: int, timeout: float) -> Any:
 
 
 def end_server() -> None:
-    """Close the server that `open_store` started, as soon as nothing else in this process uses its store.
-
-    Does nothing if this process serves no store.
-    """
+    """Close the server that `open_store` started, as soon as nothing else in this process uses its store."""
     global _served
     _served = None
 
@@ -103,8 +98,8 @@ def end_server() -> None:
 def _listen(host: str, port: int) -> int:
     """Return the file descriptor of a listening socket, which torch closes with its server.
 
-    Returns `_SERVER_OF_THIS_PROCESS` if the port is in use: torch then uses this process's own server there, or fails.
-    Raises RendezvousError if this machine cannot bind a socket to any address of the host.
+    Returns `_SERVER_OF_THIS_PROCESS` if the port is in use. Raises RendezvousError if this machine cannot bind a socket
+    to any address of the host.
     """
     failed = f"{host} has no address"
     for family, address in _addresses(host, port):
@@ -126,15 +121,13 @@ def _listen(host: str, port: int) -> int:
 
 
 def _addresses(host: str, port: int = 0) -> list[tuple[int, Any]]:
-    """Return the address families and addresses of a host name, IPv4 first; an empty list if the name is unknown.
-
-    A store's client tries all of them, so one listener is enough. IPv4 comes first, so that a program that names
-    127.0.0.1 and one that names localhost meet.
-    """
+    """Return the address families and addresses of a host name, IPv4 first; an empty list if the name is unknown."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return []
+    # A store's client tries all addresses, so one listener is enough. IPv4 first, so that a program that names
+    # 127.0.0.1 and one that names localhost meet.
     return sorted(((int(family), address) for family, _, _, _, address in found), key=lambda each: each[0])
 
 
@@ -175,11 +168,9 @@ def is_torchruns(host: str, port: int) -> bool:
 
 
 def is_served(host: str, port: int) -> bool:
-    """Return whether anything listens at an address.
-
-    torch's client prints a C++ backtrace when it writes to a store that is gone, so a member that leaves asks this
-    first.
-    """
+    """Return whether anything listens at an address."""
+    # torch's client prints a C++ backtrace when it writes to a store that is gone, so a member that leaves asks this
+    # first (test_a_member_that_outlives_the_store_prints_no_backtrace).
     try:
         socket.create_connection((host, port), timeout=_PROBE_TIMEOUT).close()
     except OSError:
