@@ -60,7 +60,7 @@ class Sender:
         self._spaces = sharing.spaces  # shared memory for large tensors, by receiver
         self._recorder = recorder
         self._repeats = repeats
-        self._is_deciding = is_deciding  # the thread holds `Exchange.lock`: no answer can be handled
+        self._is_deciding = is_deciding  # True if this thread holds `Exchange.lock`: no answer can be handled
         self._on_unsent = on_unsent  # ends a call that a finaliser made and that could not be sent
 
     def timeout_of(self, timeout: float) -> float:

@@ -83,6 +83,8 @@ class ForkStanding(Enum):
 
 @dataclass
 class _Owned:
+    """A value that this agent owns or is about to own."""
+
     handles: int = 0  # the objects and calls of this agent that refer to the value
     forks: dict[GlobalId, int] = field(default_factory=dict)  # held by other agents, each with its holder's incarnation
     # The agents that must be sent the value's description once it exists, and how many forks each got before.
