@@ -24,31 +24,25 @@ from torch.autograd import Function
 
 from nbdist.autograd.graph.edges import HeldBack, Node
 
-_FIRST_PATIENCE = 0.001
-"""Seconds that a wait waits if a node has run since the wait before: nodes that it queued may come a moment later."""
-_LONGEST_PATIENCE = 1.0
-"""The most seconds that a wait waits. While no node runs, each wait is twice as long as the one before."""
-_QUEUES_WITHIN = 0.0002
-"""Seconds after a node's hooks. By then, torch has most often queued the nodes behind the node."""
-_MORE_WAITS = 200
-"""The number of waits in a chain, besides two for each node. They last more than three minutes if no node runs."""
+_FIRST_PATIENCE = 0.001  # seconds to wait if a node has run since the last wait: what it queued may come a bit later
+_LONGEST_PATIENCE = 1.0  # while no node runs, each wait is twice as long as the one before, up to this many seconds
+_QUEUES_WITHIN = 0.0002  # seconds after a node's hooks; by then, torch has most often queued the nodes behind the node
+_MORE_WAITS = 200  # waits in a chain, besides two for each node: more than three minutes if no node runs
 
 
 class Countdown:
-    """Counts the nodes that have not run yet in a call of torch's engine."""
+    """Counts the nodes that have not run yet in a call of torch's engine; each runs once. End it by `remove`."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
-        """Count these nodes; each runs once. `remove` ends it."""
         self.left = self._seen = len(nodes)
-        """The number of nodes that have not run yet."""
         self._count = len(nodes)
         self._patience = _FIRST_PATIENCE
         self._root: torch.Tensor | None = None
         self._changed = threading.Condition()
+        # By way of the class: a user's Function may have an attribute of this name (test_waiting.py has one).
         self._handles = [type(node).register_hook(node, self._note) for node in nodes]
 
     def _note(self, *_: Any) -> None:
-        """Count a node that has run. A hook of each node; runs in a thread of the engine."""
         with self._changed:
             self.left -= 1
             self._changed.notify_all()
@@ -56,8 +50,8 @@ class Countdown:
     def chain(self, gates: Sequence[torch.Tensor], sequence_nr: int) -> tuple[Node, int]:
         """Return the graph edge of the first of a chain of waits: nodes that call `wait`, and lead to the gates.
 
-        ``gates`` are the gates' outputs. The waits get the sequence number ``sequence_nr``; it must be the lowest in
-        the call, so that the engine runs a wait only when no other node of its queue is ready.
+        ``gates`` are the gates' outputs. ``sequence_nr`` must be the lowest in the call, so that the engine runs a wait
+        only when no other node of its queue is ready.
         """
         wait: Callable[..., Any] = _Wait.apply
         with torch.enable_grad():
@@ -84,7 +78,7 @@ class Countdown:
             self._patience = _FIRST_PATIENCE if has_run else min(2 * self._patience, _LONGEST_PATIENCE)
             self._seen = self.left
         if has_run:
-            time.sleep(_QUEUES_WITHIN)
+            time.sleep(_QUEUES_WITHIN)  # without the lock, which the hooks of nodes take
 
     def remove(self) -> None:
         """Take the hooks off the nodes, and drop the chain."""
@@ -98,21 +92,14 @@ class _Wait(Function):
 
     @staticmethod
     def forward(ctx: Any, countdown: Countdown, *before: torch.Tensor) -> torch.Tensor:
-        """Make a wait, after which the engine runs the nodes that made the tensors ``before``: gates or another wait.
-
-        Returns an empty tensor on the CPU, which only serves as a root for the engine or as input of the next wait.
-        """
         ctx.countdown = countdown
         ctx.devices = [tensor.device for tensor in before]
-        return torch.empty((), device="cpu")
+        return torch.empty((), device="cpu")  # only a root for the engine, or the input of the next wait
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Wait by `Countdown.wait`, and return ones as gradients for the next wait or, after the last, for the gates.
-
-        The countdown, which is the first input, gets None. Raises HeldBack if all nodes have run.
-        """
         ctx.countdown.wait()
+        # None for the countdown. Nobody reads the ones: neither the next wait nor, after the last wait, the gates.
         return None, *(torch.ones((), device=device) for device in ctx.devices)
 
 

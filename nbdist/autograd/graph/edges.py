@@ -39,54 +39,36 @@ from nbdist.torch_private import (
     unwrap_if_dead,
 )
 
+# A node of torch's graph. Nodes made in C++ have no class that could be named here. Call a node's methods by way of its
+# class: ``type(node).name(node)``. The node of a user's `torch.autograd.Function` is the ``ctx`` of that function as
+# well, and may have attributes of the user's with the names of methods, such as ``name``.
 Node = Any
-"""A node of torch's graph. Nodes made in C++ have no class that could be named here.
 
-Call a node's methods by way of its class: ``type(node).name(node)``. The node of a user's `torch.autograd.Function` is
-the ``ctx`` of that function as well, and may have attributes of the user's with the names of methods, such as ``name``.
-"""
-
-_PART = "nbdist.autograd.part"
-"""The key of a thread's part among the values of torch's threads."""
+_PART = "nbdist.autograd.part"  # the key of a thread's part among the values of torch's threads
 
 
 class RunningPart(Protocol):
     """The methods of a part that its nodes call while torch's engine runs them."""
 
     def enter(self, slot: EdgeSlot) -> torch.Tensor | None:
-        """Return the gradient of the gate of ``slot``, a sent tensor, which is None; torch's engine runs the gate now.
-
-        The engine runs a gate in two cases only. In the first, the gradient that has arrived is None, and this returns
-        None. In the second, no gradient has arrived, and no other node can run: this raises `HeldBack`, which ends the
-        engine's call.
-        """
+        """Return None as the gradient of a gate that the engine runs; raise `HeldBack` if the gate is a barrier."""
 
     def cross(self, end: Received, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients that a receive node was given, to send them back to the worker that sent its tensors.
-
-        ``end`` is the received message. The gradients belong to its tensors from index ``first`` on.
-        """
+        """Take the gradients that a receive node was given, for the tensors of ``end`` from index ``first`` on."""
 
 
 def current_part() -> RunningPart | None:
-    """Return the part of a pass for which the calling thread runs nodes now.
-
-    Returns None if the thread runs no nodes, or the nodes of a plain ``backward()`` of torch.
-    """
+    """Return the part for which the calling thread runs nodes; None for a plain ``backward()`` of torch, or outside."""
     return thread_value(_PART) if thread_has(_PART) else None
 
 
 def swap_part(part: RunningPart | None) -> RunningPart | None:
-    """Set the part for which the calling thread runs nodes, or None; return the one before, to be put back later.
-
-    The part is kept in torch's thread-local storage, which the engine hands on to its threads for other devices. None
-    removes the entry instead of storing None: a thread that ends with an entry there waits for the GIL for ever.
-    """
+    """Set the part for which the calling thread runs nodes, or None; return the one before, to be put back later."""
     outer: RunningPart | None = None
     if thread_has(_PART):
         outer = thread_value(_PART)
         take_from_thread(_PART)
-    if part is not None:
+    if part is not None:  # never stored as None: a thread that ends with an entry there waits for the GIL for ever
         keep_in_thread(_PART, part)
     return outer
 
@@ -96,22 +78,18 @@ class HeldBack(Exception):
 
 
 class EdgeSlot:
-    """One tensor that was sent: its gate, and the graph edge at which its gradient enters this worker's graph.
-
-    ``gate`` is the gate's output, ``node`` its node, ``edge`` the graph edge behind it, and ``device`` the tensor's,
-    where its gradient must be too.
-    """
+    """One tensor that was sent: its gate, and the graph edge at which its gradient enters this worker's graph."""
 
     __slots__ = ("__weakref__", "device", "edge", "gate", "index", "message", "node")
 
     def __init__(self, message: int, index: int, tensor: torch.Tensor) -> None:
         self.message = message
         self.index = index
-        self.device: torch.device = tensor.device
+        self.device: torch.device = tensor.device  # where its gradient must be, too
         make = _make_gate if innermost_transform() is None else _Gate.apply  # which raises torch's error
-        self.gate: torch.Tensor = make(self, unwrap_if_dead(tensor))
+        self.gate: torch.Tensor = make(self, unwrap_if_dead(tensor))  # the gate's output; it keeps the node alive
         self.node: Node = self.gate.grad_fn
-        self.edge: tuple[Node, int] = self.node.next_functions[0]
+        self.edge: tuple[Node, int] = self.node.next_functions[0]  # the graph edge behind the gate
 
     def __repr__(self) -> str:
         return f"<Slot {self.index} of message {self.message}>"
@@ -120,8 +98,7 @@ class EdgeSlot:
 class Sent:
     """The sending end of an edge: the slots of a message's tensors, the receiver, and the function called."""
 
-    has_gpu_tensors = False
-    """True if any of the tensors is on a GPU, or on another device than the CPU."""
+    has_gpu_tensors = False  # or tensors on another device than the CPU
 
     def __init__(self, message: int, peer: int, tensors: Sequence[torch.Tensor], function: str) -> None:
         self.message = message
@@ -137,19 +114,17 @@ class Sent:
 class Received:
     """The receiving end of an edge: the receive nodes of a message's tensors, the sender, and the function called."""
 
-    looked_at = False
-    """True if the tensors were searched for NaN and Inf when they arrived, as in a context that is watched."""
-    spoilt: frozenset[int] = frozenset()
-    """The indices of the tensors that held a NaN or Inf when they arrived, if `looked_at`."""
+    looked_at = False  # True if the tensors were searched for NaN and Inf when they arrived, as in a watched context
+    spoilt: frozenset[int] = frozenset()  # the indices of the tensors that held one then, if `looked_at`
 
     def __init__(self, message: int, peer: int, function: str) -> None:
         self.message = message
         self.peer = peer
         self.function = function
+        # Of each tensor of the message, in the order in which they were sent.
         self.like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        """The shape, dtype and device of each tensor of the message, in the order in which they were sent."""
+        # Weak, because each receive node refers to this object: a cycle through torch's nodes would never be freed.
         self.node_references: list[weakref.ref[Node]] = []
-        """Weak references to the receive nodes: each node refers to this object, and a cycle would never be freed."""
 
     @property
     def nodes(self) -> list[Node]:
@@ -157,32 +132,21 @@ class Received:
         return [node for reference in self.node_references if (node := reference()) is not None]
 
     def look(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note which of the received tensors hold a NaN or Inf; waits for the GPU if they are on one.
-
-        A view later shows from which message a NaN came. Errors are swallowed: a view must not fail the user's call.
-        """
-        with suppress(Exception):  # a kind of tensor that cannot be searched
+        """Note which of the received tensors hold a NaN or Inf; waits for the GPU if they are on one."""
+        # A tensor that cannot be searched, whatever error its class raises: a view must not fail the user's call.
+        with suppress(Exception):
             self.spoilt = frozenset(index for index, tensor in enumerate(tensors) if not is_finite(tensor))
             self.looked_at = True
 
 
 def _make_gate_node(ctx: Any, slot: EdgeSlot, tensor: torch.Tensor) -> torch.Tensor:
-    """Make a gate in front of the history of ``tensor``: the forward of `_Gate`, which torch calls.
-
-    ``slot`` is the record of that tensor, which was sent. Returns an empty tensor, which only serves as a root for
-    torch's engine. It is on the tensor's GPU, if it is on one: the engine has a queue of nodes for each device, and a
-    gate waits in the same queue as the nodes that come first.
-    """
     ctx.slot = weakref.ref(slot)  # weak, because the slot refers to this node
+    # Empty, as it only serves as a root for torch's engine. On the tensor's GPU, because the engine has a queue of
+    # nodes for each device, and a gate has to wait in the same queue as the nodes that come first.
     return torch.empty((), device=tensor.device if tensor.is_cuda else "cpu")
 
 
 def _run_gate(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:
-    """Run a gate: the backward of `_Gate`. torch's engine calls it, only for a part of a pass.
-
-    Returns ``(None, None)`` if the gate's gradient has arrived and is None. Raises `HeldBack`, which stops the engine,
-    if the gradient has not arrived: `RunningPart.enter` decides.
-    """
     part = current_part()
     assert part is not None  # only the steps of a part have a gate's output as a root
     return None, part.enter(ctx.slot())
@@ -191,22 +155,14 @@ def _run_gate(ctx: Any, _: torch.Tensor) -> tuple[None, torch.Tensor | None]:
 def _make_receive_node(
     ctx: Any, anchor: torch.Tensor, end: Received, first: int, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Make the receive node of some tensors of a message, from tensor ``first`` on: the forward of `_Receive`.
-
-    torch calls it through `_Receive.apply`. Returns the tensors, to which torch gives the node as their history; the
-    user's function gets them. ``anchor`` requires grad, without which torch would make no node.
-    """
-    ctx.set_materialize_grads(False)
+    # ``anchor`` is not used: it requires grad, without which torch would make no node.
+    ctx.set_materialize_grads(False)  # else torch would make zeros for the tensors that get no gradient
     ctx.end = end
     ctx.first = first
-    return tuple(tensors)
+    return tuple(tensors)  # as they are: torch gives them this node as their history
 
 
 def _run_receive_node(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
-    """Run a receive node: the backward of `_Receive`. Hands the gradients to the part, which sends them back.
-
-    Raises UsageError in a plain ``backward()`` of torch, which runs for no part. Returns a None for each input.
-    """
     part: RunningPart | None = thread_value(_PART) if thread_has(_PART) else None
     if part is None:
         raise UsageError(
@@ -233,27 +189,26 @@ _Receive: Any = type(
 
 _make_gate, _make_received = direct_apply(_Gate), direct_apply(_Receive)
 
-RECEIVE: type = _Receive._backward_cls
-"""The class of receive nodes."""
+RECEIVE: type = _Receive._backward_cls  # the class of receive nodes
 
+# True to make one receive node for all tensors of a message, as torch does: `nbdist.compat` sets it. Otherwise each
+# tensor has a node of its own, because a node calls the hooks of all its outputs, even if only one was used.
 one_node_a_message = False
-"""True to make one receive node for all tensors of a message, as torch does: `nbdist.compat` sets it."""
 
+# The input of every receive node: torch makes a node only for a Function with an input that requires grad.
 _anchor = torch.zeros((), device="cpu", requires_grad=True)
-"""The input of every receive node: torch makes a node only for a Function with an input that requires grad."""
 
 
 def receive(end: Received, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors of a message with receive nodes as their history; their gradients go back through ``end``.
 
-    ``end``, which names the sender, also notes the nodes, shapes and dtypes. Each tensor has a node of its own, because
-    a node calls the hooks of all its outputs, even if only one was used.
+    Also notes the nodes, shapes and dtypes in ``end``.
     """
     made: list[torch.Tensor] = []
     size = len(tensors) if one_node_a_message else 1
     apply = _make_received if innermost_transform() is None else _Receive.apply
     before = torch.is_grad_enabled()
-    set_grad_enabled(True)
+    set_grad_enabled(True)  # else torch would make no nodes
     try:
         for first in range(0, len(tensors), size):
             new = apply(_anchor, end, first, tensors[first : first + size])

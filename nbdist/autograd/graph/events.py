@@ -11,8 +11,7 @@ from nbdist.autograd.graph import messages
 from nbdist.autograd.graph.inherited import Inherited, told
 from nbdist.rpc.references.peeking import Histogram
 
-Key = tuple[str, int]
-"""A node, as (name of its worker, its number there)."""
+Key = tuple[str, int]  # a node, as (name of its worker, its number there)
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):  # a struct, and no work for the collector: there are many
@@ -85,7 +84,6 @@ class Event(msgspec.Struct, frozen=True, gc=False):  # a struct, and no work for
 
 
 def _words_for_node(worker: str, name: str, node: int | None) -> str:
-    """Return the words for a node in a sentence, such as ``Mul@worker1 (node 3)``."""
     short = name.rsplit("::", 1)[-1].removesuffix("Backward0").removesuffix("Backward")
     return f"{short}@{worker} (node {node})"
 
@@ -94,22 +92,15 @@ def _words_for_node(worker: str, name: str, node: int | None) -> str:
 class Share:
     """One worker's progress in a pass, as far as its watch knows."""
 
-    taken: int = 0
-    """The number of `Observed` messages of the worker that have been read, in their order."""
-    overtaken: dict[int, messages.Observed] = field(default_factory=dict)
-    """Messages that came before earlier ones, by their numbers."""
-    version: int = 0
-    """The version of the control that the worker had at its last message."""
-    halt: int = 0
-    """The number of the worker's last halt that the watch knows."""
-    gone: int = 0
-    """The number of the last halt that the watch has ended."""
-    at: Event | None = None
-    """The node before which the worker is halted now."""
+    taken: int = 0  # the number of `Observed` messages of the worker that have been read, in their order
+    overtaken: dict[int, messages.Observed] = field(default_factory=dict)  # came before earlier ones; by their numbers
+    version: int = 0  # of the control that the worker had at its last message
+    halt: int = 0  # the number of the worker's last halt that the watch knows
+    gone: int = 0  # the number of the last halt that the watch has ended
+    at: Event | None = None  # the node before which the worker is halted now
+    # The worker's "done" events, as they arrived: `Watch.passes` may sort `Pass.events` by time meanwhile.
     done: list[Event] = field(default_factory=list)
-    """The worker's ``done`` events, in the order in which they arrived. `Pass.events` is sorted by time meanwhile."""
-    resting: bool = True
-    """True if nothing can run on the worker before another message comes."""
+    resting: bool = True  # nothing can run on the worker before another message comes
 
 
 @dataclass

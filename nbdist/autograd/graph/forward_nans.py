@@ -47,20 +47,17 @@ _NAMES = """
     stack swapaxes swapdims t t_ take take_along_dim tensor_split tile to transpose transpose_ tril triu type type_as
     unbind unflatten unfold unsqueeze unsqueeze_ view view_as view_as_complex view_as_real vsplit vstack where
 """
+# Functions that make no NaN themselves: they pass values on, overwrite old values, or only read.
 _UNCHECKED_FUNCTIONS = frozenset(_NAMES.split())
-"""Functions that make no NaN themselves: they pass values on, overwrite old values, or only read."""
 
+# The files of torch that update parameters or scale gradients: a NaN there comes from a backward pass.
 _UPDATE_FILES = tuple(f"{TORCH}{part}" for part in ("optim/", "nn/utils/clip_grad.py", "amp/grad_scaler.py"))
-"""The files of torch that update parameters or scale gradients: a NaN there comes from a backward pass."""
 
+# Functions, mostly of `nbdist.autograd.graph.noting`, between an operation and a check of it. There are several of each
+# if a thread is in two contexts of torch functions, as in a callback that runs at once.
 _NOTING_FUNCTIONS = ("__torch_function__", "_call_unnoted", "_call_and_note")
-"""Names of functions, mostly of `nbdist.autograd.graph.noting`, between an operation and a check of it.
 
-There are several of each if a thread is in two contexts of torch functions, as in a callback that runs at once.
-"""
-
-Named = tuple[str, Any]
-"""An argument: its name in a message, and its value."""
+Named = tuple[str, Any]  # an argument: its name in a message, and its value
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -73,26 +70,22 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def holds_nan(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds a NaN; False also for a tensor that cannot be read here.
-
-    Those are tensors without values (meta and fake ones), subclasses that dispatch on their own, and any CUDA tensor
-    while a CUDA graph is captured. Autograd does not record the reading, and no mode of torch sees it.
-    """
+    """Return whether a tensor holds a NaN; False also for one that cannot be read here, such as a meta tensor."""
+    # Autograd must not record the reading, and no mode of torch see it (test_a_mode_of_the_users_sees_nothing_of_it).
     with no_torch_function(), without_dispatch_modes():
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
             return False
-        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # a fake tensor, say
             return False
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():  # to read a value would break the CUDA graph
             return False
         try:
             return _holds_nan(tensor.detach())
-        except Exception:  # a kind of tensor that has no sum
+        except Exception:  # of a kind of tensor that has no sum; a check must not fail an operation that torch can run
             return False
 
 
 def _holds_nan(values: torch.Tensor) -> bool:
-    """Return whether a detached tensor holds a NaN, of a nested or sparse one by its values."""
     if values.layout is torch.sparse_coo:
         values = values.coalesce()
     if values.is_nested or values.layout is not torch.strided:
@@ -104,23 +97,23 @@ def _holds_nan(values: torch.Tensor) -> bool:
 
 
 class NanCheck:
-    """Checks the results of one worker in a context for NaN; each thread that enters the context uses one of these."""
+    """Checks the results of one worker in a context for NaN; each thread that enters the context uses one of these.
+
+    ``name_of`` returns a worker's name by its incarnation.
+    """
 
     def __init__(self, worker: str, name_of: Callable[[int], str]) -> None:
-        """Set the name of this worker for error messages; ``name_of`` returns a worker's name by its incarnation."""
         self._worker = worker
         self._name_of = name_of
+        # Weakly, what the last operation returned: a module that returns just this is not checked again.
         self._last: list[weakref.ref[torch.Tensor]] = []
-        """Weak references to what the last operation returned: a module that returns these is not checked again."""
 
     @staticmethod
     def applies(name: str) -> bool:
-        """Return whether to check what the function ``name`` returns in the calling thread now.
-
-        Nothing is checked in torch.func's transforms, nor while a function is traced, because the check would become a
-        part of it; while one is compiled, `nbdist.autograd.graph.noting` does not call this. In a backward pass, only
-        the forward pass that a checkpoint recomputes is checked.
-        """
+        """Return whether to check what the function ``name`` returns in the calling thread now."""
+        # In a backward pass, only the forward pass that a checkpoint recomputes is checked: gradients are enabled
+        # there. In a transform of torch.func, or while a function is traced, the check would become a part of the
+        # result. While one is compiled, `nbdist.autograd.graph.noting` does not call this.
         return (
             name not in _UNCHECKED_FUNCTIONS
             and (graph_task() < 0 or torch.is_grad_enabled())
@@ -129,11 +122,8 @@ class NanCheck:
         )
 
     def before(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Named]:
-        """Return the arguments, with their names, that hold a NaN and that the operation may overwrite.
-
-        For an operation in place, this looks at the first argument only; with ``out=``, at all arguments but ``out``.
-        Otherwise the list is empty. `after` needs the result, because the operation may overwrite the NaN.
-        """
+        """Return the arguments, with their names, that hold a NaN and that the operation may overwrite; for `after`."""
+        # Empty for all other operations: `after` reads their arguments, and only if an output holds a NaN.
         if "out" in kwargs:
             return [named for named in _named_arguments(args, kwargs) if _has_nan(named[1])]
         if _is_in_place(name) and args and _has_nan(args[0]):
@@ -151,11 +141,8 @@ class NanCheck:
     ) -> None:
         """Check what an operation has returned or changed in place; ``held`` is what `before` returned.
 
-        A NaN is accepted from an operation on no tensors, and from one that computes with gradients.
-        ``place()`` returns where in the user's code the thread is; it is called only if a NaN is found.
-
-        Raises:
-            ForwardNaN: the outputs hold a NaN, which this operation made or was given.
+        ``place()`` returns where in the user's code the thread is; it is called only if a NaN is found. Raises
+        ForwardNaN if the outputs hold a NaN, which this operation made or was given.
         """
         in_place = _is_in_place(name)
         outputs = list(tensors_in((result, args[0]) if in_place and args else (result,)))
@@ -167,6 +154,7 @@ class NanCheck:
             return  # made from nothing, so the NaN is wanted
         if not held and "out" not in kwargs:
             held = [named for named in given if _has_nan(named[1])]
+        # An optimizer or a pass only hands on the NaN of a gradient: the operation that does so must not be blamed.
         if _is_of_gradients(bool(held), bool(place().module)):
             return
         if held:
@@ -177,21 +165,15 @@ class NanCheck:
         raise self._error(f"{name} made {_count_nans(outputs)}{made_from}; no input holds one", name, place())
 
     def pass_on(self, result: Any) -> None:
-        """Remember what an operation that is not checked has returned, if it is a tensor: `returned` then skips it.
-
-        So a module that returns this tensor is not blamed for a NaN in it.
-        """
+        """Remember what an unchecked operation has returned: a module that returns this tensor is not blamed for it."""
         if isinstance(result, torch.Tensor):
             self._last = [weakref.ref(result)]
 
     def returned(self, args: Any, result: Any, place: Callable[[], NodeOrigin], kind: str) -> None:
-        """Check what a module has returned, unless the last operation returned it; compiled code has no other check.
+        """Check what a module of class ``kind`` has returned, unless the last operation returned it.
 
-        ``args`` are the module's arguments, and ``place()`` returns where in the user's code the thread is.
-        ``kind`` is the name of the module's class.
-
-        Raises:
-            ForwardNaN: the result holds a NaN, and the arguments hold none.
+        Compiled code has no other check. Raises ForwardNaN if the result holds a NaN, and the arguments ``args`` hold
+        none.
         """
         outputs = [tensor for tensor in tensors_in([result]) if not any(tensor is known() for known in self._last)]
         if not outputs or not self.applies(""):
@@ -227,10 +209,6 @@ class NanCheck:
         return "it is data that needs no gradient, or was made by an operation that is not checked"
 
     def _error(self, what: str, operation: str, place: NodeOrigin) -> ForwardNaN:
-        """Return the error with the text ``what``, to which the worker, module and line are added.
-
-        Its attributes ``worker``, ``module``, ``line`` and ``operation`` have them, too.
-        """
         where = f", in {place.module}" if place.module else ""
         line = f", at {place.line}" if place.line else ""
         error = ForwardNaN(f"{what}. That was on {self._worker}{where}{line}")
@@ -239,8 +217,8 @@ class NanCheck:
 
 
 _OPERATORS = "add sub mul matmul truediv floordiv div mod pow lshift rshift and xor or"
+# The methods behind ``+=`` and its like; not all names that begin with ``__i``, such as ``__invert__``.
 _IN_PLACE = {f"__i{operator}__" for operator in _OPERATORS.split()}
-"""The methods behind ``+=`` and its like; not all names that begin with ``__i``, such as ``__invert__``."""
 
 
 def _is_in_place(name: str) -> bool:
@@ -249,41 +227,34 @@ def _is_in_place(name: str) -> bool:
 
 
 def _named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], first: int = 0) -> Iterator[Named]:
-    """Yield each argument but ``out`` as a name, such as ``argument 0`` or ``argument dim``, and its value.
-
-    ``first`` is the number of the first of ``args``.
-    """
+    """Yield each argument but ``out`` with a name, such as ``argument 0``; ``first`` is the number of the first one."""
     yield from ((f"argument {number}", value) for number, value in enumerate(args, first))
     yield from ((f"argument {key}", value) for key, value in kwargs.items() if key != "out")
 
 
 def _has_nan(value: Any) -> bool:
-    """Return whether an argument is a NaN, or holds one in a tensor, list or tuple."""
     return (isinstance(value, float) and value != value) or any(map(holds_nan, tensors_in([value])))
 
 
 def _count_nans(outputs: Sequence[torch.Tensor]) -> str:
-    """Return a phrase that says how many NaN the first output with any holds."""
     tensor = next(filter(holds_nan, outputs))
     try:
         return f"{int(tensor.detach().isnan().sum())} NaN of {tensor.numel()} values ({_dtype_and_shape(tensor)})"
-    except Exception:  # a sparse tensor, say
+    except Exception:  # a sparse tensor, say, whatever torch raises for it: the error being made has less text then
         return f"NaN ({_dtype_and_shape(tensor)})"
 
 
 def _range(argument: str, value: Any) -> Iterator[str]:
-    """Yield for each tensor of an argument a phrase with its dtype, shape and range of values."""
     for tensor in tensors_in([value]):
         try:
             low, high = map(float, torch.aminmax(tensor.detach()))
-        except Exception:  # an empty, complex or sparse tensor
+        except Exception:  # an empty, complex or sparse tensor, whatever torch raises for it
             yield f"{argument} ({_dtype_and_shape(tensor)})"
         else:
             yield f"{argument} ({_dtype_and_shape(tensor)}, {low:.4g} to {high:.4g})"
 
 
 def _dtype_and_shape(tensor: torch.Tensor) -> str:
-    """Return the dtype and shape of a tensor, as in ``float32[2, 3]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -295,21 +266,20 @@ def _is_of_check(code: CodeType) -> bool:
 def _is_of_gradients(given: bool, in_module: bool) -> bool:
     """Return whether torch or nbdist computes with gradients in the calling thread, outside of any forward pass.
 
-    True below a frame of torch's optimizers, gradient clipping or scaler, unless a module's forward runs: that of an
-    `torch.optim.swa_utils.AveragedModel` lies among the optimizers. Else the innermost frame outside of torch
-    decides: it must be nbdist's, while no module's forward runs (``in_module``). A frame of ``nbdist.rpc``, which calls
-    functions of the user, does not count, and one of ``nbdist.nn``, which runs the stages of pipelines, only if an
-    input held a NaN (``given``). An optimizer or the autograd engine only passes on the NaN of a backward pass, so its
-    operations must not be blamed.
+    True below a frame of torch's optimizers, gradient clipping or scaler, unless a module's forward runs
+    (``in_module``). Else the innermost frame outside of torch decides: it must be nbdist's.
     """
     frame = sys._getframe(1)
     while (is_of_torch := frame.f_code.co_filename.startswith(TORCH)) or _is_of_check(frame.f_code):
+        # In a module's forward, no update runs: that of a `torch.optim.swa_utils.AveragedModel` has a file of optim/.
         if is_of_torch and not in_module and frame.f_code.co_filename.startswith(_UPDATE_FILES):
             return True
         if frame.f_back is None:
             return False
         frame = frame.f_back
     file = frame.f_code.co_filename
+    # `nbdist.rpc` calls functions of the user.
     if in_module or not file.startswith(NBDIST) or is_nbdists(file, "rpc"):
         return False
+    # `nbdist.nn` runs the stages of pipelines, too. It counts only if an input held a NaN, which is a gradient's then.
     return given or not is_nbdists(file, "nn")

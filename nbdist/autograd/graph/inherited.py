@@ -69,8 +69,8 @@ class Inherited(NamedTuple):
 def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) -> str:
     """Return a sentence for the user on the first NaN or Inf of a pass, which came up at the node named ``node``.
 
-    ``found`` is what `explain` returned: where the forward pass made it, or None if it did not. ``where(found)``
-    returns the name of the node at which that search ended.
+    ``found`` is what `explain` returned; None if the forward pass did not make it. ``where(found)`` returns the name of
+    the node at which that search ended.
     """
     if found is None:
         return f"the first NaN or Inf came up at {node}"
@@ -97,12 +97,10 @@ def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) 
     return already + "; ".join([way, ends[found.end]] if way else [ends[found.end]])
 
 
-_ADVICE = 'context(check="nan") names the operation that made it'
-"""The advice that ends a sentence without a certain answer."""
+_ADVICE = 'context(check="nan") names the operation that made it'  # ends a sentence without a certain answer
 
 
 def _phrase_of_doubtful(found: Inherited) -> str:
-    """Return a phrase that names the messages which may have carried a NaN or Inf; an empty text if there are none."""
     return f"; it may have come {' or '.join(map(_phrase_of_message, found.perhaps))}" if found.perhaps else ""
 
 

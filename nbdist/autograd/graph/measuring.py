@@ -10,38 +10,32 @@ import torch
 
 from nbdist.rpc.references.peeking import Histogram
 
-_BINS = 24
-"""The number of bars of a histogram."""
-_SAMPLE = 1 << 12
-"""The number of values of a tensor that are enough for a histogram; the norm is of all values."""
+_BINS = 24  # bars of a histogram
+_SAMPLE = 1 << 12  # values of a tensor that are enough for a histogram; the norm is of all values
 
-
+# The dtypes in which to compute the norms of narrow ones: that of a few scaled float16 gradients is beyond 65504.
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
-"""The dtypes in which to compute the norms of narrow ones: that of a few scaled float16 gradients is beyond 65504."""
 
 
 def measure(gradients: Sequence[torch.Tensor | None]) -> tuple[float, Histogram | None]:
     """Return the 2-norm of all these gradients together, and a histogram of their finite values, or None without any.
 
-    The histogram counts a sample of each gradient. Gradients that are None, and for the histogram complex ones, are
-    left out. Waits once for the GPU, if all gradients are on one.
+    The histogram counts a sample of each gradient, and no complex ones. Waits once for the GPU, if all are on one.
     """
     with torch.no_grad():
         values = [_values(gradient) for gradient in gradients if gradient is not None]
         sampled = [_sample(each) for each in values if not each.is_complex() and each.numel()]
         norms = [torch.linalg.vector_norm(each, dtype=_WIDER.get(each.dtype)).reshape(1) for each in values]
-        found = _as_doubles([*norms, *sampled])
+        found = _as_doubles([*norms, *sampled])  # norms and samples in one copy, so the GPU is waited for once
         return math.hypot(*map(float, found[: len(values)])), _histogram(found[len(values) :])
 
 
 def are_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Return whether no gradient holds a NaN or Inf. None counts as finite, and so does what torch cannot search.
-
-    If all are finite and on one GPU, waits for the GPU once.
-    """
+    """Return whether no gradient holds a NaN or Inf. None counts as finite, and so does what torch cannot search."""
     given = [gradient for gradient in gradients if gradient is not None]
     if len(given) > 1 and _are_on_one_gpu(given):
         with suppress(RuntimeError):
+            # One wait for all of them. A sum may be Inf although all values are finite: `is_finite` has the last word.
             sums = [_values(gradient.detach()).sum().isfinite() for gradient in given]
             if torch.stack(sums).all():
                 return True
@@ -49,11 +43,7 @@ def are_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
 
 
 def is_finite(gradient: torch.Tensor | None) -> bool:
-    """Return whether a gradient holds no NaN and no Inf. None counts as finite. Waits for a GPU.
-
-    A tensor that torch cannot search, such as one of the device "meta", counts as finite: watching a pass must not fail
-    it.
-    """
+    """Return whether a gradient holds no NaN and no Inf. None counts as finite. Waits for a GPU."""
     if gradient is None:
         return True
     try:
@@ -61,19 +51,19 @@ def is_finite(gradient: torch.Tensor | None) -> bool:
         # A finite sum means that all values are finite, at a tenth of the cost of isfinite. Finite values may overflow
         # it.
         return bool(values.sum().isfinite()) or bool(torch.isfinite(values).all())
-    except RuntimeError:  # torch's NotImplementedError is one, too
+    # Torch cannot search a tensor of the device "meta", say; its NotImplementedError is a RuntimeError, too. Such a
+    # tensor counts as finite, since watching a pass must not fail the pass.
+    except RuntimeError:
         return True
 
 
 def _as_doubles(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of one dimension as doubles on the CPU. From one GPU they come in one copy."""
     if not _are_on_one_gpu(tensors):
         return [each.cpu().double() for each in tensors]  # in this order: MPS has no doubles
     return list(torch.cat([each.double() for each in tensors]).cpu().split([each.numel() for each in tensors]))
 
 
 def _are_on_one_gpu(tensors: list[torch.Tensor]) -> bool:
-    """Return whether all these tensors are on the same GPU; False for none."""
     return len({each.device for each in tensors}) == 1 and tensors[0].is_cuda
 
 
@@ -85,7 +75,6 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _histogram(samples: list[torch.Tensor]) -> Histogram | None:
-    """Return a histogram of the finite values in these samples, or None if there are none."""
     if not samples:
         return None
     sample = samples[0] if len(samples) == 1 else torch.cat(samples)
@@ -101,6 +90,5 @@ def _histogram(samples: list[torch.Tensor]) -> Histogram | None:
 
 
 def _sample(values: torch.Tensor) -> torch.Tensor:
-    """Return at most 4096 of the values, at equal distances in the tensor."""
     flat = values.detach().reshape(-1)
-    return flat[:: -(-flat.numel() // _SAMPLE)]
+    return flat[:: -(-flat.numel() // _SAMPLE)]  # rounded up: at most _SAMPLE values

@@ -40,8 +40,7 @@ from nbdist.wire import quick
 from nbdist.wire.messages import Payload
 from nbdist.wire.tensors import Space, is_packable, pack_alone
 
-Mode = Literal["smart", "fast"]
-"""The mode of a pass: marking finds out which gates will get a gradient, or all gates must get one."""
+Mode = Literal["smart", "fast"]  # marks tell which gates will get a gradient; or all gates must get one
 
 
 class PassId(msgspec.Struct, array_like=True, frozen=True):
@@ -68,23 +67,16 @@ class Missing(msgspec.Struct, array_like=True, frozen=True, order=True):
 
 
 class Control(NamedTuple):
-    """The order of a watch to the passes of its context: run, halt, or run until something happens.
+    """The order of a watch to the passes of its context: run, halt, or run until something happens."""
 
-    Of two controls, the one with the higher version wins.
-    """
-
-    version: int
-    paused: bool = False
-    """True to halt before each node."""
+    version: int  # of two controls, the one with the higher version wins, whichever arrives first
+    paused: bool = False  # halt before each node
+    # Where to halt otherwise; empty for nowhere. "nan" halts before a node that is given a NaN or Inf, or after one
+    # that returns it; "message" before the next node that sends a gradient to another worker; "node" before the one
+    # that `worker` and `node` name.
     until: str = ""
-    """Where to halt otherwise; empty for nowhere.
-
-    ``"nan"`` halts before a node that is given a NaN or Inf, or after one that returns it; ``"message"`` before the
-    next node that sends a gradient to another worker; ``"node"`` before the one that ``worker`` and ``node`` name.
-    """
     worker: str = ""
     node: int = -1
-    """The number of that node on ``worker``."""
 
 
 class Watching(NamedTuple):
@@ -106,14 +98,10 @@ class Happening(msgspec.Struct, array_like=True, frozen=True):
     name: str = ""
     seconds: float = -1.0
     norm: float = -1.0
-    histogram: Histogram | None = None
-    """The distribution of the gradients whose norm is ``norm``."""
-    halt: int = -1
-    """The number of this halt among the pass's halts on the worker."""
-    version: int = -1
-    """The version of the control that caused the halt, or the search for NaN."""
-    inherited: Inherited | None = None
-    """The way of a NaN or Inf through the forward pass, if the node got it from there."""
+    histogram: Histogram | None = None  # of the gradients whose norm is `norm`
+    halt: int = -1  # the number of this halt among the pass's halts on the worker
+    version: int = -1  # of the control that caused the halt, or the search for NaN
+    inherited: Inherited | None = None  # the way of a NaN or Inf through the forward pass
 
 
 class Head(msgspec.Struct, array_like=True, frozen=True):
@@ -123,10 +111,8 @@ class Head(msgspec.Struct, array_like=True, frozen=True):
     context: int
     smart: bool
     retain_graph: bool
-    accumulate: bool
-    """True to accumulate gradients in ``.grad``, not in the context."""
-    since: int
-    """The number of a pass: all earlier ones of this root in this context are over."""
+    accumulate: bool  # in ``.grad``, and not in the context
+    since: int  # passes of this root in this context with lower numbers are over
     watching: Watching | None = None
 
 
@@ -143,24 +129,17 @@ class Mark(PassMessage, frozen=True, tag=0):
 
 
 class Report(PassMessage, frozen=True, tag=2):
-    """To the root: the tokens that this worker has settled, and those it has sent because of that, with receivers.
-
-    Reports of one worker are numbered from 1, because one may overtake another.
-    """
+    """To the root: the tokens that this worker has settled, and those it has sent because of that, with receivers."""
 
     id: PassId
-    number: int
+    number: int  # 1, 2, … on each worker, because one report may overtake another
     settled: list[Token]
-    marked: list[Token]
-    """Tokens that only wait here for the end of the marking: all marks that follow from them have been sent."""
+    marked: list[Token]  # they only wait for the end of the marking: all marks that follow from them have been sent
     sent: list[tuple[Token, int]]
-    waits: bool
-    """True if the worker must be told of the end of the marking."""
+    waits: bool  # the worker must be told of the end of the marking
     missing: list[Missing]
-    reduces: bool = False
-    """True if the pass reaches a DistributedDataParallel module on this worker, which averages gradients."""
-    observed: int = 0
-    """The number of `Observed` messages that the worker has sent to the watcher of the pass."""
+    reduces: bool = False  # the pass reaches a DistributedDataParallel module on this worker
+    observed: int = 0  # the number of `Observed` messages that the worker has sent to the watcher of the pass
 
 
 class Gradients(PassMessage, frozen=True, tag=1):
@@ -170,8 +149,7 @@ class Gradients(PassMessage, frozen=True, tag=1):
     token: Token
     message: int
     outputs: list[int]
-    report: Report | None = None
-    """The worker's report, if the gradients go to the root anyway."""
+    report: Report | None = None  # travels along if the gradients go to the root anyway
 
 
 class Marked(PassMessage, frozen=True, tag=3):
@@ -229,31 +207,25 @@ class WatchChanged(PassMessage, frozen=True, tag=9):
 
 
 class Observed(PassMessage, frozen=True, tag=10):
-    """To the watcher: events of a pass on this worker, and the version of the control that holds there.
-
-    The messages of one worker about one pass are numbered from 1, because one may overtake another.
-    """
+    """To the watcher: events of a pass on this worker, and the version of the control that holds there."""
 
     id: PassId
     context: int
     watch: int
     smart: bool
-    number: int
+    number: int  # 1, 2, … for each worker and pass, because one batch may overtake another
     happenings: list[Happening]
     version: int
 
 
 class Over(PassMessage, frozen=True, tag=11):
-    """From the root to the watcher: a pass is over, by ``error`` if there is one.
-
-    ``observed`` is the number of `Observed` messages that each worker has sent; it is empty after an error.
-    """
+    """From the root to the watcher: a pass is over, by ``error`` if there is one."""
 
     id: PassId
     context: int
     watch: int
     error: str
-    observed: dict[int, int]
+    observed: dict[int, int]  # how many `Observed` messages each worker has sent; empty after an error
 
 
 class Steer(PassMessage, frozen=True, tag=12):
@@ -281,16 +253,16 @@ class Freeze(PassMessage, frozen=True, tag=14):
 
 
 _encoder = msgspec.msgpack.Encoder()
+# A type of message that is defined below this line, or is not a direct subclass, would not be decoded.
 _types: Any = Union[tuple(PassMessage.__subclasses__())]  # noqa: UP007
 _decoder: msgspec.msgpack.Decoder[PassMessage] = msgspec.msgpack.Decoder(_types)
 
 
 encode: Callable[[PassMessage], bytes] = _encoder.encode
-"""Return the bytes of a message."""
 
 
 def decode(data: bytes) -> PassMessage:
-    """Decode a message from another worker. Raises ProtocolError if the bytes are not a message."""
+    """Decode a message from another worker; raises ProtocolError if the bytes are not a message."""
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -306,11 +278,10 @@ _ONE_HOLE = quick.leave_holes([None], quick.LIST, ())
 def encode_usual_gradients(
     gradients: Sequence[torch.Tensor | None], space: Space | None
 ) -> tuple[Payload, list[bytes]] | None:
-    """Return the payload and the frames of a list with one small gradient; None where `codec.encode` is needed.
+    """Return what `codec.encode` returns for a list with one small gradient, but faster; None for any other list.
 
-    `codec.encode` is needed for any other list, and for a gradient that requires grad, has no elements, is not a plain
-    dense tensor, or goes into ``space``, the memory shared with the receiver (None without such memory). The result is
-    the same as `codec.encode`'s, but this usual case is faster here.
+    Also returns None for a gradient that requires grad, has no elements, is not a plain dense tensor, or goes into
+    ``space``, the memory shared with the receiver (None without such memory).
     """
     gradient = gradients[0] if len(gradients) == 1 else None
     if gradient is None or gradient.requires_grad or not is_packable(gradient):

@@ -35,38 +35,33 @@ class _Running:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self.path = ""
-        """Its path, once somebody has asked for it: to find the path takes a walk over all modules."""
+        self.path = ""  # its path, once somebody has asked: to find the path takes a walk over all modules
 
 
 class _PerThread(threading.local):
+    # The modules whose forward runs on this thread, outermost first; None if this thread notes nothing.
     modules: list[_Running] | None = None
-    """The modules whose forward runs on this thread, outermost first; None if this thread notes nothing."""
-    checking: _Noting | None = None
-    """The mode that checks this thread's results for NaN."""
+    checking: _Noting | None = None  # the mode that checks this thread's results for NaN
 
 
 _thread = _PerThread()
 
 
 class _ModuleHooks:
-    """The hooks on all modules of the process, which they have while any `noted` block is open."""
+    """The hooks on all modules of the process, which stay set while any `noted` block is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocks = 0
-        """The number of `noted` blocks that are open."""
+        self._blocks = 0  # that are open
         self._handles: list[Any] = []
 
     def use(self, more: int) -> None:
-        """Count the open `noted` blocks: the first sets the hooks, the last removes them.
-
-        ``more`` is 1 when a `noted` block begins, and -1 when it ends.
-        """
+        """Count the open `noted` blocks, by 1 or -1: the first one sets the hooks, the last one removes them."""
         with self._lock:
             self._blocks += more
             if self._blocks and not self._handles:
                 self._handles.append(register_module_forward_pre_hook(_enter_module))
+                # Always, also after an error: a module that has ended must not seem to run.
                 self._handles.append(register_module_forward_hook(_leave_module, always_call=True))
             elif not self._blocks:
                 while self._handles:
@@ -80,8 +75,8 @@ _module_hooks = _ModuleHooks()
 def noted(*, lines: bool = True, check: NanCheck | None = None) -> Iterator[None]:
     """Note the origins of the nodes that the calling thread makes in the block, which may end on another thread.
 
-    If the block ends on another thread, the noting stops at once. But the block's torch function mode stays on the
-    first thread until that thread's next `noted`, and does nothing.
+    If another thread ends the block, the noting stops at once. But the block's torch function mode stays on the first
+    thread until that thread's next `noted`, and does nothing.
 
     Args:
         lines: Whether to note origins on the nodes of the graph.
@@ -98,7 +93,7 @@ def noted(*, lines: bool = True, check: NanCheck | None = None) -> Iterator[None
         _thread.modules = []
         _module_hooks.use(1)
         counted = True
-        _leave(None)
+        _leave(None)  # the modes of blocks that other threads have ended are still on this thread's stack
         if check is not None:
             _thread.checking = mode
         mode.__enter__()
@@ -107,44 +102,38 @@ def noted(*, lines: bool = True, check: NanCheck | None = None) -> Iterator[None
         mode.is_over = True
         if counted:
             _module_hooks.use(-1)
-        if threading.get_ident() == thread:
+        if threading.get_ident() == thread:  # another thread cannot take the mode off the first one's stack
             _leave(mode)
             _thread.modules, _thread.checking = outer, checking
 
 
 def _leave(mode: TorchFunctionMode | None) -> None:
-    """Take a torch function mode, and all modes of `noted` blocks that have ended, off the calling thread's stack.
+    """Take a mode, and all modes of `noted` blocks that have ended, off the calling thread's stack; others stay on it.
 
-    None takes only the latter. The modes may lie below others, which stay in their order.
+    None takes only the latter.
     """
     kept = []
     while function_modes():
         top = pop_function_mode()
         if top is not mode and not (isinstance(top, _Noting) and top.is_over):
             kept.append(top)
-    for other in reversed(kept):
+    for other in reversed(kept):  # in their order
         push_function_mode(other)
 
 
 def _enter_module(module: torch.nn.Module, _: Any) -> None:
-    """Note that a module begins its forward on this thread: a hook that torch calls for all modules.
-
-    Does nothing on a thread outside of `noted`, and while torch compiles.
-    """
+    # torch calls this for all modules of the process: on a thread outside of `noted`, it must do nothing.
     if not torch.compiler.is_compiling() and _thread.modules is not None:
         _thread.modules.append(_Running(module))
 
 
 def _leave_module(module: torch.nn.Module, args: Any, result: Any) -> None:
-    """Note that a module ends its forward on this thread, and check what it returned: a hook on all modules.
-
-    Raises ForwardNaN if the check finds a NaN. Modules that began after it and ended without this hook are dropped too.
-    """
+    """Note that a module ends its forward on this thread, and check what it returned; raises ForwardNaN for a NaN."""
     __tracebackhide__ = True
     modules = _thread.modules if not torch.compiler.is_compiling() else None
     if modules is None or not any(running.module is module for running in modules):
         return
-    while modules[-1].module is not module:
+    while modules[-1].module is not module:  # they began after it, and ended without this hook
         modules.pop()
     try:
         checking = _thread.checking
@@ -155,10 +144,9 @@ def _leave_module(module: torch.nn.Module, args: Any, result: Any) -> None:
 
 
 def _module_path(index: int) -> str:
-    """Return the path of a module whose forward runs on this thread, such as ``Net.fc1``.
+    """Return the path of the module with this place among those whose forward runs on this thread: ``Net.fc1``.
 
-    ``index`` is its place among those modules; the outermost module is first. The path begins with the class of the
-    outermost module. A module that is not found below that one is named by its own class, as in ``Net.Linear``.
+    A module that is not found below the outermost one is named by its own class, as in ``Net.Linear``.
     """
     assert _thread.modules is not None  # else no module could be running
     root, running = _thread.modules[0].module, _thread.modules[index]
@@ -172,8 +160,7 @@ def _module_path(index: int) -> str:
 class _Noting(TorchFunctionMode):
     """The mode that sees every function of torch that a thread calls: it notes origins, and checks for NaN."""
 
-    is_over = False
-    """True once the `noted` block has ended; then the mode does nothing."""
+    is_over = False  # True once the `noted` block has ended; then the mode does nothing
 
     def __init__(self, lines: bool, check: NanCheck | None) -> None:
         super().__init__()
@@ -200,7 +187,6 @@ class _Noting(TorchFunctionMode):
         return result
 
     def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of torch, note where in the user's code its new nodes were made, and return its result."""
         __tracebackhide__ = True
         for tensor in tensors_in((*args, *kwargs.values())):
             if tensor.grad_fn is not None:
@@ -216,20 +202,17 @@ class _Noting(TorchFunctionMode):
 
 
 def _call_unnoted(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function and return its result, without noting anything."""
     __tracebackhide__ = True
     return func(*args, **kwargs)
 
 
 def _note_nodes(nodes: list[Node]) -> None:
-    """Note the line of code that runs now as the origin of these nodes and of the nodes behind them.
-
-    Stops at leaves and at nodes that have a note already: these are older.
-    """
+    """Note the line of code that runs now as the origin of these nodes and of the nodes behind them."""
     origin = None
     stack = nodes
     while stack:
         node = stack.pop()
+        # A node that has a note is older than this operation, and so is all behind it.
         if node is None or not node.next_functions or ORIGIN_KEY in node.metadata:
             continue
         if origin is None:
@@ -239,5 +222,4 @@ def _note_nodes(nodes: list[Node]) -> None:
 
 
 def _place_in_user_code() -> NodeOrigin:
-    """Return the user's line at which the calling thread is, and the innermost module whose forward runs on it."""
     return NodeOrigin(_module_path(-1) if _thread.modules else None, *users_line())

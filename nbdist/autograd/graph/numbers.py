@@ -12,14 +12,12 @@ class NodeNumbers:
     """Gives the nodes of a context on this worker the numbers by which they are shown to the user."""
 
     def __init__(self) -> None:
+        # Strong references: if torch's wrapper of a node dies, the next one is another object, and not in this dict.
         self._numbers: dict[Node, int] = {}
         self._lock = threading.Lock()
 
     def of(self, nodes: Iterable[Node]) -> dict[Node, int]:
-        """Return the number of each node; new nodes get the next numbers, in the order in which they were made.
-
-        A node keeps its number for the life of the context, so repeated calls agree.
-        """
+        """Return each node's number, which it keeps; new nodes get the next ones, in the order they were made in."""
         nodes = list(nodes)
         with self._lock:
             new = [node for node in nodes if node not in self._numbers]

@@ -18,31 +18,25 @@ from typing import Any, NamedTuple
 from nbdist.autograd.graph.edges import Node
 from nbdist.code_places import NBDIST, TORCH, shown_name
 
-ORIGIN_KEY = "nbdist.origin"
-"""The key of a node's `NodeOrigin` in ``node.metadata``; None means that nothing was noted where the node was made."""
+ORIGIN_KEY = "nbdist.origin"  # in ``node.metadata``: its `NodeOrigin`; None if the node was made where nothing is noted
+# Frames of these folders and files are skipped on the way to the line that made a node. Those of installed packages are
+# not, though `nbdist.code_places.is_users` does not count them as the user's: a line inside of transformers tells the
+# operations of a model apart, and the user's one call of the model does not. Besides, every operation looks at its
+# frames, and one comparison is faster than that function.
 _FRAMES_SKIPPED = (
     TORCH,
     NBDIST,
     threading.__file__,  # the outermost frame of a thread that runs one of torch's functions for a call
 )
-"""The folders and the file whose frames are skipped on the way to the line that made a node.
-
-Lines of installed packages are not skipped, though `nbdist.code_places.is_users` does not count them as the user's. A
-line inside of transformers tells the operations of a model apart; the user's one call of the model does not. Besides,
-every operation looks at its frames, and one comparison is faster than that function.
-"""
 
 
 class NodeOrigin(NamedTuple):
     """The place in the user's code that made a node; all fields are empty if it is not known."""
 
-    module: str | None = None
-    """The module whose forward made it, by its path from the class of the outermost module, `Net.fc1`."""
-    file: str = ""
-    """The path of the file; in a graph that travels, `shown_name` of it, as only this worker knows a cell's number."""
+    module: str | None = None  # whose forward made it, by its path from the class of the outermost module: `Net.fc1`
+    file: str = ""  # in a graph that travels, `shown_name` of it, as only this worker knows a cell's number
     number: int = 0
-    text: str = ""
-    """The text of the line, if its source is known on the worker that made the node."""
+    text: str = ""  # of the line, if its source is known on the worker that made the node
 
     @property
     def line(self) -> str | None:
@@ -55,10 +49,7 @@ class NodeOrigin(NamedTuple):
 
 
 def origin_of(node: Node) -> NodeOrigin:
-    """Return the noted origin of a node; for a user's own Function, the line of its ``backward``.
-
-    A node without a note has an empty origin.
-    """
+    """Return the noted origin of a node; for a user's own Function, the line of its ``backward``; else an empty one."""
     found: NodeOrigin | None = node.metadata.get(ORIGIN_KEY)
     if found is None:
         backward: Any = getattr(getattr(node, "_forward_cls", None), "backward", None)
@@ -84,4 +75,5 @@ def users_line() -> tuple[str, int, str]:
             return "", 0, ""
         frame = frame.f_back
     file, number = frame.f_code.co_filename, frame.f_lineno
+    # With the globals, by which linecache also finds the source of a module that was loaded from no file.
     return file, number, linecache.getline(file, number, frame.f_globals).strip()

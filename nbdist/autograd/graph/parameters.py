@@ -20,40 +20,33 @@ from typing import Any, NamedTuple
 
 import torch
 
-_PARTS: Any = torch.nn.Module.__dict__["__dict__"]
-"""The descriptor that reads an instance's dictionary, whatever the instance's class defines."""
+_PARTS: Any = torch.nn.Module.__dict__["__dict__"]  # reads an instance's dictionary, whatever its class defines
 
 
 class ParameterName(NamedTuple):
     """The name of a leaf."""
 
-    label: str
-    """The dotted path within the outermost module, `fc1.weight`; or the name of a variable of `__main__`."""
-    module: str | None = None
-    """The module that holds it, by its path from the class of the outermost one, `Net.fc1`."""
+    label: str  # the dotted path within the outermost module, `fc1.weight`; or the name of a variable of `__main__`
+    module: str | None = None  # that holds it, by its path from the class of the outermost one, `Net.fc1`
 
 
 class _Known(NamedTuple):
     """The name of one parameter, with weak references by which `_is_known` checks it."""
 
     parameter: weakref.ref[torch.Tensor]
-    root: weakref.ref[torch.nn.Module] | None
-    """The outermost module; None for a parameter that no module holds."""
-    path: tuple[str, ...]
-    """The names of the modules below the outermost one, and the parameter's own name."""
+    root: weakref.ref[torch.nn.Module] | None  # the outermost module; None for a parameter that no module holds
+    path: tuple[str, ...]  # the names of the modules below the outermost one, and the parameter's own name
 
 
-_CHUNK = 20_000
-"""The number of objects to scan before other threads get their turn."""
-_known: dict[int, _Known] = {}
-"""By the `id` of the parameter, whose ``==`` compares elements, so that it cannot be a key itself."""
+_CHUNK = 20_000  # objects to scan before other threads get their turn
+_known: dict[int, _Known] = {}  # by `id`, because ``==`` of parameters compares elements: they cannot be keys
 _lock = threading.Lock()
 
 
 def names_of(leaves: Iterable[torch.Tensor]) -> dict[int, ParameterName]:
     """Return the names of these leaves by their `id`, without the leaves that have none.
 
-    Any thread may call this. A parameter that is new, or has moved to another module, makes it scan the process.
+    A parameter that is new, or has moved to another module, makes this scan the process.
     """
     leaves = list(leaves)
     parameters = [leaf for leaf in leaves if _is_a(type(leaf), torch.nn.Parameter)]
@@ -74,14 +67,14 @@ def names_of(leaves: Iterable[torch.Tensor]) -> dict[int, ParameterName]:
 
 
 def _is_a(kind: type, base: type) -> bool:
-    """Return whether a class is a subclass of another; unlike `issubclass` this calls no code of the user's."""
+    # Not `issubclass`, which would call the code of a user's metaclass (test_no_code_of_the_users_is_called).
     return base in type.__dict__["__mro__"].__get__(kind)
 
 
 def _is_known(parameter: torch.Tensor) -> bool:
     """Return whether the name of a parameter is known, and its module still has the parameter in that place."""
     known = _known.get(id(parameter))
-    if known is None or known.parameter() is not parameter:
+    if known is None or known.parameter() is not parameter:  # perhaps of a dead parameter, whose `id` is used again
         return False
     if known.root is None:
         return True
@@ -92,26 +85,18 @@ def _is_known(parameter: torch.Tensor) -> bool:
 
 
 def _part(module: Any, name: str) -> dict[str, Any]:
-    """Return a copy of the dict in which a module keeps its children or parameters, without calling the user's code.
-
-    ``name`` is ``"_modules"`` or ``"_parameters"``. Returns an empty dict for None, for an object that is no module,
-    and for a module that keeps something unusual there. A copy, because other threads may change the original.
-    """
+    """Return a copy of a module's ``_modules`` or ``_parameters``; empty for no module, or if that is no usual dict."""
     if module is None or not _is_a(type(module), torch.nn.Module):
         return {}
     found = _PARTS.__get__(module).get(name)
-    return dict(found) if type(found) in _PART_TYPES else {}
+    return dict(found) if type(found) in _PART_TYPES else {}  # a copy, because other threads may change the original
 
 
-_PART_TYPES = (dict, type(torch.nn.Module()._modules))
-"""The types of dictionary in which torch keeps the parts of a module."""
+_PART_TYPES = (dict, type(torch.nn.Module()._modules))  # in which torch keeps the parts of a module
 
 
 def _scan(parameters: Iterable[torch.Tensor]) -> None:
-    """Find the modules of this process, and remember what they call these parameters; the lock is held.
-
-    Parameters that no module has are remembered as such, so that they are not searched for again.
-    """
+    """Find the modules of this process, and remember what they call these parameters; the lock is held."""
     modules = list({id(module): module for module in _modules()}.values())
     inner = {id(child) for module in modules for child in _part(module, "_modules").values()}
     wanted = {id(parameter): parameter for parameter in parameters}
@@ -133,22 +118,19 @@ def _scan(parameters: Iterable[torch.Tensor]) -> None:
                     found[key] = rank, _Known(weakref.ref(wanted[key]), weakref.ref(root), path)
     for dead in [key for key, known in _known.items() if known.parameter() is None]:
         del _known[dead]
-    for key, parameter in wanted.items():
+    for key, parameter in wanted.items():  # a parameter that no module has is noted too, or each look would scan again
         _known[key] = found[key][1] if key in found else _Known(weakref.ref(parameter), None, ())
 
 
 def _modules() -> Iterator[Any]:
-    """Yield every module that the garbage collector knows, or that is a variable of an imported file; some twice.
-
-    The collector does not list frozen objects (`gc.freeze`): a worker has frozen all objects of the files that it
-    imports with ``--preload``. Classes are compared by their `id`, because a metaclass may define ``==``. The objects
-    are filtered in chunks, without bytecode, which takes half the time; between two chunks other threads run.
-    """
-    kinds = {id(kind) for kind in _subclasses(torch.nn.Module)}
+    """Yield every module that the garbage collector knows, or that is a variable of an imported file; some twice."""
+    kinds = {id(kind) for kind in _subclasses(torch.nn.Module)}  # by `id`, because a metaclass may define ``==``
     everything = gc.get_objects()
+    # In chunks, between which other threads run, and without bytecode for each object, which takes half the time.
     for start in range(0, len(everything), _CHUNK):
         chunk = everything[start : start + _CHUNK]
         yield from itertools.compress(chunk, map(kinds.__contains__, map(id, map(type, chunk))))
+    # The collector does not list frozen objects (`gc.freeze`), as those of files that a worker imports with --preload.
     for file in list(sys.modules.values()):
         if type(file) is types.ModuleType:
             values = list(vars(file).values())
@@ -156,18 +138,15 @@ def _modules() -> Iterator[Any]:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    """Yield a class and all classes below it."""
     yield kind
-    below: list[type] = type.__subclasses__(kind)
+    below: list[type] = type.__subclasses__(kind)  # by way of `type`, whatever a metaclass defines
     for each in below:
         yield from _subclasses(each)
 
 
 def walk(root: torch.nn.Module) -> Iterator[tuple[tuple[str, ...], torch.nn.Module]]:
-    """Yield a module and all modules below it, each once, with its path from the first.
-
-    This is `named_modules` without calling it, because a class may override that method.
-    """
+    """Yield a module and all modules below it, each once, with its path from the first."""
+    # Not `named_modules`, which a class may override.
     seen = set[int]()
     stack: list[tuple[tuple[str, ...], Any]] = [((), root)]
     while stack:
@@ -182,4 +161,5 @@ def walk(root: torch.nn.Module) -> Iterator[tuple[tuple[str, ...], torch.nn.Modu
 def _variables() -> dict[int, str]:
     """Return the names of the variables of `__main__` by the `id` of their values, without IPython's ``_`` and such."""
     there = list(vars(sys.modules["__main__"]).items())  # other threads may add some meanwhile
+    # Reversed, so that of several names of one value the first stays.
     return {id(value): name for name, value in reversed(there) if not name.startswith("_")}

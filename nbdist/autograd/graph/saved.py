@@ -10,31 +10,24 @@ import torch
 
 from nbdist.autograd.graph.edges import Node
 
-_RAW = "_raw_saved_"
-"""The beginning of the names under which torch's nodes keep saved values as they were packed."""
-
+_RAW = "_raw_saved_"  # begins the names under which torch's nodes keep saved values as they were packed
+# By class of node, the names of the attributes with saved values. Weak, since every user's Function has its own class.
 _names: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
-"""The names of the attributes with saved values, for each class of nodes. Every user's Function has its own class."""
 
 
 class Saved(NamedTuple):
     """One value that a node has saved for its backward."""
 
-    name: str
-    """torch's name for it, such as ``self``, ``other`` or ``result``; ``tensors`` in a user's Function."""
-    tensor: torch.Tensor | None
-    """The tensor; None if hooks have packed it into something else."""
-    data: Any
-    """The tensor, or what hooks have packed it into."""
-    packed: bool
-    """True if hooks for saved tensors have packed it: to unpack it would call the user's code, or a checkpoint's."""
+    name: str  # torch's, such as ``self``, ``other`` or ``result``; ``tensors`` in a user's Function
+    tensor: torch.Tensor | None  # None if hooks have packed it into something else
+    data: Any  # the tensor, or what hooks have packed it into
+    packed: bool  # by hooks for saved tensors: to unpack it would call the user's code, or a checkpoint's
 
 
 def saved_by(node: Node) -> list[Saved]:
     """Return the tensors that a node has saved for its backward and that no pass has freed yet.
 
-    Values of a kind that cannot be read are skipped. Values that the user's hooks for saved tensors have packed are
-    returned as they are, with ``packed`` True, and not unpacked.
+    Values of a kind that cannot be read are skipped.
     """
     names = _names.get(type(node))
     if names is None:

@@ -139,7 +139,6 @@ class Plan(_Drawn):
 def planned(recorded: Trace, roots: Sequence[Key], mode: Mode = "smart") -> Plan:
     """Return the plan of a pass from ``roots``, nodes of a recorded trace given as (worker, number).
 
-    SMART reaches nodes of other workers through receives. FAST begins at the roots and at everything that was sent.
     Pure: nothing is asked or run, and ``recorded`` is not changed.
     """
     nodes = {(worker, node.number): node for worker, each in recorded.nodes.items() for node in each}
@@ -150,7 +149,7 @@ def planned(recorded: Trace, roots: Sequence[Key], mode: Mode = "smart") -> Plan
         for edge in recorded.edges:
             for source in edge.sources:
                 waits_for[edge.sender, source] = waits_for.get((edge.sender, source), 0) + 1
-    stack = list(waits_for)
+    stack = list(waits_for)  # not recursive: a graph may be deeper than Python's recursion limit
     while stack:
         key = stack.pop()
         node = nodes[key]
@@ -161,7 +160,7 @@ def planned(recorded: Trace, roots: Sequence[Key], mode: Mode = "smart") -> Plan
                     continue
                 edge, source = sources[node.message, index]
                 used.add(edge.autograd_message_id)
-                if mode == "smart":
+                if mode == "smart":  # FAST has begun at everything that was sent: the gradient counts already
                     behind.append((edge.sender, source))
         for other in behind:
             if other not in waits_for:

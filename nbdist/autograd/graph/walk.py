@@ -11,8 +11,7 @@ import torch
 from nbdist.autograd.graph.edges import RECEIVE, Node, Received
 
 _expanded: Node = torch.zeros((), device="cpu", requires_grad=True).expand(1).grad_fn
-ACCUMULATE: type = type(_expanded.next_functions[0][0])
-"""The class of the nodes that accumulate into leaves."""
+ACCUMULATE: type = type(_expanded.next_functions[0][0])  # the class of the nodes that accumulate into leaves
 
 
 class Region(msgspec.Struct, eq=False):
@@ -20,17 +19,16 @@ class Region(msgspec.Struct, eq=False):
 
     nodes: set[Node] = msgspec.field(default_factory=set)
     leaves: list[Node] = msgspec.field(default_factory=list)
-    receives: dict[Received, set[int]] = msgspec.field(default_factory=dict)
-    """The indices of the tensors that are reached, for each received message."""
+    receives: dict[Received, set[int]] = msgspec.field(default_factory=dict)  # the indices of the tensors reached
 
 
 def walk(edges: Iterable[tuple[Node, int]], region: Region | None = None) -> Region:
     """Return all nodes that can be reached from graph edges on this worker, the first ones included.
 
-    A graph edge is a node and the number of one of its outputs. With ``region``, adds the nodes to it, and does not
-    walk again over the nodes that it has. If a receive node is reached once more, this still adds the tensor by which
-    it is reached. Takes about 1.4 microseconds for each node.
+    With ``region``, adds the nodes to it, and does not walk again over the nodes that it has.
     """
+    # 1.4 microseconds for each node. Local names are faster than attributes; and a stack, since a graph may be much
+    # deeper than Python's recursion may go.
     found = region if region is not None else Region()
     seen, leaves, receives = found.nodes, found.leaves, found.receives
     accumulate: Any = ACCUMULATE
@@ -39,7 +37,7 @@ def walk(edges: Iterable[tuple[Node, int]], region: Region | None = None) -> Reg
     while stack:
         for node, output in stack.pop():
             if node in seen:
-                if type(node) is receive:
+                if type(node) is receive:  # seen, but reached by another one of its tensors (`one_node_a_message`)
                     receives[node.end].add(node.first + output)
                 continue
             if node is None:
