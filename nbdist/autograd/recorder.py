@@ -51,18 +51,16 @@ from nbdist.torch_private import set_grad_enabled
 from nbdist.wire import codec
 from nbdist.wire.messages import Cast, Payload, Record, Recording
 
+# Set by `nbdist.compat`: called with the error of a pass and the id of its root, returns the error to raise.
 failure_words: Callable[[Exception, int], Exception] | None = None
-"""Set by `nbdist.compat`: called with the error of a pass and the id of its root, returns the error to raise."""
 
-_NO_EDGE = -1
-"""The number of the edge of a message without tensors."""
+_NO_EDGE = -1  # the number of the edge of a message without tensors
 
 
 def _carry() -> Surroundings | None:
-    """Return a function that makes the ``with`` block in which a future's callback runs; None outside of any context.
+    """Return what makes the block in which a future's callback runs; None if it is registered outside of any context.
 
-    `nbdist.rpc.futures` calls this when a callback is registered. The block puts the thread that runs the callback into
-    the context, and the gradient mode, of the thread that registered it.
+    The block puts the thread that runs the callback into the context, and the gradient mode, of the one that registers.
     """
     try:
         recorder = current_agent().recorder
@@ -79,29 +77,22 @@ set_carrier(_carry)
 
 
 class Recorder:
-    """Records the messages of one agent, and runs its parts of backward passes."""
+    """Records the messages of one agent, and runs its parts of backward passes. Workers are named by incarnations."""
 
     def __init__(self, agent: Agent) -> None:
         self.me = agent.me.incarnation
-        """This agent's incarnation."""
         self.membership = agent.membership
-        """The members of the agent's world."""
         self.contexts = Contexts(agent.me.id, self.me)
         self.contexts.is_gone = agent.membership.is_gone
         self.contexts.on_displaced = lambda context: self.submit(partial(self._end, context))
         self.passes = Passes(self, self.contexts)
         self._agent = agent
-        self._warned: set[tuple[str, int]] = set()
-        """The places in the user's code, as (file, line), for which `warn` has warned."""
-        self._watchers: list[tuple[Callable[[Context], None], Callable[[], bool]]] = []
-        """The callbacks that `when_opened` was given."""
-        self._paused: set[int] = set()
-        """The contexts with a pass that is paused from here."""
-        self._freezes = 0
-        """The number of Freeze messages sent."""
+        self._warned: set[tuple[str, int]] = set()  # places in the user's code, as (file, line)
+        self._watchers: list[tuple[Callable[[Context], None], Callable[[], bool]]] = []  # given to `when_opened`
+        self._paused: set[int] = set()  # the contexts with a pass that is paused from here
+        self._freezes = 0  # Freeze messages sent
         self._freezing = threading.Lock()
-        self._frozen: dict[int, int] = {}
-        """The number of the newest Freeze message of each other agent, by incarnation."""
+        self._frozen: dict[int, int] = {}  # the number of the newest Freeze message of each other agent, by incarnation
         agent.on_lost(self._on_lost)
         agent.on_joined(self._on_joined)
         agent.at_close(self._close)
@@ -147,7 +138,7 @@ class Recorder:
         try:
             for then, _ in watchers:
                 then(context)
-        except BaseException:
+        except BaseException:  # a view's, or Ctrl-C: the `with` block does not begin, so nobody else ends the context
             self.close(context)
             raise
         return context
@@ -155,8 +146,7 @@ class Recorder:
     def noting(self, context: Context) -> AbstractContextManager[None]:
         """Return the block in which a thread notes lines of code, or looks for NaN, as the context asks.
 
-        The block raises ForwardNaN for a NaN. The maker enters it when the context opens; a worker enters it while it
-        serves a call of the context.
+        The block raises ForwardNaN for a NaN.
         """
         return noted(lines=context.lines, check=NanCheck(self.name, self.name_of) if context.check else None)
 
@@ -176,10 +166,7 @@ class Recorder:
         return forget
 
     def close(self, context: Context) -> None:
-        """End a context on all workers. Only the maker knows all of them, so call it there.
-
-        Passes that still run fail. A second call is harmless.
-        """
+        """End a context on all workers; call it on the maker, which alone knows all of them. Passes that run fail."""
         if self.contexts.current is context:
             self.contexts.set_current(None)
         for worker in context.workers - {self._agent.me.incarnation}:
@@ -187,16 +174,13 @@ class Recorder:
         self._release(context.id, context.maker)
 
     def _release(self, id: int, maker: int) -> None:
-        """End a context on this worker, if it is here; later messages of it are not recorded."""
+        # The maker, too: the contexts of a restarted worker may have the ids of the dead one's.
         context = self.contexts.release(id, maker)
         if context is not None:
             self._end(context)
 
     def _end(self, context: Context) -> None:
-        """End the passes, the `noting` block and the watch of an ended context, and the halts of its pipeline steps.
-
-        Passes that began here fail; a halted thread raises `Stopped`.
-        """
+        """End the passes, the `noting` block and the watch of an ended context, and the halts of its pipeline steps."""
         self.passes.release(context)
         for observer in list(context.step_observers.values()):
             observer.stop()
@@ -216,31 +200,25 @@ class Recorder:
     # -- called by the agent ------------------------------------------------------------------
 
     def current(self) -> Context | None:
-        """Return the context in which the calling thread is; None if in none. Every call asks, so it must be fast."""
+        """Return the context in which the calling thread is; None if in none."""
+        # Every call asks: outside of any context, one look answers.
         return self.contexts.current if self.contexts.here.context is not None else None
 
     def _join(self, context: Context, worker: int) -> None:
-        """Note that a worker, an incarnation, has a context; on the maker, tell the worker of the context's watch.
-
-        Does nothing if the worker is known to have the context.
-        """
+        """Note that a worker has a context; on the maker, tell a new worker of the context's watch."""
         if worker not in context.workers:
             context.workers.add(worker)  # first: a watch that begins now tells all workers that are in the set
             self.passes.observing.on_join(context, worker)
 
     def outgoing(self, context: Context, to: int, tensors: Sequence[torch.Tensor], function: str) -> Recording:
-        """Make a gate for each of the tensors, which a message carries; return the recording that travels with it.
-
-        ``tensors`` are the message's tensors that require grad, ``to`` is the receiver's incarnation, and ``function``
-        names the call. The recording names the context and the message. The agent calls this before it sends a call or
-        a reply; `withdraw` undoes it if the sending fails.
-        """
+        """Make a gate for each of the tensors, which a message carries; return the recording that travels with it."""
         if to not in context.workers:
             self._join(context, to)
         message = _NO_EDGE
         if tensors:
             message = self.contexts.next_message()
             context.sends[message] = edges.Sent(message, to, tensors, function)
+        # Without tensors too: the receiver must enter the context, for the calls that it makes in its turn.
         return Recording(context.id, context.maker, message, torch.is_grad_enabled(), context.lines, context.check)
 
     def withdraw(self, recording: Recording) -> None:
@@ -250,24 +228,17 @@ class Recorder:
             context.sends.pop(recording.message, None)
 
     def enter(self, recording: Recording, sender: int) -> Context | None:
-        """Return the context of a message that has arrived, made now if it is new here; None if the context has ended.
-
-        If a worker other than the maker has sent the message, this tells the maker.
-        """
+        """Return the context of a message that has arrived, made now if it is new; None if the context has ended."""
         maker = recording.maker
 
-        def entered() -> None:
+        def entered() -> None:  # the maker ends the context on all workers, so it has to know them all
             if maker not in (sender, self.me):
                 self.tell(maker, messages.Entered(recording.context))
 
         return self.contexts.enter(recording.context, maker, entered, lines=recording.lines, check=recording.check)
 
     def incoming(self, context: Context, recording: Recording, sender: int, function: str) -> Attach:
-        """Return the function that gives the tensors of a message their receive nodes, when they have been decoded.
-
-        ``sender`` is its incarnation, and ``function`` names the call. The agent calls this when a message arrives, and
-        the returned function before it hands the values to the user.
-        """
+        """Return the function that gives the tensors of a message their receive nodes, when they have been decoded."""
 
         def attach(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             end = Received(recording.message, sender, function)
@@ -295,10 +266,9 @@ class Recorder:
         return _Running(self, context, recording.grad)
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
-        """Run a backward pass from one tensor and wait for its end, for ``RRef.backward``.
+        """Run a backward pass from one tensor and wait for its end: on the owner of the tensor, for ``RRef.backward``.
 
-        Adds the gradients to the context. Raises UsageError if the context is unknown or has ended, and otherwise the
-        error of the pass. Called on the owner of the value.
+        Raises UsageError if the context is unknown or has ended, and otherwise the error of the pass.
         """
         run = self.begin(self.contexts.get(context_id), [root], [torch.ones_like(root)], retain_graph=retain_graph)
         self.passes.go(run)
@@ -307,9 +277,9 @@ class Recorder:
     def warn(self, function: str, worker: str) -> None:
         """Warn of tensors that are sent to a function on another worker outside of any context, once for each place.
 
-        A place is a line of the code that calls nbdist: the innermost frame outside of nbdist, as a warning names it.
-        Every call with such tensors looks up its place, so this must be fast, even where it has warned before.
+        A place is a line of the code that calls nbdist.
         """
+        # Every call with such tensors comes here, also from a place that was warned of: this must be fast.
         frame = sys._getframe(1)
         level = 2
         while frame.f_back is not None and frame.f_code.co_filename.startswith(NBDIST):
@@ -343,11 +313,11 @@ class Recorder:
     def wait(self, run: Run) -> None:
         """Wait for the end of a pass that began here; raises its error, or the one that `failure_words` returns for it.
 
-        The thread may read messages for the agent meanwhile. If Ctrl-C ends the wait, the pass is given up.
+        If Ctrl-C ends the wait, the pass is given up.
         """
         try:
-            self.passes.wait(run, self._agent.read_as_guest)
-        except Exception as error:
+            self.passes.wait(run, self._agent.read_as_guest)  # the thread may read messages meanwhile
+        except Exception as error:  # of any class: a user's node or hook has raised it. Ctrl-C stays what it is
             said = error if failure_words is None else failure_words(error, self._agent.me.id)
             if said is error:
                 raise
@@ -372,20 +342,19 @@ class Recorder:
         return self._agent.links.connected(worker) is not None
 
     def submit(self, job: Job) -> None:
-        """Run a job, a function without arguments, in a thread of the agent's pool; its errors are logged."""
+        """Run a job in a thread of the agent's pool; its errors are logged."""
         self._agent.submit(job)
 
     def post(self, to: int, message: messages.PassMessage, body: Any = None) -> None:
-        """Send a message to another worker, or to this one; ``body`` travels as its payload.
+        """Send a message to a worker, this one included; ``body`` travels as its payload.
 
-        ``to`` is the worker's incarnation. Raises WorkerLost if the worker is gone, EncodeError if the body cannot be
-        sent.
+        Raises WorkerLost if the worker is gone, EncodeError if the body cannot be sent.
         """
         topic, data, agent = _TOPICS[type(message)], messages.encode(message), self._agent
         if body is None:
             agent.post(to, Cast(topic, data, _NO_PAYLOAD))
             return
-        if CUDA_IS_BUILT and type(message) is messages.Gradients:
+        if CUDA_IS_BUILT and type(message) is messages.Gradients:  # computed on streams of other threads, perhaps
             side_streams.catch_up(body)
         space = agent.sharing.spaces.get(to)
         connection = agent.links.connections.get(to)
@@ -416,7 +385,7 @@ class Recorder:
     def freeze(self, context_id: int, frozen: bool) -> None:
         """Tell all members that a pass of a context is paused from here, or that none is paused any more.
 
-        While any context has a paused pass, the members stop the clocks of their calls, so that none times out.
+        While any is paused, the members stop the clocks of their calls, so that none times out.
         """
         with self._freezing:
             before = bool(self._paused)
@@ -448,10 +417,7 @@ class Recorder:
     # -- messages that arrive -----------------------------------------------------------------
 
     def _handle(self, kind: type, act: Callable[[Any, int], Job | None]) -> None:
-        """Register ``act(message, sender)`` for a kind of message; the reading thread calls it.
-
-        If ``act`` returns a job, the job runs in a thread of the pool.
-        """
+        """Register ``act(message, sender)`` for a kind of message; the reading thread calls it, a pool runs the job."""
 
         def on_cast(cast: Cast, sender: int, frames: list[bytes]) -> Job | None:
             return act(messages.decode(cast.data), sender)
@@ -461,8 +427,7 @@ class Recorder:
     def _handle_with_value(self, kind: type, act: Callable[[Any, Any, Payload, list[bytes]], None]) -> None:
         """Register ``act(message, value, payload, frames)`` for a kind of message, in a thread of the pool.
 
-        ``payload`` describes ``frames``, the encoded value. The reading thread decodes a small value before ``act``
-        runs. For a larger value, ``act`` gets `codec.NOT_DECODED`, and decodes the value itself.
+        For a large value, ``act`` gets `codec.NOT_DECODED`, and decodes ``frames`` by their ``payload`` itself.
         """
 
         def on_cast(cast: Cast, sender: int, frames: list[bytes]) -> Job:
@@ -474,17 +439,15 @@ class Recorder:
         self._agent.handle_cast(_TOPICS[kind], on_cast)
 
     def _on_gradients(self, message: messages.Gradients, value: Any, payload: Payload, frames: list[bytes]) -> None:
-        """Hand gradients to their pass; if they cannot be decoded here, tell the root that the pass has failed."""
         try:
             gradients = codec.decode(payload, frames) if value is codec.NOT_DECODED else value
-        except NbdistError as error:
+        except NbdistError as error:  # the root would wait for ever for the report on this message
             doing = f"the backward pass of context {message.head.context}"
             self.tell(message.head.id.root, messages.Failed(message.head.id), describe(error, self.name, doing))
         else:
             self.passes.on_gradients(message, gradients)
 
     def _on_failed(self, message: messages.Failed, value: Any, payload: Payload, frames: list[bytes]) -> None:
-        """Fail a pass that began here with another worker's error, or with the error of decoding it."""
         try:
             failure = codec.decode(payload, frames) if value is codec.NOT_DECODED else value
         except NbdistError as error:
@@ -492,31 +455,26 @@ class Recorder:
         self.passes.on_failed(message, failure)
 
     def _on_lost(self, record: Record, why: str) -> None:
-        """Deal with the loss of a worker: the contexts that it made end, and the passes that need it fail.
-
-        Clocks of calls that the worker's pauses have stopped run again. The thread that notices the loss calls this; a
-        thread of the agent's pool ends the contexts. ``why`` is for the errors.
-        """
+        """End the contexts that a lost worker made, and fail the passes that need it; ``why`` is for the errors."""
         for context in self.contexts.all():
             context.workers.discard(record.incarnation)
         self._frozen.pop(record.incarnation, None)
         self._agent.thaw(record.incarnation)
         self.passes.observing.on_lost(record.incarnation)
         self.passes.on_lost(record.incarnation, record.name, why)
+        # In another thread: this one has noticed the loss, and may be the one that reads messages.
         for context in self.contexts.made_by(record.incarnation):
             self._agent.submit(partial(self._release, context.id, context.maker))
 
     def _close(self) -> None:
-        """End all contexts here, because the agent ends; passes that still run fail."""
         for context in self.contexts.all():
             self._release(context.id, context.maker)
 
 
 class _Running:
-    """The block in which a function runs in a context, and in the gradient mode of its caller.
+    """The block in which a function runs in a context, and in the gradient mode of its caller."""
 
-    A class and no generator, because it is entered for every call in a context.
-    """
+    # A class and no generator: it is entered for every call in a context.
 
     __slots__ = ("_before", "_context", "_contexts", "_grad", "_grad_before", "_noting", "_recorder")
 

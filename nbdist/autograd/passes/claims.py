@@ -33,15 +33,11 @@ from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.rpc.waits import blocking_wait
 from nbdist.torch_private import keep_in_thread, take_from_thread, thread_has, thread_value
 
-_lock = threading.Lock()
-"""Held while claims change. Taken directly and not by the Condition, whose ``with`` is a slower Python function."""
+_lock = threading.Lock()  # held while claims change; and not the Condition, whose ``with`` is a slower Python function
 _condition = threading.Condition(_lock)
-_waiting: list[_Holder] = []
-"""The holders that wait for leaves which other holders have claimed."""
-_claimed: dict[int, _Use] = {}
-"""The claimed leaves by id, in this process: agents that share it share its leaves."""
-_halted: set[_Holder] = set()
-"""The holders whose engine calls are halted by a watch."""
+_waiting: list[_Holder] = []  # for leaves which other holders have claimed
+_claimed: dict[int, _Use] = {}  # the claimed leaves by id, in this process: agents that share it share its leaves
+_halted: set[_Holder] = set()  # whose engine calls are halted by a watch
 
 
 class _Use(msgspec.Struct, eq=False):
@@ -50,20 +46,16 @@ class _Use(msgspec.Struct, eq=False):
     key: int
     group: object | None
     holders: list[_Holder]
-    known: weakref.ref[torch.Tensor] | None = None
-    """A weak reference to the leaf, if it was adopted: it may die while it is claimed."""
-    leaf: torch.Tensor | None = None
-    """The leaf, if its ``.grad`` is set aside."""
-    before: torch.Tensor | None = None
-    """The ``.grad`` that was set aside."""
+    known: weakref.ref[torch.Tensor] | None = None  # to the leaf, if it was adopted: it may die while it is claimed
+    leaf: torch.Tensor | None = None  # if its ``.grad`` is set aside
+    before: torch.Tensor | None = None  # the ``.grad`` that was set aside
 
 
 def _use_of(key: int, leaf: torch.Tensor) -> _Use | None:
-    """Return the record of who claims a leaf, whose id is ``key``; None if nobody does. Called with `_lock` held.
-
-    Drops a record under that id if it is of an earlier leaf, which has died and left its id to this one.
-    """
+    """Return the record of who claims a leaf, whose id is ``key``; None if nobody does. Called with `_lock` held."""
     use = _claimed.get(key)
+    # Of an earlier leaf, which has died and left its id to this one
+    # (test_a_leaf_that_lies_where_another_one_has_died_is_not_taken_for_it).
     if use is not None and use.known is not None and use.known() is not leaf:
         del _claimed[key]
         return None
@@ -74,6 +66,7 @@ class _Holder:
     """Claims leaves, so that no other pass uses their ``.grad``, for one engine call or `lent` block, in one thread.
 
     Holders of one ``group``, which is the part of a pass, may claim the same leaves; without a group, no others may.
+    The methods with an underscore are called with `_lock` held.
     """
 
     def __init__(self, group: object | None = None) -> None:
@@ -85,10 +78,8 @@ class _Holder:
     def take(self, wanted: Mapping[int, torch.Tensor], *, aside: bool = False) -> None:
         """Claim the leaves of ``wanted``, which has them by id, all at once; wait until no other group has one of them.
 
-        A group is the part of a pass; a holder without a group shares leaves with no other.
-        With ``aside``, keep their ``.grad`` and set it to None; a leaf that this group has claimed already is left as
-        it is.
-        Raises UsageError if this thread itself holds one of the leaves for another group, since it would wait for ever.
+        With ``aside``, keep their ``.grad`` and set it to None, unless this group has claimed them already. Raises
+        UsageError if this thread itself holds one of the leaves for another group, since it would wait for ever.
         """
         self.held |= wanted.keys()  # first: `leave` then finds these leaves even after Ctrl-C
         with _lock:
@@ -104,10 +95,6 @@ class _Holder:
             self._claim(wanted, aside)
 
     def _await(self, wanted: Mapping[int, torch.Tensor]) -> None:
-        """Wait until no other group (see `take`) has one of these leaves; called with the lock held, free meanwhile.
-
-        Raises UsageError if this thread itself has a leaf in another group, because it would wait for ever.
-        """
         while taken := self._uses_to_wait_for(wanted):
             if any(holder.thread == self.thread for use in taken for holder in use.holders):
                 raise UsageError(
@@ -117,24 +104,15 @@ class _Holder:
             _condition.wait()
 
     def _uses_to_wait_for(self, wanted: Mapping[int, torch.Tensor]) -> list[_Use]:
-        """Return the records of those leaves for which this holder must wait; called with the lock held.
-
-        Another group (see `take`) has claimed them; or nobody claims them any more, but their ``.grad`` is not put back
-        yet.
-        """
         found = (_use_of(key, wanted[key]) for key in wanted.keys() & _claimed.keys())
         return [
             use
             for use in found
+            # Without holders, nobody claims the leaf any more, but its ``.grad`` is not put back yet.
             if use is not None and (self._group is None or use.group is not self._group or not use.holders)
         ]
 
     def _claim(self, wanted: Mapping[int, torch.Tensor], aside: bool) -> None:
-        """Claim leaves that are free or claimed by the same group (see `take`); called with the lock held.
-
-        With ``aside``, keeps the ``.grad`` of each free leaf, for `Claim.release` to put back, and sets it to None. The
-        caller has made sure that no other group has the leaves.
-        """
         for key, leaf in wanted.items():
             use = _use_of(key, leaf) if key in _claimed else None
             if use is not None:
@@ -148,8 +126,7 @@ class _Holder:
     def leave(self) -> list[_Use]:
         """Stop using the leaves; return the records of the leaves that no other holder uses.
 
-        The caller must put back the ``.grad`` of these, and then call `give_back`: nobody can claim them before. A
-        second call returns the same list.
+        Nobody can claim these before the caller has put back their ``.grad`` and called `give_back`.
         """
         with _lock:
             for leaf in self.held:
@@ -158,7 +135,7 @@ class _Holder:
                     use.holders.remove(self)
                     if not use.holders:
                         self._left.append(use)
-            return self._left
+            return self._left  # kept for `give_back`, and for a second call
 
     def give_back(self) -> None:
         """Let others claim the leaves, and wake the threads that wait. Harmless on a second call."""
@@ -185,10 +162,10 @@ class Claim:
         for node in nodes:
             leaf = node.variable
             self._leaves[id(leaf)] = leaf
+        # The leaves that `adopt` has claimed, each with the ``.grad`` that it had. Weakly: most of them live no longer
+        # than the node's call, and nobody asks for their gradients.
         self._adopted: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
-        """The leaves that `adopt` has claimed, each with the ``.grad`` that it had."""
-        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Leaves and gradients for `accumulate_late`."""
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []  # leaves and gradients for `accumulate_late`
         self._outer: Claim | None = None
         self.holder = _Holder(group)
 
@@ -198,7 +175,7 @@ class Claim:
             if self._leaves:
                 self.holder.take(self._leaves, aside=self._into is not None)
             keep_in_thread(_KEY, self)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C during the wait, too: nobody else would give the leaves back
             self.__exit__(type(error))
             raise
 
@@ -215,9 +192,7 @@ class Claim:
     def adopt(self, nodes: Iterable[Node]) -> set[Node]:
         """Claim more leaves, which a node of this call reaches by an engine call of its own, as a checkpoint does.
 
-        ``nodes`` are the leaves' nodes. Returns the nodes of leaves that another call holds. This does not wait for
-        these leaves, because the other call may wait for this one later. It refers to the leaves weakly: most of them
-        live no longer than the node's call, and nobody asks for their gradients.
+        ``nodes`` are the leaves' nodes. Returns the nodes of leaves that another call holds.
         """
         taken: set[Node] = set()
         for node in nodes:
@@ -226,7 +201,7 @@ class Claim:
                 use = _use_of(id(leaf), leaf)
                 if use is not None:
                     if self.holder not in use.holders:
-                        taken.add(node)
+                        taken.add(node)  # not waited for: the other call may later wait for this one
                     continue
                 self.holder.held.add(id(leaf))
                 _claimed[id(leaf)] = _Use(id(leaf), None, [self.holder], weakref.ref(leaf))
@@ -238,18 +213,15 @@ class Claim:
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, elsewhere: bool) -> None:
         """Add a gradient that a node's own engine call has returned instead of accumulating it.
 
-        A leaf that `adopt` claimed gets the gradient in ``.grad`` at once, because no other call can hold that leaf.
-        Other calls may use any other leaf: with ``elsewhere``, another call holds it; without, it belongs to this
-        claim, and calls of the same pass may share it. Its gradient goes to ``into``, the store for this call's
-        gradients. Without a store, or if the leaf has a hook that runs after accumulation, `accumulate_late` adds the
-        gradient later.
+        With ``elsewhere``, another call holds the leaf.
         """
-        if not elsewhere and id(leaf) not in self._leaves:  # an adopted leaf
+        if not elsewhere and id(leaf) not in self._leaves:  # an adopted leaf, which no other call can hold
             with torch.no_grad():
                 leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad + gradient
         else:
             gradient = gradient.clone()
             side_streams.publish((gradient,))
+            # A hook after accumulation must find the gradient in ``.grad``, which another call may be using now.
             if self._into is not None and not leaf._post_accumulate_grad_hooks:
                 self._into.add(leaf, gradient)
             else:
@@ -258,8 +230,7 @@ class Claim:
     def release(self) -> None:
         """End the claim: move the accumulated gradients from ``.grad`` to ``into``, and put the former ``.grad`` back.
 
-        ``into`` is the store for this call's gradients. Without a store, the gradients stay in ``.grad``. A leaf that
-        other engine calls of the pass still hold is left to the last of them.
+        A leaf that other engine calls of the pass still hold is left to the last of them.
         """
         try:
             aside = [(use.leaf, use.before) for use in self.holder.leave() if use.leaf is not None]
@@ -273,19 +244,17 @@ class Claim:
                 new = leaf.grad
                 leaf.grad = before
                 if new is not None and self._into is not None:
+                    # The next pass overwrites the buckets of DistributedDataParallel, of which the gradient is a view.
                     self._into.add(leaf, new.clone() if id(leaf) in shared else new)
         finally:
             self.holder.give_back()
 
     def accumulate_late(self) -> None:
-        """Accumulate the gradients that could not be accumulated during the call; called after `release`.
-
-        Waits for each leaf until no other call claims it; no other thread can wait for this one then.
-        """
+        """Accumulate the gradients that could not be accumulated during the call; called after `release`."""
         for leaf, gradient in self._late:
             holder = _Holder()
             try:
-                holder.take({id(leaf): leaf})
+                holder.take({id(leaf): leaf})  # waits, and nobody waits for this thread, which has released its leaves
                 _accumulate(leaf, gradient, self._into)
             finally:
                 holder.give_back()
@@ -295,7 +264,7 @@ def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: GradientStore 
     """Add a gradient to the ``.grad`` of a claimed leaf, as the leaf's node would, and call its last hooks.
 
     These are the hooks after accumulation; hooks on the gradient have run already. With ``into``, the gradient goes
-    there instead, as the hooks left it, and ``.grad`` stays what it was. An error of a hook is raised.
+    there instead, as the hooks left it.
     """
     before = leaf.grad
     hooks: dict[int, Any] = leaf._post_accumulate_grad_hooks or {}
@@ -312,8 +281,7 @@ def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor, into: GradientStore 
             leaf.grad = before
 
 
-_KEY = "nbdist.autograd.claim"
-"""The key of a thread's claim among the values of torch's threads, which the engine's threads for a GPU see, too."""
+_KEY = "nbdist.autograd.claim"  # of a thread's claim among the values of torch's threads; those for a GPU see it, too
 
 
 def current_claim() -> Claim:
@@ -324,10 +292,7 @@ def current_claim() -> Claim:
 
 @contextmanager
 def halted() -> Iterator[None]:
-    """Note during the block that a watch has paused the engine call which the calling thread runs; see `halted_leaves`.
-
-    The engine refuses a local pass that reaches these leaves meanwhile.
-    """
+    """Note during the block that a watch has paused the engine call of the calling thread; see `halted_leaves`."""
     holder = current_claim().holder
     with _lock:
         _halted.add(holder)
@@ -339,10 +304,7 @@ def halted() -> Iterator[None]:
 
 
 def halted_leaves() -> set[int]:
-    """Return the ids of the leaves claimed by engine calls that a watch has paused, whose ``.grad`` may be set aside.
-
-    The engine refuses a local pass that reaches one of them.
-    """
+    """Return the ids of the leaves that engine calls hold which a watch has halted; their ``.grad`` may be set aside."""
     if not _halted:  # the usual case; every local pass asks
         return set()
     with _lock:
@@ -352,8 +314,7 @@ def halted_leaves() -> set[int]:
 class lent:
     """Give leaves these gradients as their ``.grad`` for the time of a ``with`` block, as for an optimizer's step.
 
-    Waits until no backward pass and no other such block has one of the leaves. At the end, they get back the ``.grad``
-    that they had.
+    Waits until no backward pass and no other such block has one of the leaves.
     """
 
     def __init__(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
@@ -370,7 +331,7 @@ class lent:
             for leaf, gradient in self._gradients:
                 self._before.append((leaf, leaf.grad))
                 leaf.grad = gradient
-        except BaseException:
+        except BaseException:  # Ctrl-C during the wait, too: the block does not begin, so nobody else would call this
             self.__exit__()
             raise
 

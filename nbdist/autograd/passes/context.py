@@ -36,47 +36,38 @@ from nbdist.gpus.spans import CUDA_IS_BUILT
 from nbdist.rpc.futures import Future
 from nbdist.rpc.latch import Latch
 
-Outgoing = tuple[messages.Gradients, list[torch.Tensor | None]]
-"""A gradient message, and the gradients that travel as its payload."""
+Outgoing = tuple[messages.Gradients, list[torch.Tensor | None]]  # a message, and the gradients that are its payload
 
 
 class Context:
     """The record of one iteration on this worker: what it sent and received, its passes, their gradients.
 
-    A thread holds `lock` while it adds up gradients, and while it finds the run that a message belongs to.
+    `lock` is held while gradients are added up, and while the run that a message belongs to is found.
     """
 
     def __init__(self, id: int, maker: int, *, lines: bool = False, check: bool = False) -> None:
         self.id = id
         self.maker = maker
-        self.lines = lines
-        """True if the line of code that makes each node is noted."""
-        self.check = check
-        """True if the results of the forward pass are searched for NaN."""
+        self.lines = lines  # note the line of code that makes each node
+        self.check = check  # search the results of the forward pass for NaN
+        # On the maker: the block in which the thread that opened the context notes lines or looks for NaN.
         self.noting: AbstractContextManager[None] | None = None
-        """On the maker: the block in which the thread that opened the context notes lines or looks for NaN."""
         self.sends: dict[int, Sent] = {}
         self.receives: dict[int, Received] = {}
-        self.workers: set[int] = set()
-        """The workers to which this one has sent a message of the context; on the maker, all that have it."""
-        self.roots: dict[tuple[Node, int], None] = {}
-        """The graph edges from which passes began on this worker, in order."""
+        self.workers: set[int] = set()  # to which this one has sent a message; on the maker, all that have the context
+        self.roots: dict[tuple[Node, int], None] = {}  # graph edges from which passes began on this worker, in order
+        # The passes whose gradients are not added to the context's yet: those under way, or not known to be over.
         self.runs: dict[PassId, Run] = {}
-        """The passes whose gradients are not added to the context's yet: those under way, or not known to be over."""
         self.given_up: set[PassId] = set()
         self.numbers = NodeNumbers()
-        self.watching: Watching | None = None
-        """The watch that passes which begin on this worker report to."""
-        self.watches_over: set[tuple[int, int]] = set()
-        """The watches that have ended, as (watcher, number): the end may arrive before the begin."""
-        self.watch: Watch | None = None
-        """The newest watch of the context that is on this worker itself."""
+        self.watching: Watching | None = None  # passes that begin on this worker report to this watch
+        self.watches_over: set[tuple[int, int]] = set()  # (watcher, number): the end may arrive before the begin
+        self.watch: Watch | None = None  # the newest watch of the context that is on this worker itself
+        # Called before a step of a pipeline, or a backward pass with its mode and roots, begins on this worker, if
+        # another worker watches.
         self.before_step: Callable[[Plan], None] | None = None
-        """Called before a step of a pipeline begins on this worker, if another worker watches."""
         self.before_pass: Callable[[Mode, Sequence[tuple[Node, int]]], None] | None = None
-        """Called before a backward pass begins on this worker, with its mode and roots, if another worker watches."""
-        self.step_observers: dict[PassId, Observer] = {}
-        """The observers of the pipeline steps that run on this worker."""
+        self.step_observers: dict[PassId, Observer] = {}  # of the pipeline steps that run on this worker
         self.lock = threading.Lock()
         self._gradients = GradientStore()
         self._contributions: dict[object, GradientStore] = {}
@@ -90,40 +81,30 @@ class Context:
         return [*found.leaves, *found.nodes.difference(found.leaves)]  # leaves have no other order than the walk's
 
     def number_all(self, more: Iterable[tuple[Node, int]] = ()) -> dict[Node, int]:
-        """Return the number by which users see each node of the graph on this worker; `nodes` finds the nodes.
-
-        A node keeps its number for the life of the context.
-        """
+        """Return the number by which users see each node of the graph on this worker, as `nodes` finds them."""
         return self.numbers.of(self.nodes(more))
 
     def commit(self, run: Run) -> None:
-        """Add the gradients of a pass that is over to the context's; once, and not if the pass was given up.
-
-        If a GPU has no room for the sums, this raises torch's error and changes nothing.
-        """
+        """Add the gradients of a pass that is over to the context's; once, and not if the pass was given up."""
         with self.lock:
             if run.head.id in self.runs:
+                # First, as it raises without room on a GPU: the gradients must then stay those of the run
+                # (test_sums_for_which_a_gpu_has_no_room_leave_the_gradients_as_they_were).
                 self._gradients.update(run.part.gradients)
                 del self.runs[run.head.id]
 
     def contribute(self, key: object, gradients: GradientStore) -> None:
-        """Add gradients that a pipeline's step has computed on this worker; `withdraw` removes them by the key.
-
-        ``key`` names the step. A second call with the same key replaces the gradients of the first.
-        """
+        """Add the gradients of a pipeline's step on this worker, or replace those of the same ``key``."""
         with self.lock:
             self._contributions[key] = gradients
 
     def withdraw(self, key: object) -> None:
-        """Remove a contribution, because its step failed on another worker; harmless if there is none."""
+        """Remove a contribution, because its step failed on another worker."""
         with self.lock:
             self._contributions.pop(key, None)
 
     def fold(self) -> None:
-        """Add up the gradients of all passes and pipeline steps into one sum for each leaf, which replaces them.
-
-        Call it only while no pass runs. A second call changes nothing.
-        """
+        """Replace the gradients of all passes and pipeline steps by their sums; call it only while no pass runs."""
         with self.lock:
             for gradients in self._contributions.values():
                 self._gradients.update(gradients)
@@ -149,17 +130,12 @@ class Context:
         return [gradient for part in parts for _, gradient in part.items()]
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the gradients on this worker by leaf, summed over all passes, those under way included.
-
-        A worker other than the root learns of the end of a pass only later, so it cannot leave out passes under way.
-        """
+        """Return the gradients on this worker by leaf, summed over all passes, those under way included."""
+        # A worker other than the root learns only later that a pass is over, so passes under way cannot be left out.
         return dict(self._total().items())
 
     def gradients_of(self, leaves: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Return each of these leaves, in their order, with its gradient summed over all passes, or with None.
-
-        Hashes no tensor, which would be slow.
-        """
+        """Return each of these leaves with its gradient, or with None; unlike `gradients`, this hashes no tensor."""
         total = self._total()
         return [(leaf, total.of(leaf)) for leaf in leaves]
 
@@ -185,37 +161,23 @@ class Run:
         self.part: Part
         self.observer: Observer | None = None
         self.lock = threading.Lock()
-        self.ended = False
-        """True once the pass is over or given up on this worker: it sends no more messages of it."""
-        self.told: set[int] = set()
-        """The workers to which this one has sent messages of the pass."""
-        self.settled: list[Token] = []
-        """Tokens for the next report: this worker has done all that follows from them."""
-        self.marked: list[Token] = []
-        """Tokens for the next report: they only wait for the end of the marking."""
-        self.outbox: Outgoing | None = None
-        """Gradients for the root, kept back so that they travel in one message with the next report."""
-        self.sent: list[tuple[Token, int]] = []
-        """Tokens for the next report: this worker has sent them, each to the receiver beside it."""
-        self.arrived: list[Token] = []
-        """Tokens of gradients that no thread has taken up."""
-        self.taken: list[Token] = []
-        """Tokens of gradients that a thread has taken up, until the last thread stops."""
-        self.reports = 0
-        """The number of reports sent."""
-        self.threads = 0
-        """The number of threads that run the pass now."""
+        self.ended = False  # over or given up on this worker, which sends no more messages of it
+        self.told: set[int] = set()  # the workers to which this one has sent messages of the pass
+        self.settled: list[Token] = []  # for the next report: this worker has done all that follows from them
+        self.marked: list[Token] = []  # for the next report: they only wait for the end of the marking
+        self.outbox: Outgoing | None = None  # gradients for the root, to travel in one message with the next report
+        self.sent: list[tuple[Token, int]] = []  # for the next report, with the receivers
+        self.arrived: list[Token] = []  # of gradients that no thread has taken up
+        self.taken: list[Token] = []  # of gradients that a thread has taken up, until the last thread stops
+        self.reports = 0  # sent
+        self.threads = 0  # that run the pass now
         self.most_threads = 1
-        self.entries = 0
-        """The number of times that a thread has begun to run the pass."""
-        self.again = False
-        """True if something has arrived and no thread was added for it: a running thread must look once more."""
+        self.entries = 0  # how many times a thread has begun to run the pass
+        self.again = False  # something has arrived, and no thread was added for it: a running one must look once more
         # On the root only:
         self.ledger: Ledger | None = None
         self.outcome: Future[None] | Latch | None = None
         self.error: BaseException | None = None
-        self.leader: int | None = None
-        """The worker that was asked for the pass's turn to reduce."""
+        self.leader: int | None = None  # the worker that was asked for the pass's turn to reduce
         self.its_turn = False
-        self.waiting_for_turn: set[int] = set()
-        """The workers that must not continue before the pass has its turn."""
+        self.waiting_for_turn: set[int] = set()  # the workers that must not continue before

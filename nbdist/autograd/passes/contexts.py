@@ -31,10 +31,8 @@ from typing import Any
 from nbdist.autograd.passes.context import Context
 from nbdist.errors import UsageError
 
-_COUNTER_BITS = 48
-"""An id of a context or message is the worker's id, followed by a counter of this many bits."""
-_ENDED_CONTEXTS_REMEMBERED = 10_000
-"""The number of ended contexts that a worker remembers, to recognise messages that come too late."""
+_COUNTER_BITS = 48  # an id of a context or message is the worker's id, followed by a counter of this many bits
+_ENDED_CONTEXTS_REMEMBERED = 10_000  # to recognise messages that come too late
 
 
 class _PerThread(threading.local):
@@ -50,15 +48,14 @@ class Contexts:
         self._numbers = itertools.count()
         self._messages = itertools.count()
         self._contexts: dict[int, Context] = {}
+        # The contexts that ended last, as (id, incarnation of the maker): a restarted maker uses the ids again.
         self._over: OrderedDict[tuple[int, int], None] = OrderedDict()
-        """The contexts that ended last, as (id, incarnation of the maker)."""
         self._lock = threading.RLock()  # a user's ``__del__``, which may run anywhere, may open a context
-        self.here = _PerThread()
-        """The context that the calling thread has entered. It may have ended meanwhile: see `current`."""
+        self.here = _PerThread()  # the context that the thread has entered, also if it has ended: see `current`
+        # `is_gone` returns whether the worker of an incarnation was a member and is lost; `on_displaced` is called with
+        # a dead maker's context that one with the same id has replaced. The recorder sets both.
         self.is_gone: Callable[[int], bool] = lambda maker: False
-        """Return whether the worker with this incarnation was a member and is lost; set by the recorder."""
         self.on_displaced: Callable[[Context], None] = lambda context: None
-        """Called with a dead maker's context that one with the same id has replaced; set by the recorder."""
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -86,10 +83,7 @@ class Contexts:
         return context if context is not None and context.id in self._contexts else None
 
     def set_current(self, context: Context | None) -> Context | None:
-        """Put the calling thread into a context, or with None into no context; return the context that it was in.
-
-        The caller later passes the returned context to this method, to undo the change.
-        """
+        """Put the calling thread into a context, or with None into none; return the one before, to put back later."""
         before, self.here.context = self.here.context, context
         return before
 
@@ -105,11 +99,7 @@ class Contexts:
     # -- life ---------------------------------------------------------------------------------
 
     def new(self, *, lines: bool = False, check: bool = False) -> Context:
-        """Make a new context on this worker, its maker; no thread enters it.
-
-        ``lines`` and ``check`` say whether it notes lines of code and looks for NaN. `Recorder.open` has the thread
-        enter it, and `Recorder.close` ends it on all workers.
-        """
+        """Make a new context on this worker, its maker; no thread enters it."""
         with self._lock:
             context = Context(self._first + next(self._numbers), self._incarnation, lines=lines, check=check)
             self._contexts[context.id] = context
@@ -140,24 +130,24 @@ class Contexts:
     ) -> Context | None:
         """Return the context to which a message belongs, or None if that context is over.
 
-        ``maker`` is the incarnation of the worker that made the context. Calls ``entered()`` if the context is new on
-        this worker. ``lines`` and ``check`` turn on what they do in `new`.
-        If the maker is dead, its context is over, even if another worker's message of the context arrives late. A
-        living maker may have the same id as the context of an earlier maker: that maker is dead, and this one has taken
-        its place. Then the new context replaces the old one.
+        Calls ``entered()`` if the context is new on this worker. ``lines`` and ``check`` turn on what they do in `new`.
         """
-        context = self._contexts.get(id)
+        context = self._contexts.get(id)  # without the lock, as nearly every message is of a context that is here
         if context is not None and context.maker == maker:
             context.lines = context.lines or lines  # a Watch message may have made the context, without these
             context.check = context.check or check
             return context
         with self._lock:
-            before = self._contexts.get(id)
+            before = self._contexts.get(id)  # once more: another thread may have made it meanwhile
             if before is not None and before.maker == maker:
                 return before
+            # A late message must not make a context again, not even one that another worker than the maker has sent
+            # (test_a_late_message_of_a_dead_maker_neither_takes_a_context_away_nor_makes_one).
             if (id, maker) in self._over or self.is_gone(maker):
                 return None
-            if before is not None:
+            if (
+                before is not None
+            ):  # of an earlier, dead maker: this one has taken its place, and counts from its numbers
                 self._note_over(id, before.maker)
             context = self._contexts[id] = Context(id, maker, lines=lines, check=check)
         if before is not None:
@@ -166,22 +156,17 @@ class Contexts:
         return context
 
     def release(self, id: int, maker: int) -> Context | None:
-        """End a context on this worker; return it, or None if it was not here.
-
-        Later messages of the context do not find it, and do not make it again. ``maker`` is the incarnation of the
-        worker that made the context: a restarted worker may reuse ids. A second call returns None.
-        """
+        """End a context on this worker, so that late messages do not make it again; return it, or None if not here."""
         with self._lock:
             self._note_over(id, maker)
             context = self._contexts.get(id)
             return self._contexts.pop(id) if context is not None and context.maker == maker else None
 
     def _note_over(self, id: int, maker: int) -> None:
-        """Remember that a context has ended, so that a late message does not make it again; the lock is held."""
         self._over[id, maker] = None
         if len(self._over) > _ENDED_CONTEXTS_REMEMBERED:
             self._over.popitem(last=False)
 
     def made_by(self, incarnation: int) -> Iterable[Context]:
-        """Return the contexts here that the worker with this incarnation has made."""
+        """Return the contexts here that the worker of this incarnation has made."""
         return [context for context in self.all() if context.maker == incarnation]

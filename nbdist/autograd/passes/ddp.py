@@ -15,15 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.autograd.graph.edges import Node
 
+# The DDP modules that are alive, by id. Every pass reads it many times, so it is a plain dict and no function.
 living: dict[int, weakref.ref[DistributedDataParallel]] = {}
-"""The DDP modules that are alive, by id. Every pass reads it many times, so it is a plain dict and no function."""
 
 
 def _notice(module: Any, name: str, submodule: Any) -> None:
-    """Note ``module`` in `living` if it is a DDP module, until it is collected.
-
-    torch calls this whenever a module gets a submodule, as a DDP module does when it is made.
-    """
+    """Note ``module`` in `living` if it is a DDP module, until it is collected."""
+    # torch calls this whenever a module gets a submodule, as a DDP module does when it is made.
     if isinstance(module, DistributedDataParallel):
         key = id(module)
         living[key] = weakref.ref(module, lambda _: living.pop(key, None))
@@ -46,21 +44,13 @@ def owned_by_any() -> set[int]:
 
 
 def own(nodes: Iterable[Node]) -> bool:
-    """Return whether one of these nodes accumulates into a parameter of a DDP module.
-
-    A pass that reaches such a node averages gradients with other processes. If several workers do that in a SMART pass,
-    the pass waits for its turn (`nbdist.autograd.passes.ddp_turns`).
-    """
+    """Return whether one of these nodes accumulates into a parameter of a DDP module."""
     owned = owned_by_any()
     return any(id(node.variable) in owned for node in nodes)
 
 
 def blocked_by(held: Iterable[int]) -> set[int]:
-    """Return the ids of all parameters of each DDP module that has a parameter in ``held``; ``held`` has ids, too.
-
-    The parameters in ``held`` cannot get their gradients yet. A pass holds all the returned parameters back, because a
-    DDP module averages the gradients of its parameters together.
-    """
+    """Return the ids of all parameters of each DDP module that has a parameter in ``held``, which has ids, too."""
     waiting = set(held)
     blocked = set[int]()
     for module in _modules():
@@ -71,8 +61,5 @@ def blocked_by(held: Iterable[int]) -> set[int]:
 
 
 def in_buckets() -> set[int]:
-    """Return the ids of the parameters whose gradients are views of DDP buckets, which the next pass overwrites.
-
-    These are the parameters of modules with ``gradient_as_bucket_view``. The caller copies gradients that it keeps.
-    """
+    """Return the ids of the parameters whose gradients are views of DDP buckets, which the next pass overwrites."""
     return set[int]().union(*(_leaves(module) for module in _modules() if module.gradient_as_bucket_view))

@@ -36,28 +36,18 @@ class Turns:
         self._queue: list[PassId] = []
 
     def ask(self, id: PassId) -> PassId | None:
-        """Queue a pass; return it if it has its turn at once, else None.
-
-        Call it once for a pass. A pass keeps its turn until `end` or `lose`.
-        """
+        """Queue a pass; return it if it has its turn at once, which it keeps until `end` or `lose`; else None."""
         self._queue.append(id)
         return id if len(self._queue) == 1 else None
 
     def end(self, id: PassId) -> PassId | None:
-        """Remove a pass that needs no turn any more; return the pass that gets the turn instead.
-
-        Returns None if no pass gets it: the queue is empty, or another pass has the turn and keeps it. A pass that is
-        not in the queue changes nothing.
-        """
+        """Remove a pass that needs no turn any more; return the pass that gets the turn instead, if one does."""
         first = self._queue[:1]
         self._queue = [other for other in self._queue if other != id]
         return self._queue[0] if self._queue and self._queue[:1] != first else None
 
     def lose(self, root: int) -> PassId | None:
-        """Remove the passes that began on the lost worker ``root``, an incarnation.
-
-        Returns the pass that gets the turn instead; None if the turn does not change.
-        """
+        """Remove the passes that began on the lost worker ``root``; return the pass that gets the turn instead."""
         first = self._queue[:1]
         self._queue = [other for other in self._queue if other.root != root]
         return self._queue[0] if self._queue and self._queue[:1] != first else None
@@ -76,17 +66,15 @@ class TurnTaking:
     def wait(self, run: Run, ledger: Ledger, workers: set[int]) -> set[int]:
         """On the root: return the workers among ``workers`` that may continue now, because marking is over.
 
-        Marking is over when no worker will announce a gradient any more. If several workers average gradients of DDP
-        modules, these workers must wait for the pass's turn. The first call asks the leader for the turn: the worker
-        among them with the lowest incarnation. `granted` later returns the workers that have waited. If the pass has
-        its turn already, or if fewer than two workers average, this returns all of ``workers``.
+        If several workers average gradients of DDP modules, these must wait for the pass's turn, for which the first
+        call asks the leader. `granted` later returns the workers that have waited.
         """
         if len(ledger.reducing) < 2:
             return workers
         with run.lock:
             if run.its_turn:
                 return workers
-            run.waiting_for_turn |= workers & ledger.reducing
+            run.waiting_for_turn |= workers & ledger.reducing  # a later report may bring more of them
             ask = bool(run.waiting_for_turn) and run.leader is None
             if ask:
                 run.leader = min(ledger.reducing)
@@ -95,47 +83,33 @@ class TurnTaking:
         return workers - ledger.reducing
 
     def granted(self, run: Run) -> set[int]:
-        """On the root: note that a pass has its turn; return the incarnations of the workers that have waited for it.
-
-        Called when the leader's message arrives. The caller tells the workers to continue. A second call returns no
-        workers.
-        """
+        """On the root: note that a pass has its turn; return the workers that have waited for it."""
         with run.lock:
             run.its_turn = True
             waiting, run.waiting_for_turn = run.waiting_for_turn, set()
         return waiting
 
     def end(self, run: Run) -> None:
-        """On the root: tell the leader that a pass no longer has or wants its turn; does nothing if it never asked."""
+        """On the root: tell the leader, if it was asked, that a pass no longer has or wants its turn."""
         with run.lock:
-            leader, run.leader = run.leader, None
+            leader, run.leader = run.leader, None  # the leader is told once, though `Passes` may end a run twice
         if leader is not None:
             self._transport.tell(leader, messages.Turn(run.head.id, True))
 
     # -- as the leader ------------------------------------------------------------------------
 
     def on_turn(self, message: messages.Turn) -> None:
-        """On the leader: queue a pass that asks for its turn, or end the turn of one that is over (``message.over``).
-
-        If a pass gets the turn by this, its root is told. The thread that reads messages calls this.
-        """
+        """On the leader: queue a pass that asks for its turn, or end the turn of one that is over."""
         with self._lock:
             self._grant(self._turns.end(message.id) if message.over else self._turns.ask(message.id))
 
     def on_lost(self, worker: int) -> None:
-        """On the leader: drop the passes that began on a lost worker, and give their turn to the next pass.
-
-        Called on every worker; one without such passes in its queue does nothing.
-        """
+        """On the leader: drop the passes that began on a lost worker, and give their turn to the next pass."""
         with self._lock:
             self._grant(self._turns.lose(worker))
 
     def _grant(self, turn: PassId | None) -> None:
-        """Tell the root of the pass ``turn`` that the pass has its turn; does nothing for None. The lock is held.
-
-        A pass whose root is gone is dropped, and the next one in the queue gets the turn.
-        """
-        while turn is not None and not self._transport.is_there(turn.root):
+        while turn is not None and not self._transport.is_there(turn.root):  # its end would never be told
             turn = self._turns.end(turn)
         if turn is not None:
             self._transport.tell(turn.root, messages.Granted(turn))

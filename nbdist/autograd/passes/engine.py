@@ -34,7 +34,6 @@ def run_backward(roots: Sequence[Any], gradients: Sequence[torch.Tensor], *, ret
     """Run all nodes that the roots depend on, leaves included, as ``torch.autograd.backward`` does.
 
     ``roots`` are graph edges or tensors, with a gradient for each. Gradients of leaves go into ``.grad``.
-    Returns when they have run, or raises the error of a node or hook.
     """
     _native.run_backward(
         tuple(roots), tuple(gradients), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
@@ -56,11 +55,7 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
     ) -> Any:
         """Run a backward pass for torch.autograd; arguments and result are as for torch's engine.
 
-        A call without ``inputs`` from a node of one of nbdist's passes also claims the leaves that it reaches, so that
-        their gradients go to that pass. All other calls go to torch's engine as they are.
-
-        Raises:
-            UsageError: A local pass reaches leaves of a halted pass, or an inner call reaches a receive node.
+        Raises UsageError if a local pass reaches leaves of a halted pass, or an inner call reaches a receive node.
         """
         __tracebackhide__ = True  # IPython leaves this frame out of tracebacks: a local pass has no use for it
         if current_part() is None and not inputs:
@@ -76,7 +71,10 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
         claim = current_claim()
         taken = claim.adopt(region.leaves)
         if not taken:
+            # The usual case: nobody else has one of the leaves, so the engine may accumulate into ``.grad``.
             return _native.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **options)
+        # Others hold some of the leaves: have the engine return the gradients, and do not accumulate. To wait for the
+        # leaves here could be for ever, as the other call may wait for this one.
         edges = tuple(torch.autograd.graph.GradientEdge(node, 0) for node in region.leaves)
         captured = _native.run_backward(
             tensors, grad_tensors, keep_graph, create_graph, edges, allow_unreachable=True, accumulate_grad=False
@@ -88,11 +86,8 @@ class _Engine(type(_native)):  # type: ignore[misc]  # the class of an object
 
 
 def _refuse_halted(roots: Sequence[Any]) -> None:
-    """Raise UsageError if a local pass from these roots reaches leaves that a pass paused by a watch has claimed.
-
-    The halted pass has set their ``.grad`` aside. Afterwards it would take the local pass's gradients there for its
-    own.
-    """
+    """Raise UsageError if a local pass from these roots reaches leaves that a pass paused by a watch has claimed."""
+    # That pass has set their ``.grad`` aside. Afterwards, it would take the local pass's gradients there for its own.
     halted = halted_leaves()
     if halted and any(id(node.variable) in halted for node in walk([edge_of(root) for root in roots]).leaves):
         raise UsageError(

@@ -11,20 +11,16 @@ from nbdist.gpus import side_streams
 
 
 class GradientStore:
-    """The gradients of leaves on this worker, added up over the steps of a pass or the passes of a context.
-
-    Leaves are found by id, because hashing a tensor is slow.
-    """
+    """The gradients of leaves on this worker, added up over the steps of a pass or the passes of a context."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the leaf's id: hashing a tensor is slow
         self._lock = threading.Lock()
 
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add a gradient to a leaf's sum. The tensor is stored as it is, so nobody may change it afterwards.
 
-        If the thread's current CUDA stream computes the gradient, it must have been published
-        (`nbdist.gpus.side_streams`). The sum is.
+        If the thread's current CUDA stream computes the gradient, `nbdist.gpus.side_streams` must have published it.
         """
         with self._lock:
             known = self._sums.get(id(leaf))
@@ -34,15 +30,12 @@ class GradientStore:
             self._sums[id(leaf)] = (leaf, gradient)
 
     def update(self, other: GradientStore) -> None:
-        """Add the sums of another object to these. If a GPU has no room, raise torch's error and add none.
-
-        The other object is not changed; updating twice adds its sums twice.
-        """
+        """Add the sums of another object to these. If a GPU has no room, raise torch's error and add none."""
         with self._lock:
             if not self._sums:
                 self._sums.update(other._sums)
                 return
-            sums = dict(self._sums)
+            sums = dict(self._sums)  # a copy, so that an error in the middle leaves all as it was
             with torch.no_grad():
                 for leaf, gradient in list(other._sums.values()):  # a copy: a pass may be adding to them
                     known = sums.get(id(leaf))
@@ -50,21 +43,16 @@ class GradientStore:
             self._sums = sums
 
     def of(self, leaf: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient of a leaf, or None if there is none.
-
-        The caller must not change it: it may be a gradient that others use.
-        """
+        """Return the gradient of a leaf, or None. The caller must not change it: others may use it."""
         known = self._sums.get(id(leaf))
         return known[1] if known is not None else None
 
     def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
-        """Multiply the gradients of some leaves by a factor; leaves without a gradient are skipped.
-
-        The products are new tensors. Not locked: call it only while no pass adds gradients.
-        """
+        """Multiply the gradients of some leaves by a factor; call it only while no pass adds gradients."""
         for leaf in leaves:
             known = self._sums.get(id(leaf))
             if known is not None:
+                # A new tensor, as others may use the old one.
                 self._sums[id(leaf)] = (leaf, known[1] * factor)
 
     def items(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

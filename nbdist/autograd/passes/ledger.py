@@ -26,31 +26,26 @@ class Ledger:
 
     def __init__(self, root: int) -> None:
         self._root = root
-        self.workers: set[int] = set()
-        """The workers that take part, as far as reports have named them."""
-        self.waiting: set[int] = set()
-        """The workers that have to be told of the end of the marking."""
-        self.reducing: set[int] = set()
-        """The workers on which the pass reaches a DistributedDataParallel module."""
+        self.workers: set[int] = set()  # that take part, as far as reports have named them
+        self.waiting: set[int] = set()  # the workers that have to be told of the end of the marking
+        self.reducing: set[int] = set()  # the workers on which the pass reaches a DistributedDataParallel module
+        # In FAST mode, the gates of each worker whose gradients had not come at its last report.
         self.missing: dict[int, list[Missing]] = {}
-        """In FAST mode, the gates of each worker whose gradients had not come at its last report."""
-        self.observed: dict[int, int] = {}
-        """The number of messages that each worker has sent to the pass's watch."""
+        self.observed: dict[int, int] = {}  # how many messages each worker has sent to the pass's watch
         self._taken: dict[int, int] = {}
         self._overtaken: dict[int, dict[int, Report]] = {}
         self._open: set[Token] = set()
         self._early: set[Token] = set()
         self._marked: set[Token] = set()
+        # True once the root's own first report has arrived. Other workers' may arrive earlier, and nothing must seem to
+        # be over by them (test_nothing_is_over_before_the_root_has_said_what_it_began_with).
         self._begun = False
-        """True once the root's own first report has arrived. Reports of other workers may arrive earlier."""
 
     def take(self, sender: int, report: Report) -> None:
-        """Enter a report: the tokens of the messages that ``sender`` has sent, and of the messages that it has settled.
-
-        A report that has overtaken earlier ones of its sender waits for them.
-        Otherwise, the later report could settle a token before the earlier report has named the messages that were sent
-        because of this token. Then the pass would seem to be over.
-        """
+        """Enter a report: the tokens of the messages that ``sender`` has sent, and of those that it has settled."""
+        # A report that has overtaken earlier ones of its sender waits for them. It could settle a token before the
+        # earlier report has named the messages that were sent because of this token: then the pass would seem to be
+        # over (test_a_report_that_has_overtaken_another_waits_for_it).
         waiting = self._overtaken.setdefault(sender, {})
         waiting[report.number] = report
         while (following := waiting.pop(self._taken.get(sender, 0) + 1, None)) is not None:
@@ -78,26 +73,20 @@ class Ledger:
 
     @property
     def marked(self) -> bool:
-        """True if the marking is over: no mark will be sent any more, and none is on its way.
-
-        Gradients that run at once are not marked first, and may cause marks where they arrive. So the marking is over
-        only when every open token waits for just that, after it has caused all the marks that it can.
-        """
+        """True if the marking is over: no mark will be sent any more, and none is on its way."""
+        # Gradients that run at once are not marked first, and may cause marks where they arrive. So every open token
+        # must be one that waits for just this end, after it has caused all the marks that it can.
         return self._begun and not self._early and self._open <= self._marked
 
     @property
     def over(self) -> bool:
-        """True if no worker has anything left to do, and no message of the pass is on its way.
-
-        The pass is then at its end. False as long as the root's own first report has not come.
-        """
+        """True if no worker has anything left to do, and no message of the pass is on its way."""
         return self._begun and not self._open and not self._early
 
     def owed(self) -> list[tuple[int, Missing]]:
-        """Return the sent messages for which gradients never came, each with its sender; empty if there are none.
+        """Return the sent messages for which gradients never came, each with its sender: a FAST pass fails by them.
 
-        Call it when a pass in FAST mode is over; if there are any, the pass fails. They are sorted, the root's messages
-        first, so that the text of the error does not depend on the order of the reports.
+        Sorted, the root's first, so that the text of the error does not depend on the order of the reports.
         """
         if not any(self.missing.values()):
             return []

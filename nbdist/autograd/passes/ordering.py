@@ -41,9 +41,7 @@ _ORDERED: Any = _Ordered._backward_cls
 def ordered(tensor: torch.Tensor, group: object, index: int) -> torch.Tensor:
     """Return a view of ``tensor`` to send in its place: backward passes take the gradients of a group in fixed order.
 
-    Gradients may arrive in any order. Each gradient waits until all gradients of its ``group`` with a higher index have
-    entered the graph. Call it before the tensors are sent. Pipelines use it, with the number of the micro-batch as
-    index, so that micro-batches always add their gradients in one order, and sums are the same in each run.
+    Each gradient waits until all gradients of its ``group`` with a higher index have entered the graph.
     """
     found: torch.Tensor = _Ordered.apply(tensor, group, index)
     return found
@@ -56,10 +54,9 @@ class GateQueues:
     """
 
     def __init__(self, slots: Iterable[EdgeSlot]) -> None:
-        self.places: dict[EdgeSlot, tuple[object, int]] = {}
-        """The group and the index of each gate that is ordered; nearly always there are none."""
+        self.places: dict[EdgeSlot, tuple[object, int]] = {}  # the group and index of each ordered gate; mostly none
+        # By group and index, the gates that have not let their gradients in.
         self._left: dict[object, dict[int, set[EdgeSlot]]] = {}
-        """By group and index, the gates that have not let their gradients in."""
         for slot in slots:
             node: Node = slot.edge[0]
             if type(node) is _ORDERED:
@@ -67,10 +64,7 @@ class GateQueues:
                 self._left.setdefault(place[0], {}).setdefault(place[1], set()).add(slot)
 
     def has_turn(self, slot: EdgeSlot) -> bool:
-        """Return whether no gate of the same group and a higher index is left; True for a gate that is not ordered.
-
-        True means that the gate's gradient may enter the graph now; else it waits in the part.
-        """
+        """Return whether no gate of the same group and a higher index is left; True for a gate that is not ordered."""
         place = self.places.get(slot)
         if place is None:
             return True
@@ -78,10 +72,7 @@ class GateQueues:
         return slot not in group.get(place[1], ()) or place[1] == max(group)
 
     def leave(self, slot: EdgeSlot) -> None:
-        """Take a gate out of its queue: its gradient has entered the graph, or never will.
-
-        The next gate of the group then has its turn. Harmless on a second call, and for a gate that is not ordered.
-        """
+        """Take a gate out of its queue: its gradient has entered the graph, or never will."""
         place = self.places.get(slot)
         if place is not None:
             group = self._left[place[0]]
