@@ -22,10 +22,7 @@ Checked = Literal["nan"] | None
 
 
 def recorder() -> Recorder:
-    """Return the `Recorder` of the calling thread's agent, which has the agent's contexts and backward passes.
-
-    Raises NotInitialized if RPC has not begun.
-    """
+    """Return the `Recorder` of the calling thread's agent; raises NotInitialized if RPC has not begun."""
     return cast(Recorder, current_agent().recorder)
 
 
@@ -170,7 +167,6 @@ def open(*, lines: bool = False, check: Checked = None) -> ContextId:
 
 
 def _is_checked(check: Any) -> bool:
-    """Return True if ``check`` is ``"nan"``, and False if it is None; raises UsageError if it is anything else."""
     if check not in ("nan", None):
         raise UsageError(f'check must be "nan", or None to check nothing, not {check!r}')
     return check is not None
@@ -251,7 +247,7 @@ def backward_async(*arguments: Any, **options: Any) -> Handle:
 
 
 def _with_id(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the positional arguments; where the context's id is left out, with that of the thread's in front."""
+    """Return the positional arguments, with the id of the thread's context in front if they have none."""
     if "context_id" in options or (arguments and (isinstance(arguments[0], int) or arguments[0] is None)):
         return arguments
     return (current_id(), *arguments)
@@ -266,10 +262,7 @@ def _prepare(
     grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     accumulate: bool = False,
 ) -> tuple[Recorder, Context, list[torch.Tensor], list[torch.Tensor], dict[str, bool]]:
-    """Check the arguments of `backward`; return the recorder, the context, the roots, a gradient for each, options.
-
-    The options are keyword arguments for `Recorder.begin`.
-    """
+    """Check the arguments of `backward`; return the recorder, and the arguments and options of its method `begin`."""
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode must be 'smart' or 'fast', not {mode!r}")
     tensors, gradients = _check_roots(roots, grad_tensors)
@@ -287,6 +280,7 @@ def _check_roots(
     roots: Any, grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the roots as a list, and a gradient for each: the given one, or ones for a root of one element."""
+    # The messages have torch's words for the same mistakes, which its own tests of autograd match, and programs may.
     if isinstance(roots, torch.Tensor):
         roots = [roots]
     if isinstance(roots, RRef):

@@ -25,22 +25,15 @@ class Handle:
         ended.add_done_callback(self._end)
 
     def go(self) -> None:
-        """Run the nodes that can run before other workers send gradients, on the calling thread.
-
-        `backward_async` has a thread of the agent's pool call this once. An error is not raised here, but by `wait`.
-        """
+        """Run the nodes that can run before other workers send gradients; a thread of the agent's pool calls this."""
         try:
             self._passes.go(self._run)
-        except BaseException as error:
+        except BaseException as error:  # `wait` raises it, whatever its class: nobody waits for this thread
             self._outcome.try_settle(None, error)
 
     def _end(self, done: Future[None]) -> None:
-        """Add the gradients to the context, or give the pass up if ``done`` has an error; then end `wait`.
-
-        ``done`` calls this once, when the pass ends or is cancelled.
-        """
-        error = done.exception()
-        if error is None:
+        error = done.exception()  # that of the pass, or of `cancel`
+        if error is None:  # first, so that a thread which has waited finds the gradients in the context
             self._passes.commit(self._run)
         else:
             self._passes.give_up(self._run)

@@ -52,10 +52,9 @@ def plan(context_id: int | None, roots: torch.Tensor | Sequence[torch.Tensor], m
 
 
 def plan_from(context: Context, starts: Sequence[tuple[Node, int]], mode: Mode) -> Plan:
-    """Return the plan of a pass that begins at ``starts``; see `plan`.
+    """Return the plan of a pass that begins at ``starts``, nodes of this worker, each with the number of an output.
 
-    ``starts`` are nodes of this worker, each with the number of an output.
-    This asks all workers of the context, and waits for their answers. Nothing runs, and no gradient changes.
+    Asks all workers of the context, and waits for their answers. Nothing runs, and no gradient changes.
     """
     here = api.recorder()
     found = _collect(context, starts)
@@ -93,15 +92,14 @@ def trace(context_id: int | None = None) -> Trace:
 def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace:
     """Return the trace of a context; with ``starts``, add the nodes behind them here, and leave out ``Trace.passes``.
 
-    ``starts`` are nodes of this worker, each with the number of an output.
-    Workers are asked in rounds: each names the workers that it exchanged messages with, until there is no new one. A
-    worker that is lost meanwhile goes into ``Trace.unreachable``.
+    A worker that is lost meanwhile goes into ``Trace.unreachable``.
     """
     here = api.recorder()
     found = Trace(context.id, passes=context.watch.passes if context.watch is not None and not starts else [])
     members = {record.incarnation: record for record in here.membership.members()}
     found.nodes[here.name], found.edges, touched = local_nodes(context.id, starts)
     known = {here.me}
+    # In rounds: each worker names those that it exchanged messages with, until there is no new one.
     while new := [member for member in touched if member in members and member not in known]:
         known.update(new)
         touched = []
@@ -112,7 +110,7 @@ def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace
             found.nodes[name] = nodes
             found.edges += edges
             touched += more
-    looking = _who_only_looks(context, here.me)
+    looking = _who_only_looks(context, here.me)  # it has the context only for its watch: no row without a node
     found.nodes = {
         record.name: nodes
         for record in members.values()
@@ -123,10 +121,7 @@ def _collect(context: Context, starts: Sequence[tuple[Node, int]] = ()) -> Trace
 
 
 def _who_only_looks(context: Context, me: int) -> int | None:
-    """Return the incarnation of the worker that watches a context; None if no worker or its maker does.
-
-    `_collect` leaves that worker out of the trace if it has no nodes. ``me`` is this worker's incarnation.
-    """
+    """Return the incarnation of the worker that watches a context; None if no worker or its maker does."""
     watcher = me if context.watch is not None else context.watching.watcher if context.watching is not None else None
     return watcher if watcher != context.maker else None
 
@@ -136,8 +131,7 @@ def local_nodes(
 ) -> tuple[list[NodeInfo], list[Edge], list[int]]:
     """Return this worker's nodes and outgoing edges in a context, and the incarnations of workers it knows there.
 
-    Called on each worker of the context, by RPC. The nodes behind ``starts``, given as (node, output), are among the
-    nodes. A worker that does not have the context returns three empty lists.
+    Called on each worker of the context, by RPC. A worker that does not have the context returns three empty lists.
     """
     here = api.recorder()
     context = here.contexts.find(context_id)
@@ -156,7 +150,6 @@ def local_nodes(
 
 
 def _describe(node: Node, numbers: dict[Node, int], names: dict[int, ParameterName]) -> NodeInfo:
-    """Return a node as data for a trace; ``names`` has the names of leaves by the leaf's `id`."""
     kind: Any = type(node)
     number = numbers[node]
     if kind is ACCUMULATE:
@@ -174,12 +167,10 @@ def _describe(node: Node, numbers: dict[Node, int], names: dict[int, ParameterNa
 
 
 def _shape_and_dtype(tensor: Any) -> tuple[tuple[int, ...], str]:
-    """Return the shape and dtype (as ``float32``) of a tensor, or of the metadata that a node keeps of one."""
     return tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
 def _tensor(slot: EdgeSlot) -> tuple[tuple[int, ...], str, int]:
-    """Return the shape, dtype and size in bytes of a tensor that was sent."""
     node, output = slot.edge
     kind: Any = type(node)
     tensor = node.variable if kind is ACCUMULATE else node._input_metadata[output]

@@ -11,19 +11,18 @@ from nbdist.autograd.graph.walk import ACCUMULATE
 from nbdist.autograd.passes.context import Context
 from nbdist.torch_private import no_torch_function
 
-Place = tuple[str, int]
-"""The place of a buffer in memory: its device and its address."""
+Place = tuple[str, int]  # of a buffer in memory: its device and its address
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[Place, int] | None:
-    """Return the place (device and address) and the size in bytes of a tensor's storage; None without an address.
+    """Return the place and the size in bytes of a tensor's storage; None without an address.
 
     Call it inside of `no_torch_function`, so that no code of a tensor subclass is called.
     """
     try:
         storage = torch.Tensor.untyped_storage(tensor)
         address, nbytes, device = storage.data_ptr(), storage.nbytes(), storage.device
-    except Exception:  # sparse and lazy tensors, and subclasses without memory of their own
+    except Exception:  # of sparse and lazy tensors, and of subclasses without memory of their own, of any class
         return None
     if not address:  # an empty tensor, or one without memory
         return None
@@ -33,14 +32,13 @@ def storage_of(tensor: torch.Tensor) -> tuple[Place, int] | None:
 def kept_by(context: Context) -> dict[Place, int]:
     """Return the size in bytes, by place, of each buffer on this worker that would be freed with the context.
 
-    These are the tensors saved for backward passes, and the gradients; leaves are not counted. A place is a device and
-    an address.
-    A buffer that several tensors share counts once. While `Context.runs` holds a pass, only gradients are counted:
-    torch's engine may be freeing the saved tensors. On workers other than its root, a pass stays in `Context.runs` for
-    a while after its end.
+    These are the tensors saved for backward passes, and the gradients; leaves are not counted. A buffer that several
+    tensors share counts once.
     """
     leaves, kept = [], context.stored()
     with no_torch_function():
+        # While `Context.runs` holds a pass, torch's engine may be freeing the saved tensors. (On workers other than its
+        # root, a pass stays there for a while after its end.)
         for node in context.nodes() if not context.runs else ():
             kind: Any = type(node)
             if kind is ACCUMULATE:

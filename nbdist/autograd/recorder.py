@@ -121,7 +121,7 @@ class Recorder:
 
         The views that watch new contexts are told before this returns; an error of theirs ends the context.
         """
-        if self.contexts.current is not None:
+        if self.contexts.current is not None:  # torch's own tests match the beginning of this message
             raise UsageError(
                 f"Already have an autograd context id for this thread: {self.contexts.current.id}; contexts do not "
                 "nest. End that one first: leave its `with` block, or close() it"

@@ -304,7 +304,7 @@ def halted() -> Iterator[None]:
 
 
 def halted_leaves() -> set[int]:
-    """Return the ids of the leaves that engine calls hold which a watch has halted; their ``.grad`` may be set aside."""
+    """Return the ids of the leaves that halted engine calls hold, whose ``.grad`` may be set aside."""
     if not _halted:  # the usual case; every local pass asks
         return set()
     with _lock:

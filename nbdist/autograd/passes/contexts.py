@@ -31,7 +31,9 @@ from typing import Any
 from nbdist.autograd.passes.context import Context
 from nbdist.errors import UsageError
 
-_COUNTER_BITS = 48  # an id of a context or message is the worker's id, followed by a counter of this many bits
+# An id of a context or message is the worker's id, followed by a counter of this many bits, as in torch, whose tests
+# read the worker from an id.
+_COUNTER_BITS = 48
 _ENDED_CONTEXTS_REMEMBERED = 10_000  # to recognise messages that come too late
 
 
@@ -109,6 +111,7 @@ class Contexts:
         """Return the context with an id; raises UsageError if this worker does not have it, or no longer."""
         context = self._contexts.get(id)
         if context is None:
+            # The beginning is torch's, which its own tests match.
             why = ". It never came to this worker, or it ended: contexts end with their `with` block"
             if any(over == id for over, _ in self._over):
                 why = ": it has ended"

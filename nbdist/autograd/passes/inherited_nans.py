@@ -31,15 +31,11 @@ from nbdist.autograd.passes.contexts import Contexts
 from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent, rpc_async
 
-_OUTPUTS = ("result", "output", "out", "values")
-"""The beginnings of the names under which torch's nodes save their outputs; all other names are of inputs."""
-_PERHAPS_NAMED = 3
-"""The number of messages to name in ``Inherited.perhaps``."""
-_ANSWER_TIMEOUT = 2.0
-"""Seconds to wait for the answer of another worker; the pass waits meanwhile."""
+_OUTPUTS = ("result", "output", "out", "values")  # torch's names of saved outputs begin so; all others are of inputs
+_PERHAPS_NAMED = 3  # messages to name in ``Inherited.perhaps``
+_ANSWER_TIMEOUT = 2.0  # seconds for the answer of another worker; the pass waits meanwhile
 
-Edge = tuple[Node, int]
-"""A tensor of the forward pass: the node that returned it, and the number of the output."""
+Edge = tuple[Node, int]  # a tensor of the forward pass: the node that returned it, and the number of the output
 
 
 def explain(
@@ -47,9 +43,8 @@ def explain(
 ) -> Inherited | None:
     """Return how the forward pass gave a node the NaN or Inf that the node has made; None if all values were finite.
 
-    ``saved`` are the values that the node had saved before it ran. If hooks hide them, the result may be uncertain: see
-    `Inherited`. The thread that runs the node calls this, so the nodes behind it have not run yet, and their saved
-    values are there.
+    ``saved`` are the values that the node had saved before it ran, as torch may have freed them since. Call it in the
+    thread that runs the node: the nodes behind the node have not run then, and their saved values are there.
     """
     saved = [*saved, *_set_on(node)]
     search = _Search(context, worker, name_of, node, saved)
@@ -67,9 +62,8 @@ def explain(
 def explain_sent(context_id: int, message: int, index: int, value: str) -> Inherited | None:
     """Return where a NaN or Inf comes from that this worker sent as tensor ``index`` of a message.
 
-    ``value`` is ``"NaN"`` or ``"Inf"``. The worker that received it calls this by RPC. Returns None if the context or
-    the message is not known here any more, or if several passes run in the context, because another pass may free the
-    saved values meanwhile.
+    ``value`` is ``"NaN"`` or ``"Inf"``. The worker that received it calls this by RPC. Returns None if that is not
+    known here any more.
     """
     agent = current_agent()
     context = _contexts().find(context_id)
@@ -82,7 +76,6 @@ def explain_sent(context_id: int, message: int, index: int, value: str) -> Inher
 
 
 def _contexts() -> Contexts:
-    """Return the contexts of the calling thread's agent."""
     recorder: Any = current_agent().recorder  # it is made of higher modules
     return cast(Contexts, recorder.contexts)
 
@@ -96,10 +89,10 @@ class _Search:
         self._context = context
         self._worker = worker
         self._name_of = name_of
+        # The saved tensors by the node and output that returned them; and those that need no gradient by the node that
+        # saved them.
         self.values: dict[Edge, list[torch.Tensor]] = {}
-        """The saved tensors, by the node and output that returned them."""
         self._constants: dict[Node, list[torch.Tensor]] = {}
-        """The saved tensors that need no gradient, by the node that saved them."""
         self._hiding = set[Node]()
         self._known: dict[int, str] = {}
         for node in walk([(start, 0)]).nodes:
@@ -110,10 +103,6 @@ class _Search:
                 self._sort_in(node, each)
 
     def _sort_in(self, node: Node, saved: Saved) -> None:
-        """Note for the search one tensor that a node has saved: which node and output made it.
-
-        A tensor that needs no gradient is noted as a constant. If hooks have packed it, the node is noted as hiding.
-        """
         tensor = saved.tensor
         if saved.packed or tensor is None:
             self._hiding.add(node)
@@ -131,27 +120,25 @@ class _Search:
         return next((value for value in ("NaN", "Inf") if value in found), "")
 
     def _nan_or_inf(self, tensor: torch.Tensor) -> str:
-        """Return ``"NaN"``, ``"Inf"`` or an empty string for one tensor; each tensor is read once."""
-        value = self._known.get(id(tensor))
+        """Return ``"NaN"``, ``"Inf"`` or an empty string for one tensor."""
+        value = self._known.get(id(tensor))  # each is read once, as on a GPU the reading waits
         if value is None:
             value = ""
-            with contextlib.suppress(Exception):  # a kind of tensor that cannot be read counts as finite
+            with contextlib.suppress(Exception):  # of any kind of tensor that cannot be read: it counts as finite
                 if (tensor.is_floating_point() or tensor.is_complex()) and not is_finite(tensor.detach()):
                     value = "NaN" if bool(tensor.detach().isnan().any()) else "Inf"
             self._known[id(tensor)] = value
         return value
 
     def _edge_held(self, edge: Edge) -> bool | None:
-        """Return whether a tensor, given by its node and output, held a NaN or Inf when it was made; None if unknown.
-
-        It is known if some node has saved the tensor, or if a message brought it and was searched.
-        """
+        """Return whether a tensor held a NaN or Inf when it was made; None if that is not known."""
         node, output = edge
         kind: Any = type(node)
         if kind is RECEIVE and node.first + output in node.end.spoilt:
             return True
         if edge in self.values:
             return bool(self.value_of(self.values[edge]))
+        # A received tensor that was searched when it arrived, and is not among the spoilt ones, was finite.
         return False if kind is RECEIVE and node.end.looked_at else None
 
     def hides(self, node: Node) -> bool:
@@ -159,13 +146,10 @@ class _Search:
         return node in self._hiding or getattr(node, "_forward_cls", None) is CheckpointFunction
 
     def nearest(self, node: Node) -> Edge | None:
-        """Return the nearest tensor behind a node, as (node, output), that is known to have held a NaN or Inf; or None.
-
-        The search continues only behind tensors about which nothing is known. Such a tensor also counts if the node
-        that returned it saved a NaN or Inf in a tensor that needs no gradient.
-        """
+        """Return the nearest tensor behind a node that is known to have held a NaN or Inf; or None."""
         seen, queue = {node}, [node]
         while queue:
+            # Level by level, and only behind tensors about which nothing is known.
             behind = _edges_behind(queue.pop(0))
             for edge in behind:
                 if self._edge_held(edge):
@@ -173,17 +157,14 @@ class _Search:
             for edge in behind:
                 if edge[0] not in seen and self._edge_held(edge) is None:
                     seen.add(edge[0])
+                    # The tensor is not known, but its node was given a NaN or Inf that needs no gradient.
                     if self.value_of(self._constants.get(edge[0], ())):
                         return edge
                     queue.append(edge[0])
         return None
 
     def follow(self, node: Node, output: int, value: str) -> Inherited:
-        """Return where a NaN or Inf comes from that a node returned as ``output``, going back from node to node.
-
-        ``value`` is ``"NaN"`` or ``"Inf"``. The search ends at a leaf, at data, at the operation that made it, or where
-        it cannot continue. At a tensor that was received, it asks the sender.
-        """
+        """Return where a NaN or Inf comes from that a node returned as ``output``, going back from node to node."""
         seen = set[Edge]()
         while (node, output) not in seen:
             seen.add((node, output))
@@ -233,15 +214,10 @@ class _Search:
                         yield self._message_of(edge[0])
 
     def _message_of(self, node: Node) -> Carried:
-        """Return the message that brought the tensors of a receive node."""
         return Carried(node.end.message, self._name_of(node.end.peer), node.end.function)
 
     def _ask_sender(self, node: Node, output: int, value: str) -> Inherited:
-        """Return where the NaN or Inf of a received tensor comes from, as the worker that sent it answers.
-
-        Waits for the answer, 2 seconds at most; without one, ``Inherited.end`` is ``unknown``. The message that brought
-        the tensor is put in front of ``Inherited.messages``.
-        """
+        """Return where the NaN or Inf of a received tensor comes from; ``unknown`` if its sender does not answer."""
         carried = self._message_of(node)
         found = _ask(carried.sender, self._context.id, carried.message, node.first + output, value)
         if found is None:
@@ -257,12 +233,12 @@ def _set_on(node: Node) -> Iterator[Saved]:
 
 
 def _edges_behind(node: Node) -> list[Edge]:
-    """Return the inputs of a node that need a gradient, each as the node and output that made it."""
     return [(to, output) for to, output in node.next_functions if to is not None]
 
 
 def _ask(worker: str, *args: Any) -> Inherited | None:
     """Ask another worker for its `explain_sent`; None if it does not answer in time, fails or does not know."""
+    # Outside of the context, so that this call of nbdist's own is not recorded in it.
     with _contexts().outside(), contextlib.suppress(NbdistError, RuntimeError):
         found: Inherited | None = rpc_async(worker, explain_sent, args=args, timeout=_ANSWER_TIMEOUT).wait()
         return found

@@ -31,8 +31,7 @@ from nbdist.autograd.watching.observer import Observer
 from nbdist.autograd.watching.watcher import Watch
 from nbdist.errors import UsageError
 
-_CLOSED_WATCHES_KEPT = 64
-"""The most closed watches to keep for batches that may still arrive. An older watch has all, or will never get them."""
+_CLOSED_WATCHES_KEPT = 64  # for batches on their way; an older watch has all its batches, or will never get them
 
 
 class Observing:
@@ -41,17 +40,13 @@ class Observing:
     def __init__(self, transport: Transport, contexts: Contexts) -> None:
         self._transport = transport
         self._contexts = contexts
+        # Closed watches, by context and number, for which batches are still missing.
         self._awaiting: OrderedDict[tuple[int, int], Watch] = OrderedDict()
-        """Closed watches, by context and number, for which batches are still missing."""
 
     # -- on the watcher -----------------------------------------------------------------------
 
     def watch(self, context: Context, *, paused: bool, norms: bool) -> Watch:
-        """Watch the passes of a context from this worker; with ``paused``, every pass halts before its first node.
-
-        Raises:
-            UsageError: this worker has an open watch of the context.
-        """
+        """Watch the passes of a context from this worker; raises UsageError if this worker has an open watch of it."""
         if context.watch is not None and not context.watch.closed:
             raise UsageError(f"context {context.id} is watched already: close() its other watch first")
         watch = context.watch = Watch(self._transport, context.id, paused=paused, norms=norms, ended=self._unwatch)
@@ -77,17 +72,14 @@ class Observing:
             self.on_watch(message)
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
-        """On the watcher: give a batch of events of the worker ``sender`` to the watch of the pass.
-
-        A batch for a watch that is not known any more is dropped.
-        """
+        """On the watcher: give a batch of events of the worker ``sender`` to the watch of the pass, if it is known."""
         watch = self._find(message.context, message.watch)
         if watch is not None:
             watch.on_observed(message, sender)
             self._forget_complete(watch)
 
     def on_over(self, message: messages.Over) -> None:
-        """On the watcher: tell the watch, if it is known here, that a pass has ended; see `Watch.on_over`."""
+        """On the watcher: tell the watch, if it is known here, that a pass has ended."""
         watch = self._find(message.context, message.watch)
         if watch is not None:
             watch.on_over(message)
@@ -101,22 +93,21 @@ class Observing:
         return self._awaiting.get((context_id, id))
 
     def _forget_complete(self, watch: Watch) -> None:
-        """Drop a closed watch if all passes that it saw are over and all their batches have arrived."""
         if watch.complete:
             self._awaiting.pop((watch.context_id, watch.id), None)
 
     # -- on all workers of a context ----------------------------------------------------------
 
     def on_watch(self, message: messages.WatchChanged) -> None:
-        """Note that a watch of a context begins or ends (``message.over``); the maker tells all other workers of it.
-
-        The end of a watch also ends its halts here. If it overtakes the begin, the begin is ignored.
-        """
-        context = self._contexts.enter(message.context, message.maker)
+        """Note that a watch of a context begins or ends (``message.over``); the maker tells all other workers of it."""
+        context = self._contexts.enter(
+            message.context, message.maker
+        )  # new, if this overtakes the context's first call
         if context is None:
             return
         known, new = context.watching, message.watching
         if message.over:
+            # Noted for ever: the end may overtake the begin, which is ignored then.
             context.watches_over.add((new.watcher, new.watch))
             for _, observer in _observers(context):
                 if observer.whose == (new.watcher, new.watch):
@@ -137,10 +128,9 @@ class Observing:
     # -- on the workers that run a pass -------------------------------------------------------
 
     def observer(self, head: Head, context: Context, *, in_engine: bool = True) -> Observer | None:
-        """Return a new observer for a pass or a pipeline's step on this worker; None if nobody watches it.
+        """Return a new observer for a pass, or a step that torch's engine does not run; None if nobody watches it.
 
-        ``head`` describes the pass and names its watch. The observer has told the watcher already that this worker
-        takes part. ``in_engine`` is False for a step, which torch's engine does not run.
+        The observer has told the watcher already that this worker takes part.
         """
         watching, me = head.watching, self._transport.me
         if watching is None or (watching.watcher, watching.watch) in context.watches_over:
@@ -154,7 +144,7 @@ class Observing:
             else:
                 self.on_observed(message, me)
 
-        context.number_all()
+        context.number_all()  # all at once: numbers are in the order of the forward pass, and not of the steps
         explain = partial(inherited_nans.explain, context, self._transport.name, self._transport.name_of)
         # While torch's engine halts, others see the leaves that it has claimed. Steps of pipelines claim none.
         halts = claims.halted if in_engine else nullcontext
@@ -172,8 +162,7 @@ class Observing:
     def begin_step(self, context: Context, id: PassId, plan: Plan) -> Head | None:
         """Show the plan of a pipeline step that begins here; return the `Head`, which names the step and its watch.
 
-        The workers of the step need it for `observed_step`.
-        Returns None if nobody watches any more.
+        `observed_step` needs it on each worker of the step. Returns None if nobody watches any more.
         """
         watch = context.watch if context.watch is not None and not context.watch.closed else None
         if watch is not None:
@@ -189,40 +178,32 @@ class Observing:
 
     @contextmanager
     def observed_step(self, head: Head, context: Context) -> Iterator[Observer | None]:
-        """Observe this worker's share of a pipeline step during the block; yield None if nobody watches.
-
-        ``head`` is what `begin_step` returned. At the end of the block the last reports are sent to the watcher, also
-        after an error. If the watcher is gone, nothing halts.
-        """
+        """Observe this worker's share of a pipeline step during the block; yield None if nobody watches."""
         observer = self.observer(head, context, in_engine=False)
         if observer is None:
             yield None
             return
         context.step_observers[head.id] = observer
         try:
+            # If the watcher is gone, nobody would end a halt: `on_lost` came before this observer.
             if not self._transport.is_there(observer.whose[0]) and observer.whose[0] != self._transport.me:
                 observer.leave()
             yield observer
         finally:
             context.step_observers.pop(head.id, None)
-            observer.flush()
+            observer.flush()  # also after an error
 
     def end(self, run: Run, error: str = "") -> None:
-        """On the root of a pass that is over: tell the watcher, with the error that ended the pass if there is one.
-
-        Does nothing if nobody watches the pass, or on another worker than the root.
-        """
+        """On the root of a pass that is over: tell the watcher, with the error that ended the pass if there is one."""
         if run.ledger is not None:
             self.tell_over(run.head, run.context, error, run.ledger.observed)
 
     def tell_over(self, head: Head, context: Context, error: str, observed: dict[int, int]) -> None:
-        """Tell the watcher, if any, that a pass or step is over; ``observed`` has the number of batches by incarnation.
-
-        After an error the watcher awaits no batches, because the workers' numbers are not known.
-        """
+        """Tell the watcher, if any, that a pass or step is over; ``observed`` has each worker's number of batches."""
         watching = head.watching
         if watching is None:
             return
+        # After an error the watcher awaits no batches, as the workers' numbers are not known.
         over = messages.Over(head.id, context.id, watching.watch, error, {} if error else observed)
         if watching.watcher != self._transport.me:
             self._transport.tell(watching.watcher, over)
@@ -230,11 +211,7 @@ class Observing:
             self.on_over(over)
 
     def on_steer(self, message: messages.Steer, sender: int) -> None:
-        """Take the watcher's order on where passes halt, for later passes and passes under way here, and end halts.
-
-        The message names, for each pass, the number up to which its halts on this worker are over.
-        A context that has ended here, or another watch's message, is ignored.
-        """
+        """Take the watcher's order on where passes halt, later ones too, and end the halts that are over by it."""
         context = self._contexts.find(message.context)
         if context is None:
             return
@@ -247,11 +224,7 @@ class Observing:
                 observer.steer(message.control, over.get(id, 0))
 
     def on_go(self, message: messages.Go) -> None:
-        """End the halts of one pass here up to the number in the message; the control stays as it is.
-
-        The watcher sends this to let one halted node run; the pass then halts again where its control says. A pass that
-        is not here is ignored.
-        """
+        """End the halts of one pass here up to the number in the message; the control stays as it is."""
         context = self._contexts.find(message.context)
         for id, observer in _observers(context) if context is not None else ():
             if id == message.id:
@@ -272,15 +245,13 @@ class Observing:
                     observer.leave()
 
     def begun(self, run: Run) -> None:
-        """Let a pass that has just begun here run without halts if its watcher is gone already.
-
-        `on_lost` saw no observer of this pass if the watcher was lost before the pass was entered in its context.
-        """
+        """Let a pass that has just begun here run without halts if its watcher is gone already."""
+        # Lost before the pass was entered in its context, where `on_lost` looks for observers
+        # (test_passes_that_begin_when_the_watcher_is_gone_do_not_halt).
         if run.observer is not None and not self._transport.is_there(run.observer.whose[0]):
             run.observer.leave()
 
 
 def _observers(context: Context) -> list[tuple[PassId, Observer]]:
-    """Return the observers of the passes and steps under way in a context, each with its id."""
     of_passes = [(id, run.observer) for id, run in list(context.runs.items()) if run.observer is not None]
     return [*of_passes, *list(context.step_observers.items())]

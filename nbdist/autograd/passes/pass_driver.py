@@ -117,14 +117,10 @@ class Passes:
         self._transport = transport
         self._me = transport.me
         self._contexts = contexts
-        self._lost: dict[int, tuple[str, str]] = {}
-        """The name of each lost worker, by incarnation, and a text that follows it and says how it was lost."""
-        self._numbers = itertools.count(1)
-        """The numbers of passes that begin on this worker."""
-        self._tokens = itertools.count(1)
-        """The numbers of tokens that this worker sends."""
-        self._runs: dict[PassId, Run] = {}
-        """The passes under way here. Read without a lock: the usual message finds its run in one look."""
+        self._lost: dict[int, tuple[str, str]] = {}  # the name of each lost worker, and a text on how it was lost
+        self._numbers = itertools.count(1)  # of passes that begin on this worker
+        self._tokens = itertools.count(1)  # of tokens that this worker sends
+        self._runs: dict[PassId, Run] = {}  # under way here; read without a lock, where the usual message finds its run
         self.turns = TurnTaking(transport)
 
     # -- at the root --------------------------------------------------------------------------
@@ -142,7 +138,6 @@ class Passes:
         """Make this worker the root of a new pass, and return the pass's run; nothing runs before `go`.
 
         ``outcome`` is settled at the end of the pass. Without it, one thread has to call `wait` to learn of the end.
-        The ledger counts the roots as a message under way, so the pass cannot seem to be over before `go`.
         """
         me = self._transport.me
         watch = context.watch if context.watch is not None and not context.watch.closed else None
@@ -160,7 +155,7 @@ class Passes:
         if watch is not None:
             watch.begin(id, "smart" if smart else "fast")
         run = self._begin(head, context, Ledger(me), outcome if outcome is not None else Latch())
-        begun = Token(me, 0, False)
+        begun = Token(me, 0, False)  # for the roots, as if they were a message: the pass must not seem over before `go`
         run.sent.append((begun, me))
         run.arrived.append(begun)
         run.part.begin(roots)
@@ -173,27 +168,25 @@ class Passes:
     def go(self, run: Run) -> None:
         """Run the nodes of a pass that has begun here, on this thread, as far as they need no other worker's answer.
 
-        An error in the pass settles its outcome, and is not raised. KeyboardInterrupt and the like are raised, and give
-        the pass up.
+        An error in the pass settles its outcome, and is not raised.
         """
         try:
             self._advance(run)
-        except BaseException:
+        except BaseException:  # Ctrl-C: nobody would wait for the outcome, and the other workers would go on
             self.give_up(run)
             raise
 
     def wait(self, run: Run, read: Callable[[Latch], None] | None = None) -> None:
         """Wait for the end of a pass that began here, and commit it: its gradients are then in the context.
 
-        ``read`` is for `Latch.wait`, by which the thread reads messages meanwhile.
-
-        If the pass has failed, or if Ctrl-C ends the wait, the pass is given up on all workers and the error is raised.
+        ``read`` is for `Latch.wait`, by which the thread reads messages meanwhile. If the pass has failed, or if Ctrl-C
+        ends the wait, the pass is given up on all workers and the error is raised.
         """
         outcome = run.outcome
         assert outcome is not None  # it began here
         try:
             outcome.wait(read) if isinstance(outcome, Latch) else outcome.wait()
-        except BaseException:
+        except BaseException:  # the error of the pass, of whatever class, or Ctrl-C
             self.give_up(run)
             raise
         finally:
@@ -203,19 +196,12 @@ class Passes:
             self.let_read(run)
 
     def let_read(self, run: Run) -> None:
-        """Let the calling thread's current CUDA streams read the ``.grad`` into which the pool's threads accumulated.
-
-        The pass is over. Gradients that are not in ``.grad`` are read by methods of the context, which do the same.
-        """
-        if run.head.accumulate:
+        """Let the calling thread's CUDA streams read the ``.grad`` into which the pool's threads have accumulated."""
+        if run.head.accumulate:  # gradients elsewhere are read by methods of the context, which do the same
             side_streams.catch_up_everywhere()
 
     def commit(self, run: Run) -> None:
-        """End a pass on this worker, and add its gradients to the context's; the root also tells the pass's watch.
-
-        The root calls this at the end of the pass; other workers when a message of a later pass of the same root says
-        that this one is over.
-        """
+        """End a pass on this worker, and add its gradients to the context's; the root also tells the pass's watch."""
         self._runs.pop(run.head.id, None)
         run.outcome = None
         run.context.commit(run)
@@ -246,9 +232,7 @@ class Passes:
     def _find_run(self, head: Head) -> Run | None:
         """Return the run of the pass that a message belongs to, new if this worker has none.
 
-        ``head`` is the part of the message that describes the pass. Returns None if the context has ended, the pass
-        was given up, or its root is lost. The head also says which passes of the same root are over; this commits them
-        here.
+        Returns None if the context has ended, the pass was given up, or its root is lost.
         """
         context = self._contexts.find(head.context)
         if context is None:
@@ -259,6 +243,7 @@ class Passes:
                 return run
             run = self._begin(head, context)
             root = head.id.root
+            # The head also says which earlier passes of the same root are over.
             over = [run for id, run in context.runs.items() if id.root == root and id.number < head.since]
         for earlier in over:
             self.commit(earlier)
@@ -270,11 +255,7 @@ class Passes:
     # -- messages -----------------------------------------------------------------------------
 
     def on_mark(self, message: messages.Mark) -> None:
-        """Handle a mark, which says that tensors sent from here will get gradients.
-
-        Sends marks for the received tensors on which these tensors depend, to the senders of those, and reports to the
-        root. A mark of a pass that was given up, or of a context that has ended here, is ignored.
-        """
+        """Handle a mark: send marks for the received tensors on which these tensors depend, and report to the root."""
         try:
             run = self._runs.get(message.head.id) or self._find_run(message.head)
             if run is None:
@@ -282,6 +263,7 @@ class Passes:
             if run.observer is not None:
                 for sent, _ in message.sends:
                     run.observer.note("marked", message=sent)
+            # With the lock for both, so that no report names the mark as settled and not those in `out` as sent.
             with run.lock:
                 out = [
                     mark
@@ -291,15 +273,11 @@ class Passes:
                 run.settled.append(message.token)
             self._post_marks(run, out)
             self._report(run)
-        except Exception as error:
+        except Exception as error:  # any: without an answer, the root would wait for ever (`_fail_here`)
             self._fail_here(message.head.id, message.head.context, error)
 
     def on_gradients(self, message: messages.Gradients, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Enter gradients for tensors that were sent from here into their gates, and run the nodes that can run now.
-
-        The root's ledger also takes the report that may come with them. Gradients of a pass that was given up are
-        dropped.
-        """
+        """Enter gradients for tensors that were sent from here into their gates, and run the nodes that can run now."""
         try:
             run = self._runs.get(message.head.id) or self._find_run(message.head)
             if run is None:
@@ -316,27 +294,21 @@ class Passes:
                 run.part.arrive(message.message, message.outputs, gradients)
                 run.arrived.append(message.token)
             self._advance(run)
-        except Exception as error:
+        except Exception as error:  # any, as in `on_mark`; `_advance` has dealt with the errors of nodes
             self._fail_here(message.head.id, message.head.context, error)
 
     def on_marked(self, message: messages.Marked) -> None:
-        """End the marking on this worker: no more gradients will be announced, so run the gradients that waited.
-
-        The root sends the message. A pass that has ended here is skipped.
-        """
+        """End the marking on this worker: no more gradients will be announced, so run the gradients that waited."""
         run = self._runs.get(message.id)
         if run is not None:
             try:
                 run.part.end_marking()
                 self._advance(run)
-            except Exception as error:
+            except Exception as error:  # any, as in `on_mark`
                 self._fail_here(message.id, run.context.id, error)
 
     def on_granted(self, message: messages.Granted, sender: int) -> None:
-        """On the root: the pass has its turn to average gradients of DDP modules; tell the workers that wait for that.
-
-        If the pass has ended here, give the turn back to ``sender``, which has granted it.
-        """
+        """On the root: the pass has its turn to average gradients of DDP modules; tell the workers that wait for it."""
         run = self._runs.get(message.id)
         if run is None or run.ended:  # the message that ends the turn may have overtaken the one that asked for it
             self._transport.tell(sender, messages.Turn(message.id, True))
@@ -344,66 +316,51 @@ class Passes:
             self._let_go_on(run, self.turns.granted(run))
 
     def on_report(self, message: Report, sender: int) -> None:
-        """On the root: enter a worker's report in the ledger; end the pass, or the marking, if the ledger says so.
-
-        A report tells which messages the worker has sent and which it has settled. A report of a pass that is over is
-        ignored.
-        """
+        """On the root: enter a worker's report in the ledger; end the pass, or the marking, if the ledger says so."""
         run = self._runs.get(message.id)
         if run is not None:
             self._enter_report(run, sender, message)
 
     def on_failed(self, message: messages.Failed, failure: Failure) -> None:
-        """On the root: end the pass with an error of another worker, which is raised to the caller of the pass.
-
-        The caller gets the first error only. A pass that is over is ignored.
-        """
+        """On the root: end the pass with an error of another worker, which is raised to the caller of the pass."""
         run = self._runs.get(message.id)
         if run is not None:
             self._settle(run, rebuild(failure))
 
     def on_cancel(self, message: messages.Cancel) -> None:
-        """Give up a pass on this worker, and on the workers to which this one has sent messages of the pass.
-
-        If the first message of the pass comes later than this one, the pass does not begin here. A pass that has been
-        given up already, or whose context has ended, is ignored.
-        """
+        """Give up a pass on this worker, and on the workers to which this one has sent messages of the pass."""
         context = self._contexts.find(message.context)
         if context is None:
             return
         with context.lock:
             known = message.id in context.given_up
-            context.given_up.add(message.id)
+            context.given_up.add(message.id)  # also if the first message of the pass comes later than this one
             run = context.runs.get(message.id)
         if run is not None and not known:
             self._end(run, tell=set())
 
     def on_lost(self, worker: int, name: str, why: str) -> None:
-        """Leave the passes that began on a lost worker, and fail the passes that need it with WorkerLost.
+        """Leave the passes that began on a lost worker, and fail those that need it; the error names it and says why.
 
-        The text of the error begins with ``name`` and ``why``. Passes fail on another thread. A pass that does not need
-        the worker continues. If a later report names the worker as one that takes part, `_enter_report` fails the pass.
-
-        If a root has died, every worker notices it, so no Cancel is sent for its passes. If only the connection to the
-        root is cut, the root loses this worker and fails the pass. A Cancel could reach it before that, by way of a
-        third worker; then it would drop the pass without an error.
+        A pass that does not need the worker continues. If a later report names the worker, `_enter_report` fails the
+        pass.
         """
         self._lost[worker] = name, why  # before the search: a run that begins now looks there
         self.turns.on_lost(worker)
         for context in self._contexts.all():
             for run in list(context.runs.values()):
+                # Without a Cancel: if a root has died, every worker notices it. If only the connection to it is cut,
+                # the root loses this worker and fails the pass; a Cancel, by way of a third worker, could reach it
+                # before and would drop the pass without an error.
                 if run.head.id.root == worker:
                     self._leave(run)
                 elif worker in self._needed_workers(run):
                     self._transport.submit(partial(self._fail, run, self._lost_error(worker, context)))
 
     def release(self, context: Context) -> None:
-        """End all passes of a context that has ended; a pass that began here and still runs fails with UsageError.
-
-        Called on each worker of the context, so no Cancel is sent.
-        """
+        """End all passes of a context that has ended; a pass that began here and still runs fails with UsageError."""
         for run in list(context.runs.values()):
-            if not run.ended:
+            if not run.ended:  # settled before `_drop`, which takes the outcome away
                 self._settle(
                     run,
                     UsageError(
@@ -419,14 +376,10 @@ class Passes:
     def _advance(self, run: Run) -> None:
         """Run on this thread the nodes of a pass that can run; the last thread to finish reports to the root.
 
-        If enough threads run the pass, this only sets `Run.again`: one of them looks again for something to run. The
-        report names the gradient messages that are settled. If the part waits for the end of the marking, its messages
-        are not settled, and the report names them as *marked* instead.
-
         Errors of the pass go to its root. KeyboardInterrupt and the like are raised as well.
         """
         with run.lock:
-            if run.threads >= run.most_threads:
+            if run.threads >= run.most_threads:  # one of them looks again for something to run
                 run.again = True
                 return
             run.threads += 1
@@ -446,7 +399,7 @@ class Passes:
                         waits = run.part.run(partial(self._before_step, run))
                 else:
                     waits = run.part.run(partial(self._before_step, run))
-            except BaseException as error:
+            except BaseException as error:  # of a user's node or hook, of whatever class; Ctrl-C ends the pass, too
                 run.part.stop()
                 self._fail(run, error)
                 if not isinstance(error, Exception):
@@ -481,27 +434,17 @@ class Passes:
         self._report(run)
 
     def _may_keep(self, run: Run) -> bool:
-        """Return whether gradients for the root may wait in `Run.outbox` for the report, to travel in one message.
-
-        They may if the report comes soon: one thread runs the pass, and cannot block before it reports.
-        """
+        # Only if the report comes soon: one thread runs the pass, and cannot block before it reports.
         return run.threads == 1 and not run.part.ready and run.observer is None and not ddp.living
 
     def _before_step(self, run: Run) -> None:
-        """Send the gradients in `Run.outbox`, and let another thread run the other entries: this one will be busy.
-
-        The part calls this before each of its calls of torch's engine, without a lock.
-        """
+        """Send the gradients in `Run.outbox`, and let another thread run the other entries: this one will be busy."""
         if run.outbox is not None:  # no lock: the thread that fills the outbox also empties it
             self._empty_outbox(run)
         if run.part.ready and run.threads < run.most_threads:
             self._transport.submit(partial(self._advance, run))
 
     def _empty_outbox(self, run: Run) -> None:
-        """Send the gradients that wait in `Run.outbox` for the next report, without it; does nothing if none wait.
-
-        Raises WorkerLost if the root is gone.
-        """
         with run.lock:
             out, run.outbox = run.outbox, None
         if out is not None:
@@ -512,8 +455,7 @@ class Passes:
     ) -> None:
         """Send the gradients of tensors ``outputs`` of a received message to its sender, and note that for the report.
 
-        Gradients for the root may wait in `Run.outbox`. ``known`` refers to the run. Raises WorkerLost if the sender is
-        gone.
+        Raises WorkerLost if the sender is gone, as all methods here that send do.
         """
         run = known()
         assert run is not None  # the thread that runs the part refers to the run
@@ -529,7 +471,6 @@ class Passes:
             self._post(run, end.peer, *out)
 
     def _send_marks(self, known: weakref.ref[Run], marks: Marks) -> None:
-        """Tell other workers which tensors that they sent will get gradients. Raises WorkerLost if one is gone."""
         run = known()
         assert run is not None
         with run.lock:
@@ -537,10 +478,9 @@ class Passes:
         self._post_marks(run, out)
 
     def _announce(self, run: Run, marks: Marks) -> list[tuple[int, messages.Mark]]:
-        """Return a Mark message for each worker that must get one, paired with its incarnation; note them as sent.
+        """Return a Mark message for each worker that must get one; note them as sent.
 
-        ``marks`` has the indices of the tensors that will get gradients, by received message. Called with `Run.lock`
-        held; `_post_marks` sends the messages afterwards. The next report to the root names their tokens.
+        Called with `Run.lock` held; `_post_marks` sends the messages afterwards, without it.
         """
         by_peer: dict[int, list[tuple[int, list[int]]]] = {}
         for end, outputs in marks.items():
@@ -548,27 +488,24 @@ class Passes:
         return [(peer, messages.Mark(run.head, self._mark_token(run, peer), sends)) for peer, sends in by_peer.items()]
 
     def _mark_token(self, run: Run, to: int) -> Token:
-        """Return a new token, the name of a mark to a worker, and note it for the next report; `Run.lock` is held."""
         token = Token(self._me, next(self._tokens), True)
         run.sent.append((token, to))
         return token
 
     def _post_marks(self, run: Run, out: Sequence[tuple[int, messages.Mark]]) -> None:
-        """Send marks that `_announce` has made; called without a lock. Raises WorkerLost if a receiver is gone."""
         for peer, message in out:
             self._post(run, peer, message)
 
     def _post(self, run: Run, to: int, message: messages.PassMessage, body: Any = None) -> None:
-        """Send a message of a pass that has not ended; note the receiver, for `_end`. Raises WorkerLost."""
-        run.told.add(to)
+        """Send a message of a pass, unless it has ended; note the receiver, for `_end`."""
+        run.told.add(to)  # first: if another thread gives the pass up meanwhile, it sends a Cancel there
         if not run.ended:
             self._transport.post(to, message, body)
 
     def _report(self, run: Run) -> None:
-        """Tell the root which messages this worker has settled, and which it has sent, since the last report.
+        """Tell the root which messages this worker has settled and sent since the last report, if there are any.
 
-        Gradients in `Run.outbox` go along. Nothing is sent once the pass has ended, or if there is nothing new. A root
-        that is gone is ignored here. Raises EncodeError if the gradients cannot be sent.
+        Raises EncodeError if the gradients in `Run.outbox`, which go along, cannot be sent.
         """
         waits = run.part.unsure
         missing: list[Missing] = []
@@ -578,7 +515,7 @@ class Passes:
                 missing.append(Missing(number, sends[number].function, sends[number].peer))
         observed = 0
         if run.observer is not None:
-            observed = run.observer.finish()
+            observed = run.observer.finish()  # without the lock, as this sends messages
         with run.lock:
             if run.ended or not (run.settled or run.marked or run.sent or waits):
                 return
@@ -604,11 +541,7 @@ class Passes:
     # -- the end ------------------------------------------------------------------------------
 
     def _enter_report(self, run: Run, sender: int, report: Report) -> None:
-        """Enter a report in the root's ledger; end the pass, or the marking, if the ledger says so.
-
-        A pass in FAST mode ends with `UnusedOutputs` if gradients never came. A pass fails if the report is the first
-        to name a worker that is lost. A pass that has ended is ignored.
-        """
+        """Enter a report in the root's ledger; end the pass, or the marking, if the ledger says so."""
         ledger = run.ledger
         assert ledger is not None  # reports go to the root only
         with run.lock:
@@ -621,7 +554,7 @@ class Passes:
             if ledger.waiting and ledger.marked:
                 waiting, ledger.waiting = ledger.waiting, set()
         if over:
-            if owed := ledger.owed():
+            if owed := ledger.owed():  # in another thread: this one may have to read the answers to `plan_from`
                 self._transport.submit(partial(self._fail_unused, run, owed))
             else:
                 self._settle(run, None)
@@ -633,7 +566,7 @@ class Passes:
     def _let_go_on(self, run: Run, workers: set[int]) -> None:
         """Tell workers that the marking is over, and their DDP modules may reduce; one that is gone fails the pass."""
         for worker in workers:
-            if worker == self._me:
+            if worker == self._me:  # in another thread: this one may be the one that reads messages
                 self._transport.submit(partial(self.on_marked, messages.Marked(run.head.id)))
             else:
                 try:
@@ -661,11 +594,7 @@ class Passes:
         )
 
     def _settle(self, run: Run, error: BaseException | None) -> None:
-        """On the root, settle the outcome of a pass, for which the caller of the pass waits.
-
-        The thread that waits for the outcome then commits the pass or gives it up. Only the first call settles the
-        outcome. A later error only replaces `Run.error`, which a watch shows.
-        """
+        """On the root, settle the outcome of a pass: the thread that waits for it commits the pass or gives it up."""
         outcome = run.outcome
         if outcome is None:
             return
@@ -674,14 +603,11 @@ class Passes:
                 if run.ended:
                     return
                 run.ended = True
-        run.error = error
+        run.error = error  # a later error settles nothing, but a watch shows it
         outcome.try_settle(None, error)
 
     def _fail(self, run: Run, error: BaseException) -> None:
-        """End a pass with an error of this worker: on the root settle its outcome, elsewhere tell the root.
-
-        Does nothing if the pass has ended. Only the first error counts.
-        """
+        """End a pass with an error of this worker: on the root settle its outcome, elsewhere tell the root."""
         if run.ended:
             return
         outcome = run.outcome
@@ -696,10 +622,7 @@ class Passes:
         self._transport.tell(run.head.id.root, messages.Failed(run.head.id), failure)
 
     def _fail_here(self, id: PassId, context: int, error: Exception) -> None:
-        """End a pass because a message of it could not be handled on this worker, perhaps before its run was made.
-
-        Without this the root would wait for ever for the report on that message.
-        """
+        """End a pass because a message of it could not be handled on this worker, perhaps before its run was made."""
         run = self._runs.get(id)
         if run is not None:
             run.part.stop()
@@ -709,10 +632,7 @@ class Passes:
             self._transport.tell(id.root, messages.Failed(id), failure)
 
     def give_up(self, run: Run) -> None:
-        """Cancel a pass that began here on all workers that take part, drop its gradients, and tell its watch.
-
-        With ``accumulate``, gradients that are in ``.grad`` already stay there. This does not settle the outcome.
-        """
+        """Cancel a pass that began here on all workers that take part, drop its gradients, and tell its watch."""
         workers = run.ledger.workers if run.ledger is not None else set[int]()
         error = run.error
         self._end(run, tell=workers)
@@ -733,24 +653,20 @@ class Passes:
             run.observer.stop()
 
     def _leave(self, run: Run) -> None:
-        """Drop a pass here, and its later messages; tell nobody. Its gradients that were computed here are not used."""
+        """Drop a pass here, with its later messages and its gradients; tell nobody."""
         context = run.context
-        with context.lock:
+        with context.lock:  # `_find_run`, which takes this lock, must not make the run again for a late message
             context.given_up.add(run.head.id)
             context.runs.pop(run.head.id, None)
         self._drop(run)
 
     def _end(self, run: Run, tell: set[int]) -> None:
-        """Drop a pass here, and send a Cancel to the workers that this one has sent messages of it, and to ``tell``.
-
-        A worker that is gone is skipped.
-        """
+        """Drop a pass here, and send a Cancel to the workers that got messages of it from this one, and to ``tell``."""
         self._leave(run)
         for worker in (run.told | tell) - {self._transport.me}:
             self._transport.tell(worker, messages.Cancel(run.head.id, run.context.id))
 
     def _lost_error(self, worker: int, context: Context) -> WorkerLost:
-        """Return the error of a pass that needs a lost worker, given by its incarnation."""
         name, why = self._lost[worker]
         return WorkerLost(
             f"{name} {why}; the backward pass of context {context.id} needed it. Repeat the step, forward pass "
@@ -767,5 +683,5 @@ class Passes:
 
 
 def _most_threads() -> int:
-    """Return how many threads may run one pass, so that all of torch's threads together have a core each."""
+    # So that all of torch's threads together have a core each.
     return max(1, machine.cores() // torch.get_num_threads())

@@ -73,17 +73,14 @@ from nbdist.autograd.watching.observer import Observer
 from nbdist.gpus import side_streams, spans, staging
 from nbdist.gpus.spans import CUDA_IS_BUILT
 
-_RUNS_LAST = 0
-"""The sequence number of barriers: torch's engine always runs the ready node with the highest number."""
-_RUNS_FIRST = 1 << 62
-"""The sequence number of a gate that is to run before all other nodes."""
-_MOST_MESSAGES_APART = 16
-"""If more messages than this are ready, they run in one step, because they are probably small."""
+_RUNS_LAST = 0  # the sequence number of barriers: torch's engine always runs the ready node with the highest number
+_RUNS_FIRST = 1 << 62  # the sequence number of a gate that is to run before all other nodes
+_MOST_MESSAGES_APART = 16  # if more messages are ready, they run in one step, because they are probably small
 _one = torch.ones((), device="cpu")
 
 
 class GateState(Enum):
-    """The state of a gate in one pass; the module's docstring shows how it changes."""
+    """The state of a gate in one pass; the head of this file shows how it changes."""
 
     UNSURE = "unsure"  # not marked, but may still be
     EXPECTED = "expected"
@@ -100,15 +97,12 @@ class Crossing(NamedTuple):
 
 
 class Entry(msgspec.Struct, eq=False):
-    """Graph edges with a gradient for each: the roots of a pass, or the one gradient that has arrived for a slot.
+    """Graph edges with a gradient for each: the roots of a pass, or the one gradient that has arrived for a slot."""
 
-    Both lists are empty once the gradients are kept or have run.
-    """
-
+    # Both lists are empty once the gradients are kept or have run.
     edges: list[tuple[Node, int]]
     gradients: list[torch.Tensor | None]
-    slot: EdgeSlot | None = None
-    """None for the roots, which only the worker has on which the pass begins."""
+    slot: EdgeSlot | None = None  # None for the roots, which only the worker has on which the pass begins
 
 
 class _Step(msgspec.Struct, eq=False):
@@ -117,12 +111,10 @@ class _Step(msgspec.Struct, eq=False):
     call: Callable[[], None]
     region: Region
     entries: Sequence[Entry]
-    alone: bool = False
-    """True for a contested step, during which no other step of the part may run."""
+    alone: bool = False  # for a contested step, during which no other step of the part may run
 
 
-Marks = dict[Received, list[int]]
-"""The indices of the tensors that will get a gradient, for each message that this worker received."""
+Marks = dict[Received, list[int]]  # the indices of the tensors that will get a gradient, for each received message
 
 
 class Part:
@@ -131,7 +123,8 @@ class Part:
     ``sends`` are the messages that this worker has sent in the context; their slots are the part's gates.
     ``send_back(received, indices, gradients)`` sends gradients back to the worker that sent the tensors, and
     ``send_marks(marks)`` tells workers which of their tensors will get gradients. Neither is called with a lock held.
-    Several threads may call the methods at the same time.
+    Several threads may call the methods at the same time. `_note_reached`, `_release`, and the methods by which
+    `_next_step` chooses a step, are called with `_lock` held; those that call the engine are not.
     """
 
     def __init__(
@@ -148,8 +141,7 @@ class Part:
         self._send_back = send_back
         self._send_marks = send_marks
         self._observer = observer
-        self._due: dict[Received, list[int]] = {}
-        """Marks that `_next_step` has found necessary, until `run` has released the lock and sends them."""
+        self._due: dict[Received, list[int]] = {}  # marks that `_next_step` wants; `run` sends them without the lock
         self._lock = threading.Lock()
         self._sends: dict[int, Sent] = {}
         self.states: dict[EdgeSlot, GateState] = {}
@@ -157,30 +149,23 @@ class Part:
             self._sends[sent.message] = sent
             self.states.update(dict.fromkeys(sent.slots, GateState.UNSURE if head.smart else GateState.EXPECTED))
         self._lines = GateQueues(self.states)
-        self.ready: list[Entry] = []
-        """The entries that no step has taken yet."""
+        self.ready: list[Entry] = []  # that no step has taken yet
         self._running: list[_Step] = []
+        # For each leaf's node: functions that return the hooks it has now.
         self._node_hooks: dict[Node, list[Callable[[], Mapping[int, Any] | None]]] = {}
-        """For each leaf's node: functions that return the hooks it has now."""
         self._kept: list[Crossing] = []
-        self._regions: dict[object, Region] = {}
-        """The region behind each slot or entry that has been walked."""
-        self._holders: dict[Node, int] = {}
-        """The held-back nodes, each with the number of pending gates that it lies behind."""
-        self._counted: set[EdgeSlot] = set()
-        """The slots whose gates are counted in `_holders`."""
+        self._regions: dict[object, Region] = {}  # behind each slot or entry that has been walked
+        self._holders: dict[Node, int] = {}  # the held-back nodes, each with the number of pending gates before it
+        self._counted: set[EdgeSlot] = set()  # whose gates are counted in `_holders`
+        # By received message: the tensors that will get a gradient, as far as is known; the gradients that have reached
+        # receive nodes, and wait for others of their message; and the tensors whose gradients have been sent back.
         self._awaited: dict[Received, set[int]] = {}
-        """The tensors of each received message that will get a gradient, as far as is known."""
         self._crossed: dict[Received, dict[int, torch.Tensor | None]] = {}
-        """The gradients that have reached receive nodes, and wait for other gradients of their message."""
         self._gone_back: dict[Received, set[int]] = {}
-        """The tensors whose gradients have been sent back."""
         self.root_edges: list[tuple[Node, int]] = []
         self._barriers: set[EdgeSlot] = set()
-        self.reduces = False
-        """True if the pass reaches a DistributedDataParallel module on this worker; always False in FAST mode."""
-        self._may_reduce = not head.smart
-        """False as long as such modules must wait: marking must be over, and the pass must have its turn."""
+        self.reduces = False  # the pass reaches a DistributedDataParallel module on this worker; False in FAST mode
+        self._may_reduce = not head.smart  # else such modules wait: for the end of the marking, and the pass's turn
         self._stopped = False
 
     # -- marking ------------------------------------------------------------------------------
@@ -188,24 +173,21 @@ class Part:
     def mark(self, message: int, outputs: Sequence[int]) -> Marks:
         """Note that tensors ``outputs`` of a sent message will get gradients; return the marks that must be sent now.
 
-        The marks are the tensors that will get gradients, too, as indices by received message: their senders must be
-        told. A mark that arrives again, or after the gradients, changes nothing.
+        These are the received tensors that will get gradients because of that: their senders must be told.
         """
         found: Marks = {}
         with self._lock:
             for index in outputs:
                 slot = self._sends[message].slots[index]
-                if self.states[slot] is GateState.UNSURE:
+                if self.states[slot] is GateState.UNSURE:  # else a mark has come again, or after the gradient
                     self.states[slot] = GateState.EXPECTED
                     self._note_reached(slot, found)
         return found
 
     def _note_reached(self, of: EdgeSlot | Entry, marks: Marks | None) -> None:
-        """In SMART mode, note that all nodes behind a slot (one sent tensor) or an entry will run.
+        """In SMART mode, note that all nodes behind a slot or an entry will run; add the received tensors to ``marks``.
 
-        Adds the received tensors among them to ``marks``, because their senders must be told that gradients will come.
-        ``marks`` is None where the nodes run at once: the gradients themselves then tell the other workers. Called with
-        the lock held.
+        ``marks`` is None where the nodes run at once: the gradients themselves then tell the other workers.
         """
         region = self._regions.get(of) or self._region(of)
         if ddp.living and ddp.own(region.leaves):
@@ -220,8 +202,7 @@ class Part:
     def end_marking(self) -> None:
         """Set the gates that are still UNSURE to UNUSED, as no gradient will come for them; let DDP modules average.
 
-        Called when the root says that the marking is over, that is, no worker will announce a gradient any more. The
-        caller then calls `run` for the waiting gradients.
+        The caller then calls `run` for the waiting gradients.
         """
         with self._lock:
             self._may_reduce = True
@@ -234,7 +215,7 @@ class Part:
     # -- arriving -----------------------------------------------------------------------------
 
     def begin(self, roots: Entry) -> None:
-        """Make the roots of the pass, with their gradients, the first entry; nothing runs before `run`."""
+        """Make the roots of the pass, with their gradients, the first entry."""
         self.ready.append(roots)
         self.root_edges = list(roots.edges)
 
@@ -243,8 +224,7 @@ class Part:
     ) -> Sequence[torch.Tensor | None]:
         """Return the gradients of the tensors ``outputs`` of a sent message, each on the device of its tensor.
 
-        The other worker may have the tensor elsewhere. This waits for the copies, so call it without a lock. Raises
-        torch's error if a GPU has no room.
+        Waits for the copies, so call it without a lock. Raises torch's error if a GPU has no room.
         """
         slots = self._sends[message].slots
         return [
@@ -253,11 +233,7 @@ class Part:
         ]
 
     def arrive(self, message: int, outputs: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add an entry for each gradient that has arrived for the tensors ``outputs`` of a sent message.
-
-        A gradient may be None; those of tensors on GPUs are there already (`brought`). The mark that announces it may
-        arrive earlier, later or never. Nothing runs before `run`.
-        """
+        """Add an entry for each gradient that has arrived for the tensors ``outputs`` of a sent message."""
         slots = self._sends[message].slots
         with self._lock:
             for index, gradient in zip(outputs, gradients, strict=True):
@@ -283,11 +259,7 @@ class Part:
 
     @property
     def unsure(self) -> bool:
-        """True if gradients are left here that the end of the marking may let run.
-
-        Marking is over when no worker will announce a gradient any more. The worker reports this to the root, which
-        then tells the worker of the end of the marking.
-        """
+        """True if gradients are left here that the end of the marking may let run."""
         left = bool(self.ready or self._kept)
         return left and (GateState.UNSURE in self.states.values() or (self.reduces and not self._may_reduce))
 
@@ -300,10 +272,7 @@ class Part:
     def run(self, before_step: Callable[[], None]) -> bool:
         """Call torch's engine until no node can run; return whether gradients then wait for the end of the marking.
 
-        Any number of threads may do this at the same time. Each calls ``before_step()`` before each of its steps.
-
-        The result is computed under the lock under which no step was found. If the caller asked later, the marking
-        might be over by then, and the caller would report waiting gradients as settled although they have not run. The
+        Any number of threads may do this at the same time. Each calls ``before_step()`` before each of its steps. The
         result is valid only if no other thread has begun a step since.
 
         An error of a step is raised here, after the step's entries have been dropped. Returns False after `stop`.
@@ -312,6 +281,9 @@ class Part:
             with self._lock:
                 step = self._next_step()
                 marks, self._due = self._due, {}
+                # Under the lock under which no step was found. Later, the marking might be over, and gradients that
+                # have not run would be reported as settled
+                # (test_what_waits_is_not_dealt_with_because_the_marking_ends_at_that_moment).
                 waits = step is None and bool(self.ready or self._kept) and self.unsure
                 if step is not None:
                     self._running.append(step)
@@ -335,7 +307,7 @@ class Part:
         return False
 
     def _free_entry(self, entry: Entry) -> None:
-        """Free the objects of an entry that has run: the pass may last much longer. Called with the lock held."""
+        """Free the objects of an entry that has run: the pass may last much longer."""
         if entry.slot is not None and self._lines.places:
             self._lines.leave(entry.slot)
         self._regions.pop(entry, None)
@@ -344,8 +316,7 @@ class Part:
     def _next_step(self) -> _Step | None:
         """Return the next step, made of entries in `ready` and of gradients in `_kept`; None if nothing can run now.
 
-        Removes what the step takes from both. Also adds the marks for entries that cannot run at once to `_due`. Called
-        with the lock held.
+        Removes what the step takes from both. Also adds the marks for entries that cannot run at once to `_due`.
         """
         if not self.ready and not self._kept:
             return None
@@ -402,9 +373,8 @@ class Part:
     def _plain_step(self, entries: Sequence[Entry], held: Set[Node] = frozenset()) -> _Step | None:
         """Return a step for some of these entries, which all can run; None if all must wait for running steps.
 
-        Entries that touch each other (`_touch`) run in one step. Entries that touch a running step wait: they go back
-        to `ready`, like all other entries that are left out. ``held`` has the nodes that may not run yet; gradients in
-        `_kept` for other nodes run with the entries, or wait with them. Called with the lock held.
+        Entries that touch each other (`_touch`) run in one step. Entries that touch a running step go back to `ready`,
+        like all others that are left out. ``held`` has the nodes that may not run yet.
         """
         if len(entries) == 1 and not self._kept and not self._running:  # the usual case
             region = self._regions.get(entries[0]) or self._region(entries[0])
@@ -430,8 +400,8 @@ class Part:
     def _first_free(self, groups: Sequence[list[Entry]]) -> list[Entry]:
         """Return the entries of the first message that can run beside the running steps, and of messages tied to it.
 
-        ``groups`` has the entries of each message. Messages are tied if their entries touch (`_touch`), directly or by
-        way of others. Returns an empty list if every message touches a running step, or is tied to one that does.
+        Messages are tied if their entries touch (`_touch`), directly or by way of others. Returns an empty list if
+        every message is tied to a running step.
         """
         left = [(group, self._join_regions([self._region(entry) for entry in group], ())) for group in groups]
         while left:
@@ -445,16 +415,13 @@ class Part:
         return []
 
     def _take_ready(self) -> list[Entry]:
-        """Take the entries out of `ready` whose gradients may go to torch's engine now; the others stay there.
-
-        An entry of an ordered gate stays until it is first in its line (`GateQueues`). In SMART mode, roots that reach
-        a DistributedDataParallel module stay until `end_marking`, when the pass has its turn to average. This costs
-        little, because the marking has no gradient to wait for. And the module can average while other gradients are
-        computed, as in a local pass.
-        """
+        """Take the entries out of `ready` whose gradients may go to torch's engine now; the others stay there."""
         ready = self.ready
+        # An entry of an ordered gate stays until it is first in its line.
         entries = [entry for entry in ready if entry.slot is None or self._lines.has_turn(entry.slot)]
         self.ready = [entry for entry in ready if entry not in entries] if len(entries) < len(ready) else []
+        # Roots that reach a DDP module stay until the pass has its turn to average. The marking has no gradient to wait
+        # for, so this costs little; and the module can average while other gradients are computed, as in a local pass.
         if ddp.living and not self._may_reduce:
             for entry in list(entries):
                 if entry.slot is None and ddp.own(self._region(entry).leaves):
@@ -464,12 +431,9 @@ class Part:
         return entries
 
     def _held_nodes(self, entries: Sequence[Entry]) -> Set[Node]:
-        """Return the nodes that may not run yet, in a process with DistributedDataParallel modules.
-
-        These are the nodes behind pending gates. If one leaf of such a module is held back, so are all its leaves that
-        the entries or kept gradients reach. Before the pass may average gradients, the leaves of all such modules are
-        held back.
-        """
+        """Return the nodes that may not run yet, in a process with DistributedDataParallel modules."""
+        # Those behind pending gates. If one leaf of such a module is held back, so are all its leaves that are reached;
+        # and those of all such modules, before the pass may average gradients.
         holders = self._holders
         kind: Any = ACCUMULATE
         held = (id(node.variable) for node in holders if type(node) is kind)
@@ -481,10 +445,7 @@ class Part:
         return holders.keys() | {leaf for leaf in leaves if id(leaf.variable) in blocked}
 
     def _keep_if_held(self, entry: Entry, held: Set[Node]) -> bool:
-        """Move the gradients of an entry that go directly into held-back nodes to `_kept`, for a later step.
-
-        Returns whether the entry has gradients left.
-        """
+        """Move the gradients of an entry that go into held-back nodes to `_kept`; return whether others are left."""
         if not any(node in held for node, _ in entry.edges):
             return True
         edges, gradients = entry.edges, entry.gradients
@@ -499,11 +460,8 @@ class Part:
         return bool(entry.edges)
 
     def _touch(self, one: Region, other: Region) -> bool:
-        """Return whether entries of these two regions must run in one step, or one after the other.
-
-        True if the regions share a received message, whose gradients go back together and are counted by one thread at
-        a time (`cross`); or if they share a node, except leaves at which nothing but accumulation happens.
-        """
+        """Return whether entries of these two regions must run in one step, or one after the other."""
+        # The gradients of one message go back together, and one thread at a time counts them (`cross`).
         if not one.receives.keys().isdisjoint(other.receives):
             return True
         return not one.nodes.isdisjoint(other.nodes) and not self._are_plain(one.nodes & other.nodes)
@@ -515,8 +473,7 @@ class Part:
     def _is_plain(self, node: Node, owned: Set[int]) -> bool:
         """Return whether nothing but accumulation happens at a leaf: no hooks, no DistributedDataParallel.
 
-        Such a leaf may get its gradient in instalments, in several steps. ``owned`` has the `id` of each parameter of a
-        DistributedDataParallel module of this process; the leaf is one of them if its own `id` is there.
+        Such a leaf may get its gradient in instalments, in several steps. ``owned`` has the ids of all DDP parameters.
         """
         leaf = node.variable
         if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or id(leaf) in owned:
@@ -542,17 +499,14 @@ class Part:
     # -- nodes that are held back -------------------------------------------------------------
 
     def _region(self, of: EdgeSlot | Entry) -> Region:
-        """Return the nodes behind a slot (one sent tensor) or an entry, from a cache after the first walk."""
         region = self._regions.get(of)
         if region is None:
             region = self._regions[of] = walk([of.edge] if isinstance(of, EdgeSlot) else of.edges)
         return region
 
     def _hold_back(self, slots: Iterable[EdgeSlot]) -> None:
-        """Hold back all nodes behind these pending gates; gates that hold already are not counted twice.
-
-        A held-back node runs only when all gradients that it may get are there: an early run would lose the later ones.
-        """
+        """Hold back all nodes behind these pending gates."""
+        # Until all gradients that a node may get are there: an early run would lose the later ones.
         holders = self._holders
         for slot in slots:
             if slot not in self._counted:
@@ -561,7 +515,6 @@ class Part:
                     holders[node] = holders.get(node, 0) + 1
 
     def _release(self, slot: EdgeSlot) -> None:
-        """Let a gate hold no nodes back any more; does nothing if it does not. Called with the lock held."""
         if slot in self._counted:
             self._counted.discard(slot)
             holders = self._holders
@@ -578,9 +531,8 @@ class Part:
     ) -> None:
         """Call torch's engine once, with entries and kept gradients as its roots; return when their nodes have run.
 
-        ``kept`` are gradients that an earlier step computed for nodes which could not run then. No other pass can use
-        the ``.grad`` of ``leaves`` meanwhile; this first waits until none does. If a watch observes the pass, it sees
-        ``nodes`` run. An error of a node or hook is raised.
+        No other pass can use the ``.grad`` of ``leaves`` meanwhile; this first waits until none does. A watch, if there
+        is one, sees ``nodes`` run.
         """
         roots: list[Any] = []
         gradients: list[torch.Tensor] = []
@@ -622,22 +574,20 @@ class Part:
     ) -> None:
         """Call torch's engine for the free nodes only, with the gates of ``missing`` as barriers, at which it stops.
 
-        Free nodes can run now. Gradients that they compute for held-back nodes are kept in `_kept`. A barrier is a root
-        of lowest priority; its gate raises `HeldBack`, which is caught here.
-
-        ``crossings`` are the graph edges from each free node into held-back ones, as (index, node, output). Free nodes
-        with the barriers' sequence number get another, so that the barriers run last. If the nodes are on several
-        devices, the barriers are behind a `Countdown`; RuntimeError if a barrier runs before all free nodes have run.
+        ``crossings`` are the graph edges from each free node into held-back ones, as (index, node, output). Raises
+        RuntimeError if a barrier runs before all free nodes have run.
         """
         self._barriers = set(missing)
         handles = [type(node).register_hook(node, self._keeping_hook(crossing)) for node, crossing in crossings.items()]
-        for node in free:
+        for node in free:  # no free node may have the lowest number, by which the barriers run last
             if node._sequence_nr() == _RUNS_LAST:
                 node._set_sequence_nr(_RUNS_LAST + 1)
         devices = devices_of([*free, *(slot.node for slot in missing)])
         for slot in missing:
             slot.node._set_sequence_nr(_RUNS_LAST)
         barriers = Entry([(slot.node, 0) for slot in missing], [_one_for(slot) for slot in missing])
+        # A barrier sees only the queue of its own device, so on several devices a chain of waits comes before the
+        # barriers.
         countdown = Countdown(free) if len(devices) > 1 else None
         if countdown is not None:
             barriers = Entry([countdown.chain([slot.gate for slot in missing], _RUNS_LAST)], [_one])
@@ -661,13 +611,9 @@ class Part:
                 torch.cuda.synchronize(device)  # a call that a barrier ends does not join the streams of its nodes
 
     def _keeping_hook(self, crossing: Sequence[tuple[int, Node, int]]) -> Callable[..., None]:
-        """Return a hook that puts the gradients a free node has made for held-back nodes into `_kept`.
+        """Return a hook that puts the gradients a free node has made for held-back nodes into `_kept`."""
 
-        ``crossing`` names the graph edges, as in `_contested_call`. The hook runs in a thread of the engine, when the
-        node has run; an edge without a gradient is skipped.
-        """
-
-        def keep(gradients: Sequence[torch.Tensor | None], _: Any) -> None:
+        def keep(gradients: Sequence[torch.Tensor | None], _: Any) -> None:  # in a thread of the engine
             if CUDA_IS_BUILT:
                 side_streams.publish(gradients)
             for index, node, output in crossing:
@@ -684,34 +630,27 @@ class Part:
     # -- from the nodes -----------------------------------------------------------------------
 
     def enter(self, slot: EdgeSlot) -> torch.Tensor | None:
-        """Return None as the gradient of a gate that torch's engine runs; called by the gate's node.
+        """Return None, the gradient that has arrived for a gate; raise `HeldBack` if the gate is a barrier.
 
-        The gradient that has arrived for the gate is None. But if the gate is a barrier of `_contested_call`, its
-        gradient has not arrived, and no other node can run: then this raises `HeldBack`, which ends the engine's call.
+        Called by the gate's node. torch's engine comes to a barrier when no other node can run.
         """
         if slot in self._barriers:
             raise HeldBack
         return None
 
     def cross(self, end: Received, first: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of the tensors of a received message from index ``first`` on; called by the receive node.
-
-        Sends them to the worker that sent the message as soon as all gradients that are awaited for it are here.
-        """
+        """Take the gradients of a received message's tensors from index ``first`` on; called by the receive node."""
         if CUDA_IS_BUILT:  # another thread may send them
             side_streams.publish(gradients)
+        # Without the lock: steps that run at the same time share no received message (`_touch`).
         crossed = self._crossed.setdefault(end, {})
         crossed.update(enumerate(gradients, first))
         back = self._gone_back.setdefault(end, set())
         awaited = self._awaited[end] if self.smart or self._awaited else self._awaited_of(end)
-        if crossed.keys() >= awaited - back:
+        if crossed.keys() >= awaited - back:  # all that are awaited for the message are here
             self._return_gradients(end)
 
     def _return_gradients(self, end: Received) -> None:
-        """Send the gradients that are here for a message back to the worker that sent its tensors.
-
-        Afterwards they are no longer here. In FAST mode, tensors without a gradient get zeros.
-        """
         crossed = self._crossed.pop(end)
         self._gone_back[end].update(crossed)
         if self.smart:
@@ -722,10 +661,7 @@ class Part:
             self._send_back(end, every, [_or_zeros(crossed.get(index), end, index) for index in every])
 
     def _awaited_of(self, end: Received) -> set[int]:
-        """Return the indices of the tensors of a received message that will get gradients, in FAST mode.
-
-        The first call walks the graph from all roots and gates, to find them for all messages.
-        """
+        # In FAST mode all gates take part. One walk finds this for all messages.
         self._awaited = walk([*self.root_edges, *(slot.edge for slot in self.states)]).receives
         return self._awaited[end]
 
@@ -739,7 +675,6 @@ def _brought(gradient: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _one_for(slot: EdgeSlot) -> torch.Tensor:
-    """Return a gradient for the output of a gate; its value does not matter."""
     return _one if slot.gate.is_cpu else torch.ones_like(slot.gate)
 
 
@@ -752,7 +687,7 @@ def _by_message(entries: Iterable[Entry]) -> list[list[Entry]]:
 
 
 def _or_zeros(gradient: torch.Tensor | None, end: Received, output: int) -> torch.Tensor:
-    """Return a gradient, or zeros if it is None, as torch does: hooks on the other worker may expect a tensor."""
+    # Zeros for None, as torch does: hooks on the other worker may expect a tensor.
     if gradient is not None:
         return gradient
     shape, dtype, device = end.like[output]
@@ -760,10 +695,8 @@ def _or_zeros(gradient: torch.Tensor | None, end: Received, output: int) -> torc
 
 
 def _hooks_of(register: Callable[[Callable[..., None]], Any]) -> Callable[[], Mapping[int, Any] | None]:
-    """Return a function that returns a node's hooks as they are when it is called.
-
-    torch shows them only to someone who registers a hook, so this registers one and removes it.
-    """
+    """Return a function that returns a node's hooks as they are when it is called."""
+    # torch shows them only to someone who registers a hook.
     handle = register(_do_nothing)
     handle.remove()
     hooks: Callable[[], Mapping[int, Any] | None] = handle.hooks_dict_ref

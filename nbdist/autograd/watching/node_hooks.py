@@ -22,21 +22,19 @@ from nbdist.gpus.spans import GpuSpan
 class CallHooks:
     """The hooks of one call of torch's engine: a context manager around the call, in which ``part`` has nodes run.
 
-    The hooks are removed after the block, also after an error.
+    ``first`` are the nodes at the roots: of a gate among them, the node behind it is observed.
     """
 
     def __init__(self, observer: Observer, part: RunningPart, nodes: Collection[Node], first: Iterable[Node]) -> None:
-        """Observe ``nodes``. ``first`` are those at the roots: of a gate among them, the node behind is observed."""
         self.observer = observer
         self.part = part
         self._first = first
+        # The nodes without hooks, and their numbers. Several threads of the engine may take nodes out.
         self._left = observer.numbers.of(nodes)
-        """The nodes without hooks, and their numbers. Several threads of the engine may take nodes out."""
         self._handles: list[Any] = []
         self._is_over = False
 
     def __enter__(self) -> None:
-        """Set hooks on the nodes with which the engine begins; the others get theirs later."""
         try:
             for node in self._first:
                 if (number := self._left.pop(node, None)) is not None:
@@ -48,10 +46,8 @@ class CallHooks:
             raise
 
     def __exit__(self, *_: object) -> None:
-        """Remove all hooks; none is set afterwards.
-
-        If a node on one device fails, the call ends, but the engine's thread for another device may still run a node.
-        """
+        # First: if a node on one device fails, the call ends, but the engine's thread for another device may still run
+        # a node, and set hooks behind it.
         self._is_over = True
         self._left = {}
         self._remove()
@@ -77,14 +73,10 @@ class CallHooks:
 
 
 class _NodeHooks:
-    """The two hooks on one node: they halt and note it, by `Observer.come_to` and `Observer.ran`.
+    """The two hooks on one node: they halt and note it, by `Observer.come_to` and `Observer.ran`."""
 
-    They do nothing if another pass runs the node, which may happen at the same time. While a NaN is looked for,
-    `before` reads the node's saved values, because torch frees them when the node has run.
-
-    One object with slots, and no closures: a pass has many nodes, and each object that Python's garbage collector must
-    follow costs time.
-    """
+    # With slots, and no closures: a pass has many nodes, and each object that Python's garbage collector must follow
+    # costs time.
 
     __slots__ = ("_began", "_call", "_name", "_node", "_number", "_saved", "_span")
 
@@ -98,19 +90,17 @@ class _NodeHooks:
         self._saved: Sequence[Saved] = ()
 
     def before(self, gradients: Gradients) -> None:
-        """Come to the node, which is given ``gradients``, and begin to measure its time."""
         call = self._call
-        if current_part() is not call.part:
+        if current_part() is not call.part:  # another pass runs the node, perhaps at the same time
             return
         kind: Any = type(self._node)
         call.observer.come_to(self._number, self._name, gradients, sends=kind is RECEIVE)
-        if call.observer.looks:
+        if call.observer.looks:  # now, as torch frees them when the node has run
             self._saved = saved_by(self._node)
         self._span = spans.begin(spans.device_of(gradients))
         self._began = time.perf_counter()
 
     def after(self, new: Gradients, given: Gradients) -> None:
-        """Note that the node has run, and has made the gradients ``new`` from those ``given``."""
         call = self._call
         if current_part() is not call.part:
             return
@@ -125,5 +115,4 @@ class _NodeHooks:
             self._saved = ()
 
     def _explain(self) -> Inherited | None:
-        """Return where a NaN that the node has made comes from, if it comes from the forward pass."""
         return self._call.observer.explain(self._node, self._saved)

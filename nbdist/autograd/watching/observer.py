@@ -40,12 +40,9 @@ from nbdist.gpus import spans
 from nbdist.gpus.spans import GpuSpan
 from nbdist.rpc.waits import blocking_wait
 
-_CLOCK_OFFSET = time.time() - time.monotonic()
-"""Added to the monotonic clock, this gives a time of day that does not jump while the process runs."""
-_BATCH_SIZE = 1000
-"""The number of happenings at which a batch is sent."""
-_BATCH_SECONDS = 0.05
-"""Seconds since the last batch after which the next happening is sent at once, with all that were kept back."""
+_CLOCK_OFFSET = time.time() - time.monotonic()  # makes the monotonic clock a time of day, which does not jump
+_BATCH_SIZE = 1000  # happenings at which a batch is sent
+_BATCH_SECONDS = 0.05  # since the last batch, after which the next happening is sent at once, with all kept back
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -75,77 +72,59 @@ class Observer:
 
         ``send(number, happenings, version)`` sends a batch to the watcher; ``version`` is the version of the control
         under which it was made. ``explain(node, saved)`` returns where a NaN that the node has made comes from, if it
-        comes from the forward pass; ``saved`` are the values that the node had saved before it ran.
-
-        Each halt is a block of ``standing_still()``.
+        comes from the forward pass; ``saved`` are the values that the node had saved before it ran. Each halt is a
+        block of ``standing_still()``.
         """
         self._standing_still = standing_still
-        self.whose = (watching.watcher, watching.watch)
-        """The watch that this observer serves: the incarnation of the watcher, and the number of the watch there."""
-        self.sent = 0
-        """The number of batches sent; the root tells it to the watcher, which awaits that many."""
+        self.whose = (watching.watcher, watching.watch)  # the incarnation of the watcher, and the number of the watch
+        self.sent = 0  # batches; the root tells it to the watcher, which awaits that many
         self._worker = worker
         self.numbers = numbers
         self._norms = watching.norms
         self._control = watching.control
         self._send = send
         self.explain = explain
-        """Returns where a NaN that a node has made comes from: see ``explain`` above."""
-        self._found = False
-        """True once a NaN or Inf has been noted; a pass that does not halt for it notes the first one only."""
+        self._found = False  # a NaN or Inf has been noted; a pass that does not halt for it notes the first one only
+        # The happenings that are not sent yet. Any thread may append; `_sending` is held to take something out.
         self._seen: deque[Happening] = deque()
-        """The happenings that are not sent yet. Any thread may append; `_sending` is held to take something out."""
         self._sent_at = _now()
         self._sending = threading.Lock()
+        # The nodes that have run and whose time on the GPU is not known yet: when, number, name, and the span.
         self._on_gpu: deque[tuple[float, int, str, GpuSpan]] = deque()
-        """The nodes that have run and whose time on the GPU is not known yet: when, number, name, and the span."""
-        self._promised = 0
-        """The number of batches that `finish` has counted and that are not sent yet, as the GPU still runs nodes."""
+        self._promised = 0  # batches that `finish` has counted, not sent yet as the GPU still runs nodes
         self._waiting_for = set[int]()
-        self._halts = 0
-        """The number of halts so far, which is also the number of the last one."""
-        self._over = 0
-        """The number up to which the watcher has ended halts."""
+        self._halts = 0  # so far, which is also the number of the last one
+        self._over = 0  # the number up to which the watcher has ended halts
         self._stopped = False
         self._changed = threading.Condition(threading.Lock())
-        self._halting = threading.Lock()
-        """Held during a halt, so that the engine threads of several devices halt one after the other."""
+        self._halting = threading.Lock()  # so that the engine threads of several devices halt one after the other
 
     # -- reports to the watcher ---------------------------------------------------------------
 
     def note(self, what: str, **known: Any) -> None:
-        """Note an event for the watcher; send all noted events if there are many, or if the last batch is old.
+        """Note an event for the watcher; send all noted events if they are many, or if the last batch is old.
 
-        ``what`` is the kind, as in `Event.what`; ``known`` has further fields of a `Happening`. Sends a batch if 1000
-        happenings are noted, or if the last batch is more than 50 ms old; otherwise `flush` sends it later. Any thread
-        may call this.
+        ``what`` is the kind, as in `Event.what`; ``known`` has further fields of a `Happening`.
         """
         self._add(Happening(_now(), what, **known))
 
     def _add(self, happening: Happening) -> None:
-        """Note a happening, as `note` does. It takes no lock, as it is called twice for each node of a pass."""
+        # Without a lock, as this is called twice for each node of a pass.
         self._seen.append(happening)
         if len(self._seen) >= _BATCH_SIZE or happening.time - self._sent_at >= _BATCH_SECONDS:
             self.flush()
 
     def waits_for(self, messages: set[int]) -> None:
-        """Note that nothing more can run here until the gradients of these messages have arrived.
-
-        ``messages`` are numbers of messages that this worker sent. A number that was in the last call's set is not
-        noted again.
-        """
+        """Note that nothing more can run here until the gradients of these messages, sent from here, have arrived."""
         for message in messages - self._waiting_for:
             self.note("waiting", message=message)
         self._waiting_for = messages
         self.note("resting")
 
     def flush(self) -> None:
-        """Send the happenings that `note` has kept back to the watcher, as one batch; do nothing if there are none.
-
-        The times of nodes that a GPU has run meanwhile are part of it, unless a batch is promised for them.
-        """
+        """Send the happenings that `note` has kept back to the watcher, as one batch, if there are any."""
         with self._sending:
-            if self._on_gpu and not self._promised:
+            if self._on_gpu and not self._promised:  # else a batch is promised for their times
                 self._note_gpu_times()
             if not self._seen:
                 return
@@ -153,13 +132,11 @@ class Observer:
         self._send(number, seen, self._control.version)
 
     def finish(self) -> int:
-        """Send all that is noted; return the number of batches that the watcher must await before a pass is complete.
-
-        A worker calls this before it reports, which it may do several times in a pass. If the GPU still runs nodes, one
-        more batch will follow with their times, and counts already: another thread waits for the GPU.
-        """
+        """Send all that is noted; return how many batches the watcher must await before the pass is complete."""
         self.flush()
         with self._sending:
+            # One batch more, if the GPU still runs nodes: another thread waits for it, and sends their times. The
+            # number counts it already.
             lasting = [span for _, _, _, span in self._on_gpu]
             self._promised += bool(lasting)
             awaited = self.sent + self._promised
@@ -168,7 +145,6 @@ class Observer:
         return awaited
 
     def _send_promised(self) -> None:
-        """Send one batch that `finish` has promised, with the times that are known now. It may have none."""
         with self._sending:
             self._note_gpu_times()
             self._promised -= 1
@@ -176,16 +152,12 @@ class Observer:
         self._send(number, seen, self._control.version)
 
     def _take_batch(self) -> tuple[int, list[Happening]]:
-        """Return the number of the next batch, and the happenings that were kept back. The lock `_sending` is held."""
         self.sent += 1
         self._sent_at = _now()
         return self.sent, [self._seen.popleft() for _ in range(len(self._seen))]
 
     def _note_gpu_times(self) -> None:
-        """Note the times of the nodes that the GPU has run, in order, up to the first that it still runs.
-
-        The lock `_sending` is held. Nothing waits for the GPU.
-        """
+        """Note the times of the nodes that the GPU has run, up to the first that it still runs; waits for nothing."""
         while self._on_gpu and self._on_gpu[0][3].is_over():
             ended, number, name, span = self._on_gpu.popleft()
             if (seconds := span.seconds) is not None:
@@ -194,32 +166,21 @@ class Observer:
     # -- orders of the watcher ----------------------------------------------------------------
 
     def steer(self, control: Control | None, over: int) -> None:
-        """Take the watcher's newer order on where to halt, if one is given, and end the halts up to number ``over``.
-
-        Halts are numbered from 1 in each pass on each worker.
-        Called when the watcher's message arrives. A control that is older than the present one is ignored, so messages
-        may overtake each other.
-        """
+        """Take the watcher's newer order on where to halt, if one is given, and end the halts up to number ``over``."""
         with self._changed:
-            if control is not None and control.version > self._control.version:
+            if control is not None and control.version > self._control.version:  # else a newer one has overtaken it
                 self._control = control
             self._over = max(self._over, over)
             self._changed.notify_all()
 
     def leave(self) -> None:
-        """Halt no more, because the watch is closed or the watcher is gone.
-
-        The pass then runs on to its end; a second call is harmless.
-        """
+        """Halt no more, because the watch is closed or the watcher is gone: the pass runs on to its end."""
         with self._changed:
             self._control = Control(self._control.version + 1)
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Make a halted thread, and each that is about to halt later, raise `Stopped`: the pass has been given up.
-
-        `come_to` raises it in the thread of the node.
-        """
+        """Make a halted thread, and each that is about to halt later, raise `Stopped`: the pass has been given up."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -229,12 +190,8 @@ class Observer:
     def come_to(self, number: int, name: str, gradients: Gradients, *, sends: bool) -> None:
         """Halt before a node if the watcher says so, and then note that the node runs.
 
-        ``number`` and ``name`` are the node's, as in the context's `trace`. ``gradients`` are those given to the node,
-        which are measured if the watcher wants norms or looks for a NaN. ``sends`` is True for a node that sends
-        gradients to another worker.
-
-        Raises:
-            Stopped: the pass was given up during the halt.
+        ``gradients`` are measured if the watcher wants norms or looks for a NaN. ``sends`` is True for a node that
+        sends gradients to another worker. Raises Stopped if the pass was given up during the halt.
         """
         control = self._control
         if not (self._norms or control.paused or control.until):
@@ -245,15 +202,12 @@ class Observer:
             with suppress(Exception):  # a kind of tensor that cannot be measured must not fail the pass
                 known["norm"], known["histogram"] = measure(gradients)
         self._check(number, name, gradients)
+        # `_check` may have found a NaN, so the control is read again.
         if self._halts_before(self._control, number, sends=sends):
             self._halt(number, name, known, sends=sends)
         self.note("running", node=number, name=name, **known)
 
     def _halts_before(self, control: Control, number: int, *, sends: bool) -> bool:
-        """Return whether a control says to halt before this node.
-
-        ``sends`` is True if the node sends gradients to another worker: ``run(until="message")`` halts there.
-        """
         return (
             control.paused
             or (control.until == "message" and sends)
@@ -272,11 +226,8 @@ class Observer:
     ) -> None:
         """Note that a node has run for that many seconds, and has made the gradients ``new`` from those ``given``.
 
-        ``span`` is the node's time on a GPU, which is noted as a happening of its own once the GPU has run the node.
-
-        If the node is the first that made a NaN or Inf, and one is looked for (`looks`), ``explain()`` is called for
-        the value that the forward pass had given the node. In ``run(until="nan")``, the pass then halts before the next
-        node.
+        ``span`` is the node's time on a GPU, which is noted once the GPU has run the node. ``explain()`` is called if
+        the node is the first that made a NaN or Inf, and one is looked for (`looks`).
         """
         now = _now()
         if span is not None:
@@ -284,16 +235,12 @@ class Observer:
         self._add(Happening(now, "done", number, -1, name, seconds))
         if self.looks:
             self._check(number, name, new, given, explain)
-        if self._control.paused:
+        if self._control.paused:  # a user who steps waits for this
             self.flush()
 
     def made(self, number: int, name: str, new: Gradients, given: Gradients) -> None:
-        """Note a NaN or Inf that an operation of a pipeline has made, if one is looked for (`looks`); send it at once.
-
-        ``new`` and ``given`` are the gradients that it returned and was given. If ``given`` holds a NaN or Inf already,
-        the operation has not made it, and nothing is noted.
-        """
-        if not are_finite(new) and are_finite(given):
+        """Note a NaN or Inf that an operation of a pipeline has made, if one is looked for; send it at once."""
+        if not are_finite(new) and are_finite(given):  # else the operation was given it
             self._check(number, name, new, given, lambda: None)
             self.flush()
 
@@ -312,10 +259,8 @@ class Observer:
     ) -> None:
         """Look for a NaN or Inf among the gradients that a node is given (``explain`` is None) or has made.
 
-        Does nothing if none is looked for (`looks`). In ``run(until="nan")``, note it and halt before the next node,
-        which is this node if it was given one.
-        Otherwise note only the first one on this worker, and only for the node that made it: its gradients ``given``
-        were finite.
+        In ``run(until="nan")``, note it and halt before the next node, which is this node if it was given one.
+        Otherwise note only the first one on this worker, and only for the node that made it.
         """
         control = self._control
         halts = control.until == "nan"
@@ -336,28 +281,23 @@ class Observer:
             self._pause(control)
 
     def _pause(self, control: Control) -> None:
-        """Halt before every node from now on, until the watcher sends a newer control.
-
-        Called where ``control`` says to halt. Does nothing if a newer control has arrived since.
-        """
+        """Halt before every node from now on, until the watcher sends a newer control."""
         with self._changed:
-            if self._control is control:
+            if self._control is control:  # else a newer one has arrived
                 self._control = control._replace(paused=True, until="")
 
     def _halt(self, number: int, name: str, known: dict[str, Any], *, sends: bool) -> None:
         """Wait before a node until the watcher ends the halt, or a newer control does not halt here.
 
-        ``known`` has the measured norm and histogram, if any, for the ``halted`` happening. The halt is announced again
-        under every newer control: if the watcher has resumed and paused again while the first announcement was on its
-        way, it has ignored that one.
-
-        Raises:
-            Stopped: the pass was given up.
+        ``known`` has the measured norm and histogram. Raises Stopped if the pass was given up.
         """
         with self._halting:
             self._halts += 1
             announced = -1
             while self._halts_before(control := self._control, number, sends=sends) and self._over < self._halts:
+                # Again under every newer control: if the watcher has resumed and paused again while the first
+                # announcement was on its way, it has ignored that one
+                # (test_it_is_told_again_where_letting_go_was_overtaken_by_halting).
                 if announced != control.version:
                     self.note("halted", node=number, name=name, halt=self._halts, version=control.version, **known)
                     self.flush()
@@ -371,5 +311,4 @@ class Observer:
 
 
 def _now() -> float:
-    """Return the seconds since 1970, by a clock that does not jump."""
     return _CLOCK_OFFSET + time.monotonic()

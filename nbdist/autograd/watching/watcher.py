@@ -79,8 +79,7 @@ class Watch:
         self._ended = ended
         self._control = Control(1, paused)
         self._passes: dict[PassId, Pass] = {}
-        self._reached: Event | None = None
-        """The event at which the passes halted that `run` was waiting for."""
+        self._reached: Event | None = None  # the event at which the passes halted that `run` was waiting for
         self._lost = set[int]()
         self._frozen = False
         self.closed = False
@@ -99,7 +98,7 @@ class Watch:
 
     @property
     def watching(self) -> Watching:
-        """A record of this watch and its `Control`, which says where passes halt; messages of new passes carry it."""
+        """A record of this watch and its `Control`, for the messages of new passes."""
         return Watching(self._transport.me, self.id, self._norms, self._control)
 
     @property
@@ -162,7 +161,6 @@ class Watch:
             return next(reversed(self._passes), None)
 
     def _open_passes(self) -> list[Pass]:
-        """Return the passes that are not over; the lock is held."""
         return [seen for seen in self._passes.values() if not seen.over]
 
     # -- acting -------------------------------------------------------------------------------
@@ -240,11 +238,7 @@ class Watch:
         return ran
 
     def _next_halt(self, name: str | None) -> tuple[PassId, int] | None:
-        """Return the pass and the worker's incarnation of the halt that has lasted longest; None if there is no halt.
-
-        With ``name``, only halts on the worker of that name count. It only looks: `step` ends the halt. The lock is
-        held.
-        """
+        """Return the pass and the worker of the halt that has lasted longest; None without a halt. The lock is held."""
         halts = [
             (worker.at.time, id, number)
             for id, seen in self._passes.items()
@@ -254,25 +248,20 @@ class Watch:
         return min(halts)[1:] if halts else None
 
     def _may_go_on(self, name: str | None) -> bool:
-        """Return whether `step` should wait, as a pass may still halt, on the worker of that name if given.
-
-        A worker of that name that waits for gradients does not count, because it can run nothing until others have
-        run. The lock is held.
-        """
+        """Return whether `step` should wait, as a pass may still halt, on the worker of that name if given."""
         if name is None:
             return bool(self._open_passes())
         for seen in self._open_passes():
+            # A worker that waits for gradients does not count: it can run nothing until others have run.
             known = [worker for number, worker in seen.shares.items() if self._transport.name_of(number) == name]
             if not all(worker.resting for worker in known) or (seen.root == name and not known):
                 return True
         return False
 
     def _let_go(self, id: PassId, number: int) -> list[Event]:
-        """End the halt of a pass on the worker with incarnation ``number``, and wait until the node has run.
+        """End the halt of a pass on the worker with incarnation ``number``; return its ``done`` event, once it has run.
 
-        The lock is held, and released while waiting.
-        Returns the node's ``done`` event in a list, or nothing if the watch is closed or the pass ends before the node
-        is done.
+        Returns nothing if the watch is closed or the pass ends before. The lock is held, and released while waiting.
         """
         seen = self._passes[id]
         worker = seen.shares[number]
@@ -288,13 +277,7 @@ class Watch:
             self._changed.wait()
 
     def _steer(self, *, paused: bool = False, until: str = "", worker: str = "", node: int = -1) -> None:
-        """Send a new `Control`, which says where to halt from now on, to every worker that has sent batches.
-
-        Unless ``paused``, this ends all halts that are known.
-
-        Raises:
-            UsageError: the watch is closed.
-        """
+        """Send a new `Control` to all workers of its passes; unless ``paused``, end all halts that are known."""
         with self._changed:
             if self.closed:
                 raise UsageError(
@@ -312,10 +295,7 @@ class Watch:
             self._freeze()
 
     def _send_control(self, number: int) -> None:
-        """Send a worker, by incarnation, the control and the number of its last ended halt in every pass.
-
-        The lock is held.
-        """
+        """Send a worker the control and the number of its last ended halt in every pass; the lock is held."""
         over = [(id, seen.shares[number].gone) for id, seen in self._passes.items() if number in seen.shares]
         self._transport.tell(number, messages.Steer(self.context_id, self.id, self._control, over))
 
@@ -343,7 +323,7 @@ class Watch:
         self._tell_news()
         self.on_begin = self.on_step = None
         if self.complete:
-            self.on_news = None  # else more events are on their way
+            self.on_news = None  # else more events are on their way, which the view shows
 
     def __enter__(self) -> Watch:
         return self
@@ -354,14 +334,11 @@ class Watch:
     # -- messages that arrive -----------------------------------------------------------------
 
     def prepare(self, mode: Mode, roots: Sequence[tuple[Node, int]]) -> None:
-        """Show a pass that is about to begin on this worker: call `on_begin` with its ``mode`` and ``roots``.
-
-        The thread that begins the pass calls this. An error of the view is logged, and the pass begins all the same.
-        """
+        """Show a pass that is about to begin on this worker: call `on_begin` with its ``mode`` and ``roots``."""
         if self.on_begin is not None:
             try:
                 self.on_begin(mode, roots)
-            except Exception:
+            except Exception:  # of the view, whatever it is: an error in a drawing must not fail the user's pass
                 _log.exception("drawing a backward pass failed; the pass begins all the same")
 
     def prepare_step(self, plan: Plan) -> None:
@@ -370,27 +347,20 @@ class Watch:
             self.on_step(plan)
 
     def begin(self, id: PassId, mode: Mode) -> None:
-        """Record that the pass ``id``, or a step of a pipeline, begins on this worker in the mode ``mode``.
-
-        `Passes` calls this on the watcher for each pass that it begins itself; other passes are known by their first
-        batch.
-        """
+        """Record that the pass ``id``, or a step of a pipeline, begins on this worker in the mode ``mode``."""
         with self._changed:
             self._record_of(id, mode)
             self._freeze()
         self._tell_news()
 
     def on_observed(self, message: messages.Observed, sender: int) -> None:
-        """Handle ``message``, a batch of events of the worker ``sender``, in the order in which the worker sent them.
-
-        A batch that overtakes earlier ones waits for them. If a worker has halted at the place that `run` waits for,
-        this pauses all other workers. A worker that acted by an older control gets the present one again.
-        """
+        """Handle ``message``, a batch of events of the worker ``sender``."""
         with self._changed:
             seen = self._record_of(message.id, "smart" if message.smart else "fast")
             worker = seen.shares.setdefault(sender, Share())
             name = self._transport.name_of(sender)
             worker.overtaken[message.number] = message
+            # A batch that overtakes earlier ones waits for them.
             while (following := worker.overtaken.pop(worker.taken + 1, None)) is not None:
                 worker.taken += 1
                 worker.version = following.version
@@ -398,17 +368,14 @@ class Watch:
                     self._enter_event(seen, worker, name, happening)
             if self._reached is not None and self._control.until:
                 self._steer(paused=True)  # a worker is where `run` halts: halt the others too
-            elif worker.version < self._control.version:
+            elif worker.version < self._control.version:  # it acted before it got the present one
                 self._send_control(sender)
             self._freeze()
             self._changed.notify_all()
         self._tell_news()
 
     def on_over(self, message: messages.Over) -> None:
-        """Record by ``message`` that a pass has ended, and how many batches each worker has sent of it.
-
-        Batches may still be on their way; `complete` tells.
-        """
+        """Record by ``message`` that a pass has ended, and how many batches each worker has sent of it."""
         with self._changed:
             seen = self._record_of(message.id, "")
             seen.over, seen.error = True, message.error
@@ -437,7 +404,7 @@ class Watch:
         self._tell_news()
 
     def _tell_news(self) -> None:
-        """Call `on_news`, which a view sets to draw again, without the lock."""
+        """Call `on_news`, without the lock."""
         then = self.on_news
         if then is not None:
             then()
@@ -451,12 +418,7 @@ class Watch:
         return seen
 
     def _enter_event(self, seen: Pass, worker: Share, name: str, happening: Happening) -> None:
-        """Add one happening on a worker to the pass's events, and update where the worker is halted; the lock is held.
-
-        If it is the halt or NaN that `run` waits for, `run` will return the event. A repeated announcement of a known
-        halt makes no event. Neither does the happening ``resting``, which says that the worker can run nothing until
-        gradients arrive.
-        """
+        """Add one happening to the pass's events, and update where the worker is halted; the lock is held."""
         event = Event(
             happening.time,
             name,
@@ -469,7 +431,7 @@ class Watch:
             happening.histogram,
             happening.inherited,
         )
-        if event.what == "resting":
+        if event.what == "resting":  # the worker can run nothing until gradients arrive; no event for the user
             worker.resting = True
             return
         if event.what in ("arrived", "running") or (event.what == "began" and name == seen.root):
@@ -482,7 +444,7 @@ class Watch:
             return  # announced before
         if event.what == "halted" and happening.halt > worker.gone and (now or self._control.paused):
             worker.halt, worker.at = happening.halt, event  # else an order to continue is on its way
-        if reached:
+        if reached:  # the halt or NaN that `run` waits for
             self._reached = event
         seen.events.append(event)
         if event.what == "done":
