@@ -13,8 +13,7 @@ from nbdist.errors import UsageError
 from nbdist.optim.local import ask_all, by_owner
 from nbdist.rpc.references.rref import RRef
 
-_EPSILON = 1e-6
-"""Added to the norm before dividing by it, as torch does."""
+_EPSILON = 1e-6  # added to the norm before dividing by it, as torch does
 
 
 def clip_grad_norm_(
@@ -55,6 +54,7 @@ def clip_grad_norm_(
     owners = by_owner(params_rref)
     id, kind = int(context_id), float(norm_type)
     answers = ask_all(local_norms, {owner: (id, rrefs, kind) for owner, rrefs in owners.items()})
+    # In float64, as Python's floats are: float32 would round them.
     norms = torch.tensor([norm for answer in answers.values() for norm in answer], dtype=torch.float64)
     if not norms.numel():  # no gradients: vector_norm(inf) of an empty tensor would raise
         return norms.sum()
@@ -71,18 +71,12 @@ def clip_grad_norm_(
 
 
 def local_norms(context_id: int, rrefs: Sequence[RRef[Any]], kind: float) -> list[float]:
-    """Return the norm of order ``kind`` of the gradient of each parameter that has one; runs on the owner.
-
-    Raises UsageError if this worker does not have the context.
-    """
+    """Return the norm of order ``kind`` of the gradient of each parameter that has one; runs on the owner."""
     gradients = recorder().contexts.get(context_id).gradients()
     found = [gradients.get(rref.local_value()) for rref in rrefs]
     return [torch.linalg.vector_norm(gradient, kind).item() for gradient in found if gradient is not None]
 
 
 def scale_local(context_id: int, rrefs: Sequence[RRef[Any]], factor: float) -> None:
-    """Multiply the context's gradients of these parameters by ``factor``; runs on the owner.
-
-    Each call multiplies again. Raises UsageError if this worker does not have the context.
-    """
+    """Multiply the context's gradients of these parameters by ``factor``; runs on the owner."""
     recorder().contexts.get(context_id).scale([rref.local_value() for rref in rrefs], factor)

@@ -51,14 +51,13 @@ class LocalOptimizer:
     def step(self, context_id: int) -> None:
         """Update the parameters with the gradients of a context; parameters without a gradient there stay as they are.
 
-        The optimizer finds the gradients in ``.grad``, where they are for the time of the step only. The step waits
-        until no pass and no other optimizer's step is using the ``.grad`` of these parameters. Raises UsageError if
-        this worker does not have the context.
+        Waits until no pass and no other optimizer's step is using the ``.grad`` of these parameters. Raises UsageError
+        if this worker does not have the context.
         """
         gradients = recorder().contexts.get(context_id).gradients_of(self.parameters)
         start = time.monotonic()
         span = spans.begin(spans.device_of(self.parameters)) if trace.listeners else None
-        with lent(gradients):
+        with lent(gradients):  # the optimizer finds them in ``.grad``, for the time of the step only
             self.optimizer.step()
         if trace.listeners:
             name, agent = type(self.optimizer).__name__, api.current_agent().me.name
@@ -75,36 +74,25 @@ class LocalOptimizer:
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned; torch moves its tensors to the devices of the parameters.
-
-        Raises torch's ValueError if the state's groups do not fit the optimizer's.
-        """
+        """Load a state that `state_dict` returned; torch moves its tensors to the devices of the parameters."""
         self.optimizer.load_state_dict(state)
 
 
 def new_local_optimizer(
     cls: Any, groups: Sequence[Mapping[str, Any]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[RRef[LocalOptimizer], list[tuple[str | None, list[int]]]]:
-    """Make a `LocalOptimizer` on the worker that runs this; return a reference to it, and its `describe()`.
-
-    ``cls`` is a class of ``torch.optim``; ``groups`` are its parameter groups, with references to parameters of this
-    worker under "params"; ``args`` and ``kwargs`` are its further arguments. An error of torch's optimizer, for a wrong
-    option say, goes to the caller.
-    """
+    """Make a `LocalOptimizer` on the worker that runs this; return a reference to it, and its `describe()`."""
     optimizer = LocalOptimizer(cls, groups, args, kwargs)
     return RRef(optimizer), optimizer.describe()
 
 
 def refuse_closure(cls: type) -> None:
-    """Raise a UsageError if the ``step`` of an optimizer class needs a closure, as LBFGS does.
-
-    Such an optimizer evaluates the loss several times in one step, each time with other parameters. A context has the
-    gradients of one evaluation, and each worker would search by itself. A ``cls`` without a ``step`` that can be
-    inspected passes: using it fails with a better message than could be made here.
-    """
+    """Raise a UsageError if the ``step`` of an optimizer class needs a closure, as LBFGS does."""
+    # It would evaluate the loss several times in a step, each time with other parameters. A context has the gradients
+    # of one evaluation, and each worker would search by itself.
     try:
         closure = inspect.signature(cls.step).parameters.get("closure")  # type: ignore[attr-defined]
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):  # no step to inspect: using the class fails with a better message
         return
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
@@ -120,16 +108,13 @@ def on_cpu(value: Any) -> Any:
         return value.cpu()
     if isinstance(value, Mapping):
         return {name: on_cpu(part) for name, part in value.items()}
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple):  # not a subclass: a named tuple takes its fields one by one
         return type(value)(map(on_cpu, value))
     return value
 
 
 def call_local(rref: RRef[Any], method: str, *args: Any) -> Any:
-    """Call a method of the optimizer or scheduler to which ``rref`` refers, and return its result; runs on the owner.
-
-    An error of the method goes to the caller.
-    """
+    """Call a method of the optimizer or scheduler to which ``rref`` refers; runs on the owner."""
     return getattr(rref.local_value(), method)(*args)
 
 

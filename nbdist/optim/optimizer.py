@@ -46,12 +46,13 @@ class DistributedOptimizer(Distributed):
     def __init__(self, optimizer_class: Any, params_rref: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         if not callable(optimizer_class):
             raise UsageError(f"optimizer_class should be a class such as torch.optim.SGD, not {optimizer_class!r}")
-        if isinstance(optimizer_class, type):
+        if isinstance(optimizer_class, type):  # a function shows the class only when it is called, in `LocalOptimizer`
             refuse_closure(optimizer_class)
         groups = read_groups(params_rref)
         positions: dict[str, list[list[int]]] = {}
         rrefs = [rref for group in groups for rref in group.rrefs]
         numbers = [number for number, group in enumerate(groups) for _ in group.rrefs]
+        # An owner's groups are all groups, empty ones too, so that group numbers mean the same on every worker.
         for position, (rref, number) in enumerate(zip(rrefs, numbers, strict=True)):
             positions.setdefault(rref.owner_name(), [[] for _ in groups])[number].append(position)
         calls = {}
@@ -59,6 +60,7 @@ class DistributedOptimizer(Distributed):
             own = [[rrefs[position] for position in of_group] for of_group in of_groups]
             local = [{**group.options, "params": params} for group, params in zip(groups, own, strict=True)]
             calls[owner] = optimizer_class, local, args, kwargs
+        # The answers name the parameters, if their owners know names: the keys of saved states are made of these.
         answers = ask_all(new_local_optimizer, calls)
         self.remote_optimizers: list[RRef[LocalOptimizer]] = [rref for rref, _ in answers.values()]
         super().__init__(self.remote_optimizers)
@@ -116,4 +118,5 @@ class DistributedOptimizer(Distributed):
             UsageError: The state has other parameters, shapes or groups, is not the state of an optimizer, or has the
                 older form, keyed by workers. No optimizer has been changed.
         """
+        # `scatter` checks the whole state first, so that after its error no optimizer has changed.
         self.give_all("load_state_dict", scatter(state, self._groups, self._shapes, self._keys))

@@ -34,20 +34,14 @@ class Group:
     """One parameter group as the user gave it."""
 
     rrefs: list[RRef[Any]]
-    names: list[str | None]
-    """The name from the ``(name, reference)`` pair of each reference, or None for a bare one."""
-    options: dict[str, Any]
-    """The entries of the group besides ``params``, such as ``lr``."""
+    names: list[str | None]  # from the ``(name, reference)`` pair of each reference; None for a bare one
+    options: dict[str, Any]  # the entries of the group besides ``params``, such as ``lr``
 
 
 def read_groups(given: Any) -> list[Group]:
-    """Return the parameter groups of ``given``, a `DistributedOptimizer`'s ``params_rref``.
+    """Return the parameter groups of ``given``, a `DistributedOptimizer`'s ``params_rref``, without the empty ones.
 
-    ``given`` has references, ``(name, reference)`` pairs, or dicts with a list of these under "params". References and
-    pairs make one group without options. Empty groups are dropped.
-
-    Raises:
-        UsageError: there is no parameter, an entry is no reference, or the user gave two parameters the same name.
+    Raises UsageError if there is no parameter, an entry is no reference, or the user gave two parameters the same name.
     """
     if isinstance(given, RRef | Mapping):
         raise UsageError(
@@ -60,10 +54,10 @@ def read_groups(given: Any) -> list[Group]:
             f"params_rref should be a list of RRefs to parameters, or of groups, not {_value_in_words(given)}: "
             "rpc.remote(...) and rpc.RRef(parameter) return such references"
         )
-    if entries and all(isinstance(entry, Mapping) for entry in entries):
+    if entries and all(isinstance(entry, Mapping) for entry in entries):  # `_group` refuses a group beside references
         groups = [_read_group(index, entry) for index, entry in enumerate(entries)]
     else:
-        groups = [_group(entries, "params_rref", {})]
+        groups = [_group(entries, "params_rref", {})]  # references and pairs make one group without options
     groups = [group for group in groups if group.rrefs]
     if not groups:
         raise UsageError("optimizer got an empty parameter list")
@@ -77,10 +71,7 @@ def read_groups(given: Any) -> list[Group]:
 
 
 def _read_group(index: int, entry: Mapping[str, Any]) -> Group:
-    """Return the group that a dict describes; ``index`` is its place in ``params_rref``, for messages.
-
-    Raises UsageError if the group has no "params", or "params" is no list of references.
-    """
+    """Return the group that a dict describes; ``index`` is its place in ``params_rref``, for messages."""
     if "params" not in entry:
         raise UsageError(
             f"group {index} of params_rref has no 'params'; it has {', '.join(map(str, entry)) or 'nothing'}. "
@@ -99,16 +90,14 @@ def _read_group(index: int, entry: Mapping[str, Any]) -> Group:
 def _listed(given: Any) -> list[Any] | None:
     """Return the entries of a list or another iterable; None for a tensor, a str, a mapping, and what has none."""
     try:
+        # Tensors and strings have entries, too, but none that could be a reference.
         return list(given) if not isinstance(given, torch.Tensor | str | Mapping) else None
     except TypeError:
         return None
 
 
 def _group(entries: Sequence[Any], where: str, options: dict[str, Any]) -> Group:
-    """Return a group of these references and pairs; ``where`` names the list in messages.
-
-    Raises UsageError for an entry that is neither a reference nor a pair of a name and a reference.
-    """
+    """Return a group of these references and pairs; ``where`` names the list in messages."""
     group = Group([], [], options)
     for index, entry in enumerate(entries):
         name, rref = entry if _is_pair(entry) else (None, entry)
@@ -139,8 +128,8 @@ def _value_in_words(value: Any) -> str:
 def keys_of(given: Sequence[str | None], known: Sequence[str | None]) -> list[Key]:
     """Return the key of each parameter, from the names ``given`` by the user and the names ``known`` on the owners.
 
-    Both have an entry for each parameter, None for no name. A given name goes before a known one. A parameter without a
-    name, or with a name that another one has too, gets its position in these lists.
+    A given name goes before a known one. A parameter without a name, or with one that another parameter has too, gets
+    its position in these lists.
     """
     names = [own or other for own, other in zip(given, known, strict=True)]
     counts = Counter(names)
@@ -149,18 +138,16 @@ def keys_of(given: Sequence[str | None], known: Sequence[str | None]) -> list[Ke
 
 # --- on the owner ---------------------------------------------------------------------------------
 
+# Full names by the id of the parameter: tensors compare element by element, so they cannot be keys of a dict.
 _names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-"""Full names by the id of the parameter: tensors compare element by element, so they cannot be keys of a dict."""
 
 
 def name_parameter(parameter: torch.Tensor, name: str) -> None:
-    """Remember the full name of a parameter of this process until the parameter dies; a pipeline's stage calls this.
-
-    A second call for the same parameter replaces the name.
-    """
+    """Remember the full name of a parameter of this process until the parameter dies; a pipeline's stage calls this."""
     key = id(parameter)
 
     def forget(dead: weakref.ref[torch.Tensor]) -> None:
+        # Another parameter may have the id by now, and a second call may have replaced the name.
         if (found := _names.get(key)) is not None and found[0] is dead:
             del _names[key]
 

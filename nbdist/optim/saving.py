@@ -25,25 +25,21 @@ from nbdist.amounts import counted
 from nbdist.errors import UsageError
 from nbdist.optim.parameters import Key
 
-_OWN = ("params", "param_names")
-"""The entries of a group that are not options, in an optimizer's state."""
+_OWN = ("params", "param_names")  # the entries of a group that are not options, in an optimizer's state
 
 
 def gather(groups: Sequence[Sequence[Key]], parts: Mapping[str, tuple[Sequence[Sequence[Key]], Any]]) -> dict[str, Any]:
     """Return one state, in the form of a torch optimizer's, made of the states of all workers' local optimizers.
 
-    ``groups`` has the keys of each parameter group: the names, or else the positions, by which parameters are saved.
-    ``parts`` has, by worker, the keys of each group that the worker owns, and the state of its optimizer. The result
-    has these keys where torch has positions. The caller adds ``"shapes"``.
+    ``groups`` has the keys of each parameter group; the result has them where torch has positions. ``parts`` has, by
+    worker, the keys of each group that the worker owns, and the state of its optimizer. The caller adds ``"shapes"``.
 
-    If the options of a group differ between workers, because the optimizer adapts them to its gradients, the joint
-    state has several groups in its place, one for each value.
-
-    Raises:
-        UsageError: the workers differ in a part of the state that belongs to no parameter.
+    Raises UsageError if the workers differ in a part of the state that belongs to no parameter.
     """
     state: dict[Any, Any] = {}
-    shared: dict[Any, dict[str, Any]] = {}
+    shared: dict[Any, dict[str, Any]] = {}  # what belongs to no parameter, by worker
+    # An optimizer may adapt a group's options to its gradients. If they differ between workers, the joint state has
+    # several groups in its place, one for each value (test_options_in_which_workers_differ_stay_with_their_parameters).
     options: list[list[tuple[dict[str, Any], set[Key]]]] = [[] for _ in groups]
     for worker, (keys, local) in parts.items():
         flat = [key for group in keys for key in group]
@@ -53,7 +49,7 @@ def gather(groups: Sequence[Sequence[Key]], parts: Mapping[str, tuple[Sequence[S
             else:
                 shared.setdefault(index, {})[worker] = value
         for own, group, found in zip(keys, local["param_groups"], options, strict=True):
-            if own:
+            if own:  # else the options are of no parameter here
                 chosen = {name: value for name, value in group.items() if name not in _OWN}
                 known = next((members for other, members in found if same(other, chosen)), None)
                 if known is None:
@@ -80,12 +76,10 @@ def scatter(
     """Return, by worker, the state that the worker's optimizer loads, cut out of a state that `gather` made.
 
     ``groups`` has the keys of each parameter group of the optimizer that loads, ``parts``, by worker, the keys of each
-    group that the worker owns, and ``shapes`` the shapes of its parameters. A worker's group without parameters gets
-    the options of the group's first parameter.
+    group that the worker owns, and ``shapes`` the shapes of its parameters.
 
-    Raises:
-        UsageError: the saved state has other parameters, shapes or groups, has different options for parameters that
-            are now in one group of one worker, or is not the state of an optimizer.
+    Raises UsageError if the saved state has other parameters, shapes or groups, has different options for parameters
+    that are now in one group of one worker, or is not the state of an optimizer.
     """
     refuse_old_form(saved, "optimizer", isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys())
     options: dict[Key, dict[str, Any]] = {}
@@ -117,13 +111,15 @@ def scatter(
         start = 0
         state, local = dict(shared), []
         for own, group in zip(keys, groups, strict=True):
+            # Without parameters of its own here, a group gets the options of its first parameter: the local optimizers
+            # have all groups, and torch refuses a state with fewer.
             chosen = options[(own or group)[0]]
             if not all(same(options[key], chosen) for key in own):
                 raise UsageError(
                     f"{some(own)} are in one group on {worker}; when they were saved they were on several workers, "
                     "whose optimizers had different options for them. Put them on several workers again"
                 )
-            places = range(start, start := start + len(own))
+            places = range(start, start := start + len(own))  # torch's keys: positions over all groups of the optimizer
             state.update(
                 (place, saved["state"][key]) for place, key in zip(places, own, strict=True) if key in saved["state"]
             )
@@ -133,10 +129,9 @@ def scatter(
 
 
 def agreed(values: Mapping[str, Any], what: str) -> Any:
-    """Return the value that all workers have; ``values`` are by worker, and ``what`` names the value in the error.
+    """Return the value that all workers have; ``what`` names the value in the error.
 
-    Raises:
-        UsageError: two workers have different values.
+    Raises UsageError if two workers have different values.
     """
     (first, value), *others = values.items()
     for worker, other in others:
@@ -151,11 +146,11 @@ def agreed(values: Mapping[str, Any], what: str) -> Any:
 def refuse_old_form(saved: Any, of: str, is_new: bool) -> None:
     """Raise a UsageError unless ``is_new``, which says that the state has today's form.
 
-    The message says whether the state has the older form, keyed by worker names, or is no state of this kind at all.
     ``of`` is "optimizer" or "scheduler".
     """
     if is_new:
         return
+    # The older form was keyed by the names of workers.
     if isinstance(saved, Mapping) and saved and all(isinstance(value, Mapping) for value in saved.values()):
         raise UsageError(
             f"this state of the {of} is of an older form, keyed by workers ({some(saved)}): it does not say to which "
@@ -166,11 +161,9 @@ def refuse_old_form(saved: Any, of: str, is_new: bool) -> None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values, which may be tensors or dicts and lists of them, are equal.
-
-    A float NaN equals another; a tensor that holds a NaN equals no other tensor.
-    """
+    """Return whether two values, which may be tensors or dicts and lists of them, are equal."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        # Not by ``==``, which compares element by element. A tensor that holds a NaN equals no other tensor.
         return type(one) is type(other) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())

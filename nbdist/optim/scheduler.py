@@ -76,14 +76,12 @@ class DistributedLRScheduler(Distributed):
             UsageError: The state is not the state of a scheduler, or has the older form, keyed by workers. No scheduler
                 has been changed.
         """
+        # By its form, and here: torch's schedulers load any dict, and all or none must change.
         of_torch = isinstance(state, Mapping) and any(not isinstance(value, Mapping) for value in state.values())
         refuse_old_form(state, "scheduler", of_torch)
         self.call_all("load_state_dict", dict(state))
 
 
 def new_local_scheduler(cls: Any, optimizer: RRef[LocalOptimizer], args: Any, kwargs: Any) -> RRef[Any]:
-    """Make a scheduler for a local optimizer on its owner, and return a reference to the scheduler.
-
-    An error of torch's scheduler goes to the caller.
-    """
+    """Make a scheduler for a local optimizer on its owner, and return a reference to the scheduler."""
     return RRef(cls(optimizer.local_value().optimizer, *args, **kwargs))
