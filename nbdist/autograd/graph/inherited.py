@@ -97,7 +97,7 @@ def told(found: Inherited | None, node: str, where: Callable[[Inherited], str]) 
     return already + "; ".join([way, ends[found.end]] if way else [ends[found.end]])
 
 
-_ADVICE = 'context(check="nan") names the operation that made it'  # ends a sentence without a certain answer
+_ADVICE = 'context(check="nan") names the operation that made it'
 
 
 def _phrase_of_doubtful(found: Inherited) -> str:

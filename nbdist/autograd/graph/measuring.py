@@ -10,7 +10,7 @@ import torch
 
 from nbdist.rpc.references.peeking import Histogram
 
-_BINS = 24  # bars of a histogram
+_BINS = 24
 _SAMPLE = 1 << 12  # values of a tensor that are enough for a histogram; the norm is of all values
 
 # The dtypes in which to compute the norms of narrow ones: that of a few scaled float16 gradients is beyond 65504.

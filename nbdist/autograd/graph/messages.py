@@ -70,8 +70,8 @@ class Control(NamedTuple):
     """The order of a watch to the passes of its context: run, halt, or run until something happens."""
 
     version: int  # of two controls, the one with the higher version wins, whichever arrives first
-    paused: bool = False  # halt before each node
-    # Where to halt otherwise; empty for nowhere. "nan" halts before a node that is given a NaN or Inf, or after one
+    paused: bool = False
+    # Where to halt if not paused; empty for nowhere. "nan" halts before a node that is given a NaN or Inf, or after one
     # that returns it; "message" before the next node that sends a gradient to another worker; "node" before the one
     # that `worker` and `node` name.
     until: str = ""

@@ -52,7 +52,7 @@ class _ModuleHooks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocks = 0  # that are open
+        self._blocks = 0
         self._handles: list[Any] = []
 
     def use(self, more: int) -> None:
@@ -117,7 +117,7 @@ def _leave(mode: TorchFunctionMode | None) -> None:
         top = pop_function_mode()
         if top is not mode and not (isinstance(top, _Noting) and top.is_over):
             kept.append(top)
-    for other in reversed(kept):  # in their order
+    for other in reversed(kept):
         push_function_mode(other)
 
 

@@ -165,7 +165,7 @@ class Claim:
         # The leaves that `adopt` has claimed, each with the ``.grad`` that it had. Weakly: most of them live no longer
         # than the node's call, and nobody asks for their gradients.
         self._adopted: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = []
-        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []  # leaves and gradients for `accumulate_late`
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []  # for `accumulate_late`
         self._outer: Claim | None = None
         self.holder = _Holder(group)
 

@@ -169,8 +169,8 @@ class Run:
         self.sent: list[tuple[Token, int]] = []  # for the next report, with the receivers
         self.arrived: list[Token] = []  # of gradients that no thread has taken up
         self.taken: list[Token] = []  # of gradients that a thread has taken up, until the last thread stops
-        self.reports = 0  # sent
-        self.threads = 0  # that run the pass now
+        self.reports = 0
+        self.threads = 0
         self.most_threads = 1
         self.entries = 0  # how many times a thread has begun to run the pass
         self.again = False  # something has arrived, and no thread was added for it: a running one must look once more

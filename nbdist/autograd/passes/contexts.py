@@ -148,9 +148,7 @@ class Contexts:
             # (test_a_late_message_of_a_dead_maker_neither_takes_a_context_away_nor_makes_one).
             if (id, maker) in self._over or self.is_gone(maker):
                 return None
-            if (
-                before is not None
-            ):  # of an earlier, dead maker: this one has taken its place, and counts from its numbers
+            if before is not None:  # of a dead maker, whose place this one has taken, counting from the same number
                 self._note_over(id, before.maker)
             context = self._contexts[id] = Context(id, maker, lines=lines, check=check)
         if before is not None:

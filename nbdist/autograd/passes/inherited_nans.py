@@ -32,7 +32,7 @@ from nbdist.errors import NbdistError
 from nbdist.rpc.api import current_agent, rpc_async
 
 _OUTPUTS = ("result", "output", "out", "values")  # torch's names of saved outputs begin so; all others are of inputs
-_PERHAPS_NAMED = 3  # messages to name in ``Inherited.perhaps``
+_PERHAPS_NAMED = 3  # in ``Inherited.perhaps``
 _ANSWER_TIMEOUT = 2.0  # seconds for the answer of another worker; the pass waits meanwhile
 
 Edge = tuple[Node, int]  # a tensor of the forward pass: the node that returned it, and the number of the output

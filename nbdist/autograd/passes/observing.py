@@ -100,9 +100,8 @@ class Observing:
 
     def on_watch(self, message: messages.WatchChanged) -> None:
         """Note that a watch of a context begins or ends (``message.over``); the maker tells all other workers of it."""
-        context = self._contexts.enter(
-            message.context, message.maker
-        )  # new, if this overtakes the context's first call
+        # New here, if this overtakes the context's first call.
+        context = self._contexts.enter(message.context, message.maker)
         if context is None:
             return
         known, new = context.watching, message.watching

@@ -119,7 +119,7 @@ class Passes:
         self._contexts = contexts
         self._lost: dict[int, tuple[str, str]] = {}  # the name of each lost worker, and a text on how it was lost
         self._numbers = itertools.count(1)  # of passes that begin on this worker
-        self._tokens = itertools.count(1)  # of tokens that this worker sends
+        self._tokens = itertools.count(1)
         self._runs: dict[PassId, Run] = {}  # under way here; read without a lock, where the usual message finds its run
         self.turns = TurnTaking(transport)
 

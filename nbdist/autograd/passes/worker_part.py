@@ -647,7 +647,7 @@ class Part:
         crossed.update(enumerate(gradients, first))
         back = self._gone_back.setdefault(end, set())
         awaited = self._awaited[end] if self.smart or self._awaited else self._awaited_of(end)
-        if crossed.keys() >= awaited - back:  # all that are awaited for the message are here
+        if crossed.keys() >= awaited - back:
             self._return_gradients(end)
 
     def _return_gradients(self, end: Received) -> None:

@@ -248,7 +248,7 @@ class Watch:
         return min(halts)[1:] if halts else None
 
     def _may_go_on(self, name: str | None) -> bool:
-        """Return whether `step` should wait, as a pass may still halt, on the worker of that name if given."""
+        """Return whether `step` should wait, as a pass may still halt, on that worker if named. The lock is held."""
         if name is None:
             return bool(self._open_passes())
         for seen in self._open_passes():
@@ -259,9 +259,9 @@ class Watch:
         return False
 
     def _let_go(self, id: PassId, number: int) -> list[Event]:
-        """End the halt of a pass on the worker with incarnation ``number``; return its ``done`` event, once it has run.
+        """End the halt of a pass on the worker with incarnation ``number``; list its ``done`` event, once it has run.
 
-        Returns nothing if the watch is closed or the pass ends before. The lock is held, and released while waiting.
+        The list is empty if the watch is closed or the pass ends before. The lock is held, and released while waiting.
         """
         seen = self._passes[id]
         worker = seen.shares[number]
