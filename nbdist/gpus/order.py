@@ -21,8 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-BUFFERS = 2
-"""The number of buffers: one that the GPU uses, and one that the processor uses."""
+BUFFERS = 2  # one that the GPU uses, and one that the processor uses
 
 
 class CopyStep(NamedTuple):
@@ -42,6 +41,7 @@ def from_gpu(length: int, chunk: int) -> Iterator[CopyStep]:
     """
     before: tuple[int, int, int] | None = None
     for piece in _pieces(length, chunk):
+        # Before the earlier chunk is drained: the GPU copies this one while the processor drains that one.
         yield CopyStep("queue", *piece)
         if before is not None:
             yield CopyStep("wait", *before)
@@ -59,6 +59,7 @@ def to_gpu(length: int, chunk: int) -> Iterator[CopyStep]:
     """
     for number, piece in enumerate(_pieces(length, chunk)):
         if number >= BUFFERS:
+            # The GPU may still read the chunk that was in this buffer two chunks ago.
             yield CopyStep("wait", *piece)
         yield CopyStep("fill", *piece)
         yield CopyStep("queue", *piece)

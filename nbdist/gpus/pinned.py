@@ -11,19 +11,14 @@ from nbdist.signals import DeferredSignals
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Return a block in which a GPU is the thread's current one.
-
-    Without it, `torch.cuda.stream` would switch from the current GPU and back to it, which starts CUDA there if the
-    thread has not used that GPU: threads that torch knows nothing about begin with GPU 0.
-    """
+    """Return a block in which a GPU is the thread's current one."""
+    # `torch.cuda.stream` switches back to the GPU that was current before. If the thread has not used that GPU, this
+    # starts CUDA there, and a thread that torch knows nothing about begins with GPU 0.
     return torch.cuda.device(device)
 
 
 def is_capturing() -> bool:
-    """Return whether the calling thread's current stream records a CUDA graph, which must not get other copies.
-
-    The current stream is that of the current GPU.
-    """
+    """Return whether the thread's stream of the current GPU records a CUDA graph, which must not get other copies."""
     return torch.cuda.is_current_stream_capturing()
 
 
@@ -33,14 +28,12 @@ def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class PinnedLane:
-    """Two pinned buffers, and the copies between them and a GPU. One thread at a time uses it, for one copy at a time.
-
-    torch returns the buffers to its own cache of pinned memory when the object is collected.
-    """
+    """Two pinned buffers, and the copies between them and a GPU. One thread uses them at a time, for one copy."""
 
     def __init__(self, size: int) -> None:
         """Make buffers of ``size`` bytes each. Raises RuntimeError if the system refuses pinned memory."""
         with torch.inference_mode(False):  # a tensor that is made in that mode could be written to only there
+            # torch puts the memory into its own cache when the lane is collected.
             self.buffers = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(BUFFERS)]
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -49,8 +42,7 @@ class PinnedLane:
     def begin(self, on_gpu: torch.Tensor) -> None:
         """Have the copies that follow wait, on the GPU, for what the calling thread's current stream does so far.
 
-        ``on_gpu`` has the memory that they read or write. If it is freed before they are over, after an interrupt,
-        torch does not reuse it before.
+        ``on_gpu`` has the memory that the copies read or write.
         """
         device = on_gpu.device
         stream = self._streams.get(device)
@@ -58,7 +50,9 @@ class PinnedLane:
             stream = self._streams[device] = torch.cuda.Stream(device)
         self._stream = stream
         stream.wait_stream(torch.cuda.current_stream(device))
+        # If an interrupt frees the tensor early, torch does not reuse its memory before the copies are over.
         on_gpu.record_stream(stream)
+        # New ones: an event belongs to the GPU on which it was recorded first, and the last copy may have used another.
         self._events = [torch.cuda.Event() for _ in self.buffers]
 
     def queue(self, buffer: int, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -68,10 +62,10 @@ class PinnedLane:
             self._events[buffer].record(self._stream)
 
     def wait(self, buffer: int) -> None:
-        """Wait until the GPU has made the last copy that was queued for a buffer."""
+        """Wait for the last copy that was queued for a buffer."""
         self._events[buffer].synchronize()
 
     def finish(self) -> None:
-        """Wait until the GPU has made all copies. Raises torch's error if the GPU has failed."""
-        if self._stream is not None:
+        """Wait for all copies. Raises torch's error if the GPU has failed."""
+        if self._stream is not None:  # else `begin` has failed
             self._stream.synchronize()

@@ -11,7 +11,8 @@ the thread that makes it. So one thread may read what the GPU still computes for
     `catch_up`: s waits for the default stream
     reads the sum
 
-Both return at once; only the GPU waits. On the default stream they do nothing.
+Both return at once; only the GPU waits, and the default stream never waits for itself. Tensors on the CPU and None
+are skipped.
 """
 
 from __future__ import annotations
@@ -22,10 +23,7 @@ import torch
 
 
 def publish(tensors: Iterable[torch.Tensor | None]) -> None:
-    """Let the default stream wait for what the thread's current stream computes, on the GPUs of these tensors.
-
-    Tensors on the CPU, and None, are skipped.
-    """
+    """Let the default stream wait for what the thread's current stream computes, on the GPUs of these tensors."""
     for device in _gpus_of(tensors):
         _let_wait(torch.cuda.default_stream(device), torch.cuda.current_stream(device))
 
@@ -33,10 +31,9 @@ def publish(tensors: Iterable[torch.Tensor | None]) -> None:
 def catch_up(tensors: Iterable[torch.Tensor | None]) -> None:
     """Let the thread's current stream wait for the default stream, on the GPUs of these tensors, which it will use.
 
-    torch's allocator then does not reuse their memory before the current stream has finished with them. Tensors on the
-    CPU, and None, are skipped.
+    torch's allocator then does not reuse their memory before the current stream has finished with them.
     """
-    given = list(tensors)
+    given = list(tensors)  # the loops below go through it more than once
     for device in _gpus_of(given):
         here = torch.cuda.current_stream(device)
         _let_wait(here, torch.cuda.default_stream(device))
@@ -48,17 +45,15 @@ def catch_up(tensors: Iterable[torch.Tensor | None]) -> None:
 
 def catch_up_everywhere() -> None:
     """Let the thread's current stream of each GPU wait for that GPU's default stream, if this process uses CUDA."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # or the calls below would start CUDA
         for number in range(torch.cuda.device_count()):
             _let_wait(torch.cuda.current_stream(number), torch.cuda.default_stream(number))
 
 
 def _let_wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-    """Let a stream wait for what another one has to do; do nothing if they are the same stream."""
     if stream != other:
         stream.wait_stream(other)
 
 
 def _gpus_of(tensors: Iterable[torch.Tensor | None]) -> list[torch.device]:
-    """Return the GPUs that these tensors are on, each once."""
     return list(dict.fromkeys(tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda))

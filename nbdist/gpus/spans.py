@@ -29,10 +29,9 @@ from nbdist.finalisers import this_thread
 CUDA_IS_BUILT = torch.backends.cuda.is_built()
 """True if this torch can use GPUs. Code for GPUs checks it first, so that other builds of torch pay for no call."""
 
+# Seconds between two looks at a span. To wait for a CUDA event, a thread would use a whole core, or hold up others.
 _LOOK_EVERY = 0.005
-"""Seconds between two looks at a span. To wait for a CUDA event, a thread would use a whole core, or hold up others."""
-_LONGEST_WAIT = 60.0
-"""Seconds after which `when_over` goes on without the times of a GPU that hangs."""
+_LONGEST_WAIT = 60.0  # seconds after which `when_over` goes on without the times of a GPU that hangs
 
 _log = logging.getLogger("nbdist.gpus")
 
@@ -51,18 +50,15 @@ class GpuSpan:
         self._first.record(self._stream)
 
     def end(self) -> GpuSpan:
-        """Record the last event, in the same stream; return the span itself. Returns at once."""
+        """Record the last event, in the same stream; return the span itself."""
         try:
-            self._last.record(self._stream)
+            self._last.record(self._stream)  # not the current stream, which may be another one by now
         except RuntimeError:
             self._has_failed = True
         return self
 
     def is_over(self) -> bool:
-        """Return whether the GPU has come to the end of the span. Also True if CUDA fails: there is nothing to await.
-
-        Call it after `end`.
-        """
+        """Return whether the GPU has come to the end of the span; also True if CUDA fails. Call it after `end`."""
         try:
             return self._has_failed or bool(self._last.query())
         except RuntimeError:
@@ -101,8 +97,8 @@ def begin(device: torch.device | None) -> GpuSpan | None:
 
 _waiting: queue.SimpleQueue[tuple[Sequence[GpuSpan], Callable[[], object]]] = queue.SimpleQueue()
 _thread: threading.Thread | None = None
+# Held while `_thread` is started: several workers of one process may report at the same moment.
 _starting = threading.Lock()
-"""Held while `_thread` is started: several workers of one process may report at the same moment."""
 
 
 def when_over(spans: Sequence[GpuSpan], then: Callable[[], object]) -> None:
@@ -112,6 +108,7 @@ def when_over(spans: Sequence[GpuSpan], then: Callable[[], object]) -> None:
     """
     global _thread
     with _starting:
+        # In a forked process, the parent's thread is not alive.
         if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_run, name="nbdist-gpu-spans", daemon=True)
             try:
@@ -126,21 +123,19 @@ def when_over(spans: Sequence[GpuSpan], then: Callable[[], object]) -> None:
 
 
 def _run() -> None:
-    """Wait for spans, for ever, in the order in which they come."""
     this_thread.is_closed = True  # a finaliser of the user's may run here, and must not wait for a call
     while True:
         spans, then = _waiting.get()
         _wait_for(spans)
         try:
             then()
-        except Exception:
+        except Exception:  # the caller's function: its error must not end the one thread for all spans
             _log.exception("times of a GPU could not be passed on")
-        del spans, then
+        del spans, then  # they would otherwise live until the next spans arrive
 
 
 def _wait_for(spans: Sequence[GpuSpan]) -> None:
-    """Return when all spans are over, or after `_LONGEST_WAIT` seconds."""
-    deadline = time.monotonic() + _LONGEST_WAIT
+    deadline = time.monotonic() + _LONGEST_WAIT  # one for all spans: those of a GPU that hangs do not add up
     for span in spans:
         while not span.is_over() and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY)

@@ -5,7 +5,7 @@ leaves a GPU goes through two pinned buffers (`nbdist.gpus.order`): the GPU fill
 other to where the tensor goes, which is shared memory or a frame. A tensor that arrives goes the same way back.
 
 The GPU copies on a stream of its own, after what the calling thread's current stream had to do. The calling thread
-waits for the copy, as it does in ``tensor.cpu()``; no other thread waits, because there is no lock here.
+waits for the copy, as it does in ``tensor.cpu()``; no other thread waits.
 
 Shared memory itself is not pinned. nbdist frees parts of it in the middle of a segment (`Mapping.empty`); the GPU would
 go on to use the old pages, which no process sees any more. Pinning it would also take longer than a copy for each
@@ -33,14 +33,12 @@ from nbdist.errors import NbdistError
 from nbdist.gpus import order, pinned
 from nbdist.large_memory import with_large_pages
 
+# Bytes of one buffer: the processor copies them in about 0.4 ms, and asking the GPU for a copy takes about 0.02 ms.
 CHUNK_BYTES = 4 << 20
-"""Bytes of one buffer: the processor copies them in about 0.4 ms, and asking the GPU for a copy takes about 0.02 ms."""
-STAGED_BYTES = order.BUFFERS * CHUNK_BYTES
-"""The size of the smallest tensor that is copied in chunks; with one chunk, nothing would overlap."""
-_MOST_LANES = 4
-"""The pairs of buffers in a process, at most: 32 MiB of pinned memory."""
+STAGED_BYTES = order.BUFFERS * CHUNK_BYTES  # the smallest tensor copied in chunks: one chunk overlaps with nothing
+_MOST_LANES = 4  # pairs of buffers in a process: 32 MiB of pinned memory
+# Copies that may fail in turn: an error may be another thread's, such as one that records a CUDA graph.
 _MOST_FAILURES = 3
-"""Copies that may fail in turn: an error may be another thread's, such as one that records a CUDA graph."""
 
 _log = logging.getLogger("nbdist.gpus")
 
@@ -48,8 +46,7 @@ _log = logging.getLogger("nbdist.gpus")
 class CopyLane(Protocol):
     """A pair of pinned buffers, and the copies between them and a GPU. Tests have a stand-in for `PinnedLane`."""
 
-    buffers: list[torch.Tensor]
-    """Tensors of bytes."""
+    buffers: list[torch.Tensor]  # of bytes
 
     def begin(self, on_gpu: torch.Tensor) -> None:
         """Have later copies of this memory wait, on the GPU, for what the thread's current stream does so far."""
@@ -74,13 +71,10 @@ class CopyLanes:
     """
 
     def __init__(self, make: Callable[[int], CopyLane] = pinned.PinnedLane) -> None:
-        self.refused = ""
-        """Why this process has no pinned memory, in words of torch's; empty if it has some, or has not asked yet."""
-        self.staged = 0
-        """The bytes that were copied by way of pinned memory; not exact if several threads copy at once."""
+        self.refused = ""  # torch's words; empty if this process has pinned memory, or has not asked yet
+        self.staged = 0  # bytes that went through lanes; not exact if several threads copy at once
         self._make = make
-        self._failures = 0
-        """The number of copies that have failed since the last one that did not."""
+        self._failures = 0  # copies that have failed since the last one that did not
         self._permits = deque(range(_MOST_LANES))
         self._free: deque[CopyLane] = deque()
 
@@ -92,11 +86,12 @@ class CopyLanes:
     def take(self) -> CopyLane | None:
         """Return a lane that nobody uses; None if there are as many as there may be, or the system refuses one.
 
-        The first refusal is logged. After it, this process asks for no pinned memory any more.
+        After the first refusal, this process asks for no pinned memory any more.
         """
         if self.refused:
             return None
         try:
+            # No look at the length before it: another thread may pop in between.
             return self._free.pop()
         except IndexError:
             pass
@@ -106,9 +101,10 @@ class CopyLanes:
             return None
         try:
             lane = self._make(CHUNK_BYTES)
+            # The callback runs wherever garbage is collected, even in here: a lock could be held by this very thread.
             weakref.finalize(lane, self._permits.append, permit).atexit = False
             return lane
-        except BaseException as error:
+        except BaseException as error:  # also Ctrl-C: a permit that does not come back is lost for ever
             self._permits.append(permit)
             if not isinstance(error, RuntimeError):
                 raise
@@ -127,7 +123,7 @@ class CopyLanes:
             self.refuse(error)
 
     def clear(self) -> None:
-        """Drop the lanes that nobody uses. Their memory goes back to torch."""
+        """Drop the lanes that nobody uses."""
         self._free.clear()
 
     def refuse(self, error: Exception) -> None:
@@ -180,11 +176,10 @@ def fresh_host_copy(source: torch.Tensor) -> torch.Tensor:
 def to_gpu(tensor: torch.Tensor, device: str) -> torch.Tensor | None:
     """Return a copy of a large CPU tensor on a GPU; None for any other tensor or device, which torch should move.
 
-    The copy has no history, so a tensor that requires grad is left to torch.
-
-    The copy is complete when this returns, so that any thread may use it on any stream. Raises torch's error if the GPU
-    has no room for it.
+    The copy has no history. It is complete when this returns, so any thread may use it on any stream. Raises torch's
+    error if the GPU has no room for it.
     """
+    # The copy of a tensor that requires grad must have a history, so torch makes it.
     if tensor.nbytes < STAGED_BYTES or tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous():
         return None
     if tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()):
@@ -207,8 +202,7 @@ def _copied(
 ) -> bool:
     """Copy bytes between a GPU and the host in these steps; return False if torch should copy all of them instead.
 
-    False if no lane is free, if the thread's stream records a CUDA graph, or if torch fails. When this returns or
-    raises an error, no copy is under way, unless the GPU has failed.
+    When this returns or raises an error, no copy is under way, unless the GPU has failed.
     """
     lanes = process_lanes  # a child's fork replaces them
     try:
@@ -225,13 +219,14 @@ def _copied(
             raise  # another thread has stopped this one, because a worker is lost; or it is from a signal's handler
         lanes.failed(error)
         return False  # if the GPU has failed, torch's own copy says so again
+    # Only after a whole copy. After any error the lane is dropped: nobody knows what its buffers hold.
     lanes.put_back(lane)
     lanes.staged += on_gpu.numel()
     return True
 
 
 def _comes_from_torch(error: Exception) -> bool:
-    """Return whether torch raised an error in a copy, rather than a handler of a signal that came meanwhile."""
+    """Return whether torch raised an error, rather than another thread or a signal's handler during a copy."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
@@ -275,7 +270,7 @@ def statistics() -> dict[str, int]:
 
 
 def refusal() -> str:
-    """Return why this process uses no pinned memory; an empty text if it does, or has not needed any yet."""
+    """Return why this process uses no pinned memory; empty if it uses some, or has not needed any yet."""
     return process_lanes.refused
 
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+# An entry of torch's list of architectures, such as "sm_90a": its kind, and the two numbers of the capability.
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)")
-"""An entry of torch's list of architectures, such as "sm_90a": its kind, and the two numbers of the capability."""
-_CUDNN_DROPS = 91100, (7, 5)
-"""The version of cuDNN from which on it runs only on GPUs of this compute capability and later ones."""
+_CUDNN_DROPS = 91100, (7, 5)  # from this version of cuDNN on, it needs a GPU of this capability or a later one
 
 
 def is_supported(capability: tuple[int, int], built: Sequence[str]) -> bool:
