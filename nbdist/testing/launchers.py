@@ -13,8 +13,7 @@ from nbdist.errors import NbdistError, WorkerLost
 if TYPE_CHECKING:
     from nbdist.cluster.cluster import Cluster
 
-_SOON = 20.0
-"""Seconds for which a test waits at most; far more than it needs."""
+_SOON = 20.0  # seconds for which a test waits at most; far more than it needs
 
 
 class LauncherContract:
@@ -83,7 +82,7 @@ class LauncherContract:
             assert said in str(error)
             assert cluster.find("worker1").lost
             assert cluster.restart() == ["worker1"]
-            assert cluster.evaluate("rank", "worker1") == 1
+            assert cluster.evaluate("rank", "worker1") == 1  # a new process, with the old rank
             self.test_the_process_group_has_all_workers(cluster)
 
     def test_a_worker_that_is_restarted_has_a_new_process(self, cluster: Cluster) -> None:
@@ -107,7 +106,6 @@ class LauncherContract:
 
 
 def _texts(cell: Any) -> list[str]:
-    """Return the texts of a cell's outputs, in their order."""
     outputs = itertools.chain.from_iterable(cell.outputs.values())
     return [output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in outputs]
 

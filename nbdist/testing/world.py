@@ -112,8 +112,9 @@ class World:
                     self.agents.append(self._make(f"worker{id}", id, size))
                 world = [agent.me for agent in self.agents]
                 deadline = time.monotonic() + timeout
+                # In threads: each of them waits until it has met all others.
                 self._all_at_once(lambda agent: agent.handshake.join_fixed(world, deadline))
-        except BaseException:
+        except BaseException:  # also Ctrl-C: nobody else has the agents, whose threads would run on
             self.close()
             raise
 
@@ -130,6 +131,7 @@ class World:
             id=id,
             incarnation=incarnation,
             addresses=channel.addresses,
+            # Agents of one host watch each other's processes; on another host, silence counts as a loss.
             host=f"{host}/{name}" if self._apart else host,
             pid=os.getpid(),
             started=started_at(os.getpid()),
@@ -139,7 +141,7 @@ class World:
         )
         try:
             agent = Agent(me, channel, self._options, arena)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: no agent is there to close its channel and arena
             if arena is not None:
                 arena.close()
             channel.close()
@@ -148,7 +150,6 @@ class World:
         return agent
 
     def _open(self, label: str) -> Channel:
-        """Open a channel of the world's kind, with the world's faults around it; ``label`` names its sockets."""
         channel: Channel
         if self._channel == "inprocess":
             channel = self._network.open()
@@ -181,7 +182,7 @@ class World:
         agent = self._make(name or f"worker{number}", number, None)
         try:
             agent.handshake.join_dynamic(present, time.monotonic() + self._timeout)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the agent is not in `agents` yet, where `close` would find it
             agent.close("could not join its world")
             raise
         self.agents.append(agent)
@@ -213,6 +214,7 @@ class World:
             nbdist.errors.WorkerLost: worker1 was switched off. Call another worker, ...
         """
         victim = self.agents[index]
+        # Before it closes: `close` says goodbye, and the others would report that reason instead of ``why``.
         for agent in self.agents:
             if agent is not victim and not agent.closed:
                 agent.lose(victim.me.incarnation, why)
@@ -245,7 +247,7 @@ class World:
         """Call ``action`` with every living agent, each in its own thread; raise the first error once all are done."""
 
         def act(agent: Agent) -> None:
-            with agent.activate():
+            with agent.activate():  # the threads are new, and none of them has an active agent
                 action(agent)
 
         with ThreadPoolExecutor(max(1, len(self.agents))) as threads:
