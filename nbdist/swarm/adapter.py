@@ -29,8 +29,7 @@ except ImportError as error:  # transformers comes with the extra "swarm" of thi
 
 from nbdist.swarm.weight_file import WEIGHTS, WeightFile, write_weights  # needs safetensors, which transformers needs
 
-CONFIG = "config.json"
-"""The name of the file with the configuration in a model's folder."""
+CONFIG = "config.json"  # the configuration, in a model's folder
 
 
 class Placeholder(Enum):
@@ -57,16 +56,15 @@ _building = threading.Lock()
 
 @contextlib.contextmanager
 def _without_weights() -> Iterator[None]:
-    """Return a context manager in which parameters of new modules need no memory: they are on the meta device.
-
-    Buffers stay real: they may be in no file, so they could not be loaded later. Only modules that the calling thread
-    makes are concerned; other threads that want to build a model wait.
-    """
+    """Let the calling thread make modules whose parameters need no memory; their buffers are real."""
+    # Not `torch.device("meta")`, which would take the buffers along: a buffer may be in no file, so nothing could fill
+    # it later.
     with _building:
         register = nn.Module.register_parameter
         me = threading.get_ident()
 
         def empty(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            # Another thread may make ordinary modules at this moment.
             if parameter is not None and parameter.device.type != "meta" and threading.get_ident() == me:
                 parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             register(self, name, parameter)
@@ -82,10 +80,9 @@ def build(config: Any, kind: str = "CausalLM", num_labels: int | None = None) ->
     """Build a model from its configuration, in eval mode; its parameters have no memory yet.
 
     ``kind`` completes the name of transformers' class AutoModelFor...: "CausalLM", "SequenceClassification". "Model"
-    builds a model without a head. ``num_labels`` is the number of a classifier's classes; None takes it from
-    ``config``.
+    builds a model without a head. If ``num_labels``, a classifier's number of classes, is None, ``config`` has it.
     """
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(config)  # the caller's stays as it is
     if num_labels is not None:
         config.num_labels = num_labels
     auto = getattr(transformers, "AutoModel" if kind == "Model" else f"AutoModelFor{kind}")
@@ -100,7 +97,7 @@ def complete(model: Any, kind: str) -> None:
     These are the weights that `Checkpoint.fill` has left on the meta device. In a model of another ``kind`` than
     "SequenceClassification", a missing weight raises UsageError: a random head could not write text.
     """
-    for name, parameter in list(model.named_parameters()):
+    for name, parameter in list(model.named_parameters()):  # a copy: the loop replaces parameters
         if not parameter.is_meta:
             continue
         if kind != "SequenceClassification":
@@ -129,10 +126,8 @@ def find_layers(model: Any) -> str:
 
 
 def plain_attributes(layer: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a layer that are numbers or texts, such as its kind of attention.
-
-    A model's code may read them: transformers 5.0 picks a layer's mask by ``layer.attention_type``.
-    """
+    """Return the attributes of a layer that are numbers or texts, such as its kind of attention."""
+    # A model's code may read them: transformers 5.0 picks a layer's mask by `layer.attention_type`.
     return {
         name: value
         for name, value in vars(layer).items()
@@ -143,8 +138,7 @@ def plain_attributes(layer: nn.Module) -> dict[str, Any]:
 class Weights(Protocol):
     """Weights by name, as `Checkpoint` reads them."""
 
-    sizes: dict[str, int]
-    """Bytes of each weight, by its name in the model's state dict."""
+    sizes: dict[str, int]  # bytes of each weight, by its name in the model's state dict
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return the weights with these ``names``. The caller does not change them."""
@@ -162,15 +156,14 @@ class Checkpoint:
         self.config = transformers.AutoConfig.from_pretrained(self.folder)
         self.weights: Weights = WeightFile(folder) if weights is None else weights
         family: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+        # The prefix of a base model's weights in a model with a head, such as "model".
         self._base: str = family.base_model_prefix
-        """The prefix of a base model's weights in a model with a head, such as "model"."""
 
     @classmethod
     def opened(cls, folder: str | Path, scratch: Path) -> Checkpoint:
         """Open a folder with a model as transformers or others have written it.
 
-        If its weights have other names, or are in several files, the model is loaded once and written to the folder
-        ``scratch``, which is opened instead.
+        If its weights have other names, or are in several files, the model is written to ``scratch``, which is opened.
         """
         if (Path(folder) / WEIGHTS).exists():
             found = cls(folder)
@@ -180,6 +173,7 @@ class Checkpoint:
             if all(found._named(name) in found.weights.sizes for name in names):
                 return found
         config = transformers.AutoConfig.from_pretrained(folder)
+        # The class that was saved: another one would lose the head, or make one up.
         own = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
         write_checkpoint(own.from_pretrained(folder), scratch)
         return cls(scratch)
@@ -207,22 +201,21 @@ class Checkpoint:
         """Give a module its weights, and freeze them.
 
         ``prefix`` is the path of the module in the model, with a dot at its end. Weights that the checkpoint does not
-        have stay unchanged. No parameter of the module requires grad afterwards.
+        have stay unchanged.
         """
         names = {name: self._named(prefix + name) for name in module.state_dict()}
         read = self.weights.read([name for name in names.values() if name in self.weights.sizes])
         state = {name: read[found] for name, found in names.items() if found in read}
+        # Assigned, not copied: the processes of a host share the memory of the mapped file.
         module.load_state_dict(state, strict=False, assign=True)
         module.requires_grad_(False)
 
     def _named(self, name: str) -> str:
-        """Return the checkpoint's name for a weight of a model.
-
-        A model with a head calls its weights "model.layers.0...", a base model calls the same weights "layers.0...".
-        The checkpoint has the names of the model that was written, which may be of the other kind.
-        """
+        """Return the checkpoint's name for a weight of a model."""
         if name in self.weights.sizes:
             return name
+        # A model with a head calls a weight "model.layers.0...", a base model "layers.0...". The checkpoint has the
+        # names of the model that was written, which may be of the other kind.
         base = f"{self._base}."
         return name.removeprefix(base) if name.startswith(base) else base + name
 
@@ -233,12 +226,7 @@ class Checkpoint:
 
 
 def write_checkpoint(model: Any, folder: Path) -> None:
-    """Write a model into a folder that `Checkpoint` can read.
-
-    A weight that transformers ties to another one by the configuration, as most heads to the embeddings, is left out:
-    `tie` restores it. All other weights are written, also those that the model has under several names, because a
-    server loads a block by the block's own names. Raises UsageError if ``model`` is no transformers model.
-    """
+    """Write a model into a folder that `Checkpoint` can read. Raises UsageError if it is no transformers model."""
     if not isinstance(model, PreTrainedModel):
         raise UsageError(
             f"a swarm serves a transformers model, a folder with one, or a name, not a {type(model).__name__}"
@@ -246,6 +234,8 @@ def write_checkpoint(model: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     whole = model.state_dict()
     sources = model.get_expanded_tied_weights_keys(all_submodels=True)
+    # A head that the configuration ties to the embeddings is left out: `tie` restores it. A weight with several names
+    # for another reason is written under each, because a server loads a block by the block's own names.
     tied = {name for name, tensor in whole.items() if _is_tied(tensor, whole.get(sources.get(name, "")))}
     write_weights({name: tensor.detach() for name, tensor in whole.items() if name not in tied}, folder)
     model.config.save_pretrained(folder)
@@ -290,16 +280,15 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
 
 def is_same(one: tuple[tuple[Any, ...], dict[str, Any]], other: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-    """Return whether two layers are called with the same objects as (args, kwargs); compares identity, not values.
-
-    Called for each layer and token, so it is a loop that stops early.
-    """
+    """Return whether two layers are called with the same objects as (args, kwargs); compares identity, not values."""
     (args, kwargs), (others, named) = one, other
+    # A loop that stops early: this runs for each layer and token.
     if len(args) != len(others) or len(kwargs) != len(named):
         return False
     for first, second in zip(args, others, strict=True):
         if first is not second:
             return False
+    # `one` is never an argument, so it stands for a name that is missing.
     return all(value is named.get(name, one) for name, value in kwargs.items())
 
 
@@ -323,21 +312,19 @@ def strip(args: Sequence[Any], kwargs: dict[str, Any], cache: Any) -> LayerCall:
 def moved(value: Any, device: str, dtype: torch.dtype | None = None) -> Any:
     """Return a value with its tensors on ``device``. The value is a tensor, a `LayerCall`, or tuples, lists and dicts.
 
-    An object that occurs several times is moved once, such as the call that all layers of a model share.
-
-    With ``dtype``, floating-point tensors get this type. Numbers below its range, such as those in masks, become its
-    lowest number.
+    With ``dtype``, floating-point tensors get this type.
     """
+    # The table has moved objects by the id of the old one; ids stay unique while the caller holds the whole value.
     return _moved(value, device, dtype, {})
 
 
 def _moved(value: Any, device: str, dtype: torch.dtype | None, known: dict[int, Any]) -> Any:
-    """Return a value with its tensors on ``device``, as `moved` does; ``known`` has what was moved, by the old id."""
-    if id(value) in known:
+    if id(value) in known:  # such as the call that all layers of a model share
         return known[id(value)]
     found = value
     if isinstance(value, torch.Tensor):
         if dtype is not None and value.is_floating_point() and value.dtype != dtype:
+            # A mask's lowest number would become -inf, and a row of only -inf gives nan.
             least = max(torch.finfo(value.dtype).min, torch.finfo(dtype).min)
             found = value.clamp(min=least).to(dtype)
         found = found.to(device)
@@ -352,12 +339,10 @@ def _moved(value: Any, device: str, dtype: torch.dtype | None, known: dict[int, 
 
 
 def call(layer: nn.Module, hidden: torch.Tensor, told: LayerCall, cache: Any) -> torch.Tensor:
-    """Call a layer with the arguments recorded for it and with ``cache``; return the hidden states.
-
-    ``told`` has the arguments without the hidden states, with `CACHE` where the cache goes.
-    """
+    """Call a layer with the arguments that were recorded for it, and with ``cache``; return the hidden states."""
     args = [cache if each is CACHE else each for each in told.args]
     kwargs = {name: cache if each is CACHE else each for name, each in told.kwargs.items()}
     result = layer(hidden, *args, **kwargs)
+    # Layers of some models return a tuple (`Server.returns_tuple`).
     found: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return found

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_SLOWEST = 1_000_000
-"""Bytes per second of the slowest connection for which the extra time is enough."""
+_SLOWEST = 1_000_000  # bytes per second of the slowest connection for which the extra time is enough
 
 
 def seconds_for(size: int) -> float:

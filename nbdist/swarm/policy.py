@@ -10,8 +10,7 @@ from typing import Any, Literal, SupportsIndex, cast, get_args
 from nbdist import durations
 from nbdist.errors import UsageError
 
-Recover = Literal["exact", "fast"]
-"""The ways in which a session continues on another server: see `nbdist.swarm.serve`."""
+Recover = Literal["exact", "fast"]  # how a session continues on another server: see `serve`
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,7 @@ class Policy:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Policy:
-        """Return the checked policy from the arguments of `serve`, by name; others are ignored.
-
-        Raises UsageError and TypeError as `serve` does.
-        """
+        """Check the arguments of `serve` that are fields here; raise UsageError and TypeError as `serve` does."""
         given = {each.name: arguments[each.name] for each in fields(cls)}
         check_count("chunk", given["chunk"])
         check_count("micro_batch", given["micro_batch"])

@@ -86,6 +86,7 @@ def serve(
     """
     policy = Policy.of(locals())
     known = [field.name for field in dataclasses.fields(Options)]
+    # `Options(**options)` would raise a TypeError that names Options, which the user did not call.
     if unknown := [name for name in options if name not in known]:
         raise TypeError(f"serve() has no argument {unknown[0]!r}; as options it takes {', '.join(known)}")
     servers = Options(**options)

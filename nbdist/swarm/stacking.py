@@ -25,24 +25,18 @@ class StackLayout(NamedTuple):
     else none.
     """
 
-    shared: frozenset[str | int] = frozenset()
-    """Arguments whose rows do not belong to sequences, but for example to heads."""
-    several: tuple[tuple[str | int, int], ...] = ()
-    """Arguments with several rows for each sequence, and the number of those rows."""
+    shared: frozenset[str | int] = frozenset()  # their rows do not belong to sequences, but for example to heads
+    several: tuple[tuple[str | int, int], ...] = ()  # and the number of rows for each sequence
 
     def rows(self, tensor: torch.Tensor, batch: int, name: str | int) -> int:
-        """Return how many rows of an argument each of ``batch`` sequences has; 0 if its rows are not for sequences.
-
-        ``name`` is the keyword or the position of the argument.
-        """
+        """Return how many rows of an argument each of ``batch`` sequences has; 0 if its rows are not for sequences."""
         if tensor.dim() < 2 or name in self.shared:
             return 0
         each = dict(self.several).get(name, 1)
         return each if tensor.shape[0] == each * batch else 0
 
 
-DEFAULT_LAYOUT = StackLayout()
-"""The layout that assumes nothing: an argument with as many rows as there are sequences has one row for each."""
+DEFAULT_LAYOUT = StackLayout()  # an argument with as many rows as there are sequences has one for each
 
 
 def compare(one: Any, two: Any) -> StackLayout:
@@ -55,7 +49,7 @@ def compare(one: Any, two: Any) -> StackLayout:
         for name, value in first.items():
             pairs = zip(_tensors(value), _tensors(second[name]), strict=True)
             for own, other in pairs:
-                if own.dim() < 2 or own.shape[0] == 1:
+                if own.dim() < 2 or own.shape[0] == 1:  # `rows` reads such an argument right by itself
                     continue
                 if other.shape[0] == own.shape[0]:
                     shared.add(name)
@@ -65,7 +59,6 @@ def compare(one: Any, two: Any) -> StackLayout:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a value, which may be a tensor or nested tuples and lists."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for each in value for tensor in _tensors(each)] if type(value) in (tuple, list) else []
@@ -89,10 +82,7 @@ class _Differs(Exception):
 
 
 def stack(items: Sequence[StackInput]) -> StackInput | None:
-    """Stack items into one along the batch; return None if they differ in something that must be equal.
-
-    An item is the input of some blocks, without prompts. The caller computes items that differ one after the other.
-    """
+    """Stack items without prompts into one along the batch; return None if they differ in what must be equal."""
     if len(items) == 1:
         return items[0]
     if any(item.gradient is not None and item.gradient.shape != item.hidden.shape for item in items):
@@ -112,6 +102,7 @@ def stack(items: Sequence[StackInput]) -> StackInput | None:
         )
     except _Differs:
         return None
+    # The result has no prompts: `Server` computes a request with prompts alone.
     gradients = [item.gradient for item in items if item.gradient is not None]
     return StackInput(
         torch.cat([item.hidden for item in items]), calls, None, torch.cat(gradients) if gradients else None
@@ -119,10 +110,7 @@ def stack(items: Sequence[StackInput]) -> StackInput | None:
 
 
 def split(found: Any, items: Sequence[StackInput]) -> list[Any]:
-    """Split the result of stacked items, the inputs of several requests, into one result for each item.
-
-    The result is hidden states, or (gradient, gradient of prompts), as `Server` computes them.
-    """
+    """Split the result of stacked items, hidden states or (gradient, gradient of prompts), into one for each item."""
     sizes = [item.hidden.shape[0] for item in items]
     if isinstance(found, torch.Tensor):
         return list(found.split(sizes))
@@ -131,7 +119,6 @@ def split(found: Any, items: Sequence[StackInput]) -> list[Any]:
 
 
 def _values_by_place(values: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Return, for each position, the values that the requests have there. Raises `_Differs` if the lengths differ."""
     if any(len(value) != len(values[0]) for value in values):
         raise _Differs
     return list(zip(*values, strict=True))
@@ -145,16 +132,12 @@ class _Texts:
         self._layout = layout
 
     def join_named(self, values: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Join the keyword arguments of all requests. Raises `_Differs` if their names or values do not fit."""
         if any(value.keys() != values[0].keys() for value in values):
             raise _Differs
         return {name: self.join([value[name] for value in values], name) for name in values[0]}
 
     def join(self, values: Sequence[Any], name: str | int) -> Any:
-        """Join the values of one argument, given by keyword or position: tensors along the batch; others must be equal.
-
-        Raises `_Differs` if they cannot be joined.
-        """
+        """Join the values of one argument: tensors along the batch; others must be equal."""
         first = values[0]
         if any(type(value) is not type(first) for value in values):
             raise _Differs
@@ -167,10 +150,7 @@ class _Texts:
         return first
 
     def _join_tensors(self, tensors: Sequence[torch.Tensor], name: str | int) -> torch.Tensor:
-        """Concatenate tensors with rows for each sequence; tensors without such rows must be equal.
-
-        Raises `_Differs` if both are impossible, or if it is uncertain which kind a tensor is.
-        """
+        """Concatenate tensors with rows for each sequence; tensors without such rows must be equal."""
         first = tensors[0]
         if any(tensor.shape[1:] != first.shape[1:] or tensor.dtype != first.dtype for tensor in tensors):
             raise _Differs
@@ -178,7 +158,7 @@ class _Texts:
         one_for_all = not any(rows) or all(tensor.dim() < 2 or tensor.shape[0] == 1 for tensor in tensors)
         if one_for_all and all(torch.equal(tensor, first) for tensor in tensors):
             return first
-        if first.dim() < 2 or name in self._layout.shared:
+        if first.dim() < 2 or name in self._layout.shared:  # no rows to concatenate, and not equal
             raise _Differs
         # If a request has one row for all its sequences, repeat the row, so that each sequence has its own.
         each = [
@@ -186,7 +166,7 @@ class _Texts:
             for tensor, batch, own in zip(tensors, self._batches, rows, strict=True)
         ]
         counts = {self._layout.rows(tensor, batch, name) for tensor, batch in zip(each, self._batches, strict=True)}
-        if len(counts) > 1 or 0 in counts:
+        if len(counts) > 1 or 0 in counts:  # uncertain: better computed one by one than wrongly
             raise _Differs
         return torch.cat(each)
 
@@ -200,12 +180,9 @@ def parts(item: StackInput, size: int | None) -> list[StackInput]:
 
 
 def _part(item: StackInput, batch: int, begin: int, end: int) -> StackInput:
-    """Return the input of some blocks, ``item``, for the sequences from ``begin`` to before ``end`` of its ``batch``.
-
-    A gradient in ``item`` is left out.
-    """
+    """Return ``item`` for the sequences from ``begin`` to before ``end`` of its ``batch``, without a gradient."""
     prompts = item.prompts
-    if prompts is not None and prompts.shape[1] > 1:
+    if prompts is not None and prompts.shape[1] > 1:  # else all sequences share them
         prompts = prompts[:, begin:end]
     rows = _Rows(batch, begin, end, item.layout)
     calls = tuple(

@@ -14,10 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-WEIGHTS = "model.safetensors"
-"""The name of the file with the weights in a model's folder."""
-_ALIGN = 64
-"""Weights begin at multiples of this many bytes."""
+WEIGHTS = "model.safetensors"  # the weights, in a model's folder
+_ALIGN = 64  # weights begin at multiples of this many bytes
 
 
 class WeightFile:
@@ -34,13 +32,14 @@ class WeightFile:
             begin = file.tell()
         spans = {name: told["data_offsets"] for name, told in header.items() if name != "__metadata__"}
         self.sizes: dict[str, int] = {name: end - start for name, (start, end) in spans.items()}
+        # Bytes that `read` copies, because they are not aligned.
         self.copied = sum(end - start for start, end in spans.values() if (begin + start) % _ALIGN)
-        """The bytes of the weights that `read` copies, because they do not begin at a multiple of 64 bytes."""
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return the weights with these ``names``: mapped from the file, or copied if they are not aligned there."""
         with safe_open(self._path, "pt") as file:
             weights = {name: file.get_tensor(name) for name in names}
+        # torch allocates at multiples of 64 bytes, so a clone is aligned.
         return {name: weight.clone() if weight.data_ptr() % _ALIGN else weight for name, weight in weights.items()}
 
 
@@ -54,11 +53,9 @@ def mark_of(folder: str | Path) -> tuple[int, ...]:
 
 
 def write_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write weights into a folder's file. Those whose sizes are multiples of 64 bytes are aligned there.
-
-    The format has no gaps between weights, so all others come last, and `WeightFile.read` copies most of those.
-    """
-    # Among the others, larger elements first: each then begins at a multiple of its elements' size, as readers expect.
+    """Write weights into a folder's file, aligned as far as the format can, which has no gaps between weights."""
+    # Weights whose sizes are multiples of 64 bytes come first, so each of them is aligned. Among the others, larger
+    # elements first: each then begins at a multiple of its elements' size, as readers expect.
     names = sorted(weights, key=lambda name: (weights[name].nbytes % _ALIGN > 0, -weights[name].element_size()))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -43,24 +43,22 @@ class Ticket:
 
 
 class Budget:
-    """Up to ``limit`` bytes that owners share, by tickets; None for no limit. Not thread-safe: `Room` has the lock."""
+    """Up to ``limit`` bytes that owners share, by tickets; None for no limit. Not thread-safe: `Room` has the lock.
+
+    Methods that return tickets have granted or ended them: the caller wakes the threads that wait for these tickets.
+    """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self.used = 0
-        """Bytes that are granted to all owners."""
-        self._granted: dict[Hashable, list[Ticket]] = {}
-        """The granted tickets, by owner."""
-        self._waiting: list[Ticket] = []
-        """The waiting tickets, in the order of `ask`."""
+        self.used = 0  # granted to all owners
+        self._granted: dict[Hashable, list[Ticket]] = {}  # by owner
+        self._waiting: list[Ticket] = []  # in the order of `ask`
 
     def ask(self, owner: Hashable, nbytes: int, deadline: float) -> Ticket:
         """Ask for more bytes for an owner; return a ticket that is granted at once, or waits for its turn.
 
-        ``deadline`` is a time of the clock whose time the caller passes to `expire` (`Room` uses `time.monotonic`).
-        Only `expire` ends a ticket that still waits at its deadline. A granted ticket has no deadline.
-
-        Raises `CacheFull` if the owner would then have more than the limit, so that waiting would not help.
+        Only `expire`, whose clock ``deadline`` is of, ends a ticket that still waits then. Raises `CacheFull` if the
+        owner would have more than the limit, so that waiting would not help.
         """
         has = self.of(owner)
         if self.limit is not None and has + nbytes > self.limit:
@@ -75,19 +73,18 @@ class Budget:
         return ticket
 
     def of(self, owner: Hashable) -> int:
-        """Return the bytes that are granted to an owner. Waiting tickets do not count."""
+        """Return the bytes that are granted to an owner."""
         return sum(ticket.nbytes for ticket in self._granted.get(owner, ()))
 
     @property
     def waiting(self) -> list[Ticket]:
         """The tickets that wait, in the order in which they will be granted."""
+        # Owners with memory first, for the reason in the module's head. `sorted` keeps the order of `ask` among the
+        # others.
         return sorted(self._waiting, key=lambda ticket: ticket.owner not in self._granted)
 
     def release(self, owner: Hashable) -> list[Ticket]:
-        """Take back all bytes and end all tickets of an owner; return the tickets that can be granted now.
-
-        The caller wakes the threads that wait for the returned tickets. An owner without tickets is ignored.
-        """
+        """Take back all bytes and end all tickets of an owner, if any; return the tickets that are granted now."""
         for ticket in self._granted.pop(owner, []):
             self.used -= ticket.nbytes
             ticket.state = "over"
@@ -97,14 +94,12 @@ class Budget:
         return self._grant()
 
     def cancel(self, ticket: Ticket) -> list[Ticket]:
-        """End one ticket and take back its bytes; return the tickets that can be granted now.
-
-        The caller wakes the threads that wait for the returned tickets. If the ticket is over, nothing changes.
-        """
+        """End one ticket, if it is not over, and take back its bytes; return the tickets that are granted now."""
         if ticket.state == "waiting":
             self._waiting.remove(ticket)
         elif ticket.state == "granted":
             self._granted[ticket.owner].remove(ticket)
+            # With an empty list, the owner would keep its precedence in `waiting`.
             if not self._granted[ticket.owner]:
                 del self._granted[ticket.owner]
             self.used -= ticket.nbytes
@@ -112,10 +107,7 @@ class Budget:
         return self._grant()
 
     def expire(self, now: float) -> list[Ticket]:
-        """End the waiting tickets whose deadline has come; return these, and the tickets that can be granted now.
-
-        The caller wakes the threads that wait for the returned tickets. ``now`` is in the same clock as the deadlines.
-        """
+        """End the waiting tickets whose deadline has come; return these, and the tickets that are granted now."""
         expired = [ticket for ticket in self._waiting if ticket.deadline <= now]
         for ticket in expired:
             self._waiting.remove(ticket)
@@ -123,16 +115,14 @@ class Budget:
         return expired + self._grant()
 
     def _grant(self) -> list[Ticket]:
-        """Grant waiting tickets in order, up to the first that does not fit; return the granted tickets.
-
-        No smaller ticket overtakes one that does not fit. An owner that gets its first bytes comes before others from
-        then on, so the order is computed again after each ticket.
-        """
+        """Grant waiting tickets in order, up to the first that does not fit; return the granted tickets."""
         found: list[Ticket] = []
+        # The order is computed anew after each ticket: an owner that gets its first bytes comes before others from then
+        # on.
         while waiting := self.waiting:
             ticket = waiting[0]
             if self.limit is not None and self.used + ticket.nbytes > self.limit:
-                break
+                break  # no smaller ticket overtakes this one, which could otherwise wait for ever
             self._waiting.remove(ticket)
             self.used += ticket.nbytes
             ticket.state = "granted"

@@ -10,8 +10,7 @@ from nbdist.rpc.waits import blocking_wait
 from nbdist.swarm.server.cache_budget import Budget, CacheFull, Ticket
 from nbdist.swarm.server.session_caches import NoSession, ServerSession
 
-_GROWTH = 1.25
-"""A session that outgrows what it expected reserves this many times what it needs, so that it seldom asks again."""
+_GROWTH = 1.25  # a session that outgrows what it expected reserves this many times its need, and so seldom asks again
 
 
 class Room:
@@ -40,14 +39,11 @@ class Room:
         return self._budget.of(session)
 
     def reserve(self, id: str, session: ServerSession, per_token: float, tokens: int, deadline: float) -> None:
-        """Reserve memory for ``tokens`` tokens of ``per_token`` bytes; wait for it until ``deadline`` if necessary.
+        """Reserve memory for ``tokens`` tokens of ``per_token`` bytes; do nothing if the session has that much.
 
-        ``id`` is the session's, for errors; ``deadline`` is as of `time.monotonic`. Reserves for all tokens that the
-        session expects, if so many can ever fit. Does nothing if the session has reserved enough already.
-
-        Raises:
-            CacheFull: the memory can never suffice, or did not become free in time.
-            NoSession: the session ended meanwhile.
+        Reserves for all tokens that the session expects, if so many can ever fit. ``deadline`` is as of
+        `time.monotonic`, ``id`` for errors. Raises CacheFull if the memory can never suffice, or is not free by then,
+        and NoSession if the session ends meanwhile.
         """
         has = self.of(session)
         # ``per_token`` is 0 until a step has shown the size of a token's cache. Until then nothing is reserved.
@@ -62,6 +58,7 @@ class Room:
             except CacheFull:
                 if expected == tokens:
                     raise
+                # What the session expects can never fit; what it needs now may. `int` rounds down.
                 ticket = self._budget.ask(session, int(per_token * tokens) + 1 - has, deadline)
             self._await(ticket, session, deadline)
         if ticket.state == "expired":
@@ -75,12 +72,7 @@ class Room:
             raise NoSession(session.ended)
 
     def _await(self, ticket: Ticket, session: ServerSession, deadline: float) -> None:
-        """Wait until a ticket is granted or expired, or the session ends.
-
-        Raises no error for any of these: the caller checks ``ticket.state`` and ``session.ended``. If the session has
-        ended, or the wait is interrupted, the ticket is cancelled. The caller holds the lock, which is released while
-        this waits.
-        """
+        """Wait until a ticket is granted or expired, or the session ends; raise for none. The caller holds the lock."""
         try:
             with blocking_wait():
                 while ticket.state == "waiting" and not session.ended:
@@ -89,22 +81,16 @@ class Room:
         finally:
             if session.ended or ticket in self._budget.waiting:  # it only still waits if this thread was interrupted
                 self._budget.cancel(ticket)
-            self._changed.notify_all()
+            self._changed.notify_all()  # a cancelled ticket may have let others through
 
     def release(self, session: ServerSession) -> None:
-        """Free the memory of a session's span, and wake the threads that wait for its memory.
-
-        Does nothing if no memory is reserved for it.
-        """
+        """Free the memory of a session's span, and wake the threads that wait for its memory."""
         with self._changed:
             self._budget.release(session)
             self._changed.notify_all()
 
     def expire(self, now: float) -> None:
-        """End the waiting requests for memory whose deadline has come, and wake their threads, which raise CacheFull.
-
-        ``now`` is as of `time.monotonic`. The server's computing thread calls this about once a second.
-        """
+        """End the waiting requests for memory whose deadline has come; their threads raise CacheFull."""
         with self._changed:
             if self._budget.expire(now):
                 self._changed.notify_all()

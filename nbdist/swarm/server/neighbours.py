@@ -12,8 +12,7 @@ import torch
 from nbdist.rpc.api import current_agent
 from nbdist.swarm.carriage import carriage
 
-_PUSH_TIMEOUT = 60.0
-"""Seconds after which a push of hidden states times out. The client pushes them itself long before."""
+_PUSH_TIMEOUT = 60.0  # seconds after which a push of hidden states times out; the client pushes them itself long before
 
 
 class Address(NamedTuple):
@@ -23,19 +22,18 @@ class Address(NamedTuple):
     name: str
 
     def export(self, id: str, begin: int, first: int, last: int, patience: float) -> tuple[Any, ...]:
-        """Return what `nbdist.swarm.server.server.Server.export` returns there; wait ``patience`` seconds at most.
+        """Return what `Server.export` returns there; wait ``patience`` seconds at most.
 
         Raises NotOffered, WorkerLost or RpcTimeout if the server does not answer, or the error of the method.
         """
         there = current_agent().at(self.worker, self.name)
+        # The server gives up after half of the time, so that its TimeoutError arrives before this call times out.
         found: tuple[Any, ...] = there.ask("export", id, begin, first, last, patience / 2, timeout=patience)
         return found
 
     def hand_on(self, session: str, begin: int, number: int, hidden: torch.Tensor) -> None:
-        """Push the hidden states of step ``number`` to this server, without waiting.
-
-        ``begin`` is the first block of the session's span there. If the push fails, no error is raised: when the server
-        does not answer, the client pushes the same hidden states.
-        """
+        """Push the input of step ``number`` to the session's span there that begins with ``begin``, without waiting."""
         there = current_agent().at(self.worker, self.name)
+        # A push that fails raises nothing: when the next server does not answer, the client pushes the same hidden
+        # states.
         there.cast("push", session, begin, number, hidden, timeout=_PUSH_TIMEOUT + carriage(hidden))

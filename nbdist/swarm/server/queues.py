@@ -22,26 +22,18 @@ _numbers = itertools.count()
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One request to compute something.
+    """One request to compute something. The queue does not use ``work``, in which the runtime keeps its job."""
 
-    The queue does not use ``work``; `nbdist.swarm.server.runtime` puts its job into it.
-    """
-
-    kind: str
-    """"step", "forward", "backward" or "unload"."""
-    size: int
-    """The number of tokens, of all sequences."""
-    priority: float
-    """The request with the least priority is computed first."""
+    kind: str  # "step", "forward", "backward" or "unload"
+    size: int  # in tokens, of all sequences
+    priority: float  # the least is computed first
     work: Any
-    together: Hashable = None
-    """A key: requests of one kind with equal keys can be computed together. None: this one is computed alone."""
-    number: int = -1
-    """The position in the order of arrival, set by `RequestQueues.submit`."""
+    together: Hashable = None  # requests of one kind with equal keys can be computed together; None: this one alone
+    number: int = -1  # the position in the order of arrival, set by `RequestQueues.submit`
 
     @property
     def order(self) -> tuple[float, int]:
-        """The key by which requests are sorted: the request with the least key is computed first."""
+        """The key by which requests are sorted: the least is computed first."""
         return self.priority, self.number
 
 
@@ -58,10 +50,8 @@ class RequestQueues:
     """The waiting requests. Not thread-safe: `Runtime` has the lock."""
 
     def __init__(self, largest: int | None = None, batch: int = 4096) -> None:
-        self.largest = largest
-        """The most tokens of one request; None for no limit."""
-        self.batch = batch
-        """The most tokens, in all, of several requests that are computed together."""
+        self.largest = largest  # tokens of one request; None for no limit
+        self.batch = batch  # tokens, in all, of several requests that are computed together
         self._waiting: list[QueuedRequest] = []
 
     def submit(self, request: QueuedRequest) -> None:
@@ -75,10 +65,7 @@ class RequestQueues:
         self._waiting.append(request)
 
     def withdraw(self, request: QueuedRequest) -> bool:
-        """Remove a request that is not wanted any more; return False if it has been taken out already.
-
-        Called when the thread that waits for the request gives up. After False, the result is computed and dropped.
-        """
+        """Remove a request that is not wanted any more; return False if it has been taken out already."""
         if request not in self._waiting:
             return False
         self._waiting.remove(request)
@@ -87,15 +74,14 @@ class RequestQueues:
     def take(self) -> list[QueuedRequest]:
         """Take out the first request, and all later ones that can be computed with it; an empty list if none waits.
 
-        The first is the request with the least ``order``. The others have its kind and its key `together`, unless that
-        is None. All have at most `batch` tokens in all; requests that do not fit stay. The first request is always
-        taken, alone if it is larger.
+        They are of one kind, have equal keys `together`, and at most `batch` tokens in all.
         """
         found: list[QueuedRequest] = []
         size = 0
         # A request that does not fit into the batch is skipped; later ones may still fit.
         for request in sorted(self._waiting, key=lambda request: request.order):
             alike = found and request.kind == found[0].kind and request.together == found[0].together
+            # The first is always taken, even if it is larger than a batch.
             if not found or (alike and request.together is not None and size + request.size <= self.batch):
                 found.append(request)
                 size += request.size

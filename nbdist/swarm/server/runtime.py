@@ -19,14 +19,12 @@ from nbdist.rpc.waits import blocking_wait
 from nbdist.swarm.server.queues import QueuedRequest, RequestQueues
 
 _log = logging.getLogger("nbdist.swarm")
-_LOOK_SECONDS = 1.0
-"""Seconds between two calls of ``look``."""
-_IDLE_SECONDS = 5.0
-"""Seconds without work after which the thread ends, if ``look`` does not need it."""
+_LOOK_SECONDS = 1.0  # between two calls of ``look``
+_IDLE_SECONDS = 5.0  # without work, after which the thread ends, if ``look`` does not need it
 
 
 class _Job(NamedTuple):
-    """The work of a request, and a list for its outcome, which gets one result or error."""
+    """The work of a request, and a list that gets its one result or error."""
 
     work: Any
     outcome: list[Any]
@@ -34,35 +32,25 @@ class _Job(NamedTuple):
 
 
 class Runtime:
-    """Computes the requests of its queue on one thread."""
+    """Computes the requests of its queue on one thread.
+
+    ``compute`` takes the works that `RequestQueues.take` returned together, and returns a result or an error for each.
+    ``look`` is called about once a second; it drops what has timed out, and returns whether the thread is still needed.
+    """
 
     def __init__(
         self, queue: RequestQueues, compute: Callable[[Sequence[Any]], Sequence[Any]], look: Callable[[], bool]
     ) -> None:
-        """Store how to compute; the first call of `run` or `keep` starts the thread.
-
-        Args:
-            queue: the queue of requests.
-            compute: takes the works of requests that `RequestQueues.take` returned together, and returns a result or an
-                error for each. If it raises an error, all of them fail with it.
-            look: called about once a second; returns whether the thread is still needed.
-        """
         self._queue = queue
         self._compute = compute
         self._look = look
-        self._changed = threading.Condition(threading.RLock())
+        self._changed = threading.Condition(threading.RLock())  # reentrant: `run` holds it and calls `keep`
         self._thread: threading.Thread | None = None
-        self._kept = False
-        """True if `keep` was called since the last call of ``look``."""
-        self.busy = 0.0
-        """Seconds spent on computing so far."""
+        self._kept = False  # True if `keep` was called since the last call of ``look``
+        self.busy = 0.0  # seconds spent on computing so far
 
     def run(self, request: QueuedRequest) -> Any:
-        """Let the computing thread compute a request, and wait; return its result or raise its error.
-
-        If the request has too many tokens, raises `TooLarge` at once. If the wait is interrupted, the request is
-        withdrawn, unless it is being computed.
-        """
+        """Let the computing thread compute a request, and wait; return its result or raise its error, or `TooLarge`."""
         job = request.work = _Job(request.work, [], threading.Event())
         with self._changed:
             self._queue.submit(request)
@@ -71,6 +59,8 @@ class Runtime:
         try:
             with blocking_wait():
                 job.done.wait()
+        # Also Ctrl-C: this thread does not wait any more. A request that is being computed stays, and its result is
+        # dropped.
         except BaseException:
             with self._changed:
                 self._queue.withdraw(request)
@@ -89,11 +79,7 @@ class Runtime:
         return len(self._queue)
 
     def keep(self) -> None:
-        """Start the thread if there is none, and do not let it end before the next call of ``look``.
-
-        ``look`` is the server's function that drops what has timed out. Call this when there is something new for it,
-        such as a session that may expire.
-        """
+        """Start the thread if there is none, and let it call ``look`` once more: something new may time out."""
         with self._changed:
             self._kept = True
             if self._thread is None:
@@ -101,16 +87,15 @@ class Runtime:
                 self._thread.start()
 
     def _serve(self) -> None:
-        """Run `_run_loop`. This is the body of the computing thread."""
         try:
             self._run_loop()
+        # Whatever ends the thread, such as a MemoryError, must not end all later requests with it.
         except BaseException:
             with self._changed:
                 self._thread = None  # so that the next request starts a new thread
             raise
 
     def _run_loop(self) -> None:
-        """Compute requests, and call ``look`` about once a second, until the thread is not needed any more."""
         used = looked = time.monotonic()
         while True:
             with self._changed:
@@ -124,6 +109,7 @@ class Runtime:
                 used = time.monotonic()
             if now - looked >= _LOOK_SECONDS:
                 looked = now
+                # Before `look`, not after it: a `keep` while `look` runs must count.
                 self._kept = False
                 # If `keep` is called meanwhile, this thread must continue, because `keep` has started no new one.
                 if not self._is_needed() and now - used >= _IDLE_SECONDS:
@@ -133,10 +119,6 @@ class Runtime:
                             return
 
     def _is_needed(self) -> bool:
-        """Call ``look``; return whether the thread is still needed. It is, if ``look`` raises an error.
-
-        ``look`` is the server's function that drops what has timed out. Its errors are logged.
-        """
         try:
             return self._look()
         except Exception:  # an error must not end the thread: then nothing would be computed any more
@@ -144,14 +126,10 @@ class Runtime:
             return True
 
     def _run(self, jobs: Sequence[_Job]) -> None:
-        """Compute the work of several requests together, and wake the threads that wait for it.
-
-        Each request gets a result or an error. Runs on the computing thread.
-        """
         began = time.perf_counter()
         try:
             outcomes: Sequence[Any] = self._compute([job.work for job in jobs])
-        except BaseException as error:
+        except BaseException as error:  # the model's code: whatever it raises is the answer of these requests
             outcomes = [error] * len(jobs)
         self.busy += time.perf_counter() - began
         for job, outcome in zip(jobs, outcomes, strict=True):

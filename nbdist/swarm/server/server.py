@@ -109,35 +109,32 @@ class Server:
     """Loads and computes blocks of one model on a worker; clients call it through a remote reference.
 
     ``source`` says where the model is. Other servers find this one by its ``name``. Several threads may call all
-    methods at the same time.
+    methods at the same time. A session may have several spans here; methods name a span of a session by the session's
+    ``id`` and the first block of the span, ``begin``. All but `open`, `adopt` and `close` raise NoSession if the
+    session has no such span here.
     """
 
     def __init__(self, source: Source, options: Options | None = None, name: str = "server") -> None:
         self.name = name
-        self.options = options or Options()
-        """The settings of the server."""
+        self.options = options or Options()  # as `serve` got them
         self._agent = current_agent()
         self._device = self.options.device or self._agent.me.device or "cpu"
         self._dtype = self.options.dtype
+        # True if received tensors may be on another device than the blocks, or of another type.
         self._moves = self._dtype is not None or self._device != "cpu" or self._agent.me.device.startswith("cuda")
-        """True if received tensors may be on another device than the blocks, or of another type."""
         _check_dtype(self._dtype, self._device)
         self._checkpoint = source.open()
+        # The path of the model's list of layers, and that list, without weights; None before the first `load`.
         self._skeleton: Any = None
-        """The path of the model's list of layers, and that list, without weights; None before the first `load`."""
-        self.blocks: dict[int, nn.Module] = {}
-        """The blocks that are loaded, by number; `load` and `unload` change this table."""
-        self._loading = threading.Lock()
-        """Held while blocks are loaded, which may take minutes if they come from another host."""
+        self.blocks: dict[int, nn.Module] = {}  # that are loaded; only `load` and `unload` change this table
+        self._loading = threading.Lock()  # held while blocks are loaded, minutes if they come from another host
+        # Held while `blocks` is changed, and only for a moment, because the computing thread takes it.
         self._placing = threading.Lock()
-        """Held while the table of blocks is changed, and only for a moment, because the computing thread takes it."""
-        self._sessions: dict[tuple[str, int], ServerSession] = {}
-        """By the session's id and the first block of its span: a session may have several spans here."""
+        self._sessions: dict[tuple[str, int], ServerSession] = {}  # by id and first block of the span
+        # Held for a moment while `_sessions` is changed: a session may be opened anew while it expires or closes.
         self._entering = threading.Lock()
-        """Held for a moment while `_sessions` is changed: a session may be opened anew while it expires or closes."""
         self._room = Room(self.options.cache_bytes)
-        self._per_token = 0.0
-        """Bytes of cache for one token of one sequence in one block; 0 until the first step has shown the size."""
+        self._per_token = 0.0  # bytes of cache for a token in a block; 0 until the first step has shown it
         self._steps = 0
         self._runtime = Runtime(RequestQueues(self.options.largest), _compute, partial(_look, weakref.ref(self)))
         self._agent.named.publish(name, self, "push", "export")
@@ -148,7 +145,7 @@ class Server:
     def load(self, begin: int, end: int) -> list[int]:
         """Load the missing blocks from ``begin`` to before ``end``; return the numbers of all loaded blocks.
 
-        If loading fails, raises that error; the blocks that were loaded before stay.
+        After an error, which is raised, the blocks that were loaded before stay.
         """
         with self._loading:
             with self._placing:
@@ -169,13 +166,13 @@ class Server:
     def unload(self, keep: Sequence[int]) -> list[int]:
         """Drop all blocks except those in ``keep``; return the numbers of all blocks that are left.
 
-        Waits until the computing thread has finished its current request. Numbers without a block are ignored.
+        Waits until the computing thread has finished its current request.
         """
 
         def work() -> list[int]:  # on the computing thread, which else might be running one of these blocks
             with self._placing:
                 for number in [number for number in self.blocks if number not in keep]:
-                    adapter.empty(self.blocks.pop(number))
+                    adapter.empty(self.blocks.pop(number))  # the skeleton still has the module
                 return sorted(self.blocks)
 
         found: list[int] = self._runtime.run(QueuedRequest("unload", 0, float("-inf"), (work, None)))
@@ -209,7 +206,7 @@ class Server:
         expected: int = 0,
         wants: tuple[int, int, int, float] | None = None,
     ) -> None:
-        """Open a session at the span that begins with block ``begin``. If it is open there already, close it first.
+        """Open a session at a span. If it is open there already, close it first.
 
         ``cache`` is the empty cache with which it begins; a copy is used. ``client`` is the incarnation of the agent
         whose death ends the session. ``expected`` is the number of tokens that it will have at its end, 0 if unknown.
@@ -220,11 +217,12 @@ class Server:
         self._enter(id, begin, session)
         if wants is not None:
             rows, tokens, blocks, patience = wants
+            # 0 before the first step of any session: then nothing is reserved before that step has run.
             per_token = rows * blocks * self._per_token
             self._room.reserve(id, session, per_token, tokens, time.monotonic() + patience)
 
     def _enter(self, id: str, begin: int, session: ServerSession) -> None:
-        """Register a session at the span that begins with block ``begin``; end the one that is registered there."""
+        """Register a session at a span; end the one that is registered there."""
         with self._entering:
             before = self._sessions.get((id, begin))
             self._sessions[id, begin] = session
@@ -233,26 +231,17 @@ class Server:
         self._runtime.keep()  # it must drop the session when it has expired
 
     def link(self, id: str, begin: int, to: Address, at: int) -> None:
-        """Push the output of a session's span to another server from now on, to the span there that begins with ``at``.
-
-        Raises NoSession if the session is not here. A second call replaces the first.
-        """
+        """Push the output of a session's span to another server from now on, to its span there from block ``at`` on."""
         self.find(id, begin).next = to, at
 
     def close(self, id: str, begin: int | None = None) -> None:
-        """Drop a session, or only its span that begins with ``begin``; steps that wait for it fail with NoSession.
-
-        Does nothing if there is no such session.
-        """
+        """Drop a session, or only one of its spans, if it is here; steps that wait for it fail with NoSession."""
         for key, session in list(self._sessions.items()):
             if key[0] == id and begin in (None, key[1]):
                 self._drop(key, session, "its client has closed it")
 
     def _drop(self, key: tuple[str, int], session: ServerSession, why: str) -> None:
-        """Take a session out of the table and end it, as `_end` does; do nothing if it is not in the table any more.
-
-        ``key`` is its id and the first block of its span. Another session that was opened there meanwhile stays.
-        """
+        """Take a session out of the table and end it, if the table still has this very object."""
         with self._entering:
             if self._sessions.get(key) is not session:
                 return
@@ -260,15 +249,12 @@ class Server:
         self._end(key[0], session, why)
 
     def _end(self, id: str, session: ServerSession, why: str) -> None:
-        """End a session that was taken out of the table, and free its memory; waiting calls fail, and say ``why``."""
         session.end(f"session {id} is over: {why}")
+        # Last: while the session is not marked as over, a thread of it could reserve memory again.
         self._room.release(session)
 
     def find(self, id: str, begin: int) -> ServerSession:
-        """Return a session at the span that begins with ``begin``, and record the time of this use.
-
-        Raises NoSession if it is not here.
-        """
+        """Return a session at a span, and record the time of this use."""
         session = self._sessions.get((id, begin))
         if session is None:
             raise NoSession(
@@ -280,10 +266,10 @@ class Server:
     def push(self, id: str, begin: int, number: int, hidden: torch.Tensor) -> None:
         """Store the input of step ``number`` of a session. Pushing it twice is harmless.
 
-        The step is computed as soon as both its input and the call of `step` have arrived. Raises NoSession if the
-        session is not here.
+        The step is computed as soon as both its input and the call of `step` have arrived.
         """
         session = self.find(id, begin)
+        # Without the lock: the copy waits for the GPU, and `step` must not wait with it.
         there = _brought(hidden, self._device)
         with session.changed:
             session.give(number, there)
@@ -303,24 +289,21 @@ class Server:
         patience: float = 60.0,
         points: float = 0.0,
     ) -> Future[StepReply]:
-        """Compute step ``number`` of a session on the span that begins with block ``begin``; return a future.
+        """Compute step ``number`` of a session on a span; return a future.
 
         The hidden states of the new tokens are in ``step``, or are pushed before or after this call; no thread waits
-        for them. The last step may be called for again, and gets the same answer. The numbers of steps increase, but a
-        replayed step has the number `REPLAYED`.
+        for them. The last step may be called for again, and gets the same answer.
 
-        Raises NoSession if the session is not here. The future fails with NoSession if the session ends meanwhile,
-        TimeoutError if the hidden states do not arrive in time, `CacheFull` if there is no memory for the caches,
-        NotHere if a block is not here, `TooLarge` for too many tokens, and UsageError for an earlier step than the
-        last.
+        The future fails with NoSession if the session ends meanwhile, TimeoutError if the hidden states do not arrive
+        in time, `CacheFull` if there is no memory for the caches, NotHere if a block is not here, `TooLarge` for too
+        many tokens, and UsageError for an earlier step than the last.
 
         Args:
             id: the session.
             begin: the first block of its span.
-            number: the number of the step, the same on all servers.
+            number: the number of the step, the same on all servers; `REPLAYED` for a replayed step.
             step: the operations to do on the caches first, and how each block is called.
-            pushed: True if the hidden states are pushed, so that those in ``step`` are ignored. Their size could not
-                tell: a step may have no sequences or no tokens.
+            pushed: True if the hidden states are pushed, so that those in ``step`` are ignored.
             push: whether to push the output to the next server.
             behind: seconds that the servers before this one may need.
             patience: seconds, after those, until the hidden states must be here. A wait for memory may take half of it.
@@ -330,8 +313,10 @@ class Server:
         deadline = time.monotonic() + behind + patience
         answer: Future[StepReply] = Future()
         asked = StepCall(number, step, push, deadline, patience, points, answer)
+        # The size of the hidden states could not tell that they are pushed: a step may have no sequences or no tokens.
         there = _brought(step.hidden, self._device) if not pushed else None
         with session.changed:
+            # Under the lock: `end` fails the calls that it finds in `asked`, and this one would come too late.
             if session.ended:
                 raise NoSession(session.ended)
             if there is not None:
@@ -346,8 +331,7 @@ class Server:
     def _go_on(self, key: tuple[str, int], session: ServerSession) -> None:
         """Take all steps of a session that are ready, one by one; do nothing if another thread is already doing so.
 
-        ``key`` is the session's id and the first block of its span. The calling thread waits while the computing thread
-        computes. Errors go to the clients that called for the steps.
+        The calling thread waits while the computing thread computes.
         """
         with session.changed:
             if session.busy:
@@ -369,6 +353,8 @@ class Server:
                 asked.settle(self._reply(session.last, seconds), None)
             except BaseException as error:  # it goes to the client that called for the step
                 asked.settle(None, error)
+                # An Exception is an answer, and this thread goes on. Any other error ends it, so another thread must be
+                # able to.
                 if not isinstance(error, Exception):
                     with session.changed:
                         session.busy = False
@@ -381,11 +367,8 @@ class Server:
         """Compute one step on the computing thread and push its output; return the seconds that it took.
 
         ``asked`` is the client's call, ``hidden`` the whole input. Reserves memory for the caches: before the step an
-        estimate, after it their true size; both may raise `CacheFull`. If the output is not pushed and, by the
-        estimate, the memory suffices, the computing thread answers the client before the second reservation.
-
-        If a block is not here, raises NotHere before the caches change, so another server can adopt them. Any later
-        error ends the session on this server: some of its caches may have grown, so they must not be adopted.
+        estimate, after it their true size; both may raise `CacheFull`. If a block is not here, raises NotHere before
+        the caches change. Any later error ends the session on this server.
         """
         step, begin = asked.step, key[1]
         rows, tokens = hidden.shape[:2]
@@ -399,6 +382,7 @@ class Server:
 
         def work() -> float:
             began = time.perf_counter()
+            # All before the caches change: after NotHere, another server can adopt them.
             for number in range(*span):  # `unload` runs on this thread, too, so the blocks stay until the step ends
                 self._block(number)
             try:
@@ -408,6 +392,7 @@ class Server:
                     for operation in step.before:
                         model_cache.operate(session.cache, *operation, *span)
                     found = self._run_blocks(begin, hidden, step.calls, session.cache, step.prompts)
+            # Whatever the model's code raises: some caches may have grown, so no server may adopt them.
             except BaseException as error:
                 session.end(
                     f"session {key[0]} is over on this server: {type(error).__name__} in a step left its caches "
@@ -421,7 +406,7 @@ class Server:
             with self._agent.activate():
                 if asked.push and session.next is not None:
                     session.next[0].hand_on(key[0], session.next[1], asked.number, found)
-                elif fits:
+                elif fits:  # else the second reservation may fail, and its error is the answer
                     asked.settle(self._reply(found, seconds), None)
             return seconds
 
@@ -430,6 +415,7 @@ class Server:
         cells = rows * length * len(step.calls)
         if used and cells and not self._per_token:
             self._per_token = used / cells
+        # The true size: a server's first step has no estimate, and the caches of blocks may differ.
         self._room.reserve(key[0], session, used / max(1, length), length, deadline)
         return seconds
 
@@ -437,10 +423,9 @@ class Server:
         """Return what another server needs to continue a session on the blocks from ``first`` to before ``last``.
 
         This is a tuple: the caches of these blocks, the number of the last step, its output, and the number of tokens
-        that the session expects. This ends the session here, even if the other server then cannot continue it: waiting
-        and later steps fail with NoSession. Its memory stays reserved until `close`. Waits up to ``patience`` seconds
-        for the current step. If that is too short, raises TimeoutError, and the session stays here. Raises NoSession if
-        the session is not here, or has ended here.
+        that the session expects. The session ends here, even if the other server then cannot continue it; its memory
+        stays reserved until `close`. Waits up to ``patience`` seconds for the current step; if that is too short,
+        raises TimeoutError, and the session stays here.
         """
         session = self.find(id, begin)
         with blocking_wait(), session.changed:
@@ -449,6 +434,7 @@ class Server:
                     raise TimeoutError(f"session {id} is still computing a step, so its caches cannot be moved now")
             if session.ended:
                 raise NoSession(session.ended)
+            # Under the lock, before any thread can begin another step, whose tokens the exported caches would lack.
             session.ended = f"session {id} is over on this server: another server has fetched its caches"
         session.end(session.ended)  # fails the waiting calls, which must not be answered with the lock held
         return model_cache.part(session.cache, first, last), session.taken, session.last, session.expected
@@ -457,11 +443,8 @@ class Server:
         """Continue a session here on the blocks from ``begin`` to before ``end``, with caches fetched from ``other``.
 
         ``at`` is the first block of the session's span on ``other``. Waits up to ``patience`` seconds for the caches,
-        and as long for memory.
-
-        Raises:
-            NoSession: the other server is gone, lacks the session, or does not hand it over in time.
-            CacheFull: the caches do not fit here. Then neither server continues the session.
+        and as long for memory. Raises NoSession if the other server is gone, lacks the session, or does not hand it
+        over in time, and CacheFull if the caches do not fit here; then neither server continues the session.
         """
         try:
             found = other.export(id, at, begin, end, patience)
@@ -477,7 +460,7 @@ class Server:
         used = model_cache.nbytes(cache, (begin, end))
         try:
             self._room.reserve(id, session, used / max(1, tokens), tokens, time.monotonic() + patience)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: nobody continues the session, so its place and memory must be free
             self._drop((id, begin), session, "its caches do not fit here")
             raise
 
@@ -495,7 +478,7 @@ class Server:
         """Compute blocks from ``begin`` on without a cache; the reply's result is the hidden states behind them.
 
         ``layout`` says which arguments have rows for each sequence. Raises NotHere if a block is not here, and
-        `TooLarge` for too many tokens. A second call computes again.
+        `TooLarge` for too many tokens.
         """
         return self._stateless("forward", begin, (hidden, prompts, None), calls, layout, points)
 
@@ -509,10 +492,9 @@ class Server:
         layout: stacking.StackLayout = stacking.DEFAULT_LAYOUT,
         points: float = 0.0,
     ) -> StepReply:
-        """Compute the blocks again and backpropagate ``gradient``, the gradient of their output.
+        """Compute the blocks again and backpropagate ``gradient``, the gradient of their output; the weights get none.
 
-        The reply's result is (gradient of ``hidden``, gradient of ``prompts`` or None). The other arguments and the
-        errors are as in `forward`. The weights get no gradients.
+        The reply's result is (gradient of ``hidden``, gradient of ``prompts`` or None). The rest is as in `forward`.
         """
         return self._stateless("backward", begin, (hidden, prompts, gradient), calls, layout, points)
 
@@ -527,8 +509,7 @@ class Server:
     ) -> StepReply:
         """Let the computing thread compute a request without a cache, and return the reply.
 
-        ``kind`` is "forward" or "backward", ``given`` is (hidden states, prompts, gradient). With `Options.stack`,
-        requests without prompts that agree in kind, blocks and shape may be computed as one.
+        ``kind`` is "forward" or "backward", ``given`` is (hidden states, prompts, gradient).
         """
         hidden, prompts, gradient = given
         if self._moves:  # move all to one place: the requests of different clients may be stacked
@@ -545,16 +526,14 @@ class Server:
                 found = self._backpropagate(begin, item)
             return found, time.perf_counter() - began
 
+        # A key for the queue: requests that agree in it may become one. `stacking.stack` compares the rest.
         together = (kind, begin, len(item.calls), hidden.shape[1:], hidden.dtype) if self.options.stack else None
         size = hidden.shape[0] * hidden.shape[1]
         found, seconds = self._run(kind, size, points, work, item, together if prompts is None else None)
         return self._reply(found, seconds)
 
     def _backpropagate(self, begin: int, item: stacking.StackInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the blocks of an item with gradients and backpropagate; runs on the computing thread.
-
-        Returns the gradient of the item's hidden states, and the gradient of its prompts, None without prompts.
-        """
+        """Compute the blocks of an item again with gradients; return the gradients of hidden states and prompts."""
         with torch.enable_grad():
             given = item.hidden.detach().requires_grad_()
             prompts = item.prompts.detach().requires_grad_() if item.prompts is not None else None
@@ -565,10 +544,7 @@ class Server:
             return found[0], found[1] if prompts is not None else None
 
     def returns_tuple(self, begin: int, hidden: torch.Tensor, told: adapter.LayerCall) -> bool:
-        """Call a block and return whether it returns the hidden states in a tuple: models differ in this.
-
-        ``told`` has the block's arguments besides ``hidden``. Raises NotHere if block ``begin`` is not on this server.
-        """
+        """Call a block and return whether it returns the hidden states in a tuple: models differ in this."""
 
         def work() -> bool:
             args, kwargs = adapter.moved(told, self._device, self._dtype)
@@ -591,9 +567,8 @@ class Server:
     ) -> Any:
         """Queue work for the computing thread and wait for its result.
 
-        ``kind``, ``size`` (tokens) and ``points`` decide its priority. If there is an ``item``, ``work`` gets it as its
-        argument. If there is also a key ``together``, the item may be stacked with the items of requests with an equal
-        key.
+        With an ``item``, ``work`` gets it as its argument. With a key ``together`` besides, the item may be stacked
+        with the items of requests with an equal key.
         """
         priority = float(self.options.prioritize(kind, size, points))  # if it is no number, only this caller fails
         return self._runtime.run(QueuedRequest(kind, size, priority, (work, item), together))
@@ -606,11 +581,10 @@ class Server:
         cache: Any,
         prompts: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Take hidden states through the blocks from ``begin`` on, one for each of ``calls``; return the hidden states.
+        """Take hidden states through the blocks from ``begin`` on, one for each of ``calls``, on the computing thread.
 
-        ``prompts`` are added to the hidden states of the first tokens before each block. The arguments are moved to the
-        device and type of the blocks. The result stays on that device, and has the type that ``hidden`` had. Raises
-        NotHere if a block is not on this server. Runs on the computing thread.
+        ``prompts`` are added to the hidden states of the first tokens before each block. The result has the type that
+        ``hidden`` had, and stays on the blocks' device.
         """
         came = hidden.dtype
         if self._moves or hidden.is_cuda:
@@ -625,7 +599,6 @@ class Server:
         return hidden.to(came)
 
     def _block(self, number: int) -> nn.Module:
-        """Return a block; raise NotHere if this server does not have it."""
         block = self.blocks.get(number)
         if block is None:
             raise NotHere(
@@ -636,14 +609,10 @@ class Server:
     # -- looking after it ---------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Drop unused sessions and fail waits that have timed out; return whether any session is left.
-
-        A step whose input is late fails with TimeoutError, and a wait for memory with `CacheFull`. A session that was
-        not used for `Options.session_timeout` seconds ends, and its steps fail with NoSession. The computing thread
-        calls this about once a second.
-        """
+        """Drop sessions that nobody uses, and fail waits that have timed out; return whether any session is left."""
         now = time.monotonic()
         for key, session in list(self._sessions.items()):
+            # A long step is a use: it began before, and `used` is not renewed meanwhile.
             if now - session.used > self.options.session_timeout and not session.busy:
                 self._drop(key, session, f"nobody has used it for {self.options.session_timeout:g} s")
             session.expire(now)
@@ -651,20 +620,15 @@ class Server:
         return bool(self._sessions)
 
     def on_lost(self, client: int) -> None:
-        """Drop the sessions of a client that is lost. Their waiting calls fail with NoSession.
-
-        ``client`` is the incarnation of the client's agent.
-        """
+        """Drop the sessions of a client that is lost; ``client`` is its agent's incarnation."""
         for key, session in list(self._sessions.items()):
             if session.client == client:
                 self._drop(key, session, "its client is gone")
 
 
 def _brought(hidden: torch.Tensor, device: str) -> torch.Tensor:
-    """Return hidden states on a server's device, complete, by way of pinned memory if they are large.
-
-    Called without a lock: the copy to a GPU waits for what the GPU does before, such as steps of other sessions.
-    """
+    """Return hidden states on a server's device, complete, by way of pinned memory if they are large."""
+    # Callers hold no lock: a copy to a GPU waits for what the GPU does before, such as steps of other sessions.
     there = staging.to_gpu(hidden, device)
     return hidden.to(device) if there is None else there
 
@@ -675,7 +639,6 @@ def _wait_for(found: torch.Tensor) -> None:
 
 
 def _check_dtype(dtype: torch.dtype | None, device: str) -> None:
-    """Raise UsageError if blocks cannot be computed in ``dtype`` on ``device``, or only by slow emulation."""
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -701,16 +664,12 @@ def _lost(server: weakref.ref[Server], record: Record, _: str) -> None:
         found.on_lost(record.incarnation)
 
 
+# A function and the item to call it with, which may be stacked with other requests' items; None to call it alone.
 _Work = tuple[Callable[..., Any], stacking.StackInput | None]
-"""A function and the item to call it with, which may be stacked with other requests' items; None to call it alone."""
 
 
 def _compute(works: Sequence[_Work]) -> list[Any]:
-    """Compute requests that were taken together, on the computing thread; return a result or an error for each.
-
-    They are stacked into one call if possible. If that call fails, each is computed alone, so that only the faulty
-    request gets an error.
-    """
+    """Compute requests that were taken together, in one call if possible; return a result or an error for each."""
     work = works[0][0]
     items = [item for _, item in works if item is not None]
     if not items:
@@ -724,11 +683,12 @@ def _compute(works: Sequence[_Work]) -> list[Any]:
     except Exception:  # only one of the requests may be faulty
         if len(items) == 1:
             raise
+    # One by one after a failure of all: only the faulty request gets an error.
     return [_outcome(work, item) for item in items]
 
 
 def _outcome(work: Callable[[stacking.StackInput], Any], item: stacking.StackInput) -> Any:
     try:
         return work(item)
-    except Exception as error:
+    except Exception as error:  # the model's code: whatever it raises is the answer to this request
         return error

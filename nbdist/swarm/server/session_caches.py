@@ -18,8 +18,7 @@ from nbdist.rpc.futures import Future
 from nbdist.swarm.history import Step
 from nbdist.swarm.server.neighbours import Address
 
-REPLAYED = -1
-"""The number of all steps that are replayed from a history. The numbers of new steps begin with 1."""
+REPLAYED = -1  # the number of all steps that are replayed from a history; new steps have 1, 2, ...
 
 
 class NoSession(NbdistError):
@@ -29,16 +28,11 @@ class NoSession(NbdistError):
 class StepReply(NamedTuple):
     """The output of some blocks, and some numbers about the server."""
 
-    result: Any
-    """A tensor, or a tuple of tensors."""
-    seconds: float
-    """Seconds spent on computing; 0 for an answer that was stored already."""
-    cache: int
-    """Bytes reserved for caches on the server."""
-    sessions: int
-    """The number of sessions on the server."""
-    steps: int
-    """The number of steps that the server has computed."""
+    result: Any  # a tensor, or a tuple of tensors
+    seconds: float  # spent on computing; 0 for an answer that was stored already
+    cache: int  # bytes reserved for caches on the server
+    sessions: int  # on the server
+    steps: int  # that the server has computed
 
 
 @dataclass(eq=False)
@@ -48,20 +42,14 @@ class StepCall:
     number: int
     step: Step
     push: bool
-    deadline: float
-    """The time, as of `time.monotonic`, until which the input must arrive."""
-    patience: float
-    """Seconds that the client allows for a step; half of it may pass in waiting for cache memory."""
-    points: float
-    """The points that the client spends on the call, which decide its priority."""
+    deadline: float  # as of `time.monotonic`: until then, the input must arrive
+    patience: float  # seconds that the client allows for a step; half of it may pass in waiting for cache memory
+    points: float  # that the client spends on the call, which decide its priority
     answer: Future[StepReply] | None
 
     def settle(self, reply: StepReply | None, error: BaseException | None) -> None:
-        """Complete the caller's future with the reply, or with ``error`` if there is one; a second call does nothing.
-
-        This object then drops the future: the frames of the error refer to this object, so the two would keep each
-        other alive.
-        """
+        """Complete the caller's future with the reply, or with ``error`` if there is one. Only the first call does."""
+        # The frames of the error refer to this object: if it kept the future, the two would keep each other alive.
         answer, self.answer = self.answer, None
         if answer is not None:
             answer.try_settle(reply, error)
@@ -70,36 +58,27 @@ class StepCall:
 class ServerSession:
     """One session on a server, for one span: its caches and its queue of steps.
 
-    `changed` guards the queue: ``asked``, ``given``, ``taken``, ``last``, ``busy`` and ``ended``.
+    `changed` guards the queue: ``asked``, ``given``, ``taken``, ``last``, ``busy`` and ``ended``. The caller of `give`
+    and `take_up` holds it; the other methods acquire it.
     """
 
     def __init__(self, cache: Any, client: int, expected: int) -> None:
         self.cache = cache
         self.client = client
-        self.expected = expected
-        """The number of tokens that the session will have at its end, according to its client; 0 if unknown."""
-        self.taken = REPLAYED
-        """The number of the last step that was computed."""
-        self.last: torch.Tensor | None = None
-        """The output of the last step, in case a client asks for it again."""
+        self.expected = expected  # tokens that the session will have at its end, as its client says; 0 if unknown
+        self.taken = REPLAYED  # the last step that was computed
+        self.last: torch.Tensor | None = None  # the output of that step, in case a client asks for it again
+        # Where the output is pushed: a server, and the first block of the span there; None for the last span.
         self.next: tuple[Address, int] | None = None
-        """The server to which the output is pushed, and the first block of its span; None for the last span."""
         self.changed = threading.Condition()
         self.asked: list[StepCall] = []
-        self.given: dict[int, torch.Tensor] = {}
-        """Hidden states that have arrived, by number of the step."""
-        self.busy = False
-        """True while a thread is computing steps of the session."""
-        self.ended = ""
-        """The reason why the session is over on this server; empty while it is not."""
-        self.used = time.monotonic()
-        """The time of the last call, as of `time.monotonic`."""
+        self.given: dict[int, torch.Tensor] = {}  # hidden states that have arrived, by number of the step
+        self.busy = False  # True while a thread is computing steps of the session
+        self.ended = ""  # the reason why the session is over on this server; empty while it is not
+        self.used = time.monotonic()  # the time of the last call, as of `time.monotonic`
 
     def give(self, number: int, hidden: torch.Tensor) -> None:
-        """Store the input of step ``number``. Storing it twice is harmless.
-
-        If the step was computed already, the input is dropped. The caller holds `changed`.
-        """
+        """Store the input of step ``number``, if the step is still to be computed. Storing it twice is harmless."""
         if number > self.taken or number == REPLAYED:
             self.given[number] = hidden
 
@@ -107,11 +86,11 @@ class ServerSession:
         """Remove from the queue a call that can be answered now; return it with its input, or None if there is none.
 
         The caller computes the step and answers the call. The input is None for the last step, whose output is stored.
-        Calls for earlier steps fail with UsageError. Returns None if the session has ended. The caller holds `changed`.
         """
         if self.ended:
             return None
         for asked in list(self.asked):
+            # Replayed steps all have the number -1, so none of them counts as taken.
             known = asked.number != REPLAYED and asked.number <= self.taken
             hidden = None if known else self.given.get(asked.number)
             if not known and hidden is None:
@@ -129,34 +108,25 @@ class ServerSession:
         return None
 
     def taken_to(self, number: int, result: torch.Tensor) -> None:
-        """Record that step ``number`` was computed, with its output; drop the inputs up to it. Acquires `changed`.
-
-        The output stays, in case a client asks for the same step again.
-        """
+        """Record that step ``number`` was computed, with its output; drop the inputs up to it."""
         with self.changed:
             self.last = result
-            self.taken = max(self.taken, number)
+            self.taken = max(self.taken, number)  # a replayed step's number, -1, changes nothing
             for known in [known for known in self.given if known <= self.taken]:
                 del self.given[known]
 
     def end(self, why: str) -> None:
-        """End the session for the reason ``why``: all waiting calls, and all later ones, fail with `NoSession`.
-
-        A second call keeps the first reason.
-        """
+        """End the session: waiting and later calls fail with `NoSession`. A second call keeps the first reason."""
         with self.changed:
             self.ended = self.ended or why
             asked, self.asked = self.asked, []
             self.changed.notify_all()
+        # Without the lock: settling a future runs the callbacks of others.
         for each in asked:
             each.settle(None, NoSession(self.ended))
 
     def expire(self, now: float) -> None:
-        """Fail the calls whose input has not arrived by their deadline with TimeoutError.
-
-        ``now`` is as of `time.monotonic`. The server's computing thread calls this about once a second, without holding
-        `changed`.
-        """
+        """Fail the calls whose input has not arrived by their deadline with TimeoutError."""
         with self.changed:
             late = [each for each in self.asked if each.deadline <= now]
             self.asked = [each for each in self.asked if each not in late]

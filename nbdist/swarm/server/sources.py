@@ -20,12 +20,9 @@ from nbdist.rpc.named import NotOffered
 from nbdist.swarm import adapter, weight_file
 from nbdist.swarm.carriage import seconds_for
 
-_ANSWER_SECONDS = 60.0
-"""Seconds to wait until the client has described the checkpoint."""
-_READ_SECONDS = 600.0
-"""Seconds to wait for weights, in addition to the time of sending them alone: all servers load at the same time."""
-_PART_BYTES = 8_000_000
-"""The most bytes of weights that one call asks for, unless a single weight has more."""
+_ANSWER_SECONDS = 60.0  # until the client has described the checkpoint
+_READ_SECONDS = 600.0  # for weights, besides the time of sending them alone: all servers load at the same time
+_PART_BYTES = 8_000_000  # the most bytes of weights that one call asks for, unless a single weight has more
 
 _numbers = itertools.count()
 
@@ -33,14 +30,11 @@ _numbers = itertools.count()
 class Source(NamedTuple):
     """Says where a server finds a checkpoint, on any host: see `offer`. It travels as an argument of calls."""
 
-    folder: str
-    """The checkpoint's folder on the client's host."""
+    folder: str  # the checkpoint's, on the client's host
+    # Of the file of weights (`weight_file.mark_of`): another file may have the same path on another host.
     mark: tuple[int, ...]
-    """The mark of the file of weights (`weight_file.mark_of`), which tells it from another file with the same path."""
-    client: str
-    """The name of the client's agent."""
-    name: str
-    """The name under which the client's agent has published the checkpoint."""
+    client: str  # the name of the client's agent
+    name: str  # under which the client's agent has published the checkpoint
 
     def open(self) -> adapter.Checkpoint:
         """Return the checkpoint: from the folder if this process sees the same file there, else with `FarWeights`.
@@ -52,6 +46,7 @@ class Source(NamedTuple):
                 return adapter.Checkpoint(self.folder)
         config, sizes = self.ask("describe", timeout=_ANSWER_SECONDS)
         with tempfile.TemporaryDirectory(dir=current_agent().directory) as folder:
+            # `Checkpoint` reads this file at once, so the folder may go.
             Path(folder, adapter.CONFIG).write_text(config)
             return adapter.Checkpoint(folder, FarWeights(self, sizes))
 
@@ -74,10 +69,7 @@ class FarWeights:
         self.sizes = sizes
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Ask the client for the weights with these ``names``, and return them.
-
-        Raises WorkerLost or RpcTimeout if the client does not answer, and `NotOffered` if it has closed the swarm.
-        """
+        """Ask the client for the weights with these ``names``, and return them. Raises the errors of `Source.open`."""
         found: dict[str, torch.Tensor] = {}
         for part in self._parts(names):
             timeout = _READ_SECONDS + seconds_for(sum(self.sizes[name] for name in part))
@@ -85,7 +77,6 @@ class FarWeights:
         return found
 
     def _parts(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Divide weights among calls; yield the names of the weights of each call."""
         part: list[str] = []
         for name in names:
             if part and sum(self.sizes[each] for each in (*part, name)) > _PART_BYTES:
@@ -97,9 +88,9 @@ class FarWeights:
 
 
 def offer(checkpoint: adapter.Checkpoint) -> Source:
-    """Let servers read a ``checkpoint`` of this agent until its name is withdrawn, or the object is deleted.
+    """Let servers read a ``checkpoint`` of this agent, which must have a file; return the `Source` that servers need.
 
-    The checkpoint must have a file. Returns the `Source` that servers need.
+    The offer ends when its name is withdrawn, or the checkpoint is deleted.
     """
     agent = current_agent()
     name = f"checkpoint {agent.me.incarnation}.{next(_numbers)}"
