@@ -64,8 +64,8 @@ class Swarm:
             )
         self.crew = Servers(checkpoint, folder, self.sizes, options, self.journal, policy)
         self.sessions = Sessions(self.crew, self.journal)
+        # The description of each worker, from just before the swarm was closed; None while it is open.
         self._closed: list[dict[str, Any]] | None = None
-        """The description of each worker, from just before the swarm was closed; None while it is open."""
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -97,6 +97,7 @@ class Swarm:
         """
         with self.crew.working():
             found = {}
+            # All are called before the first answer is awaited: servers that hang cost one time limit, not one each.
             for member, asked in [(member, self.crew.send(member, "info")) for member in self.crew.there]:
                 with contextlib.suppress(Gone):
                     found[member.name] = self.crew.answer(member, asked)
@@ -146,7 +147,6 @@ class Swarm:
         return "\n".join(lines)
 
     def _describe_members(self) -> list[dict[str, Any]]:
-        """Describe each server that was ever in the swarm, as a dict of JSON values, for the map."""
         now = time.monotonic()
         return [member.told(now, self.sizes, self.crew.options.cache_bytes) for member in self.crew.members]
 
@@ -209,6 +209,7 @@ class Swarm:
         member = self.crew.member(worker)
         with self.crew.working():
             self.crew.relieve(member)
+            # Sessions can move only now: other workers have the blocks.
             for session in self.sessions.open():
                 session.settle()
                 self.crew.abandon(session.id, [member])
@@ -234,7 +235,7 @@ class Swarm:
             try:
                 for session in self.sessions.open():
                     session.settle()
-            finally:
+            finally:  # also after an interrupt: what is left keeps its caches, and moves in its next step
                 self.crew.unload(relieved)
 
     def kill(self, worker: int | str) -> None:
@@ -254,6 +255,7 @@ class Swarm:
 
         Models made from the swarm then raise UsageError. A second call changes nothing.
         """
+        # Before the workers are offline: a map shows them as they were.
         if not self.ended:
             self._closed = self._describe_members()
         self.crew.close()
@@ -292,7 +294,7 @@ class Swarm:
 
         Raises UsageError if the swarm is closed and has removed its folder.
         """
-        if not self.checkpoint.folder.exists():
+        if not self.checkpoint.folder.exists():  # a folder of the user's outlives the swarm
             self.crew.check_open()
         return self.checkpoint.tokenizer()
 

@@ -15,13 +15,10 @@ from nbdist.swarm.client.routing import Span
 
 _log = logging.getLogger("nbdist.swarm")
 _LINES_KEPT = 200
-"""The number of lines of the log that are kept."""
-_LINES_SHOWN = 50
-"""The number of lines of the log that a map shows."""
-_RATE_STEPS = 20
-"""The number of steps over which the tokens per second of a session are measured."""
+_LINES_SHOWN = 50  # on a map
+_RATE_STEPS = 20  # steps over which the tokens per second of a session are measured
+# Seconds without a step after which a session is shown as idle: between two steps its client computes a moment.
 _IDLE_SECONDS = 2.0
-"""Seconds without a step after which a session is shown as idle: between two steps its client computes a moment."""
 
 
 class SteppedSession(Protocol):
@@ -49,18 +46,14 @@ class SteppedSession(Protocol):
 
 
 class Journal:
-    """Keeps the log and the last session of a swarm, and calls listeners when something changes.
-
-    Any thread may call it.
-    """
+    """Keeps the log and the last session of a swarm, and calls listeners when something changes. Thread-safe."""
 
     def __init__(self) -> None:
         self._lines: deque[tuple[float, str]] = deque(maxlen=_LINES_KEPT)
         self._listeners: list[Callable[[], None]] = []
-        self._session: weakref.ref[SteppedSession] | None = None
-        """The session that took the last step."""
+        self._session: weakref.ref[SteppedSession] | None = None  # that took the last step
+        # The time and the number of tokens of each of that session's last steps.
         self._steps: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
-        """The time and the number of tokens of each of that session's last steps."""
         self._lock = threading.Lock()
 
     @property
@@ -82,11 +75,11 @@ class Journal:
         return forget
 
     def news(self) -> None:
-        """Call all listeners. Their errors are logged: the calling thread has not caused them."""
+        """Call all listeners. Their errors are logged."""
         for listener in list(self._listeners):
             try:
                 listener()
-            except Exception:
+            except Exception:  # the user's function: the thread that made the change has not caused its error
                 _log.exception("a listener of a swarm, such as its map, failed")
 
     def tell(self, text: str) -> None:
@@ -95,15 +88,11 @@ class Journal:
         self.news()
 
     def stepped(self, session: SteppedSession, tokens: int) -> None:
-        """Record that a session has taken a step of ``tokens`` new tokens of each sequence, and call all listeners.
-
-        A map shows the tokens per second over the session's last steps; a step of another session starts the count
-        anew.
-        """
+        """Record that a session has taken a step of ``tokens`` new tokens of each sequence, and call all listeners."""
         with self._lock:
             if self._session is None or self._session() is not session:
                 self._session = weakref.ref(session)
-                self._steps.clear()
+                self._steps.clear()  # the rate is of one session
             self._steps.append((time.monotonic(), tokens))
         self.news()
 

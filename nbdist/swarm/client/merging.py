@@ -27,8 +27,8 @@ import torch
 from nbdist.swarm.history import History, Operation
 from nbdist.swarm.stacking import DEFAULT_LAYOUT, StackLayout
 
+# The relative difference, by dtype, up to which two results count as equal within rounding.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""The relative difference, by dtype, up to which two results count as equal within rounding."""
 
 
 class Unmergeable(Exception):
@@ -39,12 +39,9 @@ class Merged(NamedTuple):
     """One step in place of many, with the operations on the cache already applied to its rows and tokens."""
 
     hidden: torch.Tensor
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
-    """For each block: its positional arguments, and its keyword arguments."""
-    prompts: torch.Tensor | None
-    """As in `Step.prompts`."""
-    result: torch.Tensor
-    """The concatenated outputs of the single steps, which the merged step should have as output."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]  # for each block: (args, kwargs)
+    prompts: torch.Tensor | None  # as in `Step.prompts`
+    result: torch.Tensor  # the concatenated outputs of the single steps, which the merged step should have as output
 
 
 class _Piece:
@@ -53,8 +50,7 @@ class _Piece:
     def __init__(self, begin: int, rows: int, values: Any) -> None:
         self.begin = begin
         self.size = rows
-        self.values = values
-        """(hidden, result, calls, prompts)"""
+        self.values = values  # (hidden, result, calls, prompts)
 
     @property
     def end(self) -> int:
@@ -62,11 +58,10 @@ class _Piece:
 
 
 def merge(history: History, layout: StackLayout = DEFAULT_LAYOUT) -> Merged:
-    """Merge all steps of a span into one step, which rebuilds its cache.
+    """Merge all steps of a span into one step, which rebuilds its cache; operations on the cache are applied.
 
-    Operations on the cache between the steps, such as crops, are applied. ``layout`` says which arguments of a layer
-    have rows for each sequence. Raises `Unmergeable` if the meaning of an argument is not known, or if no tokens are
-    left.
+    ``layout`` says which arguments of a layer have rows for each sequence. Raises `Unmergeable` if the meaning of an
+    argument is not known, or if no tokens are left.
     """
     pieces: list[_Piece] = []
     batch = 0
@@ -95,8 +90,6 @@ def merge(history: History, layout: StackLayout = DEFAULT_LAYOUT) -> Merged:
 def is_near(found: torch.Tensor, expected: torch.Tensor, calls: Sequence[Any] = ()) -> bool:
     """Return whether two results differ by rounding only; padding does not count.
 
-    The largest difference may be `_TOLERANCE` times the largest expected value, such as 1e-3 for float32. A token is
-    padding if a mask hides all tokens from it: its output is never used, and depends on the amount of padding.
     ``calls`` has the masks, as (args, kwargs) of each block.
     """
     if found.shape != expected.shape:
@@ -107,8 +100,12 @@ def is_near(found: torch.Tensor, expected: torch.Tensor, calls: Sequence[Any] = 
         for mask in [*args, *kwargs.values()]:
             if isinstance(mask, torch.Tensor) and mask.dim() == 4:
                 opened = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+                # A token from which the mask hides all tokens is padding: its output is never used, and depends on the
+                # amount of padding.
                 sees = opened.any(-1).any(1)[..., None]
                 found, expected = found.where(sees, 0.0), expected.where(sees, 0.0)
+    # The largest difference may be `_TOLERANCE` times the largest value: small values are rounded like the large ones
+    # beside them.
     most = expected.abs().amax().item()
     return (found - expected).abs().amax().item() <= _TOLERANCE.get(expected.dtype, 0.0) * max(most, 1e-6)
 
@@ -117,13 +114,10 @@ def is_near(found: torch.Tensor, expected: torch.Tensor, calls: Sequence[Any] = 
 
 
 def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: StackLayout) -> int:
-    """Apply an operation on the cache to the steps before it, ``pieces``; return the number of sequences afterwards.
-
-    A crop shortens or removes the last steps; the other operations change the rows of all steps. ``batch`` is the
-    number of sequences before the operation. Raises `Unmergeable` for an unknown operation.
-    """
+    """Apply an operation on the cache to the steps before it, ``pieces``; return the number of sequences afterwards."""
     name, args = operation
     if name == "crop":
+        # Only the last steps become shorter, or go. The other operations change the rows of all steps.
         left = (pieces[-1].end if pieces else 0) + args[0]  # args[0] is the change in length, negative
         while pieces and pieces[-1].begin >= left:
             pieces.pop()
@@ -160,11 +154,7 @@ def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: Sta
 def _by_rows(
     value: Any, name: str | int, batch: int, change: Callable[[torch.Tensor], torch.Tensor], layout: StackLayout
 ) -> Any:
-    """Apply ``change`` to the rows of an argument, if it has rows for each sequence; else return it unchanged.
-
-    ``name`` is the argument's keyword or position, ``batch`` the number of sequences. Tuples and lists are changed item
-    by item.
-    """
+    """Apply ``change`` to the rows of an argument, if it has rows for each of ``batch`` sequences."""
     if type(value) in (tuple, list):
         return type(value)(_by_rows(each, name, batch, change, layout) for each in value)
     each = layout.rows(value, batch, name) if isinstance(value, torch.Tensor) else 0
@@ -180,26 +170,17 @@ def _by_rows(
 class _Spot(NamedTuple):
     """The place of a step in the sequence, in tokens."""
 
-    begin: int
-    """The position of its first token."""
-    size: int
-    """The number of its tokens that have not been cropped since."""
-    end: int
-    """The number of tokens in the cache just after the step, including tokens that were cropped since."""
-    total: int
-    """The number of remaining tokens of all steps."""
+    begin: int  # the position of its first token
+    size: int  # of its tokens, those that have not been cropped since
+    end: int  # in the cache just after the step, including tokens that were cropped since
+    total: int  # the remaining tokens of all steps
 
     @property
     def given(self) -> int:
-        """The number of tokens that the step had before later steps cropped some of them."""
-        return self.end - self.begin
+        return self.end - self.begin  # the step's tokens before later steps cropped some of them
 
 
 def _merge_call(calls: Sequence[tuple[Any, Any]], spots: Sequence[_Spot]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Merge the calls of one block in all steps; return its (args, kwargs) in the merged step.
-
-    ``spots`` has the place of each step in the sequence. Raises `Unmergeable` if the calls do not fit together.
-    """
     (args, kwargs), *others = calls
     if any(len(other[0]) != len(args) or other[1].keys() != kwargs.keys() for other in others):
         raise Unmergeable("a layer has different arguments in different steps")
@@ -210,15 +191,10 @@ def _merge_call(calls: Sequence[tuple[Any, Any]], spots: Sequence[_Spot]) -> tup
 
 
 def _merge_values(values: Sequence[Any], spots: Sequence[_Spot]) -> Any:
-    """Merge the values that one argument has in all steps, and return the value for the merged step.
-
-    Tensors are merged by their shapes, lists and tuples item by item. Other values must be equal in all steps. Raises
-    `Unmergeable` if the values do not fit together.
-    """
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if tensors:
         if tensors[0].dim() == 4:
-            return _merge_masks(values, spots)
+            return _merge_masks(values, spots)  # some of the values may be None
         if len(tensors) < len(values):
             raise Unmergeable("an argument is a tensor in some steps, but not in all")
         return _merge_tensors(tensors, spots)
@@ -233,10 +209,7 @@ def _merge_values(values: Sequence[Any], spots: Sequence[_Spot]) -> Any:
 
 
 def _merge_tensors(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot]) -> torch.Tensor:
-    """Merge the tensors that an argument has in all steps, by the module's table of shapes; return the merged tensor.
-
-    For tensors of up to 3 dimensions. Raises `Unmergeable` if the shapes are not in the table.
-    """
+    """Merge the tensors that an argument has in all steps, by the module's table of shapes."""
     first = tensors[0]
     for dim in (0,) if first.dim() == 1 else (1,):
         if first.dim() <= 3 and all(
@@ -252,10 +225,7 @@ def _merge_tensors(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot]) -> t
 
 
 def _concatenated(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot], dim: int) -> torch.Tensor:
-    """Concatenate the remaining part of each step's tensor along ``dim``, its dimension of tokens.
-
-    The remaining part has the tokens that no later operation has cropped.
-    """
+    """Concatenate the tokens of each step's tensor that were not cropped; ``dim`` is the dimension of tokens."""
     kept = [tensor.narrow(dim, 0, spot.size) for tensor, spot in zip(tensors, spots, strict=True)]
     most = max(tensor.shape[0] for tensor in kept)
     if dim and any(tensor.shape[0] != most for tensor in kept):  # some have one row for all sequences
@@ -264,10 +234,7 @@ def _concatenated(tensors: Sequence[torch.Tensor], spots: Sequence[_Spot], dim: 
 
 
 def _merge_masks(masks: Sequence[torch.Tensor | None], spots: Sequence[_Spot]) -> torch.Tensor:
-    """Put the masks of all steps below each other. A step without a mask gets a causal mask.
-
-    Raises `Unmergeable` if a mask does not have a row for each token of its step.
-    """
+    """Put the masks of all steps below each other. A step without a mask gets a causal mask."""
     known = next(mask for mask in masks if mask is not None)
     shut: Any = False if known.dtype == torch.bool else torch.finfo(known.dtype).min
     opened: Any = True if known.dtype == torch.bool else 0.0
@@ -298,9 +265,9 @@ def split(
 ) -> list[tuple[torch.Tensor, list[Any]]]:
     """Split a step of many tokens into steps of at most ``size`` tokens; return (hidden states, calls) of each.
 
-    If the meaning of an argument is not known from its shape, the step is returned whole. ``begin`` is the number of
-    tokens in the caches before the step, ``windows`` the sliding window of each layer of the model, ``first`` the
-    number of the first layer in ``calls``.
+    If the meaning of an argument is not known, the step is returned whole. ``begin`` is the number of tokens in the
+    caches before the step, ``windows`` the sliding window of each layer of the model, ``first`` the number of the first
+    layer in ``calls``.
     """
     total = hidden.shape[1]
     # The arguments of all layers are cut in the same way, except for the sliding window of each layer.
@@ -328,14 +295,8 @@ def split(
 def _cut_part(value: Any, given: int, begin: int, at: int, to: int, window: int | None, name: str = "") -> Any:
     """Return the part of a layer's argument for the tokens from ``at`` to before ``to`` of a step.
 
-    The step has ``given`` tokens, numbered from 0, after ``begin`` tokens in the cache. The shape of the argument tells
-    which dimension has the tokens (see the module's table). Lists and dicts are cut item by item; other values that are
-    not tensors are returned unchanged.
-
-    ``window`` is the sliding window of the layer, in tokens, or None. With a window, the part of a mask has only
-    columns for tokens within the window. ``name`` is the name of a keyword argument. If an ``attention_mask`` is None
-    and the part needs a mask, it gets a causal one. Raises `Unmergeable` for a tensor of another shape, or if the part
-    needs a mask with a window.
+    The step has ``given`` tokens, numbered from 0, after ``begin`` tokens in the cache. ``window`` is the layer's
+    sliding window in tokens, or None; ``name`` is the argument's, if it is a keyword.
     """
     if type(value) in (tuple, list):
         return type(value)(_cut_part(each, given, begin, at, to, window) for each in value)

@@ -30,14 +30,15 @@ from nbdist.swarm.client.session import Session
 from nbdist.swarm.client.sessions import Sessions
 from nbdist.swarm.policy import Recover
 
+# Arguments of models that ask for values from inside of the layers, and what the user can do instead.
 _NOT_RETURNED = {
     "output_hidden_states": "Swarm.sequential()[:n] returns the hidden states behind the first n layers.",
     "output_attentions": "A model in one process returns attentions.",
     "output_router_logits": "A model in one process returns router logits.",
 }
-"""Arguments of models that ask for values from inside of the layers, and what the user can do instead."""
 
 
+# A BaseException: a model's own code may catch an Exception.
 class _Probe(BaseException):
     """Ends a call of a model at its first layer. Carries the hidden states and the arguments of that layer."""
 
@@ -46,15 +47,10 @@ class _Notes(threading.local):
     """The notes of one call of a model. Each thread has its own, since several threads may call the same model."""
 
     calls: list[LayerCall] = []  # noqa: RUF012 - never changed, only replaced
-    """The call of each layer so far."""
-    given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    """The arguments of the previous layer."""
-    cache: Any = None
-    """The cache among those arguments."""
-    only = False
-    """True if layers only note their arguments: nothing is sent to servers, and the cache stays unchanged."""
-    expected = 0
-    """The number of tokens that the next session will have at its end; 0 if unknown."""
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # the arguments of the previous layer
+    cache: Any = None  # among those arguments
+    only = False  # True if layers only note their arguments: nothing is sent, and the cache stays unchanged
+    expected = 0  # the tokens that the next session will have at its end; 0 if unknown
 
 
 class Passage:
@@ -66,24 +62,18 @@ class Passage:
         self.model = model
         self.recover: Recover = recover
         self.notes = _Notes()
-        self.in_tuple: bool | None = None
-        """True if layers of this model return a tuple; None until `_probe` has asked a server."""
+        self.in_tuple: bool | None = None  # whether layers return a tuple; None until `_probe` has asked a server
 
     def take(self, hidden: torch.Tensor, calls: list[LayerCall], cache: Any) -> torch.Tensor:
-        """Take hidden states through all blocks: as a step of the cache's session, or without a session.
+        """Take hidden states through all blocks: as a step of the cache's session, or without a cache.
 
-        It goes without a session if there is no cache, or if gradients are wanted. In the latter case the servers'
-        caches stay empty, so the session of the given empty cache refuses further steps. The model's attribute
-        ``deep_prompts``, if it has one, is added to the hidden states of the first tokens before each block.
-
-        Counts the new tokens in the cache. After an error, the cache is as before. If some servers may have taken the
-        step, the cache's session refuses further steps.
-
-        Raises:
-            UsageError: gradients are wanted, but the cache has tokens already; or its session refuses further steps.
+        If gradients are wanted, nothing goes into the servers' caches, and the session of the given empty cache refuses
+        further steps. Raises UsageError if the cache has tokens then, or if its session refuses further steps. After an
+        error, the cache is as before; if some servers may have taken the step, its session refuses further steps.
         """
         if hidden.device.type != "cpu":  # the model's embedding is on a GPU, but the crew works with CPU tensors
             return self.take(hidden.cpu(), adapter.moved(calls, "cpu"), cache).to(hidden.device)
+        # The user's, added to the hidden states of the first tokens before each block.
         prompts: torch.Tensor | None = getattr(self.model, "deep_prompts", None)
         prompts = prompts.cpu() if prompts is not None else None
         wanted = torch.is_grad_enabled() and (hidden.requires_grad or (prompts is not None and prompts.requires_grad))
@@ -98,7 +88,7 @@ class Passage:
                 "gradients cannot pass through a cache that has tokens: call the model with the whole text and "
                 "use_cache=False, or with a new cache under torch.no_grad()"
             )
-        with recorded.growing(hidden.shape[0], hidden.shape[1]):
+        with recorded.growing(hidden.shape[0], hidden.shape[1]):  # also with gradients: the model counts these tokens
             if not wanted:
                 return session.step(hidden.detach(), calls, prompts.detach() if prompts is not None else None)
             found = stateless.through(self.crew, 0, hidden, calls, prompts)
@@ -110,10 +100,7 @@ class Passage:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[_Notes]:
-        """Return a context manager in which calls of the model by this thread only note how its layers are called.
-
-        Such calls reach no server, and leave a cache unchanged. The context manager yields the notes.
-        """
+        """Return a context manager in which calls of the model by this thread reach no server and change no cache."""
         self.notes.only = True
         try:
             yield self.notes
@@ -125,22 +112,13 @@ class _StandIn(nn.Module):
     """A stand-in for a layer of a model whose block is on a server. The module's docstring draws what it does."""
 
     def __init__(self, passage: Passage, number: int, count: int, layer: nn.Module) -> None:
-        """Stand in for ``layer``, number ``number`` of ``count``, in the model that ``passage`` belongs to."""
         super().__init__()
-        vars(self).update(adapter.plain_attributes(layer))
+        vars(self).update(adapter.plain_attributes(layer))  # the model's code may read them
         self._passage = passage
         self._number = number
         self._count = count
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Note the arguments that the model gives to this layer; as the last layer, compute all layers on the servers.
-
-        A layer before the last one computes nothing and returns ``hidden``. The last layer sends ``hidden`` with all
-        noted arguments through the servers, and returns the output of the last block, as a tuple if the model's own
-        layers return tuples. The first layer begins new notes, and a session for a cache that has none.
-
-        Raises what the calls of the servers raise, such as `NoRoute` if a block has no server.
-        """
         passage = self._passage
         notes = passage.notes
         if self._number and notes.given is not None and adapter.is_same(notes.given, (args, kwargs)):
@@ -151,6 +129,7 @@ class _StandIn(nn.Module):
             told = adapter.strip(args, kwargs, cache)
             if passage.in_tuple is None:  # the first call of a new model, by `_probe`: end it here
                 raise _Probe(hidden, told)
+            # The first layer begins a call: notes that a call left, which failed before its last layer, are dropped.
             if not self._number:
                 notes.calls = []
                 if cache is not None and not hasattr(cache, "nbdist"):
@@ -158,7 +137,7 @@ class _StandIn(nn.Module):
             notes.calls.append(told)
             notes.given = args, kwargs
         if self._number == self._count - 1:
-            notes.given = notes.cache = None
+            notes.given = notes.cache = None  # or this thread would keep the cache alive, and its session
             if not notes.only:
                 calls, notes.calls = notes.calls, []
                 hidden = passage.take(hidden, calls, cache)
@@ -170,11 +149,9 @@ def remote_model(
 ) -> Any:
     """Build a transformers model of a kind ("CausalLM", "Model", "SequenceClassification") over a swarm's blocks.
 
-    Its embeddings and head are loaded here, and frozen. If the checkpoint lacks a classifier's head, a new head is
-    made, which can be trained. For the other kinds, a missing weight raises UsageError. ``recover`` says how the
-    model's sessions continue after the loss of a server (see `nbdist.swarm.serve`). ``num_labels`` is the number of a
-    classifier's classes; None takes it from the checkpoint. Calls a server once, to learn what a layer returns. Raises
-    `NoRoute` if no server can serve the first block.
+    Its embeddings and head are loaded here, and frozen. A classifier's head that the checkpoint lacks is made anew, to
+    be trained; any other missing weight raises UsageError. ``recover`` and ``num_labels`` are as in `Swarm.causal_lm`
+    and `Swarm.sequence_classifier`. Calls a server once, and raises `NoRoute` if no server can serve the first block.
     """
     model = adapter.build(checkpoint.config, kind, num_labels)
     path = adapter.find_layers(model)
@@ -184,6 +161,7 @@ def remote_model(
     layers = model.get_submodule(path)
     stand_ins = nn.ModuleList(_StandIn(passage, number, count, layers[number]) for number in range(count))
     setattr(model.get_submodule(parent), name, stand_ins)
+    # After the layers are replaced: their weights belong on the servers only.
     checkpoint.fill(model)
     adapter.tie(model)
     adapter.complete(model, kind)
@@ -193,15 +171,13 @@ def remote_model(
         model.generate = _Generate(passage, model.generate)
     model.nbdist = passage
     _probe(passage)
+    # Last: `_probe` calls a model whose configuration may ask for such values.
     model.base_model.register_forward_pre_hook(_OutputCheck(passage, model.base_model), with_kwargs=True)
     return model
 
 
 class _OutputCheck:
-    """A hook that raises UsageError if a call asks for values from inside of the layers: they stay on the workers.
-
-    transformers would return an empty tuple, or wrong values, since it looks for them in the stand-ins.
-    """
+    """A hook that raises UsageError if a call asks for values from inside of the layers: they stay on the workers."""
 
     def __init__(self, passage: Passage, model: Any) -> None:
         self._passage = passage
@@ -211,6 +187,7 @@ class _OutputCheck:
         if self._passage.notes.only:
             return  # the caller does not use the model's result
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        # transformers would return an empty tuple, or wrong values, since it looks for them in the stand-ins.
         for name, instead in _NOT_RETURNED.items():
             value = given.get(name)
             if value is None:
@@ -224,11 +201,7 @@ class _OutputCheck:
 
 
 def _probe(passage: Passage) -> None:
-    """Call a new model with few tokens, to learn how its layers are called and what they return.
-
-    Stores the answers in ``passage.in_tuple`` and the crew's ``layout``. If the servers' cache memory is limited, also
-    takes one token through a cache, so that servers learn how large a token's cache is.
-    """
+    """Call a new model with few tokens, to learn how its layers are called and what they return."""
     model, crew = passage.model, passage.crew
     token = torch.zeros(1, 1, dtype=torch.long)
     try:
@@ -237,23 +210,21 @@ def _probe(passage: Passage) -> None:
     except _Probe as probe:
         hidden, told = probe.args
         with crew.working():
-            while passage.in_tuple is None:
+            while passage.in_tuple is None:  # a server may die: then another one is asked
                 with contextlib.suppress(Gone):
                     ((span, member),) = crew.way(0, 1)
                     passage.in_tuple = crew.ask(member, "returns_tuple", span.begin, hidden, told)
     crew.layout = stacking.compare(*(_first_layer_call(passage, texts) for texts in (1, 2)))
+    # One token through a cache, so that servers learn how large a token's cache is before they reserve memory.
     if crew.options.cache_bytes is not None:
         with torch.no_grad():
             model(token, use_cache=True)
 
 
 def _first_layer_call(passage: Passage, texts: int) -> LayerCall:
-    """Return how the model calls its first layer for ``texts`` sequences of 3 tokens, the first of which is padded.
-
-    With padding, models prepare masks that have rows for each sequence. This calls no server.
-    """
+    """Return how the model calls its first layer for ``texts`` sequences of 3 tokens; call no server."""
     mask = torch.ones(texts, 3, dtype=torch.long)
-    mask[0, 0] = 0
+    mask[0, 0] = 0  # with padding, models prepare masks that have rows for each sequence
     with passage.noting() as notes, torch.no_grad():
         passage.model.base_model(
             torch.zeros(texts, 3, dtype=torch.long), attention_mask=mask, use_cache=False, return_dict=True
@@ -277,10 +248,7 @@ class _Generate:
             notes.expected = 0
 
     def _expected_tokens(self, inputs: Any, kwargs: dict[str, Any]) -> int:
-        """Return the tokens that a sequence may have at the end, by the arguments of ``generate`` or its config.
-
-        Without a limit in either, this is the number of tokens in the input, or 1 without an input.
-        """
+        """Return the tokens that a sequence may have at the end, by the arguments of ``generate`` or its config."""
         config = kwargs.get("generation_config") or self._passage.model.generation_config
         given = next(
             (each for each in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if each is not None), None
@@ -288,5 +256,5 @@ class _Generate:
         begin = int(given.shape[1]) if isinstance(given, torch.Tensor) else 1
         new = kwargs.get("max_new_tokens", getattr(config, "max_new_tokens", None))
         if new is not None:
-            return begin + int(new)
+            return begin + int(new)  # it goes before `max_length`, as in transformers
         return max(begin, int(kwargs.get("max_length") or getattr(config, "max_length", None) or 0))

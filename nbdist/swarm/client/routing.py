@@ -37,14 +37,13 @@ class Span(NamedTuple):
 
 
 def cut(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """Divide blocks of these sizes into parts so that the largest part is as small as possible; return (begin, end)s.
-
-    There are at most as many parts as blocks. Finds the size of the largest part by bisection.
-    """
+    """Divide blocks of these sizes into parts, the largest of which is as small as possible; return (begin, end)s."""
     parts = min(parts, len(sizes))
     low, high = max(sizes), sum(sizes)
+    # By bisection on the size of the largest part.
     while low < high:
         middle = (low + high) // 2
+        # More parts say that this size is too small.
         if len(_fill_from_left(sizes, middle, parts)) <= parts:
             high = middle
         else:
@@ -53,15 +52,12 @@ def cut(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
 
 
 def _fill_from_left(sizes: Sequence[int], most: int, parts: int) -> list[tuple[int, int]]:
-    """Fill parts up to the size ``most`` from the left, leaving at least one block for each further part.
-
-    Returns the range of blocks (begin, end) of each part. A part with one block may be larger. If ``most`` is too
-    small, there are more than ``parts`` parts.
-    """
+    """Fill parts up to the size ``most`` from the left; return the (begin, end) of each part."""
     found: list[tuple[int, int]] = []
     begin, size = 0, 0
     for number, each in enumerate(sizes):
         needed = parts - len(found) - 1  # blocks for the parts after this one
+        # A part has one block at least, even a larger one, and leaves one for each part after it.
         if number > begin and (size + each > most or len(sizes) - number <= needed):
             found.append((begin, number))
             begin, size = number, 0
@@ -73,23 +69,21 @@ class Offer(NamedTuple):
     """A server's blocks and speed."""
 
     blocks: Sequence[int]
-    hop: float = 1e-3
-    """Seconds that a call to the server takes besides the computation."""
-    pace: float = 1e-3
-    """Seconds of computation for one token in one block."""
-    load: int = 0
-    """The number of calls to the server whose answers the client is waiting for."""
+    hop: float = 1e-3  # seconds that a call to the server takes besides the computation
+    pace: float = 1e-3  # seconds of computation for one token in one block
+    load: int = 0  # calls to the server whose answers the client is waiting for
 
 
 def route(offers: Mapping[str, Offer], begin: int, end: int) -> list[Span]:
     """Return the route through these blocks that takes the least time; of equally fast routes, one with long spans.
 
-    The time of a route is the server's `hop` for each of its spans, plus `pace` times (1 + `load`) for each block. This
-    is dynamic programming from the last block to the first. Raises `NoRoute`, which names the first missing block.
+    The time of a route is the server's `hop` for each of its spans, plus `pace` times (1 + `load`) for each block.
+    Raises `NoRoute`, which names the first missing block.
     """
     held = {server: set(offer.blocks) for server, offer in offers.items()}
     # By block and by the server that takes it: the time from there to the end, and the server of the next block.
     rest: dict[int, dict[str, tuple[float, str]]] = {}
+    # Dynamic programming: each block needs the times from the next block on.
     for block in range(end - 1, begin - 1, -1):
         behind = rest.get(block + 1, {})
         nearest = min(behind, key=lambda name: behind[name][0] + offers[name].hop, default="")
@@ -100,7 +94,7 @@ def route(offers: Mapping[str, Offer], begin: int, end: int) -> list[Span]:
             cost, then = offer.pace * (1 + offer.load), ""
             if block + 1 < end:
                 over = behind[nearest][0] + offers[nearest].hop
-                stays = name in behind and behind[name][0] <= over
+                stays = name in behind and behind[name][0] <= over  # also if equally fast: a longer span
                 then = name if stays else nearest
                 cost += behind[name][0] if stays else over
             found[name] = (cost, then)
@@ -111,7 +105,6 @@ def route(offers: Mapping[str, Offer], begin: int, end: int) -> list[Span]:
 
 
 def _first_missing(held: Mapping[str, set[int]], begin: int, end: int) -> int:
-    """Return the first block of the range that no server has. Call it only if a block is missing."""
     known = set[int]().union(*held.values())
     return next(block for block in range(begin, end) if block not in known)
 
@@ -123,16 +116,12 @@ def _spans(
     begin: int,
     end: int,
 ) -> list[Span]:
-    """Follow the table ``rest`` of `route` from the best server of the first block; return the spans.
-
-    ``rest`` has, for each block and each server that may take it, the time from there to the end and the server of the
-    next block. If several servers are equally fast for the first block, the server with the longest row of blocks is
-    taken. ``held`` has the blocks of each server.
-    """
+    """Follow the table ``rest`` of `route` from the best server of the first block; return the spans."""
     if begin == end:
         return []
     costs = {name: cost + offers[name].hop for name, (cost, _) in rest[begin].items()}
     least = min(costs.values())
+    # Times that should be equal differ by rounding. Of equally fast servers, the one with the longest row of blocks.
     name = max(
         (name for name in costs if costs[name] <= least * (1 + 1e-9)),
         key=lambda name: _first_outside(held[name], begin, end),
@@ -149,10 +138,9 @@ def _spans(
 
 
 def spread(offers: Mapping[str, Offer], begin: int, end: int, choose: random.Random) -> list[Span]:
-    """Return a random route through these blocks, for one of many requests.
+    """Return a random route through these blocks, for one of many requests. Raises `NoRoute` if no server has a block.
 
-    At each point the next server is drawn with a weight: its speed divided by its load. It takes as many blocks as it
-    can. Raises `NoRoute` if no server has a block.
+    The next server is drawn with a weight, its speed divided by its load. It takes as many blocks as it can.
     """
     held = {server: set(offer.blocks) for server, offer in offers.items()}
     found: list[Span] = []
@@ -170,7 +158,6 @@ def spread(offers: Mapping[str, Offer], begin: int, end: int, choose: random.Ran
 
 
 def _first_outside(numbers: set[int], begin: int, end: int) -> int:
-    """Return the first number from ``begin`` on that is not in the set, or ``end`` if all numbers before it are in."""
     at = begin
     while at < end and at in numbers:
         at += 1
@@ -186,10 +173,8 @@ def assign(
 ) -> list[Span]:
     """Choose servers for the blocks in a range that no server has; return a span for each server that must load some.
 
-    Each row of missing blocks goes to one server: of those with room for the whole row, the one with the least bytes of
-    blocks. If no server has so much room, several servers share the row. ``blocks`` has the blocks of each server,
-    ``sizes`` the bytes of each block (1 by default), ``room`` the bytes of blocks that a server may have in all; None
-    or no entry means no limit. Raises `NoRoute` if no server has room.
+    ``blocks`` has the blocks of each server, ``sizes`` the bytes of each block (1 by default), ``room`` the bytes of
+    blocks that a server may have in all; None or no entry means no limit. Raises `NoRoute` if no server has room.
     """
     known = {number for numbers in blocks.values() for number in numbers}
     missing = [number for number in range(begin, end) if number not in known]
@@ -223,13 +208,7 @@ def named(numbers: Sequence[int]) -> str:
 
 
 def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mapping[str, int | None]) -> list[Span]:
-    """Place a run of blocks on one server if it fits, else in parts as large as possible; return the new spans.
-
-    ``size`` has the bytes of every block. ``has`` has the bytes of blocks on each server, which this function updates.
-    ``room`` has the bytes that a server may have in all, None for no limit. If several servers can take equally many
-    blocks of the run, the one with the least bytes takes them. Raises `NoRoute` if no server has room for the first
-    block that is left.
-    """
+    """Place a run of blocks on one server if it fits, else in parts as large as possible; return the new spans."""
     found: list[Span] = []
     while run:
         free = {
@@ -243,23 +222,20 @@ def _place(run: list[int], size: Sequence[int], has: dict[str, int], room: Mappi
                 f"no server that is left has room for the weights of block {run[0]}: let another worker join, or call "
                 "serve with more room"
             )
+        # Of those that can take equally many blocks, the one with the least bytes.
         name = min((name for name in fits if fits[name] == most), key=lambda name: has[name])
         taken, run = run[:most], run[most:]
-        has[name] += sum(size[number] for number in taken)
+        has[name] += sum(size[number] for number in taken)  # the caller's table: further runs count these blocks
         found.append(Span(name, taken[0], taken[-1] + 1))
     return found
 
 
 def _blocks_that_fit(run: Sequence[int], size: Sequence[int], left: int | None) -> int:
-    """Return how many blocks from the beginning of a run fit into ``left`` bytes; None means no limit.
-
-    The blocks are consecutive, so the first one that does not fit ends the count.
-    """
     count = 0
     for number in run:
         if left is not None:
             left -= size[number]
             if left < 0:
-                break
+                break  # a smaller block after it would not be consecutive
         count += 1
     return count

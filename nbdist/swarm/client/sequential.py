@@ -120,14 +120,10 @@ class RemoteSequential(nn.Module):
         return found
 
     def _block_calls(self, hidden: torch.Tensor, mask: torch.Tensor | None, cache: Any) -> list[Any]:
-        """Return how the model would call each of these blocks; calls no server, and leaves ``cache`` as it is.
-
-        Each call is a `LayerCall`: a block's arguments besides the hidden states. This runs the model, while its layers
-        only note their arguments (`Passage.noting`).
-        """
+        """Return how the model would call each of these blocks, as `LayerCall`s; call no server."""
         with self._passage.noting() as notes, torch.no_grad():
             self._passage.model(
-                inputs_embeds=torch.zeros_like(hidden),
+                inputs_embeds=torch.zeros_like(hidden),  # masks and positions depend on the shape only
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=cache is not None,

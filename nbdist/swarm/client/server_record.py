@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from nbdist.swarm.server.session_caches import StepReply
 
 State = Literal["joining", "online", "draining", "offline", "gone"]
-_NEWEST_WEIGHT = 0.2
-"""The weight of the newest measurement in the moving averages of `ServerRecord.hop` and `ServerRecord.pace`."""
+_NEWEST_WEIGHT = 0.2  # of the newest measurement in the moving averages `ServerRecord.hop` and `ServerRecord.pace`
 _LONGEST_BAN_SECONDS = 300.0
-"""The longest time, in seconds, for which a server is banned."""
 
 
 @dataclass(eq=False)
@@ -34,29 +32,19 @@ class ServerRecord:
     incarnation: int
     server: RRef[Server]
     address: Address
-    room: int | None = None
-    """The most bytes of blocks that the server may have when it takes over blocks; None for no limit."""
+    room: int | None = None  # bytes of blocks that it may have when it takes over blocks; None for no limit
     state: State = "joining"
-    note: str = ""
-    """Why the server is gone or banned."""
-    blocks: list[int] = field(default_factory=list)
-    """The numbers of the blocks that the server serves. It may have others that it has not freed yet."""
-    had: list[int] = field(default_factory=list)
-    """The blocks that it served when it died or left."""
-    cache: int = 0
-    """Bytes reserved for caches, as of the server's last reply; ``sessions`` and ``steps`` are as of then, too."""
+    note: str = ""  # why the server is gone or banned
+    blocks: list[int] = field(default_factory=list)  # that it serves; it may have others that it has not freed yet
+    had: list[int] = field(default_factory=list)  # the blocks that it served when it died or left
+    cache: int = 0  # bytes reserved for caches, as of the server's last reply, like the next two numbers
     sessions: int = 0
     steps: int = 0
-    load: int = 0
-    """The number of calls to the server whose answers this client is waiting for."""
-    hop: float = 1e-3
-    """Seconds that a call takes besides the computation: a moving average."""
-    pace: float = 1e-3
-    """Seconds of computation for one token in one block: a moving average."""
-    strikes: int = 0
-    """The number of times in a row that the server did not answer."""
-    banned_until: float = 0.0
-    """The time, as of `time.monotonic`, until which the server is not called."""
+    load: int = 0  # calls whose answers this client is waiting for
+    hop: float = 1e-3  # seconds that a call takes besides the computation: a moving average
+    pace: float = 1e-3  # seconds of computation for one token in one block: a moving average
+    strikes: int = 0  # times in a row that the server did not answer
+    banned_until: float = 0.0  # as of `time.monotonic`, like every ``now`` here
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -65,20 +53,14 @@ class ServerRecord:
         return self.state in ("online", "draining")
 
     def rest(self, state: State, note: str = "") -> None:
-        """Mark the server as "gone" or "offline": it has no blocks and no caches.
-
-        Call this when the server is dead or has been dismissed. ``note`` is the reason, for displays.
-        """
+        """Mark the server as "gone" or "offline": it has no blocks and no caches. ``note`` is the reason, to show."""
         self.state, self.note = state, note
-        self.had, self.blocks = self.blocks or self.had, []
+        self.had, self.blocks = self.blocks or self.had, []  # a second call must not forget what it had
         self.cache = self.sessions = 0
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:
-        """Return a context manager that counts one more call in `load`, while the call waits for its answer.
-
-        `load` is part of the `offer`, so that busy servers get less new work.
-        """
+        """Return a context manager that counts one more call in `load`, so that busy servers get less new work."""
         with self._counting:
             self.load += 1
         try:
@@ -88,7 +70,7 @@ class ServerRecord:
                 self.load -= 1
 
     def answered(self, reply: StepReply, elapsed: float | None, tokens: int, blocks: int) -> None:
-        """Store the numbers of a reply (speed, sessions, bytes of caches), and lift a ban.
+        """Store the numbers of a reply, and lift a ban.
 
         ``elapsed`` is the seconds from call to answer; None if the server had to wait for other servers. ``tokens`` and
         ``blocks`` are the size of the request.
@@ -103,8 +85,7 @@ class ServerRecord:
     def ban(self, now: float, seconds: float, why: str) -> float:
         """Ban the server because it did not answer or cannot serve; return for how many seconds from ``now``.
 
-        The first ban lasts ``seconds``, each further ban in a row twice as long, 300 at most. ``why`` is the reason,
-        for displays. ``now`` is as of `time.monotonic`.
+        The first ban lasts ``seconds``, each further ban in a row twice as long, 300 at most. ``why`` is for displays.
         """
         for_ = min(seconds * 2.0**self.strikes, _LONGEST_BAN_SECONDS)
         self.strikes += 1
@@ -113,7 +94,7 @@ class ServerRecord:
         return for_
 
     def is_banned(self, now: float) -> bool:
-        """Return whether the server must not be called now, because it did not answer or failed a short time ago."""
+        """Return whether the server must not be called now."""
         return now < self.banned_until
 
     def serves(self, now: float) -> bool:
@@ -121,11 +102,8 @@ class ServerRecord:
         return self.state == "online" and not self.is_banned(now)
 
     def has(self, span: Span, now: float) -> bool:
-        """Return whether the server is online, not banned, and serves all blocks of a span.
-
-        If it is not so, the session gives the span to another server.
-        """
-        blocks = self.blocks
+        """Return whether the server may get new work, and serves all blocks of a span."""
+        blocks = self.blocks  # once: other threads replace the list
         return self.serves(now) and all(number in blocks for number in range(span.begin, span.end))
 
     def offer(self) -> Offer:
@@ -133,10 +111,10 @@ class ServerRecord:
         return Offer(self.blocks, self.hop, self.pace, self.load)
 
     def told(self, now: float, sizes: Sequence[int], budget: int | None) -> dict[str, Any]:
-        """Describe the server for a map, as a dict of JSON values: name, state, note, blocks, bytes and counts.
+        """Describe the server for a map, as a dict of JSON values.
 
         ``sizes`` has the bytes of all blocks of the model, ``budget`` is the bytes of caches that a server may hold,
-        None for no limit. ``now`` is as of `time.monotonic`.
+        None for no limit.
         """
         banned = self.state == "online" and self.is_banned(now)
         return {

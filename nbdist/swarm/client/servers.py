@@ -57,12 +57,10 @@ if TYPE_CHECKING:
     from nbdist.wire.messages import Record
 
 _numbers = itertools.count()
-_LOADING_SECONDS = 300.0
-"""Seconds for loading blocks, in addition to the time of a step: at first, the worker imports transformers."""
+_LOADING_SECONDS = 300.0  # for loading blocks, besides the time of a step: at first, the worker imports transformers
+# The shortest time limit for a new worker to answer: importing transformers delays its other threads.
 _NEW_WORKER_SECONDS = 15.0
-"""The shortest time limit, in seconds, for a new worker to answer: importing transformers delays its other threads."""
-_FIRST_BAN_SECONDS = 5.0
-"""Seconds for which a server that did not answer is not called; `ServerRecord.ban` doubles them with each failure."""
+_FIRST_BAN_SECONDS = 5.0  # `ServerRecord.ban` doubles them with each failure
 
 
 class Gone(NbdistError):
@@ -88,30 +86,26 @@ class Servers:
         journal: Journal,
         policy: Policy,
     ) -> None:
-        self.sizes = sizes
-        """Bytes of each block."""
+        self.sizes = sizes  # bytes of each block
+        # Says which arguments of a block have rows for each sequence; `DEFAULT_LAYOUT` until a model has found out.
         self.layout: StackLayout = DEFAULT_LAYOUT
-        """Says which arguments of a block have rows for each sequence; `DEFAULT_LAYOUT` until a model has found out."""
         self.options = options
         self.policy = policy
-        self.ban_seconds = _FIRST_BAN_SECONDS
-        """Seconds of the first ban of a server."""
+        self.ban_seconds = _FIRST_BAN_SECONDS  # of the first ban of a server
         self._checkpoint = checkpoint
         self._source = offer(checkpoint)
+        # The folder that `close`, or the end of this object, removes. Until then servers may load blocks from it.
         self._weights = weights
-        """The folder that `close`, or the end of this object, removes. Until then servers may load blocks from it."""
         self._journal = journal
-        self._members: dict[str, ServerRecord] = {}
-        """The members by name of the worker, in the order in which they joined."""
+        self._members: dict[str, ServerRecord] = {}  # by name of the worker, in the order in which they joined
         self._choose = random.Random(0)
+        # Guards the list of members and their states; notified when a worker has loaded its blocks.
         self._changed = threading.Condition(threading.RLock())
-        """Guards the list of members and their states; notified when a worker has loaded its blocks."""
+        # Held by a thread that gives blocks to servers. Take a session's lock before it, and `_changed` after it.
         self._arranging = threading.RLock()
-        """Held by a thread that gives blocks to servers. Take a session's lock before it, and `_changed` after it."""
         self.closed = False
         self._agent = api.current_agent()
-        self.incarnation = self._agent.me.incarnation
-        """The incarnation of this client's agent. When a server loses the agent, it drops this client's sessions."""
+        self.incarnation = self._agent.me.incarnation  # when a server loses this agent, it drops this client's sessions
         weakref.finalize(self, self._agent.on_lost(_Listener(self))).atexit = False
 
     # -- who there is -------------------------------------------------------------------------
@@ -151,10 +145,10 @@ class Servers:
         return next((record.name for record in known if record.id == worker), str(worker))
 
     def lose(self, incarnation: int, why: object) -> None:
-        """Mark the server on the worker with this incarnation as "gone", and log its blocks and the reason.
+        """Mark the server on the worker with this incarnation, if there is one, as "gone", and log its blocks.
 
-        ``why`` is the reason, unless the agent knows one. Does nothing if no server is there, or if it has left or is
-        gone already. Its sessions move when their next step finds it gone. The agent calls this when it loses a worker.
+        The logged reason is ``why``, unless the agent knows one. The server's sessions move when their next step finds
+        it gone. The agent calls this when it loses a worker.
         """
         with self._changed:
             member = next((each for each in self._members.values() if each.incarnation == incarnation), None)
@@ -162,12 +156,9 @@ class Servers:
             self._lose(member, why)
 
     def _lose(self, member: ServerRecord, why: object) -> None:
-        """Mark one server as "gone", as `lose` does. Threads whose call to the server failed call this.
-
-        They may hold the record of a server that has left, while a newer server of the same worker is healthy. So this
-        changes the given record only.
-        """
+        """Mark one server as "gone", as `lose` does, after a call to it has failed."""
         with self._changed:
+            # This record only: the server may have left, while a newer one of the same worker is healthy.
             if member.state in ("gone", "offline"):
                 return
             # Prefer the agent's reason: it does not depend on which thread notices the death first.
@@ -177,9 +168,9 @@ class Servers:
         self._journal.tell(f"{member.name}, which had {named(blocks)}, is gone: {member.note}")
 
     def kill(self, member: ServerRecord) -> None:
-        """Kill the process of a member's worker with SIGKILL. A worker on another host kills itself.
+        """Kill the process of a member's worker with SIGKILL, without waiting; a worker on another host kills itself.
 
-        Does not wait until the process has ended. Raises UsageError if the member is gone already, or is this process.
+        Raises UsageError if the member is gone already, or is this process.
         """
         record = self._agent.member(member.incarnation)
         if record is None:
@@ -194,10 +185,7 @@ class Servers:
             api.rpc_async(member.name, _die)
 
     def _ban(self, member: ServerRecord, why: str = "") -> None:
-        """Stop calling a server for a while. ``why`` completes its name in the log, by default "did not answer ...".
-
-        Does nothing for a server that is banned already, that is still joining, or that has left or is gone.
-        """
+        """Stop calling a server for a while; ``why`` completes its name in the log."""
         with self._changed:
             if not member.there or member.is_banned(time.monotonic()):
                 return  # a joining server has no callers yet; a banned one has failed another call at the same time
@@ -210,8 +198,7 @@ class Servers:
     def start(self, workers: Sequence[int | str], spans: Sequence[tuple[int, int]], tell: Steps) -> None:
         """Make a server on each worker and load its span there, all at the same time; ``tell`` shows the progress.
 
-        If a worker fails, raises the error of `_wait_until_loaded` for the first such worker. The servers that have
-        been waited for by then stay.
+        If a worker fails, raises the error of `_wait_until_loaded`. The servers that have been waited for by then stay.
         """
         made = [(self._make_server(worker), span) for worker, span in zip(workers, spans, strict=False)]
         with self._joining([member for member, _ in made]):
@@ -235,10 +222,7 @@ class Servers:
         tell(f"join: {member.name} serves {named(member.blocks)}.")
 
     def _make_server(self, worker: int | str) -> ServerRecord:
-        """Make a new server on a worker, without waiting for it, and return its record, which `_joining` adds.
-
-        Raises UnknownWorker or WorkerLost if there is no such worker (any more).
-        """
+        """Make a new server on a worker, without waiting for it, and return its record, which `_joining` adds."""
         record = self._agent.find(worker)
         address = Address(record.name, f"server {self.incarnation}.{next(_numbers)}")
         server: RRef[Server] = api.remote(record.name, Server, (self._source, self.options, address.name))
@@ -248,8 +232,8 @@ class Servers:
     def _joining(self, members: Sequence[ServerRecord]) -> Iterator[None]:
         """Return a context manager for new servers: it adds their records, in the state "joining", to the members.
 
-        They replace older members of the same names. If the ``with`` block fails or is interrupted, the servers that
-        are still joining become "gone" and are released: `way` waits for joining servers without a limit.
+        They replace older members of the same names. If the ``with`` block fails, the servers that are still joining
+        become "gone".
         """
         try:
             with self._changed:
@@ -261,7 +245,7 @@ class Servers:
                     self._members[member.name] = member
             self._journal.news()
             yield
-        except BaseException as error:
+        except BaseException as error:  # also Ctrl-C: `way` waits for a joining server without a limit
             for member in members:
                 if member.state == "joining":
                     self._lose(member, error)
@@ -276,14 +260,14 @@ class Servers:
         return self.send(member, "load", begin, end, extra=extra)
 
     def _wait_until_loaded(self, member: ServerRecord, asked: Future[list[int]]) -> None:
-        """Wait until a server has loaded its blocks, and let it serve them. ``asked`` is the future of that call.
+        """Wait until a server has loaded its blocks, and let it serve them; for a new server, within `_joining`.
 
-        Call it within `_joining` for a new server. Raises WorkerLost if the worker died, UsageError if the swarm was
-        closed meanwhile, `Gone` if the server has left meanwhile or does not answer, or the error of loading.
+        Raises WorkerLost if the worker died, UsageError if the swarm was closed meanwhile, `Gone` if the server has
+        left meanwhile or does not answer, or the error of loading.
         """
         try:
             blocks: list[int] = self.outwait(member, asked, max(self.policy.step_timeout, _NEW_WORKER_SECONDS))
-        except Exception as error:
+        except Exception as error:  # the server's: loading may raise anything
             self.check_open()  # if the swarm was closed meanwhile, that is the cause
             if isinstance(error, Gone) and isinstance(error.__cause__, WorkerLost):
                 raise error.__cause__ from None  # Gone is for callers that can use another server instead
@@ -302,8 +286,8 @@ class Servers:
     def relieve(self, member: ServerRecord) -> None:
         """Let other servers load a server's blocks, and send no new work to it: its state becomes "draining".
 
-        Its sessions are not moved by this. If no server can take its blocks, it is online again, and this raises
-        `NoRoute`. Raises UsageError if the server is not online or draining.
+        If no server can take its blocks, it is online again, and this raises `NoRoute`. Raises UsageError if the server
+        is not online or draining.
         """
         with self._arranging:
             with self._changed:
@@ -316,7 +300,7 @@ class Servers:
             try:
                 while not self._load_unserved(0, len(self.sizes)):
                     pass
-            except BaseException:
+            except BaseException:  # also Ctrl-C: nobody else has all of its blocks, so it goes on serving
                 with self._changed:
                     if member.state == "draining":  # unless it died meanwhile
                         member.state = "online"
@@ -331,15 +315,13 @@ class Servers:
 
     @staticmethod
     def _release(member: ServerRecord) -> None:
-        """Release the reference to a server, so that its worker frees it."""
         with contextlib.suppress(NbdistError):  # the worker may be gone
-            member.server.release()
+            member.server.release()  # its worker frees the server
 
     def shift(self, begin: int, end: int, member: ServerRecord) -> list[ServerRecord]:
-        """Load these blocks on a server and take them away from all others; return those others.
+        """Load these blocks on a server and take them away from all others; return those others, for `unload`.
 
-        The others keep the weights until `unload`, so that running steps can end and sessions can move. If the server
-        fails (`Gone`) or cannot load the blocks, this raises that error, and no server loses a block.
+        If the server fails (`Gone`) or cannot load the blocks, raises that error, and no server loses a block.
         """
         relieved = []
         with self._arranging:
@@ -349,7 +331,7 @@ class Servers:
                 for other in self.there:
                     kept = [number for number in other.blocks if other is member or not begin <= number < end]
                     if kept != other.blocks:
-                        other.blocks = kept
+                        other.blocks = kept  # the weights stay until `unload`: steps end, and sessions move
                         relieved.append(other)
             self._journal.tell(f"{member.name} takes {named(range(begin, end))}")
         return relieved
@@ -364,9 +346,9 @@ class Servers:
     def close(self) -> None:
         """Release all servers, so that their workers free blocks and caches, and remove the file of weights.
 
-        Afterwards, `check_open` and `way` raise UsageError. A second call does nothing.
+        A second call does nothing.
         """
-        self.closed = True
+        self.closed = True  # first: what fails from now on in other threads says that the swarm is closed
         self._agent.named.withdraw(self._source.name)
         for member in self.members:
             if member.state not in ("offline", "gone"):
@@ -381,7 +363,7 @@ class Servers:
         return self.closed or self._agent.closed
 
     def check_open(self) -> None:
-        """Raise UsageError if the swarm is closed. Methods that need servers call this first."""
+        """Raise UsageError if the swarm is closed."""
         if self.closed:
             raise UsageError("this swarm is closed: call nbdist.swarm.serve again")
 
@@ -390,9 +372,8 @@ class Servers:
     def way(self, begin: int, end: int, *, spread: bool = False) -> list[tuple[Span, ServerRecord]]:
         """Return a route through these blocks: the fastest one, or a random one that spreads the load (``spread``).
 
-        The route is a list of spans, each with its server. If no server has a block, a server loads it first. If no
-        server can load it, waits while a worker is joining, but at least ``route_timeout`` seconds; then raises
-        `NoRoute`. Raises UsageError if the swarm is closed.
+        If no server has a block, a server loads it first. If no server can load it, waits while a worker is joining,
+        but at least ``route_timeout`` seconds; then raises `NoRoute`. Raises UsageError if the swarm is closed.
         """
         began = time.monotonic()
         while True:
@@ -416,46 +397,34 @@ class Servers:
             return [(span, members[span.server]) for span in spans]
 
     def _serving(self) -> dict[str, ServerRecord]:
-        """Return the members that may get new work, by name: those that are online and not banned."""
         now = time.monotonic()
         return {member.name: member for member in self.members if member.serves(now)}
 
     def _may_come(self, since: float) -> bool:
-        """Wait up to 0.1 s for a worker to join, and return True. Return False if there is nothing to wait for.
-
-        That is the case if no worker is joining, and ``route_timeout`` seconds have passed since the moment ``since``.
-        A thread that finds no route calls this before it tries again.
-        """
+        """Wait up to 0.1 s for a worker to join, and return True. Return False if there is nothing to wait for."""
         with self._changed:
             joining = any(member.state == "joining" for member in self._members.values())
             if not joining and time.monotonic() - since >= self.policy.route_timeout:
                 return False
             with blocking_wait():
+                # With a limit: a ban ends by the clock, and nobody notifies then.
                 self._changed.wait(0.1)
         return True
 
     def _load_unserved(self, begin: int, end: int) -> bool:
-        """Let servers load the blocks that no server has; return False if one failed and this must be repeated.
-
-        A server that fails is then banned or lost, so the next attempt uses others. Raises `NoRoute` if no server is
-        left that has room for the blocks.
-        """
+        """Let servers load the blocks that no server has; return False if one failed and this must be repeated."""
         try:
             self._mend(begin, end)
         except Gone:
-            return False
+            return False  # the server is banned or lost, so the next attempt uses others
         return True
 
     def _mend(self, begin: int, end: int) -> None:
-        """Let servers load the blocks of the range that no server has; does nothing if there are none.
-
-        Raises `NoRoute`, which says why other servers do not serve, or `Gone` if a server fails. A server that dies is
-        lost. A server that cannot load the blocks, for example for lack of memory, is banned.
-        """
+        """Let servers load the blocks of the range that no server has; raise `NoRoute`, or `Gone` if one fails."""
         if not _lacks_block(self._serving(), begin, end):
             return
         with self._arranging:
-            members = self._serving()
+            members = self._serving()  # again: another thread may have loaded the blocks meanwhile
             blocks = {name: member.blocks for name, member in members.items()}
             room = {name: member.room for name, member in members.items()}
             try:
@@ -480,7 +449,6 @@ class Servers:
                 self._journal.tell(f"{member.name} takes {wanted}")
 
     def _why_not_serving(self) -> list[str]:
-        """Return why each server that is not online does not serve, for error messages."""
         told = [member.told(time.monotonic(), self.sizes, None) for member in self.members]
         return [
             f"{each['name']} is {each['state']}{': ' if each['note'] else ''}{each['note']}"
@@ -494,17 +462,17 @@ class Servers:
     def working(self) -> Iterator[None]:
         """Return a context manager to enter around calls of servers.
 
-        Inside, the agent with which the crew was made makes the calls, whatever agent the calling thread has, and a
-        user's distributed autograd context does not record them.
+        Inside, the crew's agent makes the calls, and a user's distributed autograd context does not record them.
         """
+        # A thread of the user's may act for another agent, or for none.
         with self._agent.activate(), recorder().contexts.outside():
             yield
 
     def send(self, member: ServerRecord, method: str, *args: Any, extra: float = 0.0, **kwargs: Any) -> Future[Any]:
         """Call a method of a server, without waiting; pass the returned future to `answer`.
 
-        The call times out after `Policy.step_timeout` plus ``extra`` seconds. Returns a failed future for a server that
-        is known to be lost.
+        The call times out after `Policy.step_timeout` plus ``extra`` seconds. For a server that is lost, the future has
+        failed.
         """
         timeout = self.policy.step_timeout + extra
         try:
@@ -516,19 +484,11 @@ class Servers:
         return found
 
     def answer(self, member: ServerRecord, asked: Future[Any], within: float | None = None) -> Any:
-        """Wait for a call's result and return it.
+        """Wait for a call's result and return it; wait ``within`` seconds, or until the call itself times out.
 
-        If the call failed, notes what that says about the server. Errors of the computation itself are raised
-        unchanged.
-
-        Args:
-            member: the server that was called.
-            asked: what `send` returned.
-            within: seconds to wait from now on; by default until the call itself times out.
-
-        Raises:
-            Gone: the server is lost, or has not answered in time and is banned.
-            Forgotten: the server does not have the block or the session, or its input has not arrived.
+        If the call failed, notes what that says about the server, and raises `Gone` if the server is lost, or has not
+        answered and is banned; `Forgotten` if it does not have the block or the session, or its input has not arrived.
+        Errors of the computation itself are raised unchanged.
         """
         with member.asked():
             try:
@@ -542,11 +502,12 @@ class Servers:
             except (WorkerLost, RRefError) as error:
                 self._lose(member, error)
                 raise Gone(member.name) from error.with_traceback(None)
-            except RpcTimeout as error:
+            except RpcTimeout as error:  # before TimeoutError, of which it is a kind
                 self._ban(member)
                 raise Gone(f"{member.name} did not answer") from error.with_traceback(None)
             except NotHere as error:
                 with contextlib.suppress(NbdistError):
+                    # So that the next route does not lead here again.
                     found = member.server.rpc_sync(self.policy.step_timeout).info()
                     with self._changed:
                         member.blocks = [number for number in member.blocks if number in found.blocks]
@@ -569,18 +530,13 @@ class Servers:
         return self.answer(member, asked)
 
     def ask(self, member: ServerRecord, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a server and wait for its result: `send`, then `answer`.
-
-        Raises the errors of `answer`: `Gone` if the server is lost or does not answer; its subclass `Forgotten` if it
-        lacks the block, the session or its input; or the method's own error.
-        """
+        """Call a method of a server and wait for its result: `send`, then `answer`."""
         return self.answer(member, self.send(member, method, *args, **kwargs))
 
     def compute(self, member: ServerRecord, method: str, tokens: int, blocks: int, *args: Any) -> Any:
         """Call a server's `forward` or `backward` and return its result; note how fast the server was.
 
-        ``tokens`` is the size of the request, ``blocks`` the number of blocks that it goes through. Raises the errors
-        of `ask`.
+        ``tokens`` is the size of the request, ``blocks`` the number of blocks that it goes through.
         """
         began = time.perf_counter()
         points = self.policy.spend(method, tokens)
@@ -589,21 +545,18 @@ class Servers:
         return reply.result
 
     def abandon(self, session: str, members: Sequence[ServerRecord] | None = None, begin: int | None = None) -> None:
-        """Tell all servers, or ``members``, to drop a session, or only its span that begins with ``begin``.
-
-        Does not wait. Servers without the session ignore the call.
-        """
+        """Tell all servers, or ``members``, to drop a session, or only its span from ``begin`` on; do not wait."""
         with self.working():
             for member in self.there if members is None else members:
                 if member.there:
-                    self.send(member, "close", session, begin)
+                    self.send(member, "close", session, begin)  # a server without the session ignores this
 
 
 class _Listener:
-    """The agent's listener that tells a crew about lost workers. It refers to the crew weakly."""
+    """The agent's listener that tells a crew about lost workers."""
 
     def __init__(self, crew: Servers) -> None:
-        self._crew = weakref.ref(crew)
+        self._crew = weakref.ref(crew)  # the agent lives longer than a swarm that nobody uses
 
     def __call__(self, record: Record, why: str) -> None:
         crew = self._crew()
@@ -616,11 +569,9 @@ def _do_nothing() -> None:
 
 
 def _die() -> None:
-    """Kill this process. Runs on the worker that `Servers.kill` kills."""
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)  # runs on the worker that `Servers.kill` kills
 
 
 def _lacks_block(members: dict[str, ServerRecord], begin: int, end: int) -> bool:
-    """Return whether a block in the range is missing on all of these members."""
     known = {number for member in members.values() for number in member.blocks}
     return any(number not in known for number in range(begin, end))

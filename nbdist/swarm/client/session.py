@@ -55,13 +55,10 @@ from nbdist.swarm.policy import Recover
 from nbdist.swarm.server.session_caches import REPLAYED, StepReply
 
 _numbers = itertools.count()
-_MAX_LOST_SERVERS = 16
-"""The number of servers that may fail one after the other in a step before the step fails with `NoRoute`."""
+_MAX_LOST_SERVERS = 16  # that may fail one after the other in a step before the step fails with `NoRoute`
+# Seconds for which the client waits for a server's result before it sends that server's input itself: the push of the
+# server before may get lost. Sending the input twice is harmless.
 _PUSH_SECONDS = 0.5
-"""Seconds for which the client waits for a server's result before it sends that server's input itself.
-
-The previous server should have pushed the input, but a push may get lost. Sending the input twice is harmless.
-"""
 
 
 @dataclass(eq=False)
@@ -71,10 +68,10 @@ class _Part:
     span: Span
     member: ServerRecord
     history: History
+    # True if the server may have computed something for the session, so that its caches may not be empty.
     used: bool = False
-    """True if the server may have computed something for the session, so that its caches may not be empty."""
+    # The part to which the server has been told to push its output.
     linked: _Part | None = field(default=None, repr=False)
-    """The part to which the server has been told to push its output."""
 
 
 class Session:
@@ -96,8 +93,7 @@ class Session:
         chunk: int | None,
         cache_timeout: float,
     ) -> None:
-        self.id = f"{os.getpid()}.{next(_numbers)}"
-        """The name by which servers know the session, unique in this process."""
+        self.id = f"{os.getpid()}.{next(_numbers)}"  # by which servers know the session
         self.recover: Recover = recover
         self.state: Literal["idle", "writing", "recovering"] = "idle"
         self._crew = crew
@@ -107,16 +103,11 @@ class Session:
         self._expected = expected
         self._chunk = chunk
         self._cache_timeout = cache_timeout
-        self.rows = 1
-        """The number of sequences in the batch, as of the last step."""
-        self._before: list[Operation] = []
-        """Operations on the client's cache since the last step."""
-        self._parts: list[_Part] = []
-        """The route; empty before the first step."""
-        self._refusal = ""
-        """The reason why further steps fail; empty while the session is usable."""
-        self._number = 0
-        """The number of the last step. All servers know the step by this number."""
+        self.rows = 1  # the sequences in the batch, as of the last step
+        self._before: list[Operation] = []  # on the client's cache since the last step
+        self._parts: list[_Part] = []  # the route; empty before the first step
+        self._refusal = ""  # the reason why further steps fail; empty while the session is usable
+        self._number = 0  # of the last step, the same on all servers
         self._lock = threading.RLock()
 
     @property
@@ -130,17 +121,11 @@ class Session:
         return self._parts[0].history.tokens if self._parts else 0
 
     def note(self, name: str, args: tuple[Any, ...]) -> None:
-        """Record an operation on the client's cache, such as ("crop", (-2,)). Servers repeat it before the next step.
-
-        If there is no further step, the servers' caches do not change.
-        """
+        """Record an operation on the client's cache, as ("crop", (-2,)). Servers repeat it before the next step."""
         self._before.append(Operation(name, args))
 
     def refuse(self, why: str) -> None:
-        """Make all further steps raise UsageError with the message ``why``. If called twice, the first message stays.
-
-        The servers are not told.
-        """
+        """Make all further steps raise UsageError with the message ``why``, or with that of an earlier call."""
         self._refusal = self._refusal or why
 
     def check_usable(self) -> None:
@@ -192,11 +177,7 @@ class Session:
     def _step(
         self, before: tuple[Operation, ...], hidden: torch.Tensor, calls: Sequence[Any], prompts: torch.Tensor | None
     ) -> torch.Tensor:
-        """Take a step in pieces of `chunk` tokens; before the first step, open the session on a route.
-
-        ``before`` has the operations on the cache that servers do before the step. The other arguments and the result
-        are those of `step`.
-        """
+        """Take a step in pieces of `chunk` tokens; before the first step, open the session on a route."""
         self.rows = hidden.shape[0]
         self._expected = max(self._expected, self.tokens + hidden.shape[1])
         if not self._parts:
@@ -221,9 +202,8 @@ class Session:
     def _step_with_spares(self, step: Step) -> torch.Tensor:
         """Take one step, with new servers in place of lost ones; return the output of the last span.
 
-        All servers are called at once, after those that are not available any more were replaced. Each pushes its
-        output to the next one, and also returns it to the client, which adds it to the histories and needs it if the
-        next server is lost.
+        All servers are called at once. Each pushes its output to the next one, and also returns it to the client, which
+        adds it to the histories and needs it if the next server is lost.
         """
         self._number += 1
         sent: dict[_Part, tuple[Future[StepReply], float]] = {}
@@ -248,30 +228,26 @@ class Session:
                         "why. Let other workers join, then start again with a new cache."
                     ) from gone
                 self._replace(lost)
+                # All servers from here on are called again: a server that has taken the step has the answer stored.
                 sent = {}
                 continue
+            # Only now: `_replace` replays the history, which must not have a step that is still to be taken.
             part.history.add(own, result)
             part.used = True
             hidden, at = result, at + 1
         return hidden
 
     def _part_for_span(self, part: _Part, step: Step, hidden: torch.Tensor) -> Step:
-        """Return the part of a step for one span of the route: with the calls and prompts of the span's blocks.
-
-        ``hidden`` is the input of the span.
-        """
+        """Return the part of a step for one span of the route; ``hidden`` is the span's input."""
         span = slice(part.span.begin - self._begin, part.span.end - self._begin)
         return Step(step.before, hidden, step.calls[span], step.prompts[span] if step.prompts is not None else None)
 
     def _send(self, at: int, step: Step, hidden: torch.Tensor) -> dict[_Part, tuple[Future[StepReply], float]]:
-        """Call all servers from span number ``at`` of the route on for a step; return each call's future and its time.
-
-        The time of sending is as of `time.perf_counter`. The first server gets ``hidden`` with the call. Each of the
-        others waits until the previous server pushes its input.
-        """
+        """Call all servers from span number ``at`` on for a step; return the future and the time of each call."""
         self._link()
         crew = self._crew
         points = crew.policy.spend("step", hidden.shape[0] * hidden.shape[1])
+        # Only the first server gets its input with the call. The others wait for a push of the server before.
         nothing = hidden.new_empty(0)
         found = {}
         for number, part in enumerate(self._parts[at:]):
@@ -293,11 +269,6 @@ class Session:
         return found
 
     def _push_input(self, part: _Part, number: int, hidden: torch.Tensor) -> None:
-        """Push a step's input to a server from the client; does not wait.
-
-        ``part`` is the span of the route with its server, ``number`` the number of the step. Pushing the same input
-        twice is harmless.
-        """
         self._crew.send(part.member, "push", self.id, part.span.begin, number, hidden, extra=carriage(hidden))
 
     def _wait_for_result(
@@ -305,9 +276,8 @@ class Session:
     ) -> torch.Tensor:
         """Wait for a server's result of a step and return it; raise `Gone` if the server is lost or does not answer.
 
-        ``asked`` is the call, which was sent at the time ``since``, as of `time.perf_counter`. ``own`` is the part of
-        the step for this span. ``first`` is True if the input was sent with the call. If it was not, the server may
-        wait for a push that got lost, so the client pushes the input after `_PUSH_SECONDS` seconds.
+        ``asked`` is the call, which was sent at the time ``since``. ``own`` is the part of the step for this span.
+        ``first`` is True if the input was sent with the call.
         """
         if not first:
             with contextlib.suppress(Exception):  # an error of the call is raised by `Servers.answer` below
@@ -317,6 +287,7 @@ class Session:
         # The server has its input by now, so its time counts from here on. It is not to blame for earlier servers.
         within = None if first else self._crew.policy.step_timeout + carriage(own.hidden)
         reply = self._crew.answer(part.member, asked, within)
+        # The time of any other server includes that of the servers before it.
         elapsed = time.perf_counter() - since if first else None
         tokens = own.hidden.shape[0] * own.hidden.shape[1]
         part.member.answered(reply, elapsed, tokens, len(own.calls))
@@ -328,15 +299,15 @@ class Session:
     def _open_on_a_route(self, begin: int, end: int) -> list[_Part]:
         """Find a route through these blocks and open the session on all of its servers; try again if one is lost.
 
-        Returns the spans of the route, with their servers and empty histories. Raises `NoRoute` after 16 attempts, or
-        if no server has a block, and `CacheFull` if a server has no memory for the caches.
+        Returns the spans of the route, with empty histories. Raises `NoRoute` after 16 attempts, or if no server has a
+        block, and `CacheFull` if a server has no memory for the caches.
         """
         for _ in range(_MAX_LOST_SERVERS):
             way = self._crew.way(begin, end)
             parts = [_Part(span, member, self._history()) for span, member in way]
             try:
                 self._open(parts)
-            except BaseException as error:
+            except BaseException as error:  # also Ctrl-C: some servers may have reserved memory
                 self._crew.abandon(self.id, [part.member for part in parts])
                 if not isinstance(error, Gone):
                     raise
@@ -348,11 +319,7 @@ class Session:
         )
 
     def _open(self, parts: Sequence[_Part]) -> None:
-        """Open the session on the servers of these spans of the route. Raises `Gone` if one is lost, or `CacheFull`.
-
-        If caches are unlimited, opens all at once. Otherwise one after the other, in the order of the route: two
-        sessions that each hold memory on one server and wait for memory on the other would wait for ever.
-        """
+        """Open the session on the servers of these spans of the route. Raises `Gone` if one is lost, or `CacheFull`."""
         crew = self._crew
         limited = crew.options.cache_bytes is not None
         asked = []
@@ -364,6 +331,8 @@ class Session:
                 part.member, "open", self.id, part.span.begin, self._empty, crew.incarnation, self._expected, wants,
                 extra=patience,
             )  # fmt: skip
+            # One after the other, in the order of the route: two sessions that each hold memory on one server and wait
+            # for memory on the other would wait for ever.
             if limited:
                 crew.outwait(part.member, answer)
             else:
@@ -375,10 +344,6 @@ class Session:
         return History(model_cache.forgets(self._empty))
 
     def _link(self) -> None:
-        """Tell each server that does not know it yet to which server and span it must push its output.
-
-        A server that is lost is skipped: the step notices it.
-        """
         asked = []
         for part, then in itertools.pairwise(self._parts):
             if part.linked is not then:
@@ -399,9 +364,8 @@ class Session:
     def _replace(self, at: int) -> None:
         """Give span number ``at`` of the route to other servers, or open it again on its server; restore its caches.
 
-        Called if the span's server is gone, is banned, leaves the swarm, has given blocks away, has lost the session
-        (then it may get the span back), or has not received its input in time. Raises `NoRoute` if other servers fail
-        in each of 16 attempts, or if no server can take the span; then the route stays as it was.
+        Raises `NoRoute` if other servers fail in each of 16 attempts, or if no server can take the span; then the route
+        stays as it was.
         """
         self.state = "recovering"
         self._journal.news()
@@ -413,7 +377,7 @@ class Session:
                 continue
             self._parts[at : at + 1] = parts
             for other in self._parts[max(0, at - 1) : at + len(parts)]:
-                other.linked = None
+                other.linked = None  # the server before must push to the new one, and the new ones onwards
             self.state = "writing"
             return
         raise NoRoute(
@@ -422,10 +386,9 @@ class Session:
         )
 
     def _move_caches(self, part: _Part) -> list[_Part] | None:
-        """Move the caches of a span to another server; return None if that is impossible.
+        """Move the caches of a span to another server; return a list of the span with that server, or None.
 
-        Returns a list of the span with its new server. The move is possible while the old server answers and one other
-        server has all blocks of the span. After None, use `_caught_up`.
+        Possible while the old server answers and one other server has all blocks of the span.
         """
         if not part.used or not part.member.there or part.member.is_banned(time.monotonic()):
             return None
@@ -456,11 +419,7 @@ class Session:
         return [_Part(span, member, part.history, used=True)]
 
     def _caught_up(self, gone: _Part) -> list[_Part]:
-        """Open a span on other servers and replay its history there; return the spans that replace it.
-
-        Logs how long it took. If one of the new servers fails, raises `Gone`, and leaves the lost server's part
-        unchanged.
-        """
+        """Open a span on other servers and replay its history there; return the spans that replace it."""
         began = time.perf_counter()
         history = gone.history
         parts = self._open_on_a_route(gone.span.begin, gone.span.end)
@@ -474,7 +433,7 @@ class Session:
                 self._step_of_lost_part(gone, parts, step)
             how = f"{counted(len(history.steps), 'step')} again"
         if len(parts) == 1:
-            parts[0].history = history
+            parts[0].history = history  # a merged step would be the only one in the new history
         if gone.member not in [part.member for part in parts]:
             self._crew.abandon(self.id, [gone.member], gone.span.begin)  # it may be alive and only too slow
         who = ", ".join(f"{part.member.name} ({_named(part.span)})" for part in parts)
@@ -482,11 +441,7 @@ class Session:
         return parts
 
     def _step_of_lost_part(self, gone: _Part, parts: Sequence[_Part], step: Step) -> torch.Tensor:
-        """Take a step of a lost server's span, ``gone``, through the spans that replace it; return the result.
-
-        The spans compute one after the other, and each adds the step to its history. Raises `Gone` if one of their
-        servers is lost.
-        """
+        """Take a step of the span ``gone`` through the spans that replace it, one by one; return the result."""
         hidden = step.hidden
         for part in parts:
             span = slice(part.span.begin - gone.span.begin, part.span.end - gone.span.begin)
@@ -511,9 +466,7 @@ class Session:
     def _at_once(self, gone: _Part, parts: Sequence[_Part]) -> bool:
         """Replay the whole history as one merged step; return whether the result equals the old one within rounding.
 
-        ``parts`` are the spans that replace the lost one, ``gone``. If the result differs, or the steps cannot be
-        merged, the log says why, and the caches of ``parts`` are not usable. Raises `Gone` if one of their servers is
-        lost.
+        If not, the log says why, and the caches of ``parts``, the spans that replace ``gone``, are not usable.
         """
         try:
             merged = merging.merge(gone.history, self._crew.layout)
@@ -524,6 +477,7 @@ class Session:
             why = "its result was different"
         except Gone:
             raise
+        # A merged call may have read an argument's shape wrongly, and the layer, or torch, raises.
         except (merging.Unmergeable, RuntimeError, TypeError, ValueError, IndexError) as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
         self._journal.tell(f"session {self.id}: replaying all steps at once failed ({why}); replaying step by step")
@@ -534,8 +488,7 @@ class Session:
     def settle(self) -> None:
         """Move the session away from servers that no longer serve its spans. Waits until a running step has ended.
 
-        If a span cannot move now, it stays, a line in the log says so, and the next step tries again. Called when a
-        worker leaves the swarm or gives blocks away. Does nothing for a session that is over.
+        If a span cannot move now, it stays, a line in the log says so, and the next step tries again.
         """
         with self._lock:
             if self._refusal:
@@ -548,14 +501,10 @@ class Session:
                 self.state = "idle"
 
     def _replace_server(self, part: _Part) -> None:
-        """Replace the server of a span of the route. If that fails with an NbdistError, log it.
-
-        The next step tries again, and raises the error if it occurs again. Any other error is raised at once.
-        """
         try:
             with self._crew.working():
                 self._replace(self._parts.index(part))
-        except NbdistError as error:
+        except NbdistError as error:  # the next step tries again, and raises it if it occurs again
             self._journal.tell(f"session {self.id} could not leave {part.member.name} yet: {error}")
 
 

@@ -30,11 +30,10 @@ class Sessions:
         self.crew = crew
         self.policy = crew.policy
         self._journal = journal
-        self._lock = threading.Lock()
-        """Guards the set of sessions and the start of the thread."""
+        self._lock = threading.Lock()  # guards the set of sessions and the start of the thread
         self._open: weakref.WeakSet[Session] = weakref.WeakSet()
+        # Ids of sessions whose caches are gone; None ends the thread.
         self._over: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        """The ids of sessions whose caches are gone, for the thread `_close_sessions`; None ends it."""
         self._settler: threading.Thread | None = None
         weakref.finalize(self, self._over.put, None).atexit = False
 
@@ -71,6 +70,7 @@ class Sessions:
                     target=_close_sessions, args=(weakref.ref(self), self._over), name="swarm settles", daemon=True
                 )
                 self._settler.start()
+        # `SimpleQueue.put` is reentrant: Python may run this finaliser in the middle of another `put`.
         weakref.finalize(cache, self._over.put, session.id).atexit = False
         return session
 
@@ -84,25 +84,22 @@ class Sessions:
             return list(self._open)
 
     def over(self, session: str) -> None:
-        """Tell all servers, without waiting, to drop the session with this id.
-
-        Called when the session's cache is collected, or its ``with`` statement ends. Servers without the session ignore
-        it.
-        """
+        """Tell all servers, without waiting, to drop the session with this id: its cache is gone, or it was closed."""
         self.crew.abandon(session)
         self._journal.news()
 
     def close(self) -> None:
-        """End the thread that waits for caches to be collected. A second call changes nothing."""
+        """End the thread that waits for caches to be collected."""
         self._over.put(None)
 
 
 def _close_sessions(sessions: weakref.ref[Sessions], over: queue.SimpleQueue[str | None]) -> None:
     """Close sessions whose ids arrive on ``over``, until None arrives. The thread "swarm settles" runs this."""
     while (session := over.get()) is not None:
+        # Weak while it waits: a swarm that nobody uses must end, and its thread with it.
         found = sessions()
         if found is None:
             return
         with contextlib.suppress(Exception):  # an error must not end the thread: no further session would be closed
             found.over(session)
-        del found
+        del found  # before the next wait

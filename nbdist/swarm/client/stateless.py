@@ -23,10 +23,8 @@ from nbdist.swarm.client.routing import NoRoute
 from nbdist.swarm.client.servers import Gone, Servers
 from nbdist.swarm.stacking import StackInput
 
-_TRIES = 16
-"""The number of servers that may fail one after the other in a micro-batch before the call fails with `NoRoute`."""
-_MAX_THREADS = 8
-"""The most micro-batches that are computed at the same time."""
+_TRIES = 16  # servers that may fail one after the other in a micro-batch before the call fails with `NoRoute`
+_MAX_THREADS = 8  # micro-batches that are computed at the same time
 
 
 class _Entrance(NamedTuple):
@@ -57,8 +55,7 @@ def through(
 def forward(crew: Servers, begin: int, item: StackInput) -> tuple[torch.Tensor, list[list[_Entrance]]]:
     """Take an item, the input of the blocks from ``begin`` on, through them in micro-batches (`Policy.micro_batch`).
 
-    Returns the hidden states behind the blocks, and the entrances of each micro-batch, which the backward pass sends
-    again. Raises `NoRoute` if no server can serve a block, or too many servers failed.
+    Returns the hidden states behind the blocks, and, for the backward pass, the entrances of each micro-batch.
     """
     parts = stacking.parts(item, crew.policy.micro_batch)
     found = _run_each(crew, [(_one_micro_batch, (crew, begin, part)) for part in parts])
@@ -66,10 +63,7 @@ def forward(crew: Servers, begin: int, item: StackInput) -> tuple[torch.Tensor, 
 
 
 def _one_micro_batch(crew: Servers, begin: int, item: StackInput) -> tuple[torch.Tensor, list[_Entrance]]:
-    """Take one micro-batch through its blocks. When a server is lost, take a new route from its span on.
-
-    Returns the hidden states and the input of each span. Raises `NoRoute` after more than `_TRIES` lost servers.
-    """
+    """Take one micro-batch through its blocks; return the hidden states and the input of each span."""
     found: list[_Entrance] = []
     hidden, at, end = item.hidden, begin, begin + len(item.calls)
     tries = 0
@@ -83,14 +77,13 @@ def _one_micro_batch(crew: Servers, begin: int, item: StackInput) -> tuple[torch
                     member, "forward", size, blocks, span.begin, own.hidden, own.calls, own.prompts, own.layout
                 )
                 found.append(_Entrance(span.begin, span.end, own))
-                hidden, at = hidden_after, span.end
+                hidden, at = hidden_after, span.end  # a new route begins here, after the spans that are done
         except Gone as gone:
             tries = _count_try(tries, gone)
     return hidden, found
 
 
 def _count_try(tries: int, gone: Gone) -> int:
-    """Return ``tries``, the servers that failed before, plus one for ``gone``; raise `NoRoute` if that is too many."""
     tries += 1
     if tries > _TRIES:
         raise NoRoute(
@@ -101,11 +94,7 @@ def _count_try(tries: int, gone: Gone) -> int:
 
 
 def _of_blocks(item: StackInput, hidden: torch.Tensor, first: int, begin: int, end: int) -> StackInput:
-    """Return the input of the span from block ``begin`` to before ``end``.
-
-    It has the hidden states ``hidden``, and the span's calls and prompts of ``item``, which is the input of more
-    blocks, from block ``first`` on.
-    """
+    """Return the input of the span from ``begin`` to before ``end``; ``item`` begins with block ``first``."""
     span = slice(begin - first, end - first)
     prompts = item.prompts[span] if item.prompts is not None else None
     return StackInput(hidden, item.calls[span], prompts, None, item.layout)
@@ -118,7 +107,6 @@ class _Through(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, prompts: torch.Tensor | None, crew: Servers, begin: int, calls: Sequence[Any]
     ) -> torch.Tensor:
-        """Compute the blocks; keep the inputs of all spans for the backward pass."""
         item = StackInput(hidden.detach(), tuple(calls), _detached(prompts), None, crew.layout)
         found, ctx.ways = forward(crew, begin, item)
         ctx.crew, ctx.begin = crew, begin
@@ -127,10 +115,6 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Backpropagate each micro-batch along the spans of its forward pass.
-
-        Prompts that all sequences share get the sum of the micro-batches' gradients.
-        """
         (gradient,) = gradients
         sizes = [way[0].item.hidden.shape[0] for way in ctx.ways]
         given = gradient.split(sizes)
@@ -140,6 +124,7 @@ class _Through(torch.autograd.Function):
         prompts = None
         if ctx.shape is not None:
             parts = [torch.cat(part) for _, part in found]  # one for each micro-batch
+            # Prompts that all sequences share get the sum of the micro-batches' gradients.
             prompts = torch.cat(parts, 1) if ctx.shape[1] > 1 else sum(parts[1:], parts[0])
         return torch.cat([part for part, _ in found]), prompts, None, None, None
 
@@ -147,11 +132,7 @@ class _Through(torch.autograd.Function):
 def _backpropagate(
     crew: Servers, way: list[_Entrance], gradient: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Backpropagate one micro-batch through all its spans. ``way`` has the input of each span, in forward order.
-
-    ``gradient`` is the gradient of the micro-batch's output. Returns the gradient of its input, and the gradients of
-    the prompts of each span, from the first span on.
-    """
+    """Backpropagate one micro-batch; return the gradients of its input, and of the prompts of each span in ``way``."""
     prompts: list[torch.Tensor] = []
     for entrance in reversed(way):
         gradient, own = _back_through(crew, entrance, gradient)
@@ -162,12 +143,7 @@ def _backpropagate(
 def _back_through(
     crew: Servers, entrance: _Entrance, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Backpropagate through one span of the forward pass, on the servers that have its blocks now.
-
-    ``entrance`` is the span and its input. If several servers have its blocks now, the inputs of all but the first are
-    computed again. When a server is lost, the whole span is computed again on a new route. Returns the gradient of the
-    input, and the gradients of the prompts by server. Raises `NoRoute` after too many lost servers.
-    """
+    """Backpropagate through one span of the forward pass, on the servers that have its blocks now."""
     begin, end, item = entrance
     tries = 0
     while True:
@@ -178,6 +154,7 @@ def _back_through(
             for span, member in crew.way(begin, end, spread=True):
                 own = _of_blocks(item, hidden, begin, span.begin, span.end)
                 way.append((span, member, own))
+                # Several servers may have the blocks of the span now: they need inputs that no forward pass has kept.
                 if span.end < end:
                     blocks = span.end - span.begin
                     hidden = crew.compute(
@@ -199,11 +176,7 @@ def _back_through(
 
 
 def _run_each(crew: Servers, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Any]:
-    """Run all (function, arguments), up to 8 at a time, each on a thread; return the results in order.
-
-    A single job runs in the calling thread. If jobs fail, the error of the first of them in order is raised, as soon as
-    the jobs before it are done. Then jobs that have not begun are cancelled, and this does not wait for the others.
-    """
+    """Run all (function, arguments), up to 8 at a time; return the results, or raise the first error in order."""
 
     def run(job: tuple[Any, tuple[Any, ...]]) -> Any:
         with crew.working(), torch.no_grad():
@@ -216,6 +189,8 @@ def _run_each(crew: Servers, jobs: Sequence[tuple[Any, tuple[Any, ...]]]) -> lis
     try:
         with blocking_wait():
             context = [contextvars.copy_context() for _ in jobs]
+            # All are submitted before the first is awaited. `result` raises the first error in order, whatever fails
+            # first.
             asked = [pool.submit(each.run, run, job) for each, job in zip(context, jobs, strict=True)]
             return [each.result() for each in asked]
     finally:

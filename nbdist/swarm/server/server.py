@@ -291,23 +291,16 @@ class Server:
     ) -> Future[StepReply]:
         """Compute step ``number`` of a session on a span; return a future.
 
-        The hidden states of the new tokens are in ``step``, or are pushed before or after this call; no thread waits
-        for them. The last step may be called for again, and gets the same answer.
+        The hidden states of the new tokens are in ``step``, or, with ``pushed``, are pushed before or after this call;
+        no thread waits for them. The last step may be called for again, and gets the same answer.
+
+        ``number`` is the same on all servers, and `REPLAYED` for a replayed step. ``push`` is False to keep the output
+        from the next server. ``behind`` is the seconds that the servers before this one may need, ``patience`` the
+        seconds, after those, until the hidden states must be here; a wait for memory may take half of it.
 
         The future fails with NoSession if the session ends meanwhile, TimeoutError if the hidden states do not arrive
         in time, `CacheFull` if there is no memory for the caches, NotHere if a block is not here, `TooLarge` for too
         many tokens, and UsageError for an earlier step than the last.
-
-        Args:
-            id: the session.
-            begin: the first block of its span.
-            number: the number of the step, the same on all servers; `REPLAYED` for a replayed step.
-            step: the operations to do on the caches first, and how each block is called.
-            pushed: True if the hidden states are pushed, so that those in ``step`` are ignored.
-            push: whether to push the output to the next server.
-            behind: seconds that the servers before this one may need.
-            patience: seconds, after those, until the hidden states must be here. A wait for memory may take half of it.
-            points: the points that the client spends on the request, for its priority.
         """
         session = self.find(id, begin)
         deadline = time.monotonic() + behind + patience
@@ -329,10 +322,7 @@ class Server:
             del answer  # for the reason given at `StepCall.settle`: an error's frames must not hold the future
 
     def _go_on(self, key: tuple[str, int], session: ServerSession) -> None:
-        """Take all steps of a session that are ready, one by one; do nothing if another thread is already doing so.
-
-        The calling thread waits while the computing thread computes.
-        """
+        """Take all steps of a session that are ready, one by one, unless another thread is doing so."""
         with session.changed:
             if session.busy:
                 return
@@ -507,10 +497,7 @@ class Server:
         layout: stacking.StackLayout,
         points: float,
     ) -> StepReply:
-        """Let the computing thread compute a request without a cache, and return the reply.
-
-        ``kind`` is "forward" or "backward", ``given`` is (hidden states, prompts, gradient).
-        """
+        """Let the computing thread compute a request; ``given`` is (hidden states, prompts, gradient)."""
         hidden, prompts, gradient = given
         if self._moves:  # move all to one place: the requests of different clients may be stacked
             hidden, calls, prompts, gradient = adapter.moved((hidden, tuple(calls), prompts, gradient), self._device)
@@ -565,11 +552,7 @@ class Server:
         item: stacking.StackInput | None = None,
         together: Hashable = None,
     ) -> Any:
-        """Queue work for the computing thread and wait for its result.
-
-        With an ``item``, ``work`` gets it as its argument. With a key ``together`` besides, the item may be stacked
-        with the items of requests with an equal key.
-        """
+        """Queue work for the computing thread and wait for its result; ``work`` gets the ``item``, if there is one."""
         priority = float(self.options.prioritize(kind, size, points))  # if it is no number, only this caller fails
         return self._runtime.run(QueuedRequest(kind, size, priority, (work, item), together))
 
