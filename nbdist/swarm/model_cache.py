@@ -94,7 +94,7 @@ class RecordedCache:
             if cache is not None:
                 self._grow(cache, batch, tokens)
             yield
-        except BaseException:  # also Ctrl-C: a step that no server has taken must not count
+        except BaseException:  # also Ctrl-C: the tokens of a step that failed must not count
             if cache is not None:
                 del cache.layers[len(before) :]
                 for layer, attributes in before:

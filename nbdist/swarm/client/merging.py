@@ -117,7 +117,6 @@ def _operate(pieces: list[_Piece], operation: Operation, batch: int, layout: Sta
     """Apply an operation on the cache to the steps before it, ``pieces``; return the number of sequences afterwards."""
     name, args = operation
     if name == "crop":
-        # Only the last steps become shorter, or go. The other operations change the rows of all steps.
         left = (pieces[-1].end if pieces else 0) + args[0]  # args[0] is the change in length, negative
         while pieces and pieces[-1].begin >= left:
             pieces.pop()

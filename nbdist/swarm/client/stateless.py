@@ -168,7 +168,7 @@ def _back_through(
                     member, "backward", size, blocks, span.begin, own.hidden, own.calls, found, own.prompts, own.layout
                 )
                 if prompt is not None:
-                    prompts.insert(0, prompt)
+                    prompts.insert(0, prompt)  # in forward order
         except Gone as gone:
             tries = _count_try(tries, gone)
         else:
