@@ -25,22 +25,16 @@ from nbdist.channel import machine
 from nbdist.channel.contract import Buffer
 from nbdist.large_memory import copy, unfilled
 
-CHUNK_BYTES = 2 << 20
-"""The most bytes of data in a chunk. With half as many, 64 MB take a tenth longer."""
-NOT_COPIED_FROM = 256 * 1024
-"""Frames of this many bytes or more are sent without a copy. For smaller frames, a copy is cheaper."""
+CHUNK_BYTES = 2 << 20  # the most bytes of data in a chunk; with half as many, 64 MB take a tenth longer
+NOT_COPIED_FROM = 256 * 1024  # frames of this many bytes or more are sent as views; for smaller ones a copy is cheaper
 _IDLE_SECONDS = 900.0
-"""Seconds without a further chunk after which an incomplete message is dropped: its sender is dead or cut off."""
 _HEAD = struct.Struct("<8sQI")
 
 _log = logging.getLogger("nbdist.channel")
 
 
 def chunks(frames: Sequence[Buffer], link: bytes, number: int) -> Iterator[tuple[bytes, Buffer]]:
-    """Yield the head and the data of each chunk of a message. ``link`` is 8 bytes that no other link has.
-
-    The data of a large frame is a view of it, without a copy.
-    """
+    """Yield the head and the data of each chunk of a message. ``link`` is 8 bytes that no other link has."""
     sizes = struct.pack(f"<{len(frames)}Q", *map(len, frames))
     for index, data in enumerate(_pieces(frames)):
         yield _HEAD.pack(link, number, index) + (b"" if index else sizes), data
@@ -54,7 +48,7 @@ def _pieces(frames: Sequence[Buffer]) -> Iterator[Buffer]:
         if len(frame) < NOT_COPIED_FROM:
             joined.append(frame)
             size += len(frame)
-            if size <= CHUNK_BYTES - NOT_COPIED_FROM:
+            if size <= CHUNK_BYTES - NOT_COPIED_FROM:  # another small frame still fits
                 continue
         if size:
             yield b"".join(joined)
@@ -63,7 +57,7 @@ def _pieces(frames: Sequence[Buffer]) -> Iterator[Buffer]:
             view = memoryview(frame)
             for begin in range(0, len(view), CHUNK_BYTES):
                 yield view[begin : begin + CHUNK_BYTES]
-    if size or not any(map(len, frames)):
+    if size or not any(map(len, frames)):  # a message of empty frames has a chunk, too: chunk 0 tells the sizes
         yield b"".join(joined)
 
 
@@ -73,8 +67,7 @@ class Assembly:
     def __init__(self, max_message: int) -> None:
         """Accept messages of at most ``max_message`` bytes."""
         self._max_message = max_message
-        self._parts: dict[bytes, _Part] = {}
-        """The incomplete messages, by link. A link sends one message after the other."""
+        self._parts: dict[bytes, _Part] = {}  # by link, which sends one message after the other
 
     def __len__(self) -> int:
         """Return the number of incomplete messages."""
@@ -83,9 +76,8 @@ class Assembly:
     def add(self, head: bytes, data: Buffer) -> list[Buffer] | None:
         """Take a chunk; return the frames of its message if it was the last one, else None.
 
-        Frames of `NOT_COPIED_FROM` bytes or more are writable views, each with its own memory (`unfilled`). A chunk
-        that does not continue its message is dropped, with the part of the message that has arrived. A message for
-        which there is no memory is dropped, too, with a line in the log.
+        Frames of `NOT_COPIED_FROM` bytes or more are writable views, each with its own memory (`unfilled`). A message
+        that has lost a chunk, or for which there is no memory, is dropped; the latter with a line in the log.
         """
         try:
             link, number, index = _HEAD.unpack_from(head)
@@ -102,7 +94,6 @@ class Assembly:
         return part.finished()
 
     def _begin(self, link: bytes, number: int, head: bytes) -> _Part:
-        """Begin a message with the head of its first chunk; raise MemoryError if it is too long."""
         self._parts.pop(link, None)  # the rest of the previous message will not arrive any more
         rest = len(head) - _HEAD.size
         sizes = struct.unpack_from(f"<{rest // 8}Q", head, _HEAD.size)
@@ -112,12 +103,12 @@ class Assembly:
                 f"a message of {length} bytes is too long: this agent accepts {self._max_message}. Raise its option "
                 "max_message, or send less at once"
             )
-        machine.require_memory(length)
+        machine.require_memory(length)  # before the memory is taken: a head may announce more than the machine has
         part = self._parts[link] = _Part(number, sizes)
         return part
 
     def drop_idle(self) -> None:
-        """Drop the messages of which no chunk has arrived for 15 minutes."""
+        """Drop the messages of which no chunk has arrived for 15 minutes: their senders are dead or cut off."""
         before = time.monotonic() - _IDLE_SECONDS
         for link in [link for link, part in self._parts.items() if part.heard < before]:
             del self._parts[link]
@@ -127,22 +118,18 @@ class _Part:
     """An incomplete message."""
 
     def __init__(self, number: int, sizes: Sequence[int]) -> None:
-        self.left = sum(sizes)
-        """The bytes that have not arrived."""
-        self.heard = time.monotonic()
-        """The moment at which the last chunk arrived."""
+        self.left = sum(sizes)  # the bytes that have not arrived
+        self.heard = time.monotonic()  # the moment at which the last chunk arrived
         self._number = number
-        self._next = 0
-        """The number of the next chunk."""
+        self._next = 0  # the number of the next chunk
         self._frames = [unfilled(size) for size in sizes]
-        self._frame = 0
-        """The frame that is being filled."""
-        self._filled = 0
-        """The bytes of that frame that have arrived."""
+        self._frame = 0  # the frame that is being filled
+        self._filled = 0  # the bytes of that frame that have arrived
 
     def take(self, number: int, index: int, data: Buffer) -> bool:
         """Add the data of chunk ``index`` of message ``number``; return False if it does not continue this message."""
         rest = memoryview(data)
+        # If the connection broke in one message and is back in the next one, the index alone would fit.
         if number != self._number or index != self._next or len(rest) > self.left:
             return False
         self._next += 1

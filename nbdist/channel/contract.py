@@ -61,7 +61,7 @@ class Channel(Protocol):
     """Receives an agent's messages at one or more addresses, and makes links to other agents.
 
     A channel whose messages always wake a reader inherits `expect`, `expect_no_more` and `called`, which do nothing,
-    and `call`, which ends one `receive`.
+    and `call`, which ends one `receive`. Any thread may call `wake` and `call`; after `close` they do no harm.
     """
 
     @property
@@ -90,13 +90,9 @@ class Channel(Protocol):
         """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed.
 
         A large frame may be a writable view instead of bytes. Nothing else uses its memory, so a tensor can be made
-        there without copying it.
-
-        Up to `readers` threads of the agent's pool may wait here. One more thread may wait as the *guest*, with
-        ``guest=True``: a thread that waits for the reply to its own call. It may get any message. A message wakes the
-        guest rather than a reader, and `call` wakes only the guest. A reader passes ``soon=True`` if no other thread of
-        the agent has work. Then the channel may poll for a message for a millisecond before it sleeps
-        (`nbdist.channel.spinning`).
+        there without copying it. Up to `readers` threads of the agent's pool may wait here, and the guest, with
+        ``guest=True``, which may get any message. A reader passes ``soon=True`` if no other thread of the agent has
+        work. Then the channel may poll for a message for a millisecond before it sleeps (`nbdist.channel.spinning`).
         """
         ...
 
@@ -108,11 +104,7 @@ class Channel(Protocol):
         ...
 
     def wake(self) -> None:
-        """Make one waiting `receive`, or else the next one, return None. Any thread may call this.
-
-        A thread calls this if it changes something that the sleeping thread waits for, such as its next timer. After
-        `close` it does nothing.
-        """
+        """Make one waiting `receive`, or else the next one, return None, to see that its next timer has changed."""
         ...
 
     def expect(self) -> None:
@@ -128,10 +120,7 @@ class Channel(Protocol):
         return
 
     def call(self) -> None:
-        """Make the guest's `receive` return None, again and again until `called`. Any thread may call this.
-
-        A reader calls this when it has handled the reply for which the guest waits. After `close` it does no harm.
-        """
+        """Make the guest's `receive` return None, again and again until `called`: its reply has been handled."""
         self.wake()
 
     def called(self) -> None:
@@ -139,8 +128,5 @@ class Channel(Protocol):
         return
 
     def close(self) -> None:
-        """Stop receiving, close all links, and remove the channel's files. A second call does nothing.
-
-        `receive` returns None from now on.
-        """
+        """Stop receiving, close all links, and remove the channel's files. A second call does nothing."""
         ...

@@ -75,8 +75,9 @@ class FaultyChannel:
         self.inner = inner
         self.faults = faults
         self.random = random.Random(faults.seed)
+        # The delayed sends, a heap: the moment of each, as of `time.monotonic`, its number, and the function to call.
+        # The numbers are all different, so the heap never compares two functions.
         self._later: list[tuple[float, int, Callable[[], None]]] = []
-        """A heap of delayed sends: the moment of each, as of `time.monotonic`, its number, and the function to call."""
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
@@ -156,7 +157,7 @@ class FaultyChannel:
                 if self._closed:
                     return
                 _, _, action = heapq.heappop(self._later)
-            action()
+            action()  # without the lock: sending may take long, and other threads call `after`
 
 
 class FaultyLink:
@@ -181,7 +182,7 @@ class FaultyLink:
             raise ChannelError(f"injected fault: {word} message not sent, as Faults(fail=...) asks for")
         if chance() < _rule(faults.drop, word):
             return
-        kept = [bytes(frame) for frame in frames]
+        kept = [bytes(frame) for frame in frames]  # copies: the sender may change or free the memory after a delay
         copies = 2 if chance() < _rule(faults.duplicate, word) else 1
         for _ in range(copies):
             delay = _rule(faults.delay, word)
@@ -193,11 +194,7 @@ class FaultyLink:
                 self._inner.send(kept, kind)
 
     def _send_late(self, frames: Sequence[Buffer], kind: str) -> None:
-        """Send a delayed message. If the wrapped link raises ChannelError, as when it is closed, the message is lost.
-
-        Runs in the channel's thread.
-        """
-        with contextlib.suppress(ChannelError):
+        with contextlib.suppress(ChannelError):  # the wrapped link may be closed by now: the message is lost
             self._inner.send(frames, kind)
 
     def close(self, *, at_once: bool = False) -> None:

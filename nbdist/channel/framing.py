@@ -27,17 +27,13 @@ from nbdist.errors import ProtocolError
 from nbdist.large_memory import unfilled
 
 _HEAD = struct.Struct("<QI")
-_SIZE = 8
-"""The bytes of each frame's size in the head."""
+_SIZE = 8  # the bytes of each frame's size in the head
+# The layout of the whole head by the number of frames: nearly all messages have up to 7, and building one takes long.
 _HEADS = [struct.Struct(f"<QI{count}Q") for count in range(8)]
-"""The layout of the whole head by the number of frames, for messages of up to 7 frames."""
 
 
 def head(sizes: Sequence[int]) -> bytes:
-    """Return the bytes to write before the frames of a message, from which `FrameCutter` learns where each frame ends.
-
-    ``sizes`` has the size of each frame, in bytes.
-    """
+    """Return the bytes to write before the frames of a message; ``sizes`` has the size of each frame, in bytes."""
     count = len(sizes)
     layout = _HEADS[count] if count < len(_HEADS) else struct.Struct(f"<QI{count}Q")
     return layout.pack(_SIZE * count + sum(sizes), count, *sizes)
@@ -50,10 +46,7 @@ class Large:
         self._whole = whole
 
     def frames(self) -> list[bytes]:
-        """Return copies of the frames. Raises ProtocolError if their sizes do not add up to the message's length.
-
-        Copying takes long, so the thread that passes the message on calls this, without a lock.
-        """
+        """Return copies of the frames. Raises ProtocolError if their sizes do not add up to the message's length."""
         return _copy_frames(self._whole, 0, *_HEAD.unpack_from(self._whole))
 
 
@@ -70,18 +63,12 @@ class FrameCutter:
 
     @property
     def room(self) -> memoryview:
-        """The memory into which the rest of the message must be read.
-
-        Use it only while `large` is set, that is, while a large message is incomplete; else it raises AssertionError.
-        """
+        """The memory into which the rest of the message must be read, while `large` is set."""
         assert self.large is not None
         return self.large[self._filled :]
 
     def wrote(self, count: int) -> list[Large]:
-        """Record that ``count`` bytes were written to `room`. Call this after each read into `room`.
-
-        Returns the message in a list; [] if it is not whole yet.
-        """
+        """Record that ``count`` bytes were written to `room`; return the message in a list, [] if it is not whole."""
         assert self.large is not None
         self._filled += count
         if self._filled < len(self.large):
@@ -92,9 +79,7 @@ class FrameCutter:
     def feed(self, data: bytes) -> list[list[bytes]]:
         """Take bytes that have arrived while `large` is None; return the whole messages, each as its frames.
 
-        The bytes of an incomplete message are kept. If they tell its length, this sets `large`; then read the rest into
-        `room`.
-
+        Keeps the bytes of an incomplete message. If they tell its length, sets `large`.
         Raises:
             ProtocolError: no link of nbdist sends such bytes, or the message is longer than ``max_message``.
             OSError, MemoryError: the machine has less memory left than the message announces.
@@ -106,6 +91,7 @@ class FrameCutter:
         start, end = 0, len(data)
         while end - start >= _HEAD.size:
             length, count = _HEAD.unpack_from(data, start)
+            # Both checks come before any memory is taken: the bytes may be another program's.
             if length > self._max_message:
                 raise ProtocolError(
                     f"a message of {length} bytes is too long: this agent accepts {self._max_message}. Raise its "
@@ -123,10 +109,7 @@ class FrameCutter:
         return messages
 
     def _begin_large(self, data: bytes, start: int, length: int) -> None:
-        """Set `large` to new memory for the message of ``length`` bytes at ``start``, and copy the part that is there.
-
-        Raises MemoryError if the message has 64 MiB or more and the machine has less memory left.
-        """
+        """Set `large` to new memory for the message of ``length`` bytes at ``start``; copy the part that is there."""
         machine.require_memory(length)
         large = unfilled(length)
         self._filled = len(data) - start
@@ -141,10 +124,7 @@ def _garbage(what: str) -> ProtocolError:
 
 
 def _copy_frames(data: bytes | memoryview, start: int, length: int, count: int) -> list[bytes]:
-    """Return copies of the ``count`` frames of the message whose head begins at ``start``.
-
-    ``length`` is the number in the head. Raises ProtocolError if the frames' sizes do not add up to it.
-    """
+    """Return copies of the ``count`` frames of the message whose head, which tells ``length``, begins at ``start``."""
     if count < len(_HEADS):
         _, _, *sizes = _HEADS[count].unpack_from(data, start)
     else:

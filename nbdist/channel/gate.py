@@ -19,10 +19,8 @@ import threading
 import time
 
 OPEN_AFTER = 0.01
-"""Seconds after which a gate that is still shut is opened by the next thread whose `wait` times out.
-
-This is for Ctrl-C, which may keep the owner from opening the gate. An agent's threads wait for 0.2 s at most.
-"""
+"""Seconds after which a gate that is still shut is opened by the next thread whose `wait` times out."""
+# Only Ctrl-C keeps an owner from opening the gate. An agent's threads wait for 0.2 s at most, so they find out soon.
 
 
 class Gate:
@@ -36,19 +34,19 @@ class Gate:
         self._lock = threading.RLock()  # reentrant: a user's ``__del__`` may run while it is held, and call this gate
         self.owner = 0
         """The ident of the thread that has shut the gate; 0 while it is open."""
-        self._since = 0.0
-        """The moment at which the gate was last shut, as of `time.monotonic`."""
+        self._since = 0.0  # the moment at which the gate was last shut, as of `time.monotonic`
 
     def wait(self, timeout: float | None) -> bool:
         """Sleep until a file is readable, for ``timeout`` seconds at most. Returns whether one may be.
 
-        If the gate was shut for too long, because Ctrl-C kept its owner from opening it, this opens it. It returns True
-        if it cannot: the owner runs a signal handler in the middle of `shut`, and the handler may wait for a message.
+        Opens a gate that was shut for too long, because Ctrl-C kept its owner from opening it.
         """
         if self._gate.poll(timeout, 1):
             return True
         owner = self.owner
         if owner and time.monotonic() - self._since > OPEN_AFTER:
+            # True if the gate cannot be opened: its owner runs a signal handler in the middle of `shut`, and this
+            # handler may wait for a message that only the caller can read.
             return not self._open(owner, blocking=False)
         return False
 
@@ -76,19 +74,16 @@ class Gate:
             self._lock.release()
 
     def open(self, owner: int) -> None:
-        """Let files wake the threads in `wait` again, if the thread with the ident ``owner`` still keeps the gate shut.
-
-        A file that is still readable then wakes a thread. Otherwise this does nothing.
-        """
+        """Let files wake the threads in `wait` again, if the thread with the ident ``owner`` has shut the gate."""
         if self.owner == owner:
             self._open(owner, blocking=True)
 
     def _open(self, owner: int, *, blocking: bool) -> bool:
-        """Open the gate as `open` does; return False if another thread has the lock, and this must not wait for it."""
         if not self._lock.acquire(blocking=blocking):
             return False
         try:
             if self.owner == owner:
+                # In this order: else Ctrl-C in between would leave a shut gate without an owner, which nobody opens.
                 self._let_through(select.EPOLLIN)
                 self.owner = 0
             return True
@@ -96,17 +91,13 @@ class Gate:
             self._lock.release()
 
     def _let_through(self, events: int) -> None:
-        """Set which events of `news` wake the threads in `wait`: EPOLLIN, or 0 for none. Does nothing once closed."""
         try:
             self._gate.modify(self.news, events)
         except (OSError, ValueError):  # the gate is closed
             return
 
     def forked(self) -> None:
-        """Reset the lock and the owner in a forked process, which lacks the threads that may have held them.
-
-        Only the child may call this.
-        """
+        """Reset the lock and the owner in a forked process, which lacks the threads that may have held them."""
         self._lock = threading.RLock()
         self.owner = 0
 

@@ -29,12 +29,9 @@ from nbdist.channel.contract import Buffer, ChannelError, TooManyFiles
 from nbdist.channel.framing import head
 from nbdist.finalisers import this_thread
 
-_JOINED_BELOW = 64 * 1024
-"""A message of fewer bytes is copied into one piece before it is written: sending one piece costs less than several."""
-_PIECES_PER_WRITE = 64
-"""The most pieces that are passed to the kernel in one call; Linux allows 1024."""
-_SEND_BUFFER = 4 << 20
-"""The requested size of the socket's send buffer, in bytes."""
+_JOINED_BELOW = 64 * 1024  # bytes; a smaller message is copied into one piece: sending one costs less than several
+_PIECES_PER_WRITE = 64  # the most pieces that are passed to the kernel in one call; Linux allows 1024
+_SEND_BUFFER = 4 << 20  # the requested size of the socket's send buffer, in bytes
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
@@ -56,10 +53,7 @@ class Outbox:
         self._closed = False
 
     def watch(self, link: LocalLink, number: int) -> None:
-        """Call ``link.flush`` whenever the socket with this file number has room, until `forget`.
-
-        After `close`, does nothing.
-        """
+        """Call ``link.flush`` whenever the socket with this file number has room, until `forget` or `close`."""
         with self._lock:
             if self._closed:
                 return
@@ -70,28 +64,23 @@ class Outbox:
                 self._thread.start()
 
     def forget(self, number: int) -> None:
-        """Stop watching a socket, because its backlog is empty or it is about to be closed.
-
-        A socket that is not watched is ignored.
-        """
+        """Stop watching a socket, if it is watched: its backlog is empty, or it is about to be closed."""
         with self._lock:
             # Closing the socket is not enough: while a forked process has it, the epoll keeps reporting it.
             if self._waiting.pop(number, None) is not None and not self._closed:
                 self._epoll.unregister(number)
 
     def _run(self) -> None:
-        this_thread.is_closed = True
+        this_thread.is_closed = True  # a finaliser of the user's may run here, and must not wait for a call
         while not self._closed:
             for number, _ in self._epoll.poll():
+                # Without the lock: `flush` holds its link's lock when it takes this one, in `forget`.
                 link = self._waiting.get(number)
                 if link is not None:
                     link.flush()
 
     def close(self, linger: float) -> None:
-        """Stop the thread and close the files, once all backlogs are sent or ``linger`` seconds have passed.
-
-        Call it once. Bytes that have not been sent by then are lost.
-        """
+        """Stop the thread and close the files, once all backlogs are sent or ``linger`` seconds have passed."""
         deadline = time.monotonic() + linger
         while self._waiting and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -110,7 +99,10 @@ class Outbox:
 
 
 class LocalLink:
-    """A `Link` to another agent of this host, over one unix socket. Bytes for which it has no room go to a backlog."""
+    """A `Link` to another agent of this host, over one unix socket. Bytes for which it has no room go to a backlog.
+
+    The caller of `_write_what_fits`, `_advance` and `_shut` holds the lock.
+    """
 
     def __init__(self, path: str, outbox: Outbox) -> None:
         """Connect to the socket at ``path``. Raises ChannelError, or TooManyFiles if no file can be opened."""
@@ -132,7 +124,7 @@ class LocalLink:
             sock.connect(self._path)
             if peer_of(sock)[1] != os.getuid():
                 raise ChannelError(f"a process of another user listens at {self._path}; nbdist sends it nothing")
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C, too, would leave the socket open
             sock.close()
             if isinstance(error, OSError):
                 raise ChannelError(f"cannot connect to {self._path}: {error}") from error
@@ -143,7 +135,7 @@ class LocalLink:
         """Send a message without waiting for the receiver. Bytes for which the socket has no room go into the backlog.
 
         Raises ChannelError once the link is closed. Reconnects a broken socket; if that fails, the message is lost
-        without an error. If Ctrl-C interrupts it, the socket is closed: the receiver drops an incomplete message.
+        without an error.
         """
         sizes = [*map(len, frames)]
         pieces: list[Buffer] = [head(sizes), *frames]
@@ -158,7 +150,7 @@ class LocalLink:
                     self._socket = self._open()
             if self._socket is None:
                 return  # the message is lost; `nbdist.wire.peer` sends it again
-            if self._backlog:
+            if self._backlog:  # behind it, though the socket may have room by now: messages must not mix
                 self._backlog.extend(map(memoryview, pieces))
                 return
             try:
@@ -169,15 +161,11 @@ class LocalLink:
                     if self._backlog:
                         self._outbox.watch(self, self._socket.fileno())
             except BaseException:  # Ctrl-C: it is unknown how much of the message the socket took
-                self._shut()
+                self._shut()  # the receiver drops an incomplete message
                 raise
 
     def flush(self) -> None:
-        """Write as much of the backlog as the socket takes at once. The outbox's thread calls this.
-
-        Once the backlog is empty, the outbox stops calling, and a link that was closed meanwhile closes its socket.
-        Does nothing if the socket has been closed.
-        """
+        """Write as much of the backlog as the socket takes at once. The outbox's thread calls this."""
         with self._lock:
             if self._socket is None:
                 return
@@ -188,10 +176,7 @@ class LocalLink:
                     self._shut()
 
     def _write_what_fits(self, sock: socket.socket, pieces: Sequence[Buffer]) -> int:
-        """Write as much as the socket has room for, without waiting; return the number of bytes that it took.
-
-        After an error, closes the socket, drops the backlog, and returns 0. The caller holds the lock.
-        """
+        """Write as much as the socket has room for; return the number of bytes. After an error, `_shut`, and return 0."""
         try:
             return sock.send(pieces[0]) if len(pieces) == 1 else sock.sendmsg(pieces)
         except BlockingIOError:
@@ -202,7 +187,7 @@ class LocalLink:
             return 0
 
     def _advance(self, sent: int) -> None:
-        """Remove the first ``sent`` bytes from the backlog, which the socket has taken. The caller holds the lock."""
+        """Remove the first ``sent`` bytes from the backlog, which the socket has taken."""
         backlog = self._backlog
         while backlog and sent >= len(backlog[0]):
             sent -= len(backlog.popleft())
@@ -210,31 +195,24 @@ class LocalLink:
             backlog[0] = backlog[0][sent:]
 
     def close(self, *, at_once: bool = False) -> None:
-        """Close the link: with ``at_once`` now, else as soon as the outbox has sent the backlog.
-
-        `send` raises ChannelError afterwards. A second call does no harm.
-        """
+        """Close the link: with ``at_once`` now, else as soon as the outbox has sent the backlog."""
         with self._lock:
             self._closed = True
             if at_once or not self._backlog:
                 self._shut()
 
     def _shut(self) -> None:
-        """Close the socket and drop the backlog. The next `send` connects again, unless the link is closed.
-
-        A second call does nothing. The caller holds the lock.
-        """
+        """Close the socket and drop the backlog. The next `send` connects again, unless the link is closed."""
         sock, self._socket = self._socket, None
         self._backlog.clear()
         if sock is not None:
+            # Before the file is closed: another file may get its number at once.
             self._outbox.forget(sock.fileno())
             sock.close()
 
     def forked(self) -> None:
-        """Close the socket in a forked process; the parent keeps its own.
-
-        The lock is not taken: the thread that held it at the fork does not exist in the child.
-        """
+        """Close the socket in a forked process; the parent keeps its own."""
+        # Without the lock: the thread that held it at the fork does not exist in the child.
         self._closed = True
         if self._socket is not None:
             self._socket.close()

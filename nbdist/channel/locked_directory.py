@@ -29,10 +29,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class LockedDirectory:
-    """A process's own directory, with a file that stays locked while the process lives.
-
-    The kernel keeps the lock, also for processes of other containers, to whom a process id would say nothing.
-    """
+    """A process's own directory, with a file that stays locked while the process lives."""
 
     def __init__(self, base: Path, label: str) -> None:
         """Make and lock the directory ``base / label``. Raises OSError on failure, as when another process has it."""
@@ -42,6 +39,7 @@ class LockedDirectory:
             undo.callback(shutil.rmtree, draft, ignore_errors=True)
             draft.mkdir(mode=0o700)
             self._lock: IO[bytes] = undo.enter_context((draft / "lock").open("wb"))
+            # The kernel keeps the lock, also for processes of other containers, where a process id would say nothing.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             draft.rename(self.path)
             undo.pop_all()
@@ -63,11 +61,7 @@ def sweep() -> int:
 
 
 def sweep_directories(base: Path, kind: str) -> int:
-    """Remove each `LockedDirectory` below ``base`` whose process has died; return how many there were.
-
-    The label of the directories begins with ``kind`` and a hyphen. A living process holds the lock in its directory, so
-    its directory stays.
-    """
+    """Remove each `LockedDirectory` named ``KIND-…`` in ``base`` whose process has died; return the number."""
     removed = 0
     for path in base.glob(f"{kind}-*"):
         try:
@@ -91,5 +85,5 @@ def sweep_directories(base: Path, kind: str) -> int:
 
 
 def _age(path: Path) -> float:
-    """Return the seconds since a file or directory was last changed. Raises OSError if it is missing."""
+    """Return the seconds since a file or directory was last changed."""
     return time.time() - path.stat().st_mtime

@@ -25,18 +25,16 @@ from pathlib import Path, PurePosixPath
 
 from nbdist import amounts
 
+# Messages of fewer bytes are not compared with the memory that is left: reading that takes 0.1 to 0.3 ms, and 1 ms in a
+# container.
 _COMPARED_WITH_MEMORY = 64 * 1024 * 1024
-"""Messages of fewer bytes are not compared with the memory that is left.
-
-Reading the memory takes 0.1 to 0.3 ms, and 1 ms in a container.
-"""
 
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _GROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
+# The names, in the two versions, of the file of the limit, the file of the used bytes, and the key in memory.stat.
 _NAMES_2 = "memory.max", "memory.current", "inactive_file"
 _NAMES_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-"""The names, in the two versions, of the file of the limit, the file of the used bytes, and the key in memory.stat."""
 
 
 def open_files() -> int:
@@ -60,18 +58,14 @@ def has_nvidia_driver() -> bool:
 
 
 def cores() -> int:
-    """Return how many cores this process may use at once, at least 1.
-
-    That is the number of cores on which it may run, or its control groups' limit, rounded down, if that is lower. The
-    limit is read only once, because every backward pass asks.
-    """
+    """Return how many cores this process may use at once, at least 1; its control groups' limit is rounded down."""
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(mine, _quota_of_cores())))
 
 
-@functools.cache
+@functools.cache  # every backward pass asks
 def _quota_of_cores() -> float:
-    """Return how many cores the control groups of this process may use at once; infinity if they set no limit."""
+    """Return how many cores the control groups of this process may use; infinity if they set no limit."""
     return min([quota for folder in _groups("cpu") if (quota := _quota(folder)) is not None], default=math.inf)
 
 
@@ -81,10 +75,7 @@ def memory() -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that this process can still take before the kernel must kill a process.
-
-    Numbers that cannot be read are left out. If none can be read, returns the machine's memory.
-    """
+    """Return the bytes of memory that this process can still take before the kernel must kill a process."""
     found = [_memory_of_the_machine()]
     with contextlib.suppress(OSError, ValueError, StopIteration):  # reading fails while the file table is full
         lines = (_PROC / "meminfo").read_text().splitlines()
@@ -103,10 +94,7 @@ def require_memory(length: int) -> None:
 
 
 def limits() -> str:
-    """Return in words where this process may use less than the machine has, such as ``"2 of 64 cores"``.
-
-    Empty if it may use everything.
-    """
+    """Return in words where this process may use less than the machine has, such as ``"2 of 64 cores"``, else ""."""
     mine, all_of_them = cores(), os.cpu_count() or 1
     size, whole = memory(), _memory_of_the_machine()
     found = [f"{mine} of {amounts.counted(all_of_them, 'core')}"] if mine < all_of_them else []
@@ -120,11 +108,7 @@ def _memory_of_the_machine() -> int:
 
 
 def _limits_of_memory() -> Iterator[tuple[int, int]]:
-    """Yield, for each control group that limits memory, the limit and the used bytes that the kernel cannot free.
-
-    A group's used memory includes file contents that are not needed any more. The kernel drops these before it kills a
-    process, so they are subtracted.
-    """
+    """Yield, for each control group that limits memory, the limit and the used bytes that the kernel cannot free."""
     for folder in _groups("memory"):
         names = _NAMES_2 if (folder / _NAMES_2[0]).exists() else _NAMES_1
         with contextlib.suppress(OSError, ValueError):  # the file is missing, or says "max"
@@ -137,12 +121,12 @@ def _limits_of_memory() -> Iterator[tuple[int, int]]:
             with contextlib.suppress(OSError, ValueError, KeyError):
                 taken = int((folder / names[1]).read_text())
                 lines = (folder / "memory.stat").read_text().splitlines()
+                # The kernel drops the contents of files that no process needs before it kills a process.
                 taken -= int(dict(line.split(maxsplit=1) for line in lines)[names[2]])
             yield most, max(0, taken)
 
 
 def _quota(folder: Path) -> float | None:
-    """Return the cores that a control group may use at once; None if it sets no limit."""
     with contextlib.suppress(OSError, ValueError):  # the file is missing, or says "max"
         quota, period = map(int, (folder / "cpu.max").read_text().split())
         return quota / period
@@ -153,21 +137,15 @@ def _quota(folder: Path) -> float | None:
 
 
 def _groups(controller: str) -> Sequence[Path]:
-    """Return the folders of the control groups of this process that may limit ``controller``, "memory" or "cpu".
-
-    Empty if they cannot be read, for example while the file table is full.
-    """
-    with contextlib.suppress(OSError, ValueError):
+    """Return the folders of this process's control groups that may limit ``controller``, "memory" or "cpu"."""
+    with contextlib.suppress(OSError, ValueError):  # outside of the cached function: a failure must not be cached
         return _read_groups(controller)
     return ()
 
 
-@functools.cache
+@functools.cache  # a channel asks while it holds the lock of its reading threads
 def _read_groups(controller: str) -> Sequence[Path]:
-    """Read the folders for `_groups`, once, because the channel asks under its lock. Raises OSError or ValueError.
-
-    A failure is not cached: the next call reads again. Folders without files of the controller are left out.
-    """
+    """Read the folders for `_groups`, without those that have no files of the controller."""
     found = []
     for line in (_PROC / "self/cgroup").read_text().splitlines():
         _, controllers, name = line.split(":", 2)
@@ -175,6 +153,7 @@ def _read_groups(controller: str) -> Sequence[Path]:
             continue
         tops = [_GROUPS / controllers, _GROUPS / controller] if controllers else [_GROUPS, _GROUPS / "unified"]
         inner = PurePosixPath(name.lstrip("/"))
+        # Every parent counts. The top does, too, in a container that calls its group as it is called outside.
         parts = [inner, *inner.parents] if ".." not in inner.parts else [PurePosixPath()]
         found += [top / part for top in tops for part in parts]
     return tuple(dict.fromkeys(folder for folder in found if any(folder.glob(f"{controller}.*"))))

@@ -24,10 +24,8 @@ from pathlib import Path
 
 from nbdist.channel.resources import refusals_in_words
 
-_LOOK_EVERY_MS = 50
-"""Milliseconds between two checks of the processes that have no pidfd."""
-_ENDED = 0
-"""The start time that `_look_up` returns for a process that has ended."""
+_LOOK_EVERY_MS = 50  # between two checks of the processes that have no pidfd
+_ENDED = 0  # the start time that `_look_up` returns for a process that has ended or is a zombie
 
 _log = logging.getLogger("nbdist.channel")
 
@@ -38,17 +36,14 @@ def started_at(pid: int) -> int:
 
 
 def _look_up(pid: int) -> int | None:
-    """Return when the process started, in clock ticks since boot.
-
-    Returns `_ENDED` (0) if it has ended or is a zombie, and None if the kernel does not answer.
-    """
+    """Return when the process started, in clock ticks since boot; None if the kernel does not answer."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return _ENDED
     except OSError:  # mostly EMFILE and ENFILE: reading the process table needs a file
         return None
-    fields = stat.rpartition(")")[2].split()
+    fields = stat.rpartition(")")[2].split()  # the program's name, before it, may have spaces and parentheses
     return _ENDED if fields[0] in "ZX" else int(fields[19])
 
 
@@ -72,18 +67,14 @@ def is_alive(pid: int, started: int) -> bool:
 
 
 class ProcessWatch:
-    """Calls ``on_end(pid)`` once for each watched process that ends, in the watch's own thread.
-
-    The thread starts with the first `watch`. An exception of ``on_end`` is logged.
-    """
+    """Calls ``on_end(pid)`` once for each watched process that ends, in the watch's own thread, until `close`."""
 
     def __init__(self, on_end: Callable[[int], None]) -> None:
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._files: dict[int, int] = {}
-        """The pid behind each open pidfd."""
+        self._files: dict[int, int] = {}  # the pid behind each open pidfd
+        # The start time, by pid, of each process that has no pidfd yet, or can have none.
         self._polled: dict[int, int] = {}
-        """The start time, by pid, of each process that has no pidfd yet, or can have none."""
         self._thread: threading.Thread | None = None
         self._closed = False
         with refusals_in_words("cannot watch other processes"):
@@ -92,8 +83,7 @@ class ProcessWatch:
     def watch(self, pid: int, started: int) -> None:
         """Report the end of this process by ``on_end(pid)``; at once if it has ended already.
 
-        ``started`` is the result of `started_at`; 0 if it is not known. Does nothing for a pid that is watched already,
-        and nothing after `close`.
+        ``started`` is the result of `started_at`; 0 if it is not known. A pid that is watched already is ignored.
         """
         with self._lock:
             if self._closed or pid in self._polled or pid in self._files.values():
@@ -105,10 +95,7 @@ class ProcessWatch:
         self._wake()
 
     def _wake(self) -> None:
-        """Make the watch's thread check at once for new processes, and whether the watch is closed.
-
-        After `close`, this does nothing.
-        """
+        """Make the watch's thread check at once for new processes, and whether the watch is closed."""
         with contextlib.suppress(OSError):
             os.write(self._wake_in, b"w")
 
@@ -136,18 +123,14 @@ class ProcessWatch:
                         os.close(file)
                 for pid in ended:
                     self._polled.pop(pid, None)
-            for pid in ended:
+            for pid in ended:  # without the lock: `on_end` may close the watch
                 try:
                     self._on_end(pid)
-                except Exception:
+                except Exception:  # the agent's function: whatever it raises, later ends must be reported, too
                     _log.exception("process %d has ended; the function that was to handle this failed", pid)
 
     def _has_ended(self, pid: int, started: int) -> bool:
-        """Return whether a process in `_polled` has ended; False if the kernel does not answer.
-
-        If it runs, and a pidfd can be opened, moves it to `_files`: then the kernel reports its end. The caller
-        holds the lock.
-        """
+        """Return whether a process in `_polled` has ended, and move it to `_files` if it lives and has a pidfd."""
         try:
             file = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -168,17 +151,14 @@ class ProcessWatch:
         return False
 
     def close(self) -> None:
-        """Stop watching; a second call does nothing.
-
-        ``on_end`` is not called for processes that end later.
-        """
+        """Stop watching; a second call does nothing."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             thread = self._thread
         self._wake()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not threading.current_thread():  # `on_end` may call this
             thread.join(1.0)
         for file in self._files:
             os.close(file)

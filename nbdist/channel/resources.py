@@ -53,7 +53,7 @@ def refusals_in_words(doing: str) -> Iterator[None]:
         yield
     except ResourceError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever the block raises: libraries report a used-up resource by errors of their own
         number = _error_number(error)
         if not number:
             raise
@@ -81,7 +81,7 @@ def full_disk_in_words(path: str | os.PathLike[str], doing: str) -> Iterator[Non
 
 
 def _is_full(path: str | os.PathLike[str]) -> bool:
-    """Return whether the disk of ``path`` has no free space or no free inodes; False if it cannot be asked."""
+    """Return whether the disk of ``path`` has no free space or no free inodes."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -104,7 +104,7 @@ def require_files(count: int, doing: str) -> None:
 
 
 def _error_number(error: BaseException) -> int:
-    """Return the kernel's error number if an error says that a resource is used up (`USED_UP`); else 0."""
+    """Return the kernel's error number if a resource is used up (`USED_UP`); else 0."""
     number = getattr(error, "errno", None)
     if number is None and isinstance(error, NbdistError):  # its text may be about another process; its cause is not
         return _error_number(error.__cause__) if error.__cause__ is not None else 0
@@ -115,6 +115,5 @@ def _error_number(error: BaseException) -> int:
 
 
 def _path_of(error: BaseException) -> str:
-    """Return the path that an OSError names; an empty text if it names none."""
     path = getattr(error, "filename", None)
     return path if isinstance(path, str) else ""

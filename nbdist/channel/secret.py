@@ -28,12 +28,10 @@ from zmq.utils import z85
 from nbdist.channel.resources import refusals_in_words
 from nbdist.errors import ResourceError, SecurityError, UsageError
 
-_SHORTEST_SECRET = 16
-"""The fewest bytes of a secret."""
-_LONGEST_SOCKET_PATH = 107
-"""The most bytes of a unix socket's path, on Linux."""
+_SHORTEST_SECRET = 16  # bytes
+_LONGEST_SOCKET_PATH = 107  # the most bytes of a unix socket's path, on Linux
+# The bytes that a plain RPC world appends to the runtime directory's path. A cluster needs more, and checks this.
 _LONGEST_SUFFIX = len("/agent-1234567-0123456789abcdef/in")
-"""The bytes that a plain RPC world appends to the runtime directory's path. A cluster needs more, and checks this."""
 
 
 class CurveKeys(NamedTuple):
@@ -58,7 +56,6 @@ class Secret:
             )
         self._value = value
         self.shared_off_host = shared_off_host
-        """True if processes on other hosts may have the secret; False for the user's own secret on this host."""
 
     @classmethod
     def find(cls, given: str | bytes | None) -> Secret:
@@ -81,7 +78,7 @@ class Secret:
         return cls(_user_secret(), shared_off_host=False)
 
     def derive(self, purpose: str) -> bytes:
-        """Return the key for one purpose, such as "sign", as 32 bytes. All members with the secret derive the same."""
+        """Return the key for one purpose, such as "sign", as 32 bytes."""
         return hashlib.blake2b(purpose.encode(), key=hashlib.sha512(self._value).digest(), digest_size=32).digest()
 
     def sign(self, data: bytes) -> bytes:
@@ -100,10 +97,7 @@ class Secret:
         return data
 
     def curve(self, role: str) -> CurveKeys:
-        """Return the CURVE key pair of a role: ``door`` for listening TCP sockets, ``member`` for connecting ones.
-
-        All members derive the same pairs from the secret.
-        """
+        """Return the CURVE key pair of a role: ``door`` for listening TCP sockets, ``member`` for connecting ones."""
         private = z85.encode(self.derive(f"curve {role}"))
         return CurveKeys(zmq.curve_public(private), private)
 
@@ -127,7 +121,7 @@ def runtime_directory() -> Path:
     try:
         with refusals_in_words(f"{path} cannot be made"):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
+        found = path.lstat()  # not `stat`: in a directory that all may write to, another user may have made a link
     except ResourceError:
         raise
     except FileExistsError as error:
@@ -165,11 +159,7 @@ def _named_directory() -> Path:
 
 
 def _user_secret() -> bytes:
-    """Return the user's own secret on this host; make it if it is missing.
-
-    If several processes make it at the same time, all of them use the first one's secret. Raises SecurityError if
-    another user may read it.
-    """
+    """Return the user's own secret on this host; make it if it is missing."""
     path = runtime_directory() / "secret"
     try:
         return _read_private(path)
@@ -178,6 +168,7 @@ def _user_secret() -> bytes:
     with refusals_in_words(f"{path} cannot be written"):
         handle, draft = tempfile.mkstemp(dir=path.parent)  # 0600
         try:
+            # Whole before it has its name: another process that finds the name reads the file at once.
             with os.fdopen(handle, "wb") as file:
                 file.write(secrets.token_hex(32).encode())
             with contextlib.suppress(FileExistsError):
@@ -188,10 +179,7 @@ def _user_secret() -> bytes:
 
 
 def _read_private(path: Path) -> bytes:
-    """Return a file's contents. Raises SecurityError if another user owns it or may read it.
-
-    Raises FileNotFoundError if it is missing.
-    """
+    """Return a file's contents. Raises SecurityError if another user owns it or may read it."""
     found = path.stat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise SecurityError(

@@ -22,23 +22,12 @@ better: the kernel prefers a thread that wakes up to one that yields. Pure: no f
 
 from __future__ import annotations
 
-POLL_SECONDS = 1e-3
-"""Seconds for which a thread polls before it sleeps: a quick function or a small backward pass takes less."""
-
-_SHORT_WAIT = 2 * POLL_SECONDS
-"""Seconds. After a shorter wait, the next one may begin with a look; without sleep it may be shorter still."""
-
-_STALLED_LOOK = 2 * POLL_SECONDS
-"""Seconds. A look that took longer shared its core with a thread that computes."""
-
-_VAIN_LOOKS_TOLERATED = 2
-"""The number of looks in vain in a row after which a thread still looks: the machine may have been busy by chance."""
-
-_MOST_SLEEPS_AFTER_VAIN_LOOKS = 8
-"""The most waits that begin with sleep after looks in vain, before the next look."""
-
-_SLEEPS_AFTER_STALLED_LOOK = 64
-"""The number of waits that begin with sleep after a stalled look."""
+POLL_SECONDS = 1e-3  # for which a thread polls before it sleeps: a quick function or a small backward pass takes less
+_SHORT_WAIT = 2 * POLL_SECONDS  # after a shorter wait, the next one, without sleep, may be shorter than a look
+_STALLED_LOOK = 2 * POLL_SECONDS  # a look that took longer shared its core with a thread that computes
+_VAIN_LOOKS_TOLERATED = 2  # in a row: the machine may have been busy by chance
+_MOST_SLEEPS_AFTER_VAIN_LOOKS = 8  # the most waits that begin with sleep before the next look
+_SLEEPS_AFTER_STALLED_LOOK = 64  # the number of waits that begin with sleep
 
 
 class Spinning:
@@ -47,20 +36,15 @@ class Spinning:
     def __init__(self) -> None:
         self.is_worth_while = False
         """True if the next wait should begin with a look of `POLL_SECONDS`."""
-        self._in_vain = 0
-        """The number of looks in vain in a row."""
-        self._rest = 0
-        """The number of next waits that must begin with sleep."""
+        self._in_vain = 0  # the number of looks in vain in a row
+        self._rest = 0  # the number of next waits that must begin with sleep
 
     def waited(self, seconds: float, looked: float = 0.0) -> None:
-        """Record that a wait took ``seconds``, of which the first ``looked`` seconds were a look (0 for none).
-
-        Sets `is_worth_while` for the next wait. The waiting thread calls this after each wait.
-        """
+        """Record that a wait took ``seconds``, of which the first ``looked`` seconds were a look (0 for none)."""
         if looked:
             if seconds < POLL_SECONDS:
                 self._in_vain = 0
-                return
+                return  # and leave `is_worth_while` True: the thread would not have looked otherwise
             self._in_vain += 1
             if looked > _STALLED_LOOK:
                 self._rest = _SLEEPS_AFTER_STALLED_LOOK
