@@ -17,8 +17,7 @@ from nbdist.channel.assembly import Assembly
 from nbdist.finalisers import this_thread
 from nbdist.signals import DeferredSignals
 
-_LOOK_EVERY_MS = 10_000
-"""Milliseconds between two searches for incomplete large messages of which no more arrives."""
+_LOOK_EVERY_MS = 10_000  # between two searches for incomplete large messages of which no more arrives
 
 _log = logging.getLogger("nbdist.channel")
 
@@ -26,10 +25,8 @@ _log = logging.getLogger("nbdist.channel")
 class LargeInbox:
     """Receives the chunks of large messages in a thread of its own, and announces whole messages in the other inbox."""
 
-    ANNOUNCED_AT = "inproc://large"
-    """The address at which the other inbox listens for announcements."""
-    ANNOUNCEMENT = b"\0"
-    """A message to the other inbox that announces a whole message in this one."""
+    ANNOUNCED_AT = "inproc://large"  # the address at which the other inbox listens for announcements
+    ANNOUNCEMENT = b"\0"  # tells the other inbox of a whole message in this one
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], inbox: zmq.Socket[bytes], max_message: int) -> None:
         """Start the thread that reads ``inbox``; it accepts messages of at most ``max_message`` bytes."""
@@ -37,6 +34,7 @@ class LargeInbox:
         self._whole: deque[list[bytes]] = deque()
         self._assembly = Assembly(max_message)
         self._to_inbox = context.socket(zmq.PUSH)
+        # Without a limit: in `_take`, `send` must not fail once `_whole` has the message.
         self._to_inbox.set(zmq.SNDHWM, 0)
         self._to_inbox.connect(self.ANNOUNCED_AT)
         self._closing = False
@@ -49,7 +47,7 @@ class LargeInbox:
         return self._whole.popleft() if self._whole else None
 
     def _run(self) -> None:
-        this_thread.is_closed = True
+        this_thread.is_closed = True  # a finaliser of the user's may run here, and must not wait for a call
         poller = zmq.Poller()
         poller.register(self._inbox, zmq.POLLIN)
         poller.register(self._stop, zmq.POLLIN)
@@ -62,7 +60,7 @@ class LargeInbox:
                     _log.exception("a large message from another agent is dropped")
 
     def _take(self) -> None:
-        """Take one chunk; if it was the last one of its message, announce the message. Other bytes are dropped."""
+        """Take one chunk; if it was the last one of its message, announce the message. Drop other bytes."""
         head = self._inbox.recv()
         if not self._inbox.get(zmq.RCVMORE):
             return
@@ -72,6 +70,7 @@ class LargeInbox:
             return
         frames = self._assembly.add(head, data.buffer)
         if frames is not None:
+            # Before the announcement: another thread takes the message as soon as it reads that.
             self._whole.append(frames)  # type: ignore[arg-type]  # large frames are views; see `Channel.receive`
             self._to_inbox.send(self.ANNOUNCEMENT, zmq.NOBLOCK)
 

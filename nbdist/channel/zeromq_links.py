@@ -20,22 +20,18 @@ from nbdist.channel.resources import require_files
 from nbdist.errors import ResourceError
 from nbdist.signals import DeferredSignals
 
-_FILES_FOR_LARGE = 16
-"""The number of files that must be free before the first large message: one for a socket, 7 for a thread of pyzmq."""
+_FILES_FOR_LARGE = 16  # free files before the first large message: one for a socket, 7 for a thread of pyzmq
 
 
 class ZeroMqLink:
-    """A `Link` over a PUSH socket. Every message is copied, and sent as a whole. Threads take turns at it."""
+    """A `Link` over a PUSH socket, for which threads take turns. Every message is copied, and sent as a whole."""
 
     def __init__(self, sock: zmq.Socket[bytes]) -> None:
         self._socket = sock
         self._lock = threading.Lock()
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
-        """Send a message, without waiting for the receiver: ZeroMQ's own thread writes it to the network.
-
-        Raises ChannelError if the link or the channel is closed. A message may be lost without an error.
-        """
+        """Queue a message for ZeroMQ's own thread. Raises ChannelError if the link or the channel is closed."""
         # One part: each further part takes as long as a system call, and may lose the GIL in the middle.
         whole = b"".join((struct.pack(f"<I{len(frames)}Q", len(frames), *map(len, frames)), *frames))
         with self._lock:
@@ -45,28 +41,21 @@ class ZeroMqLink:
                 raise _not_sent(error) from error
 
     def close(self, *, at_once: bool = False) -> None:
-        """Close the socket. Unless ``at_once``, ZeroMQ still sends queued messages for half a second.
-
-        A second call does nothing.
-        """
+        """Close the socket. Unless ``at_once``, ZeroMQ still sends queued messages for half a second."""
         with self._lock:
             self._socket.close(0 if at_once else None)
 
 
 class LargeZeroMqLink(ZeroMqLink):
-    """A `Link` over a PUSH socket to a large inbox. Every message is sent in chunks. Threads take turns at it."""
+    """A `Link` over a PUSH socket to a large inbox. Every message is sent in chunks."""
 
     def __init__(self, sock: zmq.Socket[bytes]) -> None:
         super().__init__(sock)
         self._name = os.urandom(8)
         self._numbers = itertools.count()
-        """The numbers of the messages."""
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
-        """Send a message, without waiting for the receiver, and without copying its large frames.
-
-        Raises ChannelError if the link or the channel is closed. A message may be lost without an error.
-        """
+        """Queue a message for ZeroMQ's own thread, without copying its large frames. Raises errors as `ZeroMqLink`."""
         with (
             DeferredSignals(),
             self._lock,
@@ -80,10 +69,8 @@ class LargeZeroMqLink(ZeroMqLink):
 
 
 def get_ready_to_send_without_copies() -> None:
-    """Start the thread with which pyzmq notices that memory is no longer used. Raises TooManyFiles if it cannot.
-
-    pyzmq would start it with the first message that it does not copy, and abort this process if there is no free file.
-    """
+    """Start the thread with which pyzmq notices that memory is no longer used. Raises TooManyFiles if it cannot."""
+    # pyzmq would start it with the first message that it does not copy, and abort this process if there is no file.
     try:
         require_files(_FILES_FOR_LARGE, "no link for large messages can be made")
     except ResourceError as error:
@@ -96,7 +83,7 @@ def _not_sent(error: zmq.ZMQError) -> ChannelError:
 
 
 def split(joined: bytes) -> list[bytes] | None:
-    """Return the frames of a message that arrived as a whole, after their number and sizes; None for other bytes."""
+    """Return the frames of a message that arrived as a whole; None for bytes that no link of nbdist sends."""
     try:
         (count,) = struct.unpack_from("<I", joined)
         sizes = struct.unpack_from(f"<{count}Q", joined, 4)

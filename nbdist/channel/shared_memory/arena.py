@@ -37,18 +37,13 @@ from nbdist.holds import Hold, Holds
 from nbdist.signals import DeferredSignals
 from nbdist.wire.messages import Place
 
-PROBE = 0
-"""The number of an empty segment. A process that can open this segment can open the other ones, too."""
-PROBE_SIZE = 4096
-"""The bytes of the empty segment."""
+PROBE = 0  # the number of an empty segment; a process that can open this segment can open the other ones, too
+PROBE_SIZE = 4096  # the bytes of the empty segment
 
 
 def file_name(incarnation: int, segment: int) -> str:
-    """Return the name of a segment's file, in the arena of the agent with this incarnation.
-
-    Readers check the name, so that they never map another file.
-    """
-    return f"nbdist-{incarnation:x}-{segment}"
+    """Return the name of a segment's file, in the arena of the agent with this incarnation."""
+    return f"nbdist-{incarnation:x}-{segment}"  # readers check the name, so that they never map another file
 
 
 def default_bound() -> int:
@@ -88,10 +83,7 @@ class ArenaSlot:
     __slots__ = ("_arena", "_block", "_hold", "_receiver", "place")
 
     def __init__(self, arena: Arena, block: Block, hold: Hold, receiver: int, place: Place) -> None:
-        """Make a slot for ``block`` of ``arena``. ``place`` tells the receiver, an incarnation, where the block is.
-
-        ``hold`` ends when the slot is collected. If the block was not sent, it then returns to the arena.
-        """
+        """Make a slot for ``block``. ``hold`` ends when the slot is collected: then the arena frees the block."""
         self.place = place
         self._arena = arena
         self._block = block
@@ -99,18 +91,12 @@ class ArenaSlot:
         self._receiver = receiver
 
     def send(self) -> None:
-        """Lend the block to the receiver, until the receiver gives it back or is gone, or `take_back` is called.
-
-        Call this before the message that names `place` is sent.
-        """
+        """Lend the block to the receiver. Call this before the message that names `place` is sent."""
         with DeferredSignals():  # Ctrl-C in the middle would leave a block that is neither free nor lent
             self._arena.send(self._block, self._hold, self._receiver)
 
     def take_back(self) -> None:
-        """Free the block after `send`, because its message was certainly not sent. Before `send`, does nothing.
-
-        Also does nothing if the receiver is gone and was forgotten.
-        """
+        """Free the block after `send`, because its message was certainly not sent. Before `send`, does nothing."""
         self._arena.give_back(self._receiver, [(self.place.segment, self.place.offset)])
 
 
@@ -120,27 +106,24 @@ class ArenaSpace:
     def __init__(self, arena: Arena, receiver: int, gpus: Mapping[str, GpuSpace] | None = None) -> None:
         """Use ``arena`` for this receiver. ``gpus`` has the memory of GPUs that it can read, by its names for them."""
         self.threshold = arena.threshold
-        """The size in bytes of the smallest tensor that travels through the arena."""
         self._arena = arena
         self._receiver = receiver
         self._gpus = gpus or {}
 
     def put(self, pointer: int, length: int) -> ArenaSlot | None:
-        """Copy ``length`` bytes at the address ``pointer`` into a block; return None if there is no room.
-
-        The sender then puts the bytes into the message itself.
-        """
+        """Copy ``length`` bytes at the address ``pointer`` into a block; return None if there is no room."""
         return self._arena.put(pointer, length, self._receiver)
 
     def put_from_gpu(self, part: torch.Tensor, there: str | None) -> ArenaSlot | None:
         """Copy a tensor of bytes on a GPU into a block; return None if there is no room, or it is too small.
 
-        ``there`` is the receiver's device for it. The block is on the GPU if that is the same GPU, else on the CPU. The
-        copy is made after the work on the calling thread's stream, and is complete when this returns.
+        ``there`` is the receiver's device for it. The copy is made after the work on the calling thread's stream. It is
+        complete when this returns.
         """
         if part.numel() < max(self.threshold, 1):
             return None
         gpu = self._gpus.get(there or "")
+        # The receiver can read the block only if it wants the tensor on the very GPU where the tensor is.
         if gpu is not None and gpu.index == part.device.index:
             slot = gpu.put_tensor(part, self._receiver)
             if slot is not None:
@@ -151,8 +134,7 @@ class ArenaSpace:
 class GpuSpace(Protocol):
     """Memory of a GPU that receivers can read."""
 
-    index: int
-    """The number of the GPU in this process."""
+    index: int  # the number of the GPU in this process
 
     def put_tensor(self, part: torch.Tensor, receiver: int) -> ArenaSlot | None:
         """Copy a tensor of bytes that is on the GPU into a block for ``receiver``; return None if there is no room."""
@@ -160,7 +142,11 @@ class GpuSpace(Protocol):
 
 
 class Arena:
-    """The shared memory of one agent. Any thread may use it."""
+    """The shared memory of one agent. Any thread may use it.
+
+    The caller of `_take_block`, `_collect` and `_carry_out` holds the lock. ``receiver`` is an incarnation, and
+    ``blocks`` has their segments and offsets. Blocks that are not lent to the receiver are ignored.
+    """
 
     def __init__(
         self, incarnation: int, bound: int, threshold: int, *, first: int = 1, segment_size: int = SEGMENT_SIZE
@@ -171,18 +157,17 @@ class Arena:
         """
         self.threshold = threshold
         """The size in bytes of the smallest tensor that travels through the arena."""
-        self._unsent: Holds[Block] = Holds()
-        """A hold for the block of each slot that is not sent."""
+        self._unsent: Holds[Block] = Holds()  # a hold for the block of each slot that is not sent
         self.falls_back = 0
         """The number of times that `put` or `put_tensor` had no room, so that a tensor travelled in another way."""
         self._incarnation = incarnation
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Segments of large blocks have one file each: leave most of this process's files to others.
         most = max(8, files // 8) if files != resource.RLIM_INFINITY else 1 << 16
         self._blocks = Blocks(bound, most, first, segment_size)
         self._lock = threading.Lock()
         self._is_closed = False
-        self._files: dict[int, int] = {}
-        """The descriptor of each segment, by its number."""
+        self._files: dict[int, int] = {}  # the descriptor of each segment, by its number
         self._mappings: dict[int, Any] = {}
         _arenas.add(self)
 
@@ -190,7 +175,7 @@ class Arena:
     def probe(self) -> int:
         """The number of a file that this process has open. Agents that can open it by ``/proc`` can read this arena.
 
-        The file is made when it is first needed. Raises MemoryFailure if the system refuses it.
+        Raises MemoryFailure if the system refuses the file, which is made when it is first needed.
         """
         if (known := self._files.get(PROBE)) is not None:
             return known
@@ -203,10 +188,7 @@ class Arena:
     # -- out ----------------------------------------------------------------------------------
 
     def put(self, pointer: int, length: int, receiver: int) -> ArenaSlot | None:
-        """Copy ``length`` bytes at the address ``pointer`` into a block for ``receiver``.
-
-        Returns None, and counts that in `falls_back`, if the arena has no room for them or is closed.
-        """
+        """Copy ``length`` bytes at the address ``pointer`` into a block; return None as `take` does."""
         found = self.take(length, receiver)
         if found is None:
             return None
@@ -215,7 +197,7 @@ class Arena:
         return slot
 
     def put_tensor(self, part: torch.Tensor, receiver: int) -> ArenaSlot | None:
-        """Copy a tensor of bytes from a GPU into a block for ``receiver``; return None if there is no room."""
+        """Copy a tensor of bytes from a GPU into a block; return None as `take` does."""
         found = self.take(part.numel(), receiver)
         if found is None:
             return None
@@ -232,8 +214,8 @@ class Arena:
         """
         was_closed = this_thread.is_closed
         try:
-            this_thread.is_closed = True
-            with DeferredSignals(), self._lock:
+            this_thread.is_closed = True  # a finaliser of the user's may run here, and must not wait for a call
+            with DeferredSignals(), self._lock:  # else Ctrl-C after `_take_block` would lose the block for good
                 block = None if self._is_closed else self._take_block(length)
                 if block is None:
                     self.falls_back += 1
@@ -246,7 +228,7 @@ class Arena:
             this_thread.is_closed = was_closed
 
     def _take_block(self, length: int) -> Block | None:
-        """Return a block for ``length`` bytes; None if there is no room or memory. The caller holds the lock."""
+        """Return a block for ``length`` bytes; None if there is no room or memory."""
         self._collect()
         block, instructions = self._blocks.take(length)
         try:
@@ -258,10 +240,7 @@ class Arena:
         return block
 
     def send(self, block: Block, hold: Hold, receiver: int) -> None:
-        """Record that a block is lent to ``receiver``, an incarnation. From now on, ``hold`` does not free it.
-
-        The caller defers signals (`ArenaSlot.send`).
-        """
+        """Record that a block is lent, so that ``hold`` does not free it. The caller defers signals."""
         with self._lock:
             self._unsent.forget(hold)
             self._blocks.send(block, receiver)
@@ -269,10 +248,7 @@ class Arena:
     # -- and back -----------------------------------------------------------------------------
 
     def give_back(self, receiver: int, blocks: Sequence[tuple[int, int]]) -> None:
-        """Free ``blocks``, by segment and offset, that ``receiver`` has given back.
-
-        Blocks that are not lent to it, or were given back before, are ignored.
-        """
+        """Free ``blocks`` that ``receiver`` has given back."""
         with DeferredSignals(), self._lock:
             for segment, offset in blocks:
                 self._carry_out(self._blocks.give_back(receiver, segment, offset))
@@ -298,15 +274,12 @@ class Arena:
             self._carry_out(self._blocks.trim())
 
     def _collect(self) -> None:
-        """Free the blocks of slots that were collected and never sent. The caller holds the lock."""
+        """Free the blocks of slots that were collected and never sent."""
         for block in self._unsent.take_ended():
             self._carry_out(self._blocks.put_back(block))
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
-        """Carry out instructions of `Blocks`: make and close segments, free memory. Does nothing once closed.
-
-        Raises MemoryFailure if a segment cannot be made. The caller holds the lock.
-        """
+        """Make and close segments, and free memory, as `Blocks` asks. May raise MemoryFailure."""
         if self._is_closed:
             return
         for instruction in instructions:
@@ -320,7 +293,6 @@ class Arena:
                 self._close(instruction.segment)
 
     def _make(self, segment: int, size: int) -> None:
-        """Make a segment of ``size`` bytes: its file and its mapping. Raises MemoryFailure if the system refuses."""
         file = mapping.create(file_name(self._incarnation, segment), size)
         self._files[segment] = file
         self._mappings[segment] = mapping.Mapping(file, size)
@@ -334,20 +306,15 @@ class Arena:
     # -- the end ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release all segments. Memory that receivers have mapped lives until they unmap it.
-
-        A second call does nothing. Lent blocks need not be given back any more.
-        """
+        """Release all segments, once. Memory that receivers have mapped lives until they unmap it."""
         with self._lock:
             self._is_closed = True
             for segment in list(self._files):
                 self._close(segment)
 
     def forked(self) -> None:
-        """Release the parent's segments in a forked process.
-
-        This does not take the lock: the thread that held it at the fork does not exist in the child.
-        """
+        """Release the parent's segments in a forked process."""
+        # Without the lock: the thread that held it at the fork does not exist in the child.
         self._is_closed = True
         for segment in list(self._files):
             self._close(segment)

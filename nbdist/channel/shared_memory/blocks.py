@@ -23,12 +23,9 @@ import itertools
 from collections import deque
 from typing import NamedTuple
 
-_SMALLEST_BLOCK = 1 << 16
-"""The bytes of the smallest blocks."""
-SEGMENT_SIZE = 1 << 24
-"""The bytes of a segment of small blocks. One file for each block would take too many files."""
+_SMALLEST_BLOCK = 1 << 16  # bytes
+SEGMENT_SIZE = 1 << 24  # the bytes of a segment of small blocks: one file for each block would take too many files
 _HELD_PER_USED = 4
-"""The arena holds at most this many times the bytes that were lately in use at once."""
 
 
 def size_class(length: int) -> int:
@@ -49,10 +46,8 @@ class Segment:
         self.number = number
         self.size = count * block_size
         self.blocks = {index * block_size: Block(self, index * block_size, block_size) for index in range(count)}
-        self.warm = 0
-        """The number of blocks that have pages: warm, taken and lent ones. A lost block does not count."""
+        self.warm = 0  # the number of blocks that have pages: warm, taken and lent ones, without lost ones
         self.is_retired = False
-        """True if no block of the segment is taken any more."""
 
 
 class Block:
@@ -64,8 +59,7 @@ class Block:
         self.segment = segment
         self.offset = offset
         self.size = size
-        self.freed = 0
-        """The number of the event that last freed the block, among all such events."""
+        self.freed = 0  # the number of the event that last freed the block, among all such events
 
 
 class Open(NamedTuple):
@@ -93,10 +87,9 @@ Instruction = Open | Empty | Close
 
 
 class Blocks:
-    """Keeps track of which blocks of an arena are free, taken or lent, and returns instructions for the arena.
+    """Keeps track of which blocks of an arena are free, taken or lent. Only one thread at a time may use it.
 
-    Touches no memory itself. The arena carries out the instructions of every method, in order. Only one thread at a
-    time may use it.
+    Methods return instructions, which the arena must carry out in order.
     """
 
     def __init__(self, bound: int, segments: int, first: int = 1, segment_size: int = SEGMENT_SIZE) -> None:
@@ -111,18 +104,15 @@ class Blocks:
         """The bytes of all blocks that are taken or lent."""
         self._bound = bound
         self._most = segments
-        self._segments: dict[int, Segment] = {}
-        """The segments that are not closed, by number."""
+        self._segments: dict[int, Segment] = {}  # those that are not closed, by number
         self._numbers = itertools.count(first)
         self._frees = itertools.count(1)
-        self._warm: dict[int, deque[Block]] = {}
-        """The warm blocks of each size; the last one was freed last."""
-        self._cold: dict[int, list[Block]] = {}
-        """The cold blocks of each size."""
+        self._warm: dict[int, deque[Block]] = {}  # by size; the last one was freed last
+        self._cold: dict[int, list[Block]] = {}  # by size
+        # The lent blocks of each receiver, by segment and offset.
         self._with: dict[int, dict[tuple[int, int], Block]] = {}
-        """The lent blocks of each receiver, by segment and offset."""
+        # The most bytes in use at once: since the last `trim`, and between the last two calls of it.
         self._peak = self._peak_before = 0
-        """The most bytes in use at once: since the last `trim`, and between the last two calls of it."""
 
     @property
     def segments(self) -> int:
@@ -137,10 +127,9 @@ class Blocks:
     # -- out ----------------------------------------------------------------------------------
 
     def take(self, length: int) -> tuple[Block | None, list[Instruction]]:
-        """Take a free block for ``length`` bytes; return it, or None if the bounds allow none, and instructions.
+        """Take a free block for ``length`` bytes; return None if the bounds allow none, still with instructions.
 
-        The instructions may make a segment or free memory. Carry them out even if there is no block. If a segment
-        cannot be made, call `discard` with the block.
+        If the arena cannot make a segment, it calls `discard` with the block.
         """
         size = size_class(length)
         if self.used + size > self._bound:
@@ -151,6 +140,7 @@ class Blocks:
         if warm:
             block = warm.pop()
         else:
+            # Only in this branch: a warm block is held already.
             self._empty_until(min(self._bound, self._worth_holding()) - size, instructions)
             cold = self._cold.setdefault(size, [])
             if not cold:
@@ -158,7 +148,7 @@ class Blocks:
                     return None, instructions
                 segment = Segment(next(self._numbers), size, self._segment_size)
                 self._segments[segment.number] = segment
-                cold += reversed(segment.blocks.values())
+                cold += reversed(segment.blocks.values())  # `pop` then takes them in the order of the file
                 instructions.append(Open(segment.number, segment.size))
             block = cold.pop()
             block.segment.warm += 1
@@ -173,52 +163,36 @@ class Blocks:
     # -- and back -----------------------------------------------------------------------------
 
     def put_back(self, block: Block) -> list[Instruction]:
-        """Free a taken block that was not lent; return instructions for the arena.
-
-        There are none unless the block's segment is retired.
-        """
+        """Free a taken block that was not lent."""
         return self._free(block)
 
     def discard(self, block: Block) -> list[Instruction]:
-        """Forget a taken block, and retire its segment, because the arena could not make the segment.
-
-        Returns instructions for the arena.
-        """
-        block.segment.is_retired = True
+        """Forget a taken block, and retire its segment, because the arena could not make the segment."""
+        block.segment.is_retired = True  # else `_free` would keep the block for the next `take`
         return self._free(block)
 
     def give_back(self, by: int, segment: int, offset: int) -> list[Instruction]:
-        """Free the block at ``segment`` and ``offset``, lent to the receiver ``by``; return instructions for the arena.
-
-        Does nothing, and returns [], if it is not lent to ``by``.
-        """
+        """Free the block at ``segment`` and ``offset``. Does nothing if it is not lent to the receiver ``by``."""
         block = self._with.get(by, {}).pop((segment, offset), None)
         return [] if block is None else self._free(block)
 
     def lose(self, by: int, segment: int, offset: int) -> list[Instruction]:
         """Never use again a block that was lent to ``by``, nor others of its segment: a process may still read it.
 
-        The segment's file is closed when none of its other blocks is in use. Returns instructions for the arena; [] if
-        the block is not lent to ``by``.
+        Does nothing if the block is not lent to ``by``.
         """
         block = self._with.get(by, {}).pop((segment, offset), None)
         return [] if block is None else self._strike_out(block)
 
     def forget(self, receiver: int, *, is_dead: bool) -> list[Instruction]:
-        """Free all blocks that are lent to a dead receiver. If its process is alive, never use them again.
-
-        Returns instructions for the arena.
-        """
+        """Free all blocks that are lent to a dead receiver. If its process is alive, never use them again."""
         instructions: list[Instruction] = []
         for block in self._with.pop(receiver, {}).values():
             instructions += self._free(block) if is_dead else self._strike_out(block)
         return instructions
 
     def _free(self, block: Block) -> list[Instruction]:
-        """Free a taken or lent block. It keeps its memory for the next `take`, unless its segment is retired.
-
-        Returns instructions for the arena.
-        """
+        """Free a taken or lent block. It keeps its memory for the next `take`, unless its segment is retired."""
         self.used -= block.size
         if block.segment.is_retired:
             return self._empty(block)
@@ -227,10 +201,7 @@ class Blocks:
         return []
 
     def _strike_out(self, block: Block) -> list[Instruction]:
-        """Remove a lost block from the counts, and retire its segment, whose free blocks lose their memory.
-
-        Returns instructions for the arena.
-        """
+        """Remove a lost block from the counts, and retire its segment, whose free blocks lose their memory."""
         self.used -= block.size
         self.held -= block.size
         segment = block.segment
@@ -248,24 +219,18 @@ class Blocks:
     # -- what is kept -------------------------------------------------------------------------
 
     def trim(self) -> list[Instruction]:
-        """Free memory of free blocks, beyond 4 times the most bytes lately in use at once. Call it every 5 s.
-
-        "Lately" is since the call before the last one. Returns instructions for the arena.
-        """
+        """Free memory of free blocks, beyond 4 times the most bytes lately in use at once. Call it every 5 s."""
         instructions: list[Instruction] = []
         self._empty_until(self._worth_holding(), instructions)
+        # Keep the peak of this period for one more: "lately" is since the call before the last one.
         self._peak, self._peak_before = self.used, self._peak
         return instructions
 
     def _worth_holding(self) -> int:
-        """Return the most bytes of memory to hold: 4 times the most that were lately in use at once."""
         return _HELD_PER_USED * max(self._peak, self._peak_before)
 
     def _empty_until(self, most: int, instructions: list[Instruction]) -> None:
-        """Free the memory of free blocks, the longest free first, until at most ``most`` bytes are held.
-
-        Adds the instructions for the arena to ``instructions``.
-        """
+        """Free the memory of free blocks, the longest free first, until at most ``most`` bytes are held."""
         while self.held > most:
             oldest = min((warm for warm in self._warm.values() if warm), key=lambda warm: warm[0].freed, default=None)
             if oldest is None:
@@ -273,19 +238,16 @@ class Blocks:
             instructions += self._empty(oldest.popleft())
 
     def _empty(self, block: Block) -> list[Instruction]:
-        """Take away the memory of a free block; return the instructions for this, and to close its segment if idle.
-
-        In a retired segment, the block is not taken again.
-        """
+        """Take away the memory of a free block, and close its segment if that is idle now."""
         segment = block.segment
         self.held -= block.size
         segment.warm -= 1
-        if not segment.is_retired:
+        if not segment.is_retired:  # else the block is never taken again
             self._cold.setdefault(block.size, []).append(block)
         return [Empty(segment.number, block.offset, block.size), *self._close_if_idle(segment)]
 
     def _close_if_idle(self, segment: Segment) -> list[Instruction]:
-        """Return the instruction to close a segment if none of its blocks is taken, lent or has memory; else []."""
+        """Close a segment if none of its blocks is taken, lent or has memory."""
         if segment.warm:
             return []
         size = next(iter(segment.blocks.values())).size

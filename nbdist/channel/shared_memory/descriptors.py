@@ -19,14 +19,10 @@ import weakref
 from nbdist.channel.resources import explain
 from nbdist.channel.shared_memory.mapping import MemoryFailure
 
-_LONGEST = 256
-"""The most bytes of a datagram."""
-_CREDENTIALS = struct.Struct("3i")
-"""The kernel's statement about the sender of a datagram: the process, the user and the group."""
-_MOST_KEPT = 1024
-"""The most received descriptors that are kept until `take`."""
-_OPEN, _CLOSED = "open", "closed"
-"""The first words of the two kinds of datagrams."""
+_LONGEST = 256  # the most bytes of a datagram
+_CREDENTIALS = struct.Struct("3i")  # the kernel's statement about a datagram's sender: its process, user and group
+_MOST_KEPT = 1024  # the most received descriptors that are kept until `take`
+_OPEN, _CLOSED = "open", "closed"  # the first words of the two kinds of datagrams
 
 _all: weakref.WeakSet[Descriptors] = weakref.WeakSet()
 
@@ -40,15 +36,13 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Descriptors:
-    """One agent's socket for descriptors. Any thread may use it."""
+    """One agent's socket for descriptors, each named by its sender's incarnation and a label. Any thread may use it."""
 
     def __init__(self, incarnation: int) -> None:
         """Open the socket of the agent with this incarnation. Raises MemoryFailure if the system refuses."""
         self._incarnation = incarnation
-        self._came: dict[tuple[int, str], int] = {}
-        """The received descriptors, by the sender's incarnation and the label."""
-        self._closed: list[tuple[int, str]] = []
-        """The files that were closed since the last `take_closed`, each by the sender's incarnation and the label."""
+        self._came: dict[tuple[int, str], int] = {}  # the received descriptors
+        self._closed: list[tuple[int, str]] = []  # the files that were closed since the last `take_closed`
         self._lock = threading.Lock()
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -63,10 +57,9 @@ class Descriptors:
         _all.add(self)
 
     def send(self, to: int, label: str, descriptor: int | None) -> None:
-        """Send a descriptor, with a label, to the agent with incarnation ``to``, without waiting.
+        """Send a descriptor, or with None the notice that its file is closed, to the agent with incarnation ``to``.
 
-        None tells that agent that the file of this label is closed. Raises MemoryFailure if the agent cannot be reached
-        now, or has not read earlier datagrams.
+        Raises MemoryFailure, without waiting, if the agent cannot be reached or has not read earlier datagrams.
         """
         files = [] if descriptor is None else [descriptor]
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
@@ -77,10 +70,7 @@ class Descriptors:
             raise MemoryFailure(f"cannot hand over a descriptor: {explain(error)}") from error
 
     def take(self, sender: int, label: str) -> int:
-        """Return the descriptor that arrived with this label from the agent ``sender``; the caller closes it.
-
-        Raises MemoryFailure if it has not arrived.
-        """
+        """Return the descriptor of this file, which the caller closes. Raises MemoryFailure if it has not arrived."""
         with self._lock:
             while (sender, label) not in self._came:
                 if not self._receive():
@@ -93,7 +83,7 @@ class Descriptors:
             self._came[sender, label] = descriptor
 
     def take_closed(self) -> list[tuple[int, str]]:
-        """Return the files that senders have closed since the last call, each by the sender's incarnation and label."""
+        """Return the files that senders have closed since the last call."""
         with self._lock:
             while self._receive():
                 pass
@@ -102,10 +92,10 @@ class Descriptors:
 
     def _receive(self) -> bool:
         """Receive one datagram, if there is one; return whether there was one. The caller holds the lock."""
-        room = socket.CMSG_SPACE(4) + socket.CMSG_SPACE(_CREDENTIALS.size)
+        room = socket.CMSG_SPACE(4) + socket.CMSG_SPACE(_CREDENTIALS.size)  # of more descriptors, the kernel opens one
         try:
             text, passed, flags, _ = self._socket.recvmsg(_LONGEST, room, socket.MSG_CMSG_CLOEXEC)
-        except OSError:
+        except OSError:  # none has arrived, or the socket is closed
             return False
         files: list[int] = []
         user = -1
@@ -119,6 +109,7 @@ class Descriptors:
         with contextlib.suppress(ValueError):
             what, key = words[0], (int(words[1], 16), words[2]) if len(words) == 3 else key
         # If this process has too many files open, the kernel leaves the descriptor out.
+        # Any user may send to this address, which has no file, so no permissions either.
         if user != os.getuid() or flags & socket.MSG_CTRUNC or len(files) != (what == _OPEN):
             _close(files)
             return True
@@ -128,6 +119,7 @@ class Descriptors:
         if what != _OPEN:
             return True
         if len(self._came) >= _MOST_KEPT:
+            # The oldest one: the message that was to name it may have been lost with its sender.
             _close([self._came.pop(next(iter(self._came)))])
         _close([self._came.pop(key)] if key in self._came else [])
         self._came[key] = files[0]
@@ -146,7 +138,8 @@ class Descriptors:
             self.forked()
 
     def forked(self) -> None:
-        """Do what `close` does, in a forked process: the thread that had the lock at the fork is not in the child."""
+        """Do what `close` does, in a forked process."""
+        # Without the lock: the thread that held it at the fork does not exist in the child.
         self._socket.close()
         _close(list(self._came.values()))
         self._came.clear()
@@ -158,7 +151,6 @@ def _address(incarnation: int) -> str:
 
 
 def _close(files: list[int]) -> None:
-    """Close open files; ignore errors."""
     for file in files:
         with contextlib.suppress(OSError):
             os.close(file)

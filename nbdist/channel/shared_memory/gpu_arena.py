@@ -21,10 +21,9 @@ from nbdist.channel.shared_memory.mapping import MemoryFailure
 from nbdist.signals import DeferredSignals
 from nbdist.wire.messages import Place
 
+# Segments from this number on are memory of a GPU. Those of GPU 1 begin at twice this number, and so on.
 FIRST_GPU_SEGMENT = 1 << 40
-"""Segments from this number on are memory of a GPU. Those of GPU 1 begin at twice this number, and so on."""
-_PART = 4
-"""An arena may take at most this part (a quarter) of the GPU memory that torch may take in this process."""
+_PART = 4  # an arena may take a quarter of the GPU memory that torch may take in this process
 
 
 class GpuArena(Arena):
@@ -34,12 +33,10 @@ class GpuArena(Arena):
         """Make an empty arena on GPU ``index`` that grows to at most ``bound`` bytes."""
         super().__init__(incarnation, bound, threshold, first=FIRST_GPU_SEGMENT * (index + 1), segment_size=GRANULE)
         self.index = index
-        """The number of the GPU in this process."""
         self._descriptors = descriptors
-        self._known: dict[int, set[int]] = {}
-        """The segments whose descriptor was sent to each receiver, by the receiver's incarnation."""
+        self._known: dict[int, set[int]] = {}  # the segments whose descriptor was sent, by the receiver's incarnation
+        # The receivers, by incarnation, that must still be told that a segment is closed, and the segment.
         self._untold: list[tuple[int, int]] = []
-        """The receivers, by incarnation, that must still be told that a segment is closed, and the segment."""
 
     def put_tensor(self, part: torch.Tensor, receiver: int) -> ArenaSlot | None:
         """Copy a tensor of bytes, which is on this GPU, into a block for ``receiver``, after its stream's earlier work.
@@ -76,7 +73,7 @@ class GpuArena(Arena):
             return True
 
     def forget(self, receiver: int, *, is_dead: bool) -> None:
-        """Take back all blocks of a receiver that is gone; never use them again unless its process is dead."""
+        """Do what `Arena.forget` does, and send the receiver nothing more."""
         with self._lock:
             self._known.pop(receiver, None)
             self._untold = [each for each in self._untold if each[0] != receiver]
@@ -91,7 +88,7 @@ class GpuArena(Arena):
                 try:
                     self._descriptors.send(receiver, _label(segment), None)
                 except MemoryFailure:
-                    if receiver in self._known:
+                    if receiver in self._known:  # else it is gone
                         self._untold.append((receiver, segment))  # the next call tries again
 
     def _close(self, segment: int) -> None:
@@ -102,7 +99,6 @@ class GpuArena(Arena):
                 self._untold.append((receiver, segment))
 
     def _make(self, segment: int, size: int) -> None:
-        """Make a segment. Raises MemoryFailure if the GPU has no room for it."""
         self._files[segment], self._mappings[segment] = gpu_memory.create(self.index, size)
 
 
@@ -163,10 +159,7 @@ class Gpus:
 
 
 def open_gpus(incarnation: int, threshold: int) -> Gpus | None:
-    """Return an agent's memory on GPUs; None if there are no GPUs, or the driver cannot share their memory.
-
-    Starts CUDA in this process. Tensors of at least ``threshold`` bytes travel through the memory.
-    """
+    """Return an agent's memory on GPUs; None if the driver cannot share any. Starts CUDA in this process."""
     uuids = [uuid if gpu_memory.is_available(index) else "" for index, uuid in enumerate(gpu_memory.uuids())]
     if not any(uuids):
         return None
@@ -177,11 +170,9 @@ def open_gpus(incarnation: int, threshold: int) -> Gpus | None:
 
 
 def _label(segment: int) -> str:
-    """Return the label of a segment's descriptor."""
     return f"segment-{segment:x}"
 
 
 def _bound(index: int) -> int:
-    """Return the bytes that an arena on GPU ``index`` may take."""
     whole = torch.cuda.get_device_properties(index).total_memory
     return int(whole * torch.cuda.get_per_process_memory_fraction(index)) // _PART

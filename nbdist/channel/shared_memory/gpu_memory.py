@@ -24,18 +24,13 @@ from nbdist import amounts
 from nbdist.channel.shared_memory import quiet
 from nbdist.channel.shared_memory.mapping import MemoryFailure
 
-_PINNED = 1
-"""The driver's number for pinned memory, which stays where it is made."""
-_DESCRIPTOR = 1
-"""The driver's number for sharing by a file descriptor."""
-_ON_DEVICE = 1
-"""The driver's number for a place on a GPU."""
+# Numbers of the driver's, from its header cuda.h.
+_PINNED = 1  # memory that stays where it is made
+_DESCRIPTOR = 1  # sharing by a file descriptor
+_ON_DEVICE = 1  # a place on a GPU
 _READ_AND_WRITE = 3
-"""The driver's number for reading and writing."""
-_CAN_MAP, _CAN_EXPORT = 102, 103
-"""The driver's numbers of two attributes of a GPU: it can map memory, and share memory by a descriptor."""
-GRANULE = 1 << 21
-"""The driver makes and maps multiples of this many bytes: 2 MiB, on all GPUs so far."""
+_CAN_MAP, _CAN_EXPORT = 102, 103  # attributes of a GPU: it can map memory, and share memory by a descriptor
+GRANULE = 1 << 21  # the driver makes and maps multiples of this many bytes: 2 MiB, on all GPUs so far
 
 
 class _Location(ctypes.Structure):
@@ -65,7 +60,7 @@ def cuda_driver() -> Any:
 
 
 def _ask(name: str, *args: Any) -> None:
-    """Call a function of the driver; raise MemoryFailure, with the driver's name for the error, if it fails."""
+    """Call a function of the driver. May raise MemoryFailure."""
     if number := getattr(cuda_driver(), name)(*args):
         word = ctypes.c_char_p()
         cuda_driver().cuGetErrorName(number, ctypes.byref(word))
@@ -92,22 +87,15 @@ def why_unavailable(index: int) -> str:
 
 
 def uuids() -> list[str]:
-    """Return the id of each GPU that torch sees. Other processes of the host have the same ids. Starts CUDA.
-
-    Empty if there are no GPUs, or CUDA cannot start, for example in a process forked from one that has started it.
-    """
+    """Return the ids of the GPUs that torch sees, the same in all processes of the host. Starts CUDA."""
     try:
         return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-    except (RuntimeError, AssertionError, AttributeError):
+    except (RuntimeError, AssertionError, AttributeError):  # as in a process forked from one that has started CUDA
         return []
 
 
 class GpuMapping:
-    """Memory of a GPU that is mapped into this process while the object lives.
-
-    The memory stays mapped a little longer: until the GPU has finished the work that it had when the object was
-    collected (`nbdist.channel.shared_memory.quiet`).
-    """
+    """Memory of a GPU that is mapped into this process while the object lives."""
 
     __slots__ = ("_process", "_unmap", "address", "index", "size", "whole")
 
@@ -135,10 +123,10 @@ class GpuMapping:
         self.address: int = address.value
         self.index = index
         self.size = size
-        self.whole: torch.Tensor | None = None
-        """The whole memory as a tensor of bytes; None before the first call of `part`."""
+        self.whole: torch.Tensor | None = None  # the whole memory as a tensor of bytes, from the first `part` on
         self._process = os.getpid()
         unmap, free = driver.cuMemUnmap, driver.cuMemAddressFree
+        # Not at once: work of the GPU on this memory may still wait in its streams.
         self._unmap = partial(quiet.when_done, index, lambda: (unmap(address, length), free(address, length)))
 
     def part(self, offset: int, length: int) -> torch.Tensor:
@@ -187,9 +175,9 @@ class GpuBytes(_Bytes):
 
 
 def create(index: int, size: int) -> tuple[int, GpuMapping]:
-    """Make ``size`` bytes of memory on GPU ``index``; return the descriptor with which others map it, and its mapping.
+    """Make ``size`` bytes of memory on GPU ``index``; return a descriptor, which the caller closes, and its mapping.
 
-    The caller closes the descriptor. Raises MemoryFailure if the driver refuses, as when the GPU is full.
+    Raises MemoryFailure if the driver refuses, as when the GPU is full.
     """
     wanted = _Properties(_PINNED, _DESCRIPTOR, _Location(_ON_DEVICE, index))
     handle, descriptor = ctypes.c_ulonglong(), ctypes.c_int()
@@ -211,16 +199,13 @@ def create(index: int, size: int) -> tuple[int, GpuMapping]:
             raise
         try:
             return descriptor.value, GpuMapping(handle, index, size)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too, would leave the descriptor open
             os.close(descriptor.value)
             raise
 
 
 def open_descriptor(descriptor: int, index: int, size: int) -> GpuMapping:
-    """Map memory that another process made, on the GPU that has the number ``index`` here. ``descriptor`` stays open.
-
-    Raises MemoryFailure if the driver refuses.
-    """
+    """Map memory that another process made, on GPU ``index`` of this one. ``descriptor`` stays open."""
     handle = ctypes.c_ulonglong()
     with _started(index):
         _ask("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), _DESCRIPTOR)
@@ -229,12 +214,10 @@ def open_descriptor(descriptor: int, index: int, size: int) -> GpuMapping:
 
 @contextlib.contextmanager
 def _started(index: int) -> Iterator[None]:
-    """Return a context manager in which the driver's functions use GPU ``index``, for this thread.
-
-    Raises MemoryFailure if torch cannot start CUDA here, or reports an error.
-    """
+    """Let the driver's functions use GPU ``index``, for this thread. Raises MemoryFailure if CUDA cannot be used."""
     try:
         with torch.cuda.device(index):
+            # torch starts CUDA, and reports earlier errors of the GPU, only when it is asked for something.
             torch.cuda.current_stream(index).query()
             yield
     except MemoryFailure:
@@ -244,5 +227,4 @@ def _started(index: int) -> Iterator[None]:
 
 
 def _rounded(size: int) -> int:
-    """Return ``size`` rounded up to a multiple of `GRANULE`, as the driver maps it."""
     return -(-size // GRANULE) * GRANULE

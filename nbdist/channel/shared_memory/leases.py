@@ -32,11 +32,8 @@ from nbdist.holds import Hold, Holds
 from nbdist.wire.messages import Place, Record
 from nbdist.wire.tensors import Buffer, Unreadable
 
-_UNMAP_AFTER = 30.0
-"""Seconds without a new lease after which `Leases` drops its mapping of a segment. Its owner may have closed it."""
-
-_forks = 0
-"""The number of forks that this process has begun, plus the number that it has completed."""
+_UNMAP_AFTER = 30.0  # seconds without a new lease: the owner may have closed the segment
+_forks = 0  # the number of forks that this process has begun, plus the number that it has completed
 
 
 def _on_fork() -> None:
@@ -51,16 +48,11 @@ os.register_at_fork(before=_on_fork, after_in_parent=_on_fork)
 class LeaseEnded(NamedTuple):
     """A lease that has ended: the place of its block, and the owner to which the block goes back."""
 
-    owner: int
-    """The incarnation of the agent that lent the block."""
+    owner: int  # the incarnation of the agent that lent the block
     segment: int
-    """The number of the block's segment in the owner's arena."""
-    offset: int
-    """The place of the block in the segment, in bytes."""
-    length: int
-    """The bytes of the block that were used."""
-    is_shared: bool
-    """True if a forked process may still read the block, so that the owner must not write to it again."""
+    offset: int  # the place of the block in the segment, in bytes
+    length: int  # the bytes of the block that were used
+    is_shared: bool  # a forked process may still read the block, so the owner must not write to it again
 
 
 class _Segment:
@@ -68,8 +60,7 @@ class _Segment:
 
     def __init__(self, mapping: Mapping | GpuMapping) -> None:
         self.mapping = mapping
-        self.used_at = 0.0
-        """The moment at which the last lease in it began, as of `time.monotonic`."""
+        self.used_at = 0.0  # the moment at which the last lease in it began, as of `time.monotonic`
 
 
 class Leases:
@@ -78,16 +69,14 @@ class Leases:
     def __init__(self, gpus: Gpus | None = None) -> None:
         """Begin without leases. ``gpus`` is the agent's memory on GPUs; without it, leases of such memory fail."""
         self._gpus = gpus
+        # A hold for each lease: its `LeaseEnded`, the value of `_forks` when it began, and its memory on a GPU.
         self._holds: Holds[tuple[LeaseEnded, int, GpuMapping | None]] = Holds()
-        """A hold for each lease: its `LeaseEnded`, the value of `_forks` when it began, and its memory on a GPU."""
         self.ended = self._holds.ended
         """Not empty if leases have ended that `take_ended` has not returned. Only test whether it is empty."""
-        self.begun = 0
-        """The number of leases that have begun so far."""
-        self.over = 0
-        """The number of leases that `take_ended` has returned so far."""
+        self.begun = 0  # the number of leases so far
+        self.over = 0  # those that `take_ended` has returned so far
+        # The mapped segments, by the owner's incarnation and the segment's number.
         self._segments: dict[tuple[int, int], _Segment] = {}
-        """The mapped segments, by the owner's incarnation and the segment's number."""
         self._lock = threading.Lock()
 
     def can_read(self, owner: Record) -> bool:
@@ -103,9 +92,8 @@ class Leases:
     def begin(self, owner: Record, places: Iterable[Place], now: float) -> list[Buffer | GpuBytes]:
         """Map each of the ``places``, blocks that another agent has lent to this agent; return their memory.
 
-        A block is leased until no tensor uses its memory; then `take_ended` returns it. ``now`` is as of
-        `time.monotonic`. For a place that cannot be mapped, the result has an `Unreadable` with the reason, which goes
-        into the error with which the message is answered.
+        ``now`` is as of `time.monotonic`. For a place that cannot be mapped, the result has an `Unreadable` with the
+        reason, which goes into the error with which the message is answered.
         """
         return [self._begin(owner, place, now) for place in places]
 
@@ -123,14 +111,12 @@ class Leases:
             hold.note.held = what, _forks, mapping
             return GpuBytes(mapping, place.offset, place.length, hold)
         block = (ctypes.c_char * place.length).from_address(mapping.address + place.offset)
+        # Tensors on the view keep `block` alive, and with it the hold and the mapping.
         block.lease = hold, mapping  # type: ignore[attr-defined]
         return memoryview(block).cast("B")
 
     def _segment(self, owner: Record, place: Place, now: float) -> Mapping | GpuMapping:
-        """Return the mapping of the segment of a place, and record that it is used at ``now``.
-
-        ``now`` is as of `time.monotonic`. Raises MemoryFailure if the segment cannot be mapped.
-        """
+        """Return the mapping of the segment of a place, which is used at ``now``. May raise MemoryFailure."""
         with self._lock:
             segment = self._segments.get((owner.incarnation, place.segment))
             if segment is None or segment.mapping.size != place.size:
@@ -140,7 +126,6 @@ class Leases:
             return segment.mapping
 
     def _open(self, owner: Record, place: Place) -> Mapping | GpuMapping:
-        """Map the segment of a place. Raises MemoryFailure if it cannot be mapped."""
         if place.segment < FIRST_GPU_SEGMENT:
             return open_of(owner.pid, place.file, file_name(owner.incarnation, place.segment), place.size)
         if self._gpus is None:
@@ -148,42 +133,35 @@ class Leases:
         return self._gpus.open(owner.incarnation, place.segment, place.size, owner.gpu_uuids)
 
     def take_ended(self) -> list[LeaseEnded]:
-        """Return the leases that have ended since the last call. The agent gives their blocks back to the owners.
-
-        ``is_shared`` is True if this process has forked since the lease began: the child may still read the block, so
-        its owner must not use it again. If the lease had ended before the fork, this is needless but safe.
-        """
+        """Return the leases that have ended since the last call. The agent gives their blocks back to the owners."""
         taken = []
         for what, forks, memory in self._holds.take_ended():
             if memory is not None:
                 # Hold the lease again until the GPU has finished; then it ends for good.
                 hold = self._holds.hold((what, _forks, None))
+                # A list, which `_drop` empties: the thread of `quiet` still has the `partial` after its call.
                 quiet.when_done(memory.index, partial(_drop, [hold, memory]))
                 continue
+            # A fork since the lease began: the child may still read the block. (Even if the lease ended before it, and
+            # so the owner loses the block needlessly.)
             is_shared = forks != _forks and what.segment < FIRST_GPU_SEGMENT  # a forked process cannot use CUDA
             taken.append(what._replace(is_shared=True) if is_shared else what)
         self.over += len(taken)
         return taken
 
     def forget(self, owner: int) -> None:
-        """Drop the mappings of an agent that is gone. Its memory stays mapped while tensors refer to it.
-
-        An agent without mappings is ignored.
-        """
+        """Drop the mappings of an agent that is gone. Its memory stays mapped while tensors refer to it."""
         with self._lock:
             for key in [key for key in self._segments if key[0] == owner]:
                 del self._segments[key]
 
     def trim(self, now: float) -> None:
-        """Drop the mappings of segments in which no lease has begun for 30 s (`_UNMAP_AFTER`).
-
-        ``now`` is as of `time.monotonic`. A mapping is made again when it is needed. A mapping of GPU memory cannot be
-        made again, because its descriptor arrives only once; it is dropped when its owner has closed the segment.
-        """
+        """Drop the mappings of segments in which no lease has begun for 30 s; a new lease maps its segment again."""
         with self._lock:
             for key, segment in list(self._segments.items()):
                 if now - segment.used_at > _UNMAP_AFTER and key[1] < FIRST_GPU_SEGMENT:
                     del self._segments[key]
+            # Memory of a GPU stays until its owner has closed it: its descriptor, which arrives only once, is gone.
             for key in self._gpus.take_closed() if self._gpus is not None else ():
                 self._segments.pop(key, None)
 
@@ -198,5 +176,4 @@ class Leases:
 
 
 def _drop(held: list[Hold | GpuMapping]) -> None:
-    """Drop a hold, which ends the lease, and the memory that must not be unmapped before."""
     held.clear()

@@ -20,12 +20,10 @@ from nbdist import amounts
 from nbdist.channel.resources import explain
 from nbdist.errors import NbdistError
 
+# Without the seals, a process that makes the file shorter would kill those that read it (SIGBUS).
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
-"""The names of the seals of each file: its size and its seals cannot change."""
-_MADV_REMOVE = 9
-"""Linux's number for the advice to free pages, in the file as well."""
-_FAILED = ctypes.c_void_p(-1).value
-"""The address that a failed mmap returns."""
+_MADV_REMOVE = 9  # Linux's number for the advice to free pages, in the file as well
+_FAILED = ctypes.c_void_p(-1).value  # the address that a failed mmap returns
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -50,10 +48,7 @@ class Mapping:
     __slots__ = ("_unmap", "address", "size")
 
     def __init__(self, file: int, size: int) -> None:
-        """Map ``size`` bytes of an open file for reading and writing. Raises MemoryFailure if the kernel refuses.
-
-        The caller may close ``file`` afterwards: the mapping stays.
-        """
+        """Map ``size`` bytes of ``file``, which the caller may then close. May raise MemoryFailure."""
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, file, 0)
         if address == _FAILED or address is None:
@@ -64,11 +59,8 @@ class Mapping:
         self._unmap = _libc.munmap  # the last tensor may be collected after this module's globals are gone
 
     def empty(self, offset: int, size: int) -> None:
-        """Free the pages of a part of the file, in every process that has it mapped. They read as zeros afterwards.
-
-        If the kernel refuses, the pages stay as they are.
-        """
-        _libc.madvise(self.address + offset, size, _MADV_REMOVE)
+        """Free the pages of a part of the file, in every process that has it mapped. They read as zeros afterwards."""
+        _libc.madvise(self.address + offset, size, _MADV_REMOVE)  # if the kernel refuses, the pages stay as they are
 
     def __del__(self) -> None:
         if hasattr(self, "address"):
@@ -76,9 +68,9 @@ class Mapping:
 
 
 def create(name: str, size: int) -> int:
-    """Return the descriptor of a new anonymous file of ``size`` bytes. It takes memory only as it is written to.
+    """Return a new anonymous file, which the caller closes. It takes memory only as it is written to.
 
-    Raises MemoryFailure if the system refuses. The caller closes the descriptor.
+    Raises MemoryFailure if the system refuses.
     """
     try:
         file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -94,7 +86,6 @@ def create(name: str, size: int) -> int:
 
 
 def _seals() -> int:
-    """Return the bits of all `_SEALS`."""
     return int(sum(getattr(fcntl, seal) for seal in _SEALS))
 
 
@@ -106,6 +97,7 @@ def open_of(pid: int, file: int, name: str, size: int) -> Mapping:
     opened = -1
     try:
         opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+        # By now, the process may have ended, and another one may have its pid: check what was opened.
         if (
             os.readlink(f"/proc/self/fd/{opened}") != f"/memfd:{name} (deleted)"
             or os.fstat(opened).st_size != size

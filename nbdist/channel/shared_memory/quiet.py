@@ -16,13 +16,11 @@ import torch
 
 from nbdist.finalisers import this_thread
 
-_GATHER = 0.005
-"""Seconds for which requests are collected: one wait for a GPU is cheaper than one for each request."""
-_AGAIN_AFTER = 0.1
-"""Seconds after which a wait for a GPU that was impossible is tried again."""
+_GATHER = 0.005  # seconds for which requests are collected: one wait for a GPU is cheaper than one for each request
+_AGAIN_AFTER = 0.1  # seconds after which a wait for a GPU that was impossible is tried again
 
+# The functions to call, each with the number of its GPU. A SimpleQueue: finalisers put into it, with any lock held.
 _waiting: queue.SimpleQueue[tuple[int, Callable[[], object]]] = queue.SimpleQueue()
-"""The functions to call, each with the number of its GPU. A finaliser may call its `put`, with any lock held."""
 _thread: threading.Thread | None = None
 
 
@@ -37,13 +35,12 @@ def start() -> None:
 def when_done(index: int, then: Callable[[], object]) -> None:
     """Let the thread call ``then()`` when GPU ``index`` has finished all work that this process has given it so far.
 
-    Returns at once. Any thread may call this at any moment, even a finaliser.
+    Any thread may call this at any moment, even a finaliser.
     """
     _waiting.put((index, then))
 
 
 def _run() -> None:
-    """Call the waiting functions, for ever."""
     this_thread.is_closed = True  # a finaliser of the user's may run here, and must not wait for a call
     while True:
         batch = [_waiting.get()]
@@ -57,7 +54,7 @@ def _run() -> None:
                 then()
             else:
                 _waiting.put((index, then))
-        batch.clear()
+        batch.clear()  # the functions keep memory mapped, and the next `get` may take for ever
         if not all(done.values()):
             time.sleep(_AGAIN_AFTER)
 
