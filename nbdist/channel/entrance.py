@@ -30,17 +30,13 @@ from nbdist.channel.secret import CurveKeys
 from nbdist.channel.zeromq import in_brackets
 from nbdist.errors import ProtocolError
 
+# The most bytes of a request, and of an answer. ZeroMQ ends the connection of a process that sends more in one part.
+# The largest requests change the list of members: 4 MiB are enough for 2,000 of them.
 _LARGEST_REQUEST, _LARGEST_ANSWER = 4 << 20, 16 << 20
-"""The most bytes of a request, and of an answer. ZeroMQ ends the connection of a process that sends more in one part.
-
-The largest requests change the list of members: 4 MiB are enough for 2,000 of them.
-"""
-_HANDSHAKE_MS = 5000
-"""Milliseconds after which a connection is closed if the other end has not proved that it knows the public key."""
+_HANDSHAKE_MS = 5000  # after which a connection is closed if the other end has not proved that it knows the public key
+# The most waiting requests, and waiting answers for one newcomer. Further ones are not read, or are dropped.
 _WAITING, _ANSWERS_WAITING = 1000, 20
-"""The most waiting requests, and waiting answers for one newcomer. Further ones are not read, or are dropped."""
-_FILES_NEEDED = 16
-"""The number of files that must be free before ZeroMQ starts its threads. It needs about ten."""
+_FILES_NEEDED = 16  # ZeroMQ's threads need about ten
 
 _log = logging.getLogger("nbdist.channel")
 
@@ -51,14 +47,10 @@ class Entrance:
     def __init__(
         self, host: str, keys: CurveKeys, answer: Callable[[bytes], bytes], ports: tuple[int, int] | None = None
     ) -> None:
-        """Listen at a free port of ``host``, one of this machine's addresses.
+        """Listen at a free port of ``host``, this machine's address for others; ``ports`` are the first and the last.
 
-        Args:
-            host: The address at which others reach this machine.
-            keys: The key pair of the entrance. Newcomers know the public key.
-            answer: Returns the answer to a request. It must be quick. If it raises an error, the request gets no
-                answer. Since strangers can send anything, such an error is only counted, in `refused`.
-            ports: The first and the last port that may be used; None for any.
+        ``answer`` returns the answer to a request. It must be quick. If it raises an error, the request gets no answer,
+        and the error is only counted: strangers can send anything. Newcomers know the public key of ``keys``.
 
         Raises ChannelError if no port is free or the address is not this machine's, ResourceError if too few files can
         be opened.
@@ -68,8 +60,7 @@ class Entrance:
         self.refused = 0
         """The number of requests that got no answer."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
-        """Only the entrance's thread uses it."""
+        self.socket = self._context.socket(zmq.ROUTER)  # from here on, only the entrance's thread uses it
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.MAXMSGSIZE, _LARGEST_REQUEST)
         self.socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
@@ -81,7 +72,7 @@ class Entrance:
         self.socket.set(zmq.CURVE_SECRETKEY, keys.private)
         try:
             bind(self.socket, host, ports)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too, would leave ZeroMQ's threads and files
             self._context.destroy(0)
             raise
         self.address = self.socket.get_string(zmq.LAST_ENDPOINT)
@@ -91,19 +82,18 @@ class Entrance:
         self._thread.start()
 
     def _serve(self) -> None:
-        """Answer requests until `close`, whatever comes: even if there is no memory for a request."""
         while not self._closing:
             try:
                 if self.socket.poll(100):
                     self._serve_one()
-            except Exception as error:
+            except Exception as error:  # whatever a stranger's bytes cause, even MemoryError: others still want answers
                 self.refused += 1
                 _log.debug("a request at the entrance is not answered: %s", error)
         self.socket.close(0)
         self._context.destroy(0)
 
     def _serve_one(self) -> None:
-        """Receive a message, and answer it if it is a request, which has one part. Raises any error."""
+        """Receive a message, and answer it if it is a request, which has one part."""
         try:
             who, request = self.socket.recv(), b""
             if self.socket.get(zmq.RCVMORE):
@@ -111,6 +101,8 @@ class Entrance:
             if self.socket.get(zmq.RCVMORE):
                 raise ProtocolError("a request has one part")
         finally:
+            # Read the rest of a message with too many parts, or the next request would begin in its middle. The parts
+            # are not kept: all of them together may be larger than the memory.
             while self.socket.get(zmq.RCVMORE):
                 self.socket.recv(copy=False)
         said = self._answer(request)
@@ -164,7 +156,6 @@ class Visit:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self.socket = self._context.socket(zmq.DEALER)
-            """The connection to the entrance."""
             self.socket.set(zmq.LINGER, 0)
             self.socket.set(zmq.MAXMSGSIZE, _LARGEST_ANSWER)
             self.socket.set(zmq.IPV6, int("[" in address))
@@ -176,7 +167,7 @@ class Visit:
                 self.socket.connect(address)
             except zmq.ZMQError as error:
                 raise ChannelError(f"the address {address} of the cluster cannot be used: {error}") from error
-        except BaseException:
+        except BaseException:  # Ctrl-C, too, would leave ZeroMQ's threads and files
             self.close()
             raise
 
@@ -187,11 +178,7 @@ class Visit:
         self.close()
 
     def ask(self, request: bytes, timeout: float) -> bytes:
-        """Send a request, and return its answer.
-
-        Raises ChannelError if there is no answer after ``timeout`` seconds: nobody listens there, the entrance has
-        another key, or it does not answer this request.
-        """
+        """Send a request, and return its answer. Raises ChannelError if there is none after ``timeout`` seconds."""
         return self.ask_all([request], timeout)[0]
 
     def ask_all(self, requests: Sequence[bytes], timeout: float) -> list[bytes]:
@@ -217,10 +204,10 @@ class Visit:
 
 
 def knock(address: str, key: bytes, request: bytes, timeout: float) -> bytes:
-    """Send one request to an entrance, and return its answer.
+    """Send one request to an entrance, which has the public key ``key``, and return its answer.
 
-    ``key`` is the public key of the entrance. Raises ChannelError if there is no answer after ``timeout`` seconds:
-    nobody listens there, or the entrance has another key.
+    Raises ChannelError if there is no answer after ``timeout`` seconds: nobody listens there, or the entrance has
+    another key.
     """
     with Visit(address, key) as visit:
         return visit.ask(request, timeout)

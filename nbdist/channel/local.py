@@ -45,18 +45,13 @@ from nbdist.errors import ProtocolError
 from nbdist.finalisers import this_thread
 
 _SCHEME = "unix://"
-_BYTES_PER_READ = 64 * 1024
-"""The most bytes that are read from a connection before it is the turn of other connections."""
-_LINGER = 0.5
-"""Seconds for which `LocalChannel.close` waits until all backlogs are sent."""
-_ACCEPT_AGAIN_AFTER = 0.1
-"""Seconds after a failed accept before the next attempt."""
-_FEWEST_CONNECTIONS = 16
-"""The number of connections that are accepted even if this process may have very few files open."""
+_BYTES_PER_READ = 64 * 1024  # the most that are read from a connection before it is the turn of other connections
+_LINGER = 0.5  # seconds for which `LocalChannel.close` waits until all backlogs are sent
+_ACCEPT_AGAIN_AFTER = 0.1  # seconds
+_FEWEST_CONNECTIONS = 16  # that are accepted even if this process may have very few files open
 _EVENTS_PER_POLL = 16
-"""The most files that one poll reports."""
+# The events of a file that wake threads: readable, reported once, to one thread rather than to all threads.
 _READABLE_ONCE = select.EPOLLIN | select.EPOLLET | select.EPOLLEXCLUSIVE if hasattr(select, "epoll") else 0
-"""The events of a file that wake threads: readable, reported once, to one thread rather than to all threads."""
 
 _log = logging.getLogger("nbdist.channel")
 
@@ -78,7 +73,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class LocalChannel:
-    """Reaches the agents of this host over unix sockets, and all others over a ZeroMQ channel."""
+    """Reaches the agents of this host over unix sockets, and all others over a ZeroMQ channel.
+
+    The caller of `_handle_own_file`, `_gather`, `_accept` and `_give_up` holds `_turn`, the lock of the thread that
+    reads connections.
+    """
 
     def __init__(self, beside: ZeroMqChannel, *, max_message: int) -> None:
         """Listen at a unix socket in the directory of ``beside``, which is closed together with this channel.
@@ -94,22 +93,17 @@ class LocalChannel:
         self._closed = False
         self._lock = threading.Lock()
         self._turn = threading.Lock()
-        """Held while a thread reads connections: one thread at a time."""
-        self._waiting: set[int] = set()
-        """The idents of the threads in `_wait`."""
-        self._arrived: deque[list[bytes] | _Uncut] = deque()
-        """The messages that have arrived and that `receive` has not returned."""
-        self._more_beside = True  # messages may have arrived before the file of `beside` was watched
-        """True if the ZeroMQ channel may have messages."""
+        self._waiting: set[int] = set()  # the idents of the threads in `_wait`
+        self._arrived: deque[list[bytes] | _Uncut] = deque()  # the messages that `receive` has not returned
+        # True if the ZeroMQ channel may have messages: some may have arrived before its file was watched.
+        self._more_beside = True
         self._links: weakref.WeakSet[LocalLink] = weakref.WeakSet()
-        self._incoming: dict[int, _Incoming] = {}
-        """The connections from other agents, by file number."""
+        self._incoming: dict[int, _Incoming] = {}  # by file number
         # Leave half of the files that this process may have open to the program.
         self._most_incoming = max(_FEWEST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        self._ready: set[int] = set()
-        """The file numbers of connections that may have unread bytes."""
+        self._ready: set[int] = set()  # the file numbers of connections that may have unread bytes
+        # The moment at which to accept connections again after a failure, as of `time.monotonic`.
         self._try_again_at = math.inf
-        """The moment at which to accept connections again after a failure, as of `time.monotonic`."""
         # On a single core, a thread that polls would keep the sender from running.
         self._may_look = machine.cores() > 1
         self._spinning = Spinning(), Spinning()  # for readers, and for guests
@@ -123,8 +117,7 @@ class LocalChannel:
             except OSError as error:
                 raise ChannelError(f"cannot listen at {path}: {error}") from error
             self._listener.listen(1024)
-            self.gate = Gate()
-            """Where readers sleep until a file is readable."""
+            self.gate = Gate()  # readers sleep there
             undo.callback(self.gate.close)
             self._guests = undo.enter_context(select.epoll())
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -147,8 +140,7 @@ class LocalChannel:
     def connect(self, addresses: Sequence[str], is_large: bool = False) -> Link:
         """Return a link over a unix socket if an address names one that accepts the connection, else one over ZeroMQ.
 
-        Raises ChannelError if no address can be reached or the channel is closed, TooManyFiles if no file can be
-        opened.
+        Raises errors as `Channel.connect` does.
         """
         with self._lock:
             if self._closed:
@@ -169,12 +161,8 @@ class LocalChannel:
     # -- receiving ----------------------------------------------------------------------------
 
     def _register(self, file: int) -> None:
-        """Watch a file: when it becomes readable, the kernel wakes the guest, or a reader if no guest waits.
-
-        Both are threads in `receive`; the guest waits there for the reply to its own call. The order matters: the
-        kernel asks the epoll that was registered first, and stops after it has woken a thread. So readers sleep while a
-        guest reads its answer.
-        """
+        """Watch a file: when it becomes readable, the kernel wakes the guest, or a reader if no guest waits."""
+        # In this order: the kernel asks the epoll that was registered first, and stops after it has woken a thread.
         self._guests.register(file, _READABLE_ONCE)
         self.gate.news.register(file, _READABLE_ONCE)
 
@@ -184,11 +172,7 @@ class LocalChannel:
         return 2
 
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
-        """Return the next message's frames; None after ``timeout`` seconds, after `wake` or `call`, and once closed.
-
-        The arguments are those of `Channel.receive`. If the message is large, the thread that returns it first cuts it
-        into frames, without the lock.
-        """
+        """Return the next message's frames; None after ``timeout`` seconds, after `wake` or `call`, and once closed."""
         end = None
         if self._try_again_at != math.inf:
             self._try_to_accept()
@@ -214,6 +198,7 @@ class LocalChannel:
                 if not self._arrived:
                     self._gather()
                 message = self._arrived.popleft() if self._arrived else None
+            # Before the frames of a large message are cut: another thread should read meanwhile.
             if soon:
                 self.gate.open(threading.get_ident())
             if message is not None:
@@ -229,9 +214,8 @@ class LocalChannel:
                     return None
 
     def _watch(self, timeout: float | None, guest: bool, soon: bool) -> Sequence[tuple[int, int]] | None:
-        """Wait until files are readable; return the number of each, with its epoll events.
+        """Wait until files are readable; return the number of each, with its epoll events. Poll first, if it pays off.
 
-        The arguments are those of `receive`. The thread first polls without sleeping, if earlier waits were short.
         Returns () after ``timeout`` seconds, and None if this thread was woken but another thread has read the file.
         """
         me, begun, spinning = threading.get_ident(), time.monotonic(), self._spinning[guest]
@@ -257,19 +241,16 @@ class LocalChannel:
     ) -> Sequence[tuple[int, int]] | None:
         """Wait until files in ``epoll`` are readable; return them as `_watch` does. With None, wait behind the gate.
 
-        With ``look_until``, a moment as of `time.monotonic`, the thread polls until then without sleeping, and yields
-        its core between two polls.
-
-        While a guest waits here, a signal handler or a finaliser of the user may run in its thread, make calls, and
-        wait for them, since readers read the answers. So this marks a guest's thread as open (`nbdist.finalisers`).
+        With ``look_until``, a moment as of `time.monotonic`, the thread polls until then without sleeping.
         """
         me = threading.get_ident()
         events: Sequence[tuple[int, int]] | None = ()
         was_closed = this_thread.is_closed
         try:
+            # A signal handler or a finaliser of the user may make a call here: readers read the answer.
             if epoll is self._guests:
                 this_thread.is_closed = False
-            self._waiting.add(me)
+            self._waiting.add(me)  # before `_closed` is read: `close` sets that, and then waits for all in `_waiting`
             if look_until and epoll is not None:
                 while not events and not self._closed and time.monotonic() < look_until:
                     events = epoll.poll(0, _EVENTS_PER_POLL)
@@ -291,7 +272,7 @@ class LocalChannel:
             raise
 
     def _look_everywhere(self) -> None:
-        """Make a thread in `receive` read all connections: Ctrl-C may have lost the report that one is readable."""
+        """Make a thread in `receive` read all connections."""
         with self._turn:
             self._ready.update(self._incoming)
             self._more_beside = True
@@ -299,18 +280,11 @@ class LocalChannel:
         self.wake()
 
     def has_more(self) -> bool:
-        """Return whether there may be messages that `receive` has not returned, and for which no thread is woken.
-
-        If so, a thread must call `receive`.
-        """
+        """Return whether there may be messages that `receive` has not returned, and for which no thread is woken."""
         return bool(self._arrived or self._ready or self._more_beside)
 
     def _handle_own_file(self, number: int) -> bool:
-        """Handle one of the channel's own files, which is readable: accept connections, or note what it reports.
-
-        Returns True if `wake` or `call` was called: then `receive` returns. The ZeroMQ channel's file reports that it
-        may have messages. The caller holds `_turn`.
-        """
+        """Handle one of the channel's own files, which is readable. Returns True if `wake` or `call` was called."""
         if number == self._wake:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
@@ -320,15 +294,12 @@ class LocalChannel:
         elif number == self._call:
             return True
         elif not self._closed:
+            # The listener, or a connection that another thread has given up meanwhile; then there is nothing to accept.
             self._accept()
         return False
 
     def _gather(self) -> None:
-        """Read a part from each connection that has bytes, and one message from ZeroMQ, so that none waits long.
-
-        Whole messages go to `_arrived`. A connection that fails is closed, with a line in the log. The caller holds
-        `_turn`.
-        """
+        """Read a part from each connection that has bytes, and one message from ZeroMQ, so that none waits long."""
         for number in [*self._ready]:
             incoming = self._incoming[number]
             try:
@@ -346,7 +317,7 @@ class LocalChannel:
                 self._more_beside = False
 
     def _try_to_accept(self) -> None:
-        """Call `_accept` again if `_ACCEPT_AGAIN_AFTER` seconds have passed since it failed; else do nothing."""
+        """Call `_accept` again if `_ACCEPT_AGAIN_AFTER` seconds have passed since it failed."""
         with self._turn:
             if time.monotonic() > self._try_again_at:
                 self._try_again_at = math.inf
@@ -354,10 +325,7 @@ class LocalChannel:
                     self._accept()
 
     def _accept(self) -> None:
-        """Accept all new connections; close those of other users, and those beyond half of this process's files.
-
-        If the system refuses one, logs a warning; then `_try_to_accept` tries again later. The caller holds `_turn`.
-        """
+        """Accept all new connections; close those of other users, and those beyond half of this process's files."""
         while True:
             sock = None
             try:
@@ -385,10 +353,8 @@ class LocalChannel:
             self._incoming[sock.fileno()] = _Incoming(sock, FrameCutter(self._max_message))
 
     def _cut_into_frames(self, message: _Uncut) -> list[bytes] | None:
-        """Cut a large message into frames without holding a lock.
-
-        If the bytes are no message, or there is no memory for the frames, closes the connection and returns None.
-        """
+        """Cut a large message into frames. If the bytes are none, or there is no memory, give the connection up."""
+        # Copying takes long, so without the lock.
         try:
             return message.large.frames()
         except (ProtocolError, MemoryError) as error:
@@ -399,10 +365,9 @@ class LocalChannel:
             return None
 
     def _give_up(self, number: int, incoming: _Incoming, error: Exception) -> None:
-        """Close a connection that has ended, failed, or carried bytes that no link of nbdist sends.
+        """Close a connection, file ``number``: it has ended, failed, or carried bytes that no link of nbdist sends.
 
-        ``number`` is its file number. Logs ``error``, unless it is the EOFError of a connection that has ended. If the
-        sender is alive, it connects again and repeats what has not been acknowledged. The caller holds `_turn`.
+        If the sender is alive, it connects again and repeats what has not been acknowledged.
         """
         if not isinstance(error, EOFError):
             _log.warning("dropped what process %d sent, and its connection: %s", peer_of(incoming.socket)[0], error)
@@ -414,10 +379,7 @@ class LocalChannel:
         incoming.socket.close()
 
     def expect(self) -> None:
-        """Keep messages from waking readers, if the calling thread will poll for its reply without sleeping.
-
-        The thread must then call ``receive(guest=True)`` and `expect_no_more`. Does nothing if it would sleep anyway.
-        """
+        """Keep messages from waking readers, if the calling thread will poll for its reply without sleeping."""
         if self._may_look and self._spinning[True].is_worth_while:
             self.gate.shut()
 
@@ -426,27 +388,24 @@ class LocalChannel:
         self.gate.open(threading.get_ident())
 
     def call(self) -> None:
-        """Make ``receive(guest=True)`` return None, again and again until `called`. Does nothing once closed."""
+        """Make ``receive(guest=True)`` return None, again and again until `called`."""
         with contextlib.suppress(OSError, ValueError):  # the channel is closed
             os.eventfd_write(self._call, 1)
 
     def called(self) -> None:
-        """End the effect of `call`: the guest has returned from `receive`. Does nothing without one, or once closed."""
+        """End the effect of `call`: the guest has returned from `receive`."""
         with contextlib.suppress(OSError, ValueError):  # no call, or the channel is closed
             os.eventfd_read(self._call)
 
     def wake(self) -> None:
-        """Make one waiting `receive`, or else the next one, return None. Does nothing once closed."""
+        """Make one waiting `receive`, or else the next one, return None."""
         with contextlib.suppress(OSError, ValueError):  # the channel is closed
             os.eventfd_write(self._wake, 1)
 
     # -- the end ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Send the backlogs, for half a second at most, then close everything, including the ZeroMQ channel.
-
-        Before that, threads in `receive` return None. A second call does nothing.
-        """
+        """Send the backlogs, for half a second at most, then close everything, including the ZeroMQ channel."""
         with self._lock:
             if self._closed:
                 return
@@ -474,10 +433,7 @@ class LocalChannel:
         self._resources.close()
 
     def forked(self) -> None:
-        """Close all files in a forked process. Otherwise the parent's sockets would stay open after its death.
-
-        A second call, or one after `close`, does nothing.
-        """
+        """Close all files in a forked process. Otherwise the parent's sockets would stay open after its death."""
         if self._closed:
             return
         self._closed = True
@@ -489,8 +445,8 @@ class LocalChannel:
         self._release()
 
 
+# The code in which a thread sleeps until a message arrives: `nbdist.signals` runs signal handlers there.
 WAITING_CODE = LocalChannel._wait.__code__
-"""The code in which a thread sleeps until a message arrives. `nbdist.signals` runs signal handlers there."""
 
 
 class _Incoming:
@@ -498,10 +454,8 @@ class _Incoming:
 
     def __init__(self, sock: socket.socket, cutter: FrameCutter) -> None:
         self.socket = sock
-        self.is_empty = False
-        """True if the last `read` took all bytes: then the kernel reports when more have arrived."""
-        self.has_ended = False
-        """True once the other end has closed the connection. It may still have unread bytes."""
+        self.is_empty = False  # the last `read` took all bytes: then the kernel reports when more have arrived
+        self.has_ended = False  # the other end has closed the connection, which may still have unread bytes
         self._cutter = cutter
 
     def read(self) -> Sequence[list[bytes] | _Uncut]:

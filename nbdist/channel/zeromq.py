@@ -39,23 +39,15 @@ from nbdist.channel.resources import require_files
 from nbdist.channel.secret import Secret, runtime_directory
 from nbdist.channel.zeromq_links import LargeZeroMqLink, ZeroMqLink, get_ready_to_send_without_copies, split
 
-_FOR_LARGE = "#large"
-"""The end of the addresses at which an agent takes large messages."""
-_SMALL_THREAD, _LARGE_THREAD = 1, 2
-"""The numbers (``ZMQ_AFFINITY``) of ZeroMQ's two threads: one moves small messages, the other large ones."""
-_HANDSHAKE_MS = 5000
-"""Milliseconds after which ZeroMQ closes a connection whose other end has not finished the handshake."""
+_FOR_LARGE = "#large"  # the end of the addresses at which an agent takes large messages
+_SMALL_THREAD, _LARGE_THREAD = 1, 2  # ZeroMQ's two threads, as bits of ``ZMQ_AFFINITY``, for small and large messages
+_HANDSHAKE_MS = 5000  # after which ZeroMQ closes a connection whose other end has not finished the handshake
+# End a TCP connection after 60 seconds without a sign of the other host. Without these options, an inbox, which never
+# sends, would not notice that this host has lost its power.
 _KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
-"""Options that end a TCP connection after 60 seconds without a sign of the other host.
-
-An inbox never sends. Without these options, it would never notice that the host at the other end has lost its power.
-"""
-_LINGER_MS = 500
-"""Milliseconds for which ZeroMQ still tries to send after a link was closed."""
-_POLLIN = int(zmq.POLLIN)
-"""A plain number, since each ``&`` with pyzmq's enum takes as long as it takes to send a message, 1 µs."""
-MAX_MESSAGE = 1 << 40
-"""The most bytes of a message, unless the caller or the machine's memory sets a lower limit."""
+_LINGER_MS = 500  # for which ZeroMQ still tries to send after a link was closed
+_POLLIN = int(zmq.POLLIN)  # each ``&`` with pyzmq's enum would take as long as it takes to send a message, 1 µs
+MAX_MESSAGE = 1 << 40  # bytes; the caller or the machine's memory may set a lower limit
 
 
 def host_identity() -> str:
@@ -72,11 +64,7 @@ def host_identity() -> str:
     return f"{socket.gethostname()}/{boot}/{mounts}/{pids}/{os.getuid()}"
 
 
-_FILES_AT_START = 32
-"""The number of files that must be free before ZeroMQ starts its threads and opens the first sockets.
-
-It needs 16, and 24 with TCP. Without free files, ZeroMQ would abort this process.
-"""
+_FILES_AT_START = 32  # ZeroMQ's threads and first sockets need 16, and 24 with TCP
 
 
 class ZeroMqChannel(Channel):
@@ -113,7 +101,7 @@ class ZeroMqChannel(Channel):
         with contextlib.ExitStack() as undo:
             self._context = zmq.Context(2)
             undo.callback(self._context.destroy, 0)
-            self._context.max_sockets = 8192
+            self._context.max_sockets = 8192  # before the first socket: later, ZeroMQ ignores it
             self._inbox = self._context.socket(zmq.PULL)
             self._prepare(self._inbox, _SMALL_THREAD)
             large = self._context.socket(zmq.PULL)
@@ -150,11 +138,9 @@ class ZeroMqChannel(Channel):
     # -- setting up ---------------------------------------------------------------------------
 
     def _prepare(self, sock: zmq.Socket[bytes], thread: int) -> None:
-        """Set the options of a new socket. Its queues have no limit, so that no `send` ever blocks.
-
-        ``thread`` is the thread of ZeroMQ's that moves its bytes.
-        """
+        """Set the options of a new socket, whose bytes one of ZeroMQ's threads moves."""
         sock.set(zmq.AFFINITY, thread)
+        # No limits: a `send` would block, or with NOBLOCK fail, while a queue is full.
         sock.set(zmq.SNDHWM, 0)
         sock.set(zmq.RCVHWM, 0)
         sock.set(zmq.LINGER, _LINGER_MS)
@@ -184,10 +170,7 @@ class ZeroMqChannel(Channel):
         sock.set(zmq.CURVE_SECRETKEY, door.private)
 
     def _bind(self, sock: zmq.Socket[bytes], address: str, suffix: str = "") -> None:
-        """Listen at an address, and add it to `addresses`, with the chosen port in place of ``*``, and a ``suffix``.
-
-        Raises ChannelError if that fails.
-        """
+        """Listen at an address, and add it to `addresses`, with the chosen port in place of ``*``, and a ``suffix``."""
         try:
             sock.bind(address)
         except zmq.ZMQError as error:
@@ -212,9 +195,8 @@ class ZeroMqChannel(Channel):
     def connect(self, addresses: Sequence[str], is_large: bool = False) -> ZeroMqLink:
         """Return a link to the first address that is TCP, or an ipc file that exists on this host.
 
-        With ``is_large``, it is a link for large messages. Raises ChannelError if there is no such address or the
-        channel is closed, TooManyFiles if no socket can be opened. ZeroMQ connects later: if the other agent is dead,
-        no error is raised.
+        Raises ChannelError if there is no such address or the channel is closed, TooManyFiles if no socket can be
+        opened. ZeroMQ connects later: if the other agent is dead, no error is raised.
         """
         for each in addresses:
             address, _, large = each.partition("#")
@@ -222,6 +204,7 @@ class ZeroMqChannel(Channel):
                 continue
             if address.startswith("tcp://"):
                 return self._link(address, curve=True, is_large=is_large)
+            # To a missing ipc file, ZeroMQ would try to connect for ever.
             if address.startswith("ipc://") and self._local and Path(address[6:]).exists():
                 return self._link(address, curve=False, is_large=is_large)
         raise ChannelError(
@@ -231,11 +214,7 @@ class ZeroMqChannel(Channel):
         )
 
     def _link(self, address: str, *, curve: bool, is_large: bool) -> ZeroMqLink:
-        """Return a new link by a PUSH socket to an address; ``curve`` encrypts it with the keys that all members share.
-
-        ``is_large`` makes it a link for large messages. Raises ChannelError if the channel is closed or the address is
-        wrong, TooManyFiles if no socket can be opened.
-        """
+        """Return a new link by a PUSH socket; ``curve`` encrypts it with the keys that all members share."""
         with self._lock:
             if self._closed:
                 raise ChannelError("the channel is closed: RPC has been shut down in this process")
@@ -276,19 +255,18 @@ class ZeroMqChannel(Channel):
     def receive(self, timeout: float | None, guest: bool = False, soon: bool = False) -> list[bytes] | None:
         """Return the next message's frames; None after ``timeout`` seconds, after `wake`, and once closed.
 
-        Bytes that no link of nbdist sends are dropped, and None is returned. A second thread waits for its turn,
-        without a time limit.
+        Returns None also for bytes that no link of nbdist sends. A second thread waits for its turn, without a limit.
         """
         with self._receiving:
             return self._receive(timeout)
 
     def _receive(self, timeout: float | None) -> list[bytes] | None:
-        """Return the next message's frames, or None, as `receive` does. The caller holds `_receiving`."""
         try:
             if self._has_message():  # ask first: the exception zmq.Again would cost as much time as the message
                 return self._take()
             if self._closed:
                 return None
+            # Rounded up: the caller would otherwise find that its time is not up, and call again at once.
             ready = self._poller.poll(None if timeout is None else max(0, round(timeout * 1000 + 0.5)))
             for which, _ in ready:
                 if which == self._wake_out:
@@ -299,10 +277,7 @@ class ZeroMqChannel(Channel):
             return None
 
     def _take(self) -> list[bytes] | None:
-        """Return the frames of a message that the inbox has or announces; None for bytes that no link of nbdist sends.
-
-        Raises ZMQError if the inbox is empty.
-        """
+        """Return a message that the inbox has or announces; None for bytes that no link of nbdist sends."""
         message = self._inbox.recv(zmq.NOBLOCK)
         if self._inbox.get(zmq.RCVMORE):
             self._inbox.recv_multipart(zmq.NOBLOCK)  # no link sends several parts here
@@ -311,14 +286,11 @@ class ZeroMqChannel(Channel):
 
     @property
     def file(self) -> int:
-        """The number of a file that becomes readable when messages may have arrived.
-
-        It becomes readable only once for several messages, so call `take` until it returns None.
-        """
+        """The number of a file that becomes readable, once for several messages: call `take` until it returns None."""
         return int(self._inbox.get(zmq.FD))
 
     def take(self) -> list[bytes] | None:
-        """Return the frames of a message that has arrived, or None, without waiting. For use with `file`.
+        """Return the frames of a message that has arrived, or None, without waiting, for use with `file`.
 
         Do not call it together with `receive`. It may be called after `close`, too.
         """
@@ -332,7 +304,6 @@ class ZeroMqChannel(Channel):
         return None
 
     def _has_message(self) -> bool:
-        """Return whether the inbox has a message."""
         return bool(int(self._inbox.get(zmq.EVENTS)) & _POLLIN)
 
     def wake(self) -> None:

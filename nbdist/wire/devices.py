@@ -20,35 +20,28 @@ import torch
 
 from nbdist.errors import EncodeError
 
-SAME = "same"
-"""A value of `Devices.own`: each tensor arrives on its own device. For a message of a worker to itself."""
+SAME = "same"  # a value of `Devices.own`, for messages of a worker to itself: each tensor arrives on its own device
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
     """Maps the devices of this worker to those of one receiver."""
 
-    receiver: str = ""
-    """The receiver's name, for the error."""
+    receiver: str = ""  # the receiver's name, for the error
+    # The device map: the receiver's device for devices here, such as ``{"cuda:0": "cuda:1"}``.
     mapped: Mapping[str, str] = field(default_factory=dict)
-    """The device map: the receiver's device for devices here, such as ``{"cuda:0": "cuda:1"}``."""
+    # The receiver's device for a GPU that the map lacks; `SAME`, or empty if such a tensor cannot be sent.
     own: str = ""
-    """The receiver's device for a GPU that the map lacks; `SAME`, or empty if such a tensor cannot be sent."""
-    results: bool = False
-    """True if the tensors are part of a result, for the error."""
+    results: bool = False  # True if the tensors are part of a result, for the error
 
-    leave_cpu: bool = field(init=False)
-    """True if CPU tensors arrive on the CPU: no device map sends them elsewhere."""
+    leave_cpu: bool = field(init=False)  # True if CPU tensors arrive on the CPU: no device map sends them elsewhere
 
     def __post_init__(self) -> None:
-        """Set `leave_cpu`, which is needed for each message."""
+        # Here, once: each message needs it.
         object.__setattr__(self, "leave_cpu", self.mapped.get("cpu", "cpu") == "cpu")
 
     def of(self, device: torch.device) -> str | None:
-        """Return the receiver's device for a tensor on ``device``; None means the CPU.
-
-        Raises EncodeError for a GPU that has no device on the receiver.
-        """
+        """Return the receiver's device for a tensor on ``device``; None means the CPU. May raise EncodeError."""
         name = str(device)
         if (there := self.mapped.get(name)) is not None:
             return there
@@ -70,5 +63,4 @@ class Devices:
         raise error
 
 
-CPU_ONLY = Devices()
-"""For an unknown receiver: tensors on GPUs cannot be sent to it."""
+CPU_ONLY = Devices()  # for an unknown receiver: tensors on GPUs cannot be sent to it

@@ -10,8 +10,8 @@ import torch
 from nbdist.wire.messages import Payload
 from nbdist.wire.tensors import Buffer, Slot
 
+# Describes a body that is one plain pickle of atoms and built-in containers, with no frames after it.
 NO_TENSORS = Payload()
-"""Describes a body that is one plain pickle of atoms and built-in containers, with no frames after it."""
 
 
 class Encoded(NamedTuple):
@@ -19,11 +19,8 @@ class Encoded(NamedTuple):
 
     payload: Payload
     frames: list[Buffer]
-    recorded: Sequence[torch.Tensor] = ()
-    """The tensors whose gradients will come back, in the order of their gradients."""
-    requires_grad: bool = False
-    """True if there are tensors that require grad and are not recorded."""
-    slots: Sequence[Slot] = ()
-    """The copies of storages in shared memory. They must be kept until the message is sent."""
+    recorded: Sequence[torch.Tensor] = ()  # the tensors whose gradients will come back, in the order of their gradients
+    requires_grad: bool = False  # True if there are tensors that require grad and are not recorded
+    slots: Sequence[Slot] = ()  # copies of storages in shared memory, to be kept until the message is sent
+    # The definitions of ``__main__`` that the receiver needs, by name and digest; the body has only their names.
     named: Sequence[tuple[str, str]] = ()
-    """The definitions of ``__main__`` that the receiver needs, by name and digest; the body has only their names."""

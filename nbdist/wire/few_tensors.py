@@ -11,19 +11,18 @@ import torch
 from nbdist.wire.quick import ATOMS
 from nbdist.wire.tensors import TensorPacker, is_packable
 
-_MOST_ITEMS = 64
-"""The most items of a container that `simplicity` looks into. A dict's keys and values both count."""
+_MOST_ITEMS = 64  # of a container that `simplicity` looks into; a dict's keys and values both count
 
+# The answers of `simplicity`: a value needs `wire.pickling.pickler`, a pickler that finds tensors, or plain pickle.
 COMPLEX, TENSORS, PLAIN = range(3)
-"""The answers of `simplicity`: a value needs `wire.pickling.pickler`, a pickler that finds tensors, or plain pickle."""
 
 
 def simplicity(value: Any, record: bool, depth: int = 4) -> int:
     """Return which pickler ``value`` needs: `PLAIN` for pickle itself, `TENSORS` for `TensorPickler`, else `COMPLEX`.
 
     `PLAIN` values are atoms (None, bool, int, float, str, bytes) in tuples, lists and dicts. `TENSORS` values have
-    tensors among these. Looks ``depth`` containers deep. Deeper containers are `COMPLEX`, and so are containers of more
-    than 64 items (a dict's keys and values both count). A tensor that requires grad is `COMPLEX`, unless ``record``.
+    tensors among these. Containers of more than 64 items, or more than ``depth`` deep, are `COMPLEX`, and so is a
+    tensor that requires grad, unless ``record``.
     """
     kind = type(value)
     if kind in ATOMS:
@@ -34,7 +33,7 @@ def simplicity(value: Any, record: bool, depth: int = 4) -> int:
         value = [*value, *value.values()]
     elif kind is not tuple and kind is not list:
         return COMPLEX
-    if not depth or len(value) > _MOST_ITEMS:
+    if not depth or len(value) > _MOST_ITEMS:  # the depth also ends the search in a list that contains itself
         return COMPLEX
     simplest = PLAIN
     for item in value:
@@ -44,29 +43,19 @@ def simplicity(value: Any, record: bool, depth: int = 4) -> int:
 
 
 class TensorPickler(pickle.Pickler):
-    """Pickles the usual arguments and results: a few tensors, atoms, containers.
-
-    Pickle calls `persistent_id` for each object in the value, which costs less than all the checks of
-    `nbdist.wire.pickling.pickler`.
-    """
+    """Pickles the usual arguments and results, with fewer checks than `nbdist.wire.pickling.pickler`."""
 
     def __init__(self, file: io.BytesIO, packer: TensorPacker, record: bool) -> None:
         """Pickle into ``file``; tensors go to ``packer``. With ``record``, those that require grad go to `recorded`."""
         super().__init__(file, protocol=5)
         self.recorded: list[torch.Tensor] = []
-        """The tensors that were recorded."""
-        self.places: list[int] = []
-        """The index of each recorded tensor among the message's tensors."""
-        self._recorded_at: dict[int, int] = {}
+        self.places: list[int] = []  # the index of each recorded tensor among the message's tensors
+        self._recorded_at: dict[int, int] = {}  # by ``id``: `recorded` keeps the tensors alive
         self._packer = packer
         self._record = record
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the index by which the pickle refers to a tensor; None for other objects, which are pickled as usual.
-
-        Pickle calls this for each object. The index counts the tensors of the message from 0 on; for tensors in
-        `recorded` it is -1, -2, …
-        """
+        """Return a tensor's index in the message, for tensors in `recorded` -1, -2, …; None for other objects."""
         if type(obj) is not torch.Tensor:
             return None
         if not self._record or not obj.requires_grad:

@@ -6,14 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+# Gives recorded tensors their history, and returns them. None if the message has no context, or its context is over.
 Attach = Callable[[list[torch.Tensor]], list[torch.Tensor]] | None
-"""Gives recorded tensors their history, and returns them. None: each tensor becomes a leaf."""
 
 
 def with_history(tensors: list[torch.Tensor], attach: Attach) -> list[torch.Tensor]:
-    """Return ``tensors``, which required grad on the sender, with the history that ``attach`` gives them.
-
-    ``attach`` is None if the message has no context, or its context is over. Then the tensors become leaves that
-    require grad.
-    """
+    """Return ``tensors`` with the history that ``attach`` gives them; without it, as leaves that require grad."""
     return attach(tensors) if attach is not None else [tensor.requires_grad_() for tensor in tensors]

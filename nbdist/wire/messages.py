@@ -18,188 +18,137 @@ import msgspec
 from nbdist.errors import ProtocolError
 from nbdist.ids import GlobalId
 
+# Increase this with every change of the bytes between agents, which include names of nbdist's modules and functions:
+# agents of different versions refuse each other. `tests/wire/test_version.py` knows the fields of all messages.
 VERSION = 16
-"""Increase this with every change of the bytes between agents, which include names of nbdist's modules and functions.
-
-Agents of different versions refuse each other.
-"""
 
 
 class TensorMeta(msgspec.Struct, array_like=True, frozen=True):
     """Describes how to rebuild one tensor from a buffer of the message."""
 
-    buffer: int
-    """The tensor's storage: an index into `Payload.buffers`."""
-    dtype: int
-    """The dtype's number in the table of `nbdist.wire.tensors`."""
+    buffer: int  # the tensor's storage: an index into `Payload.buffers`
+    dtype: int  # the dtype's number in the table of `nbdist.wire.tensors`
     shape: list[int]
-    strides: list[int] | None
-    """None for a contiguous tensor at the beginning of its buffer."""
-    offset: int
-    """The position of the first element in the buffer, counted in elements."""
-    flags: int
-    """The sum of 1 for requires_grad, 2 for a parameter."""
-    device: str | None = None
-    """The receiver's device; None for the CPU."""
+    strides: list[int] | None  # None for a contiguous tensor at the beginning of its buffer
+    offset: int  # the position of the first element in the buffer, counted in elements
+    flags: int  # the sum of 1 for requires_grad, 2 for a parameter
+    device: str | None = None  # the receiver's device; None for the CPU
 
 
 class State(msgspec.Struct, array_like=True, frozen=True):
     """Describes a referenced value so that it can be displayed without fetching it."""
 
-    module: str
-    """The module of the value's class, or of the error's class if ``error`` is not None."""
-    qualname: str
-    """The qualified name of that class."""
+    module: str  # the module of the value's class, or of the error's class if ``error`` is not None
+    qualname: str  # the qualified name of that class
     shape: list[int] | None = None
     dtype: str | None = None
     device: str | None = None
     requires_grad: bool | None = None
-    grad_fn: str | None = None
-    """The type of the tensor's autograd node."""
+    grad_fn: str | None = None  # the type of the tensor's autograd node
+    # The bytes of a tensor, array or text, or of all parameters of a module; None if they are not known.
     nbytes: int | None = None
-    """The bytes of a tensor, array or text, or of all parameters of a module; None if they are not known."""
-    names: list[str] | None = None
-    """The names that completion offers for the value."""
-    error: str | None = None
-    """The text of the error in the value's place; None if there is a value."""
+    names: list[str] | None = None  # the names that completion offers for the value
+    error: str | None = None  # the text of the error in the value's place; None if there is a value
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):
     """One hand-over of a reference, in the form in which it travels in a message."""
 
-    rref: GlobalId
-    """The id of the value."""
-    fork: GlobalId
-    """The id of the hand-over."""
-    owner: int
-    """The incarnation of the value's owner."""
-    parent: int
-    """The incarnation of the agent that hands the reference over."""
-    state: State | None = None
-    """The description of the value, if the sender knows it."""
+    rref: GlobalId  # the id of the value
+    fork: GlobalId  # the id of the hand-over
+    owner: int  # the incarnation of the value's owner
+    parent: int  # the incarnation of the agent that hands the reference over
+    state: State | None = None  # the description of the value, if the sender knows it
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True):
     """The place of a storage in the sender's shared memory."""
 
-    segment: int
-    """The number of the segment of the sender's arena."""
-    file: int
-    """The number under which the sender has the segment's file open."""
-    size: int
-    """The bytes of the segment."""
-    offset: int
-    """The place of the storage in the segment, in bytes."""
-    length: int
-    """The bytes of the storage."""
+    segment: int  # the number of the segment of the sender's arena
+    file: int  # the number under which the sender has the segment's file open
+    size: int  # the bytes of the segment
+    offset: int  # the place of the storage in the segment, in bytes
+    length: int  # the bytes of the storage
 
 
+# A hole in a value: its place, the kind of object that belongs there (`nbdist.wire.quick`), and its index there.
 Hole = tuple[int, int, int]
-"""A hole in a value: its place, the kind of object that belongs there (`nbdist.wire.quick`), and its index there."""
 
 
 class Payload(msgspec.Struct, array_like=True, frozen=True):
     """Describes the frames after the envelope."""
 
-    buffers: list[tuple[int, int, int]] = []
-    """The frame, offset and length of each storage. Frame 0 is the first one after the body."""
-    tensors: list[TensorMeta] = []
-    """The tensors, in the order of their indices."""
-    forks: list[Fork] = []
-    """The references in the value."""
+    # The frame, offset and length of each storage. Frame 0 is the first one after the body.
+    buffers: list[tuple[int, int, int]] = []  # msgspec makes a new list for each payload
+    tensors: list[TensorMeta] = []  # the tensors, in the order of their indices
+    forks: list[Fork] = []  # the references in the value
+    # True if decoding runs no user code: the value has only tensors, atoms and built-in containers, and references that
+    # `quick` has replaced by holes.
     plain: bool = True
-    """True if decoding runs no user code.
-
-    The value then has only tensors, atoms and built-in containers, and references that `quick` has replaced by holes.
-    """
+    # The definitions of the sender's ``__main__`` in the body, by name and digest. If the body has no function (None in
+    # its place), this names the function to call.
     definitions: list[tuple[str, str]] = []
-    """The definitions of the sender's ``__main__`` in the body, by name and digest.
-
-    If the body has no function (None in its place), this names the function to call.
-    """
+    # The indices of the tensors that were recorded for a backward pass; those in the odd frame count -1, -2, …
     recorded: list[int] = []
-    """The indices of the tensors that were recorded for a backward pass; those in the odd frame count -1, -2, …"""
+    # The storages that are in the sender's arena rather than in frames. In `buffers` their frames are -1, -2, …
     places: list[Place] = []
-    """The storages that are in the sender's arena rather than in frames. In `buffers` their frames are -1, -2, …"""
-    form: int = 0
-    """The form of the body (`nbdist.wire.quick`); 0 if the body is the pickle of the whole value."""
-    holes: list[Hole] = []
-    """The places that tensors and references had in the value (`nbdist.wire.quick`)."""
+    form: int = 0  # the form of the body (`nbdist.wire.quick`); 0 if the body is the pickle of the whole value
+    holes: list[Hole] = []  # the places that tensors and references had in the value (`nbdist.wire.quick`)
 
 
 class Recording(msgspec.Struct, array_like=True, frozen=True):
     """Names the autograd context of a message, and the edge that its tensors make."""
 
-    context: int
-    """The context's id."""
-    maker: int
-    """The incarnation of the agent that made the context."""
-    message: int
-    """The edge's id; negative if no tensor of the message requires grad."""
-    grad: bool
-    """True if autograd was enabled where the call was made."""
-    lines: bool = False
-    """True if autograd nodes should record the line of code that made them."""
-    check: bool = False
-    """True if computed values should be checked for NaN."""
+    context: int  # the context's id
+    maker: int  # the incarnation of the agent that made the context
+    message: int  # the edge's id; negative if no tensor of the message requires grad
+    grad: bool  # True if autograd was enabled where the call was made
+    lines: bool = False  # True if autograd nodes should record the line of code that made them
+    check: bool = False  # True if computed values should be checked for NaN
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
     """Describes an agent: its identity, its process, its addresses."""
 
     name: str
-    id: int
-    """The worker's id (rank) in the world."""
-    incarnation: int
-    """The number of this run of the agent. No other agent, dead or alive, has the same."""
-    addresses: list[str]
-    """The addresses at which the agent listens, the best first."""
-    host: str
-    """The identity of the agent's host. Agents with the same one are local to each other."""
+    id: int  # the worker's id (rank) in the world
+    incarnation: int  # the number of this run of the agent; no other agent, dead or alive, has the same
+    addresses: list[str]  # the addresses at which the agent listens, the best first
+    host: str  # the identity of the agent's host; agents with the same one are local to each other
     pid: int
-    started: int
-    """The time when its process started. It tells the process from a later one with the same pid."""
-    world_size: int | None
-    """The number of agents in the world; None for a dynamic world."""
+    started: int  # the time when its process started, which tells the process from a later one with the same pid
+    world_size: int | None  # the number of agents in the world; None for a dynamic world
     version: int = VERSION
+    # The receiver's device for each device of this agent, by the receiver's name.
     device_maps: dict[str, dict[str, str]] = {}
-    """The receiver's device for each device of this agent, by the receiver's name."""
+    # The number of an open file with which others test whether they can read its arena; None without an arena.
     arena: int | None = None
-    """The number of an open file with which others test whether they can read its arena; None without an arena."""
+    # The device, such as ``"cuda:0"``, on which GPU tensors without a device map arrive; empty if they cannot.
     device: str = ""
-    """The device, such as ``"cuda:0"``, on which GPU tensors without a device map arrive; empty if they cannot."""
+    # The devices that the agent's options name as its own; empty for all devices that torch sees.
     devices: list[str] = []
-    """The devices that the agent's options name as its own; empty for all devices that torch sees."""
-    gpus: int = 0
-    """The number of GPUs that torch sees there."""
+    gpus: int = 0  # the number of GPUs that torch sees there
+    # The ids of these GPUs; "" for a GPU whose memory cannot be shared. Empty if no memory of GPUs is shared.
     gpu_uuids: list[str] = []
-    """The ids of these GPUs; "" for a GPU whose memory cannot be shared. Empty if no memory of GPUs is shared."""
 
 
 class Mode(IntEnum):
     """Says how the callee uses the function of a call, and what becomes of the result."""
 
-    CALL = 0
-    """Run a function; the result comes back."""
-    REMOTE = 1
-    """Run a function; the result stays, as the value of a reference."""
-    FETCH = 2
-    """Send back a copy of a value."""
-    METHOD = 3
-    """Run a method of a value; the result comes back."""
-    METHOD_REMOTE = 4
-    """Run a method of a value; the result stays."""
+    CALL = 0  # run a function; the result comes back
+    REMOTE = 1  # run a function; the result stays, as the value of a reference
+    FETCH = 2  # send back a copy of a value
+    METHOD = 3  # run a method of a value; the result comes back
+    METHOD_REMOTE = 4  # run a method of a value; the result stays
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
     """The base class of all messages. Each type of message is a subclass with its own tag."""
 
-    kind: ClassVar[str]
-    """The word that names the message in fault rules and traces."""
+    kind: ClassVar[str]  # the word that names the message in fault rules and traces
+    # True for a message that is numbered, kept until it is acknowledged, and sent again if needed.
     must_arrive: ClassVar[bool] = False
-    """True for a message that is numbered, kept until it is acknowledged, and sent again if needed."""
-    gives_back: ClassVar[bool] = False
-    """True for a message that may give back blocks of the receiver's arena."""
+    gives_back: ClassVar[bool] = False  # True for a message that may give back blocks of the receiver's arena
 
 
 class Carrier(Message, frozen=True):
@@ -210,7 +159,7 @@ class Carrier(Message, frozen=True):
 
     @property
     def payload(self) -> Payload:
-        """The description of these frames. Each subclass has it as a field."""
+        """The description of these frames, a field of each subclass."""
         raise NotImplementedError
 
 
@@ -228,10 +177,8 @@ class Hello(Message, frozen=True, tag=1):
 
     kind: ClassVar[str] = "hello"
 
-    record: Record
-    """The sender's description."""
-    reads: bool = False
-    """True if the sender can read the receiver's arena."""
+    record: Record  # the sender's
+    reads: bool = False  # True if the sender can read the receiver's arena
 
 
 class Welcome(Message, frozen=True, tag=2):
@@ -239,10 +186,8 @@ class Welcome(Message, frozen=True, tag=2):
 
     kind: ClassVar[str] = "welcome"
 
-    record: Record
-    """The sender's description."""
-    reads: bool = False
-    """True if the sender can read the receiver's arena."""
+    record: Record  # the sender's
+    reads: bool = False  # True if the sender can read the receiver's arena
 
 
 class Ready(Message, frozen=True, tag=3):
@@ -256,11 +201,9 @@ class Refused(Message, frozen=True, tag=4):
 
     kind: ClassVar[str] = "refused"
 
-    about: int
-    """The incarnation to which the refused message was addressed."""
+    about: int  # the incarnation to which the refused message was addressed
     reason: str
-    version: int = VERSION
-    """The `VERSION` of the agent that refuses."""
+    version: int = VERSION  # the `VERSION` of the agent that refuses
 
 
 class Goodbye(Message, frozen=True, tag=5):
@@ -268,8 +211,7 @@ class Goodbye(Message, frozen=True, tag=5):
 
     kind: ClassVar[str] = "goodbye"
 
-    reason: str
-    """Completes "worker1 ..." in the errors of those that waited for the sender."""
+    reason: str  # completes "worker1 ..." in the errors of those that waited for the sender
     orderly: bool = False
 
 
@@ -278,10 +220,8 @@ class Ping(Message, frozen=True, tag=6):
 
     kind: ClassVar[str] = "ping"
 
-    number: int
-    """Counts the pings to this receiver."""
-    is_large: bool = False
-    """True if it travels among the large messages, and asks about these."""
+    number: int  # counts the pings to this receiver
+    is_large: bool = False  # True if the ping travels among the large messages, and asks about these
 
 
 class Pong(Message, frozen=True, tag=7):
@@ -297,27 +237,19 @@ class Pong(Message, frozen=True, tag=7):
 class Call(Carrier, frozen=True, tag=8):
     """Asks to run a function, or to fetch a value. The body is ``(function, args, kwargs)``; a fetch has none."""
 
-    id: int
-    """The caller's number for the call."""
-    mode: int
-    """A `Mode`."""
-    function: str
-    """The function's name, for errors and displays."""
+    id: int  # the caller's number for the call
+    mode: int  # a `Mode`
+    function: str  # the function's name, for errors and displays
     payload: Payload
-    builtin: bool = False
-    """True for an operator of torch."""
-    result: Fork | None = None
-    """The caller's fork of the value that the call makes; None if the result comes back."""
-    target: GlobalId | None = None
-    """The id of the value that the call works on; None if it works on none."""
-    origin: str = ""
-    """The id of the cell for which the call is made; empty if no cell made it."""
-    recording: Recording | None = None
-    """The autograd context in which the call was made."""
+    builtin: bool = False  # True for an operator of torch
+    result: Fork | None = None  # the caller's fork of the value that the call makes; None if the result comes back
+    target: GlobalId | None = None  # the id of the value that the call works on; None if it works on none
+    origin: str = ""  # the id of the cell for which the call is made; empty if no cell made it
+    recording: Recording | None = None  # the autograd context in which the call was made
 
     @property
     def kind(self) -> str:  # type: ignore[override]
-        """The call's mode as a word: the name of the `Mode` in lower case."""
+        """The name of the call's `Mode` in lower case."""
         return _CALL_KINDS[self.mode]
 
 
@@ -326,17 +258,13 @@ class Reply(Carrier, frozen=True, tag=9):
 
     kind: ClassVar[str] = "reply"
 
-    id: int
-    """The caller's number for the call."""
-    ok: bool
-    """False if the value describes an error (`nbdist.rpc.failures.Failure`), or if definitions are missing."""
+    id: int  # the caller's number for the call
+    ok: bool  # False if the value describes an error (`nbdist.rpc.failures.Failure`), or if definitions are missing
     payload: Payload
-    state: State | None = None
-    """The description of the value, if it stays with the callee."""
+    state: State | None = None  # the description of the value, if it stays with the callee
+    # The definitions that the call names, by name and digest, if the callee lacks one. Then the call has not run.
     missing: list[tuple[str, str]] = []
-    """The definitions that the call names, by name and digest, if the callee lacks one. Then the call has not run."""
-    recording: Recording | None = None
-    """The autograd context of the call, and the edge that the result's tensors make."""
+    recording: Recording | None = None  # the autograd context of the call, and the edge that the result's tensors make
 
 
 class ForkRequest(Message, frozen=True, tag=10):
@@ -357,8 +285,7 @@ class ForkConfirm(Message, frozen=True, tag=11):
 
     rref: GlobalId
     fork: GlobalId
-    state: State | None = None
-    """The description of the value, if it exists."""
+    state: State | None = None  # the description of the value, if it exists
     gone: bool = False
 
 
@@ -388,8 +315,7 @@ class RRefState(Message, frozen=True, tag=14):
     must_arrive: ClassVar[bool] = True
 
     rref: GlobalId
-    state: State
-    """The description of the value, or of the error."""
+    state: State  # the description of the value, or of the error
 
 
 class AskShutdown(Message, frozen=True, tag=15):
@@ -399,10 +325,9 @@ class AskShutdown(Message, frozen=True, tag=15):
 
     round: int
     done: bool
+    # The members that keep the next round from beginning, and what they have to do; empty texts if not known.
     waits_for: tuple[str, str]
-    """The members that keep the next round from beginning, and what they have to do; empty texts if not known."""
-    look: int
-    """The number of the leader's look to which this question belongs (`nbdist.rpc.world.shutdown`)."""
+    look: int  # the number of the leader's look to which this question belongs (`nbdist.rpc.world.shutdown`)
 
 
 class ShutdownState(Message, frozen=True, tag=16):
@@ -424,8 +349,7 @@ class Cast(Carrier, frozen=True, tag=17):
     """A one-way message of a higher layer, which has registered a handler for its topic."""
 
     topic: str
-    data: bytes
-    """A small header of the higher layer, in an encoding of its own."""
+    data: bytes  # a small header of the higher layer, in an encoding of its own
     payload: Payload
 
     @property
@@ -440,8 +364,7 @@ class Stop(Message, frozen=True, tag=18):
     kind: ClassVar[str] = "stop"
     must_arrive: ClassVar[bool] = True
 
-    id: int
-    """The caller's number for the call."""
+    id: int  # the caller's number for the call
 
 
 class GiveBack(Message, frozen=True, tag=19):
@@ -451,8 +374,8 @@ class GiveBack(Message, frozen=True, tag=19):
     must_arrive: ClassVar[bool] = True
     gives_back: ClassVar[bool] = True
 
+    # Blocks that a forked process may still read. They must never be used again. Other blocks are in the envelope.
     shared: list[tuple[int, int]]
-    """Blocks that a forked process may still read. They must never be used again. Other blocks are in the envelope."""
 
 
 class Silence(Message, frozen=True, tag=20):
@@ -463,12 +386,9 @@ class Silence(Message, frozen=True, tag=20):
 
     kind: ClassVar[str] = "silence"
 
-    of: int
-    """The incarnation of the silent member."""
-    silent: float
-    """Seconds for which the member has been silent."""
-    lost_by: int = 0
-    """The incarnation of the agent that has lost the silent member; 0 if no agent has lost it yet."""
+    of: int  # the incarnation of the silent member
+    silent: float  # seconds for which the member has been silent
+    lost_by: int = 0  # the incarnation of the agent that has lost the silent member; 0 if no agent has lost it yet
 
 
 if TYPE_CHECKING:
@@ -493,29 +413,22 @@ class Envelope(msgspec.Struct, array_like=True, frozen=True):
     ack: int
     more: list[int]
     message: AnyMessage
+    # Blocks of the receiver's arena, by segment and offset, that the sender does not need any more.
     back: list[tuple[int, int]] = []
-    """Blocks of the receiver's arena, by segment and offset, that the sender does not need any more."""
+    # Forks that the sender has released. Their deletes travel in this message and need no messages of their own.
     deletes: list[UserDelete] = []
-    """Forks that the sender has released. Their deletes travel in this message and need no messages of their own."""
-    is_large: bool = False
-    """True if the numbers are those of large messages, which have numbers of their own."""
+    is_large: bool = False  # True if the numbers are those of large messages, which have numbers of their own
 
 
 encode_envelope: Callable[[Envelope], bytes] = msgspec.msgpack.Encoder().encode
-"""Encode an envelope as the first frame of a message."""
 
+# Decodes a first frame, as `decode_envelope` does, but raises one of `NOT_A_MESSAGE` for garbage.
 decode: Callable[[bytes], Envelope] = msgspec.msgpack.Decoder(Envelope).decode
-"""Decode a first frame, as `decode_envelope` does, but raise one of `NOT_A_MESSAGE` for garbage."""
-
 NOT_A_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""The errors that `decode` raises for garbage."""
 
 
 def decode_envelope(frame: bytes) -> Envelope:
-    """Decode a first frame. Nothing in it can run code.
-
-    Raises ProtocolError for garbage: the sender is no agent of nbdist, or has another version of it.
-    """
+    """Decode a first frame, in which nothing can run code. Raises ProtocolError for garbage."""
     try:
         return decode(frame)
     except NOT_A_MESSAGE as error:

@@ -51,43 +51,31 @@ from typing import Any, NamedTuple
 from nbdist.wire.messages import Envelope, Message, Nothing, Ping, Pong, UserDelete, encode_envelope
 from nbdist.wire.tensors import Buffer
 
-_ACK_DELAY = 0.05
-"""Seconds for which an acknowledgement waits for a message that can carry it."""
+_ACK_DELAY = 0.05  # seconds for which an acknowledgement waits for a message that can carry it
+# If more bytes than this are not acknowledged, the acknowledgement is sent at once, so the sender can free them.
 _ACK_BYTES = 1 << 20
-"""If more bytes than this are not acknowledged, the acknowledgement is sent at once, so the sender can free them."""
-_DELETE_DELAY = 0.05
-"""Seconds for which the delete of a fork waits for a message that can carry it."""
+_DELETE_DELAY = 0.05  # seconds for which the delete of a fork waits for a message that can carry it
+# The bytes of frames from which on a message is large. A connection of 10 MB/s takes 26 ms for so many bytes.
 LARGE_BYTES = 1 << 18
-"""The bytes of frames from which on a message is large. A connection of 10 MB/s takes 26 ms for so many bytes."""
-PING_FIRST = 0.5
-"""Seconds after which the first ping asks about a message. Most messages are acknowledged earlier."""
-_PING_MOST = 5.0
-"""The longest time, in seconds, between two pings about unacknowledged messages. It doubles up to this."""
+PING_FIRST = 0.5  # seconds after which the first ping asks about a message; most messages are acknowledged earlier
+_PING_MOST = 5.0  # the most seconds between two pings about unacknowledged messages; the time doubles up to this
+# Of two agents, the one with the higher incarnation waits this many times as long before it sends a heartbeat. By then
+# the other agent's heartbeat has arrived, which proves the same. With equal waits, both would often send one.
 _HEARTBEAT_OF_THE_OTHER = 1.25
-"""Of two agents, the one with the higher incarnation waits this many times as long before it sends a heartbeat.
-
-By then the other agent's heartbeat has arrived, which proves the same. With equal waits, both would often send one.
-"""
-_HEARTBEATS_BEFORE_SUSPECT = 3
-"""About how many heartbeats, or more, a peer leaves unanswered before it is suspected."""
+_HEARTBEATS_BEFORE_SUSPECT = 3  # about how many heartbeats, or more, a peer leaves unanswered before it is suspected
+# Seconds after which a message that the channel refused is tried again; doubled with each try, to `_RETRY_MOST`.
 _RETRY_FIRST = 0.05
-"""Seconds after which a message that the channel refused is tried again; doubled with each try, to `_RETRY_MOST`."""
 _RETRY_MOST = 2.0
-_MOST_NUMBERS_ABOVE_MARK = 64
-"""The most numbers above the mark (see `SeqSet`) that one envelope acknowledges."""
+_MOST_NUMBERS_ABOVE_MARK = 64  # the most numbers above the mark (see `SeqSet`) that one envelope acknowledges
 
 
 @dataclass(frozen=True)
 class PeerLimits:
     """The limits at which a peer is given up. ``retries`` counts repeats of a message; the others are in seconds."""
 
-    suspect_after: float = 5.0
-    """Seconds of silence after which a peer on another host is suspect."""
-    lost_after: float = 12.0
-    """Seconds of silence after which it is lost."""
-    heartbeat: float = 1.0
-    """At most how many seconds of silence pass before one of two agents pings the other, if it is watched. See
-    `Peer._heartbeat`."""
+    suspect_after: float = 5.0  # seconds of silence after which a peer on another host is suspect
+    lost_after: float = 12.0  # seconds of silence after which it is lost
+    heartbeat: float = 1.0  # seconds of silence after which one of two agents pings the other, at most (`_heartbeat`)
     retries: int = 20
 
 
@@ -117,21 +105,15 @@ class Outgoing:
     ) -> None:
         self.seq = seq
         self.message = message
-        self.frames = frames
-        """The envelope and the frames after it."""
-        self.back = back
-        """The blocks of the receiver's arena that the message gives back."""
-        self.deletes = deletes
-        """The deletes that the message carries."""
-        self.holds = holds
-        """Kept alive as long as this object, that is, until the message has arrived."""
+        self.frames = frames  # the envelope and the frames after it
+        self.back = back  # the blocks of the receiver's arena that the message gives back
+        self.deletes = deletes  # the deletes that the message carries
+        self.holds = holds  # kept alive as long as this object, that is, until the message has arrived
         self.sent_at = now
-        self.pings = pings
-        """The number of pings that were sent before the message."""
-        self.tries = 1
-        """The number of times that the message was given to the channel."""
+        self.pings = pings  # the number of pings that were sent before the message
+        self.tries = 1  # the number of times that the message was given to the channel
+        # The moment at which to try again after the channel refused the message; infinite otherwise.
         self.retry_at = math.inf
-        """The moment at which to try again after the channel refused the message; infinite otherwise."""
 
 
 class Transmit(NamedTuple):
@@ -187,7 +169,6 @@ class SeqSet:
             self._settle()
 
     def _settle(self) -> None:
-        """Raise the mark as long as the next number is in the set, and drop that number from those above the mark."""
         while self.mark + 1 in self.above:
             self.mark += 1
             self.above.discard(self.mark)
@@ -196,7 +177,8 @@ class SeqSet:
 class Peer:
     """The state of the protocol with one other agent, for its small or its large messages.
 
-    Not thread-safe: the caller holds `Links._lock`.
+    Not thread-safe: the caller holds `Links._lock`. ``now`` is in seconds of one monotonic clock, and so are all
+    moments that methods return. A message that a method returns as `Outgoing` is for the channel.
     """
 
     def __init__(
@@ -205,64 +187,41 @@ class Peer:
         """Begin with nothing sent or received between the agents ``me`` and ``other``, which are incarnations.
 
         ``watch_silence`` is True for a peer on another host: silence makes it suspect and then lost. Such a peer is
-        watched at first. ``is_large`` is True for the large messages. ``now`` here, and in all methods, is in seconds
-        of one monotonic clock.
+        watched at first. ``is_large`` is True for the large messages.
         """
-        self.is_large = is_large
-        """True for the large messages."""
-        self.standing = Standing.LIVE
-        """LIVE until silence or `lose` changes it. A LOST peer stays lost."""
-        self.doing = ""
-        """A short text about what the peer was running, from its last pong."""
-        self.doing_at = -math.inf
-        """The moment of that pong."""
+        self.is_large = is_large  # True for the large messages
+        self.standing = Standing.LIVE  # LIVE until silence or `lose` changes it. A LOST peer stays lost
+        self.doing = ""  # a short text about what the peer was running, from its last pong
+        self.doing_at = -math.inf  # the moment of that pong
+        # The digests of the definitions of our ``__main__`` that the peer is known to have.
         self.definitions: set[str] = set()
-        """The digests of the definitions of our ``__main__`` that the peer is known to have."""
-        self.lacking: set[str] = set()
-        """The digests of the definitions that the peer has reported as missing."""
-        self.duplicates = 0
-        """The number of messages that were dropped because they had been received before."""
-        self.resent = 0
-        """The number of times that a message was sent again."""
+        self.lacking: set[str] = set()  # the digests of the definitions that the peer has reported as missing
+        self.duplicates = 0  # the number of messages that were dropped because they had been received before
+        self.resent = 0  # the number of times that a message was sent again
         self._me = me
         self._other = other
         self._limits = limits
-        self._may_watch = watch_silence
-        """True for a peer on another host, which `watch` may watch."""
-        self.is_watched = watch_silence
-        """True while the peer is watched: it gets heartbeats, and its silence counts."""
+        self._may_watch = watch_silence  # True for a peer on another host, which `watch` may watch
+        self.is_watched = watch_silence  # True while the peer is watched: it gets heartbeats, and its silence counts
+        # The moment from which the peer's silence counts. Before it, the peer had no reason to speak.
         self._watched_since = now
-        """The moment from which the peer's silence counts. Before it, the peer had no reason to speak."""
-        self._doubted = -math.inf
-        """The moment at which another agent last reported that it does not hear the peer."""
+        self._doubted = -math.inf  # the moment at which another agent last reported that it does not hear the peer
         every = min(limits.heartbeat, limits.suspect_after / _HEARTBEATS_BEFORE_SUSPECT)
+        # Seconds of silence after which the peer gets a heartbeat, if it is watched.
         self._heartbeat = every * (_HEARTBEAT_OF_THE_OTHER if me > other else 1.0)
-        """Seconds of silence after which the peer gets a heartbeat, if it is watched."""
-        self._heard = now
-        """The moment at which anything last arrived from the peer."""
-        self.next_seq = 1
-        """The number of the next message that must arrive."""
+        self._heard = now  # the moment at which anything last arrived from the peer
+        self.next_seq = 1  # the number of the next message that must arrive
         self._first = 1  # the lowest kept number, or the next one: finding it in a dict with a deleted front is slow
-        self._kept: dict[int, Outgoing] = {}
-        """The messages that are sent and not acknowledged, by number."""
-        self.arrived = SeqSet()
-        """The numbers of the peer's messages that have arrived."""
-        self.ack_due = math.inf
-        """The moment at which an acknowledgement must be sent alone; infinite if none is due."""
-        self._ack_bytes = 0
-        """Bytes of messages that have arrived and are not acknowledged yet."""
-        self._deletes: list[UserDelete] = []
-        """The deletes that wait for a message that can carry them."""
-        self._deletes_due = math.inf
-        """The moment at which these deletes are sent alone."""
-        self._pings = 0
-        """The number of pings sent."""
-        self._ping_sent = -math.inf
-        """The moment of the last ping."""
-        self._ping_wait = PING_FIRST
-        """Seconds from the last ping, or the oldest message, to the next ping."""
-        self._retrying = 0
-        """The number of kept messages that the channel refused and that will be tried again."""
+        self._kept: dict[int, Outgoing] = {}  # the messages that are sent and not acknowledged, by number
+        self.arrived = SeqSet()  # the numbers of the peer's messages that have arrived
+        self.ack_due = math.inf  # the moment at which an acknowledgement must be sent alone; infinite if none is due
+        self._ack_bytes = 0  # bytes of messages that have arrived and are not acknowledged yet
+        self._deletes: list[UserDelete] = []  # the deletes that wait for a message that can carry them
+        self._deletes_due = math.inf  # the moment at which these deletes are sent alone
+        self._pings = 0  # the number of pings sent
+        self._ping_sent = -math.inf  # the moment of the last ping
+        self._ping_wait = PING_FIRST  # seconds from the last ping, or the oldest message, to the next ping
+        self._retrying = 0  # the number of kept messages that the channel refused and that will be tried again
 
     @property
     def outstanding(self) -> int:
@@ -284,10 +243,7 @@ class Peer:
     # -- watching -----------------------------------------------------------------------------
 
     def watch(self, since: float) -> None:
-        """Send heartbeats from now on, and count the peer's silence from the moment ``since`` on.
-
-        Does nothing for a peer that is watched already, or is on this host.
-        """
+        """Send heartbeats to a peer on another host, and count its silence from the moment ``since`` on."""
         if self._may_watch and not self.is_watched:
             self.is_watched = True
             self._watched_since = since
@@ -298,11 +254,9 @@ class Peer:
             self.is_watched = False
 
     def doubt(self, silent: float, now: float) -> None:
-        """Watch the peer until something arrives from it: another agent has not heard it for ``silent`` seconds.
-
-        That silence counts for this agent, too, unless it has heard the peer meanwhile.
-        """
+        """Watch the peer until something arrives from it: another agent has not heard it for ``silent`` seconds."""
         self.watch(now - silent)
+        # That silence counts here, too: a peer that was not watched had no reason to speak to this agent.
         self._watched_since = min(self._watched_since, now - silent)
         self._doubted = now
 
@@ -316,12 +270,10 @@ class Peer:
         holds: Any = None,
         back: list[tuple[int, int]] | None = None,
     ) -> Outgoing:
-        """Return a message in the form in which the caller passes it to the channel; keep it if it must arrive.
+        """Return a message for the channel; keep it, with a number, if it must arrive.
 
-        A message that must arrive gets a number, and carries all queued deletes. ``frames`` follow the envelope.
-        ``holds`` is an object that is kept alive until the message has arrived or is given up. ``back`` has blocks of
-        the peer's shared memory, by segment and offset, that the message gives back; only a message that must arrive
-        may have some.
+        ``holds`` is kept alive until the message has arrived or is given up. ``back`` has blocks of the peer's shared
+        memory, by segment and offset; only a message that must arrive may give some back.
         """
         seq = self.next_seq if message.must_arrive else 0
         if back is None:
@@ -339,35 +291,27 @@ class Peer:
         return outgoing
 
     def send_later(self, message: UserDelete, now: float) -> float:
-        """Queue a delete for the next message that must arrive; return the moment at which `tick` sends it alone.
-
-        A delete tells a value's owner that a reference is no longer used. Sent alone, it costs a message and an
-        acknowledgement. Most agents soon have another message for each other.
-        """
+        """Queue a delete for the next message that must arrive; return the moment at which `tick` sends it alone."""
         self._deletes.append(message)
         self._deletes_due = min(self._deletes_due, now + _DELETE_DELAY)
         return self._deletes_due
 
     def send_waiting(self, now: float) -> Outgoing | None:
-        """Return a message, to be passed to the channel, that carries all queued deletes; None if there are none."""
+        """Return a message that carries all queued deletes; None if there are none."""
         if not self._deletes:
             self._deletes_due = math.inf
             return None
         last = self._deletes.pop()
         try:
             outgoing = self.send(last, (), now)  # this message carries the other deletes
-        except BaseException:  # Ctrl-C
+        except BaseException:  # Ctrl-C: the delete must still arrive
             self._deletes.append(last)
             raise
         self._deletes_due = math.inf
         return outgoing
 
     def _envelope(self, seq: int, message: Message, back: list[tuple[int, int]], deletes: list[UserDelete]) -> bytes:
-        """Return the encoded envelope of a message, which also acknowledges what has arrived from the peer.
-
-        It acknowledges all messages up to the mark of `SeqSet`, and at most 64 above it. A due acknowledgement is
-        thereby sent.
-        """
+        """Return the encoded envelope of a message, which also acknowledges what has arrived from the peer."""
         arrived = self.arrived
         more = sorted(arrived.above)[:_MOST_NUMBERS_ABOVE_MARK] if arrived.above else []
         self.ack_due = math.inf
@@ -377,19 +321,13 @@ class Peer:
         )
 
     def refused(self, outgoing: Outgoing, now: float) -> None:
-        """Forget a message that will not be sent again, and queue the deletes that it carried for another message.
-
-        Deletes must arrive, even if the message that carried them is given up.
-        """
+        """Forget a message that will not be sent again, but not the deletes that it carried: these must arrive."""
         self.withdraw(outgoing.seq)
         for delete in outgoing.deletes:
             self.send_later(delete, now)
 
     def withdraw(self, seq: int) -> None:
-        """Forget message ``seq``, which has arrived or is given up: it is not sent again, and its ``holds`` are freed.
-
-        A number that is not kept is ignored.
-        """
+        """Forget message ``seq``, which has arrived or is given up, and free its ``holds``."""
         kept = self._kept.pop(seq, None)
         if kept is not None and kept.retry_at != math.inf:
             self._retrying -= 1
@@ -397,11 +335,7 @@ class Peer:
             self._first += 1
 
     def failed(self, seq: int, now: float) -> None:
-        """Record that the channel refused message ``seq``: `tick` will try it again later.
-
-        The wait doubles with each try, from 0.05 to 2 seconds. Does nothing for a message that is not kept, such as one
-        that need not arrive.
-        """
+        """Record that the channel refused message ``seq``: `tick` will try it again later, if it must arrive."""
         kept = self._kept.get(seq)
         if kept is not None:
             if kept.retry_at == math.inf:
@@ -419,10 +353,7 @@ class Peer:
     def receive(self, envelope: Envelope, size: int, now: float) -> bool:
         """Process an envelope that has arrived; return whether its message is new and must be handled.
 
-        Returns False for a second copy of a message. A message that need not arrive has no number and always counts as
-        new. Any envelope shows that the peer is alive, and its acknowledgements are applied first. A message with a
-        number must be acknowledged within 0.05 s, but at once if more than 1 MB is not acknowledged, or if the message
-        arrived before. ``size`` is the message's size in bytes.
+        A message that need not arrive has no number and always counts as new. ``size`` is the message's size in bytes.
         """
         self._heard = now  # what `heard` does, without the cost of a call for each message
         if self.standing is Standing.SUSPECT:
@@ -439,6 +370,7 @@ class Peer:
             arrived.mark = seq  # in order, as almost all messages are
         elif not arrived.add(seq):
             self.duplicates += 1
+            # At once: the sender repeats what it has not seen acknowledged.
             self.ack_due = now
             return False
         self._ack_bytes += size
@@ -449,13 +381,12 @@ class Peer:
         return True
 
     def heard(self, now: float) -> None:
-        """Record that the peer is alive: something arrived from it that did not go through `receive` of this object."""
+        """Record that something arrived from the peer that did not go through `receive` of this object."""
         self._heard = now
         if self.standing is Standing.SUSPECT:
             self.standing = Standing.LIVE
 
     def _forget_arrived(self, mark: int, more: Sequence[int]) -> None:
-        """Forget the messages up to ``mark``, and those in ``more``: they have arrived."""
         kept, first, following = self._kept, self._first, self.next_seq
         while first < following and (first <= mark or first not in kept):
             gone = kept.pop(first, None)
@@ -469,11 +400,10 @@ class Peer:
             self._ping_wait = PING_FIRST
 
     def ponged(self, pong: Pong, now: float) -> list[Action]:
-        """Process a pong, the answer to a ping; return what to do with the messages that it shows to be late.
+        """Process a pong; return what to do with the messages that it shows to be late.
 
-        A message is late if it was last sent before the ping and is not known to have arrived. Each is sent again
-        (`Transmit`), or given up (`Undelivered`) after too many tries. Pass the pong's envelope to `receive` first,
-        which applies its acknowledgements.
+        A message is late if it was last sent before the ping and is not known to have arrived. Pass the pong's envelope
+        to `receive` first, which applies its acknowledgements.
         """
         self.doing, self.doing_at = pong.doing, now
         late = [kept for kept in self._kept.values() if kept.pings < pong.number]
@@ -482,11 +412,7 @@ class Peer:
         return [action for kept in late for action in self._resend(kept, now)]
 
     def _resend(self, kept: Outgoing, now: float) -> list[Action]:
-        """Return the action for a kept message: send it again, with a new envelope, or give it up after too many tries.
-
-        The new envelope has current acknowledgements. The number stays the same, so the receiver recognises the
-        message.
-        """
+        """Return the action for a kept message: send it again, or give it up after too many tries."""
         if kept.retry_at != math.inf:
             kept.retry_at = math.inf
             self._retrying -= 1
@@ -497,6 +423,7 @@ class Peer:
         kept.sent_at = now
         kept.pings = self._pings
         self.resent += 1
+        # The same number, by which the receiver recognises the message, but current acknowledgements.
         kept.frames[0] = self._envelope(kept.seq, kept.message, kept.back, kept.deletes)
         return [Transmit(kept)]
 
@@ -505,8 +432,7 @@ class Peer:
     def tick(self, now: float) -> list[Action]:
         """Return what is due at ``now``: messages to transmit, messages that are given up, and notices about the peer.
 
-        This covers retries, a ping, queued deletes and an acknowledgement. `Lost` is returned once, and alone: nothing
-        is due for a lost peer.
+        `Lost` is returned once, and alone: nothing is due for a lost peer.
         """
         if self.standing is Standing.LOST:
             return []
@@ -533,11 +459,7 @@ class Peer:
         return actions
 
     def _ping_due(self) -> float:
-        """Return when to ping next: about unacknowledged messages, or as a heartbeat. Infinite if no ping is due.
-
-        Pings about the oldest message begin 0.5 s after it was sent, and become rarer. A watched peer gets a heartbeat
-        after `_heartbeat` seconds of silence, and again after each further `_heartbeat` seconds.
-        """
+        """Return when to ping next: about the oldest unacknowledged message, or as a heartbeat."""
         due = math.inf
         if self._kept:
             due = max(self._kept[self._first].sent_at, self._ping_sent) + self._ping_wait
@@ -546,10 +468,7 @@ class Peer:
         return due
 
     def next_tick(self) -> float:
-        """Return the moment at which `tick` has something to do if nothing happens before; infinite if there is none.
-
-        The moment is by the clock of ``now``. It is infinite for a lost peer.
-        """
+        """Return the moment at which `tick` has something to do if nothing happens before, or infinity."""
         if self.standing is Standing.LOST:
             return math.inf
         due = min(self.ack_due, self._deletes_due, self._ping_due())
@@ -561,10 +480,7 @@ class Peer:
         return due
 
     def lose(self) -> None:
-        """Mark the peer as lost, and forget everything that was kept for it. No tick does anything afterwards.
-
-        A second call does nothing.
-        """
+        """Mark the peer as lost, and forget everything that was kept for it. No tick does anything afterwards."""
         self.standing = Standing.LOST
         self._kept.clear()
         self._first = self.next_seq
