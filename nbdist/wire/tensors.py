@@ -45,23 +45,21 @@ class Unreadable(bytes):
     why: str
 
 
-OWN_FRAME_BYTES = 256 * 1024
-"""The size in bytes of the smallest storage that gets its own frame, which ZeroMQ does not copy again."""
+OWN_FRAME_BYTES = 256 * 1024  # a storage of so many bytes gets its own frame, which ZeroMQ does not copy again
 
-_ALIGN = 64
-"""Storages that share a frame begin at multiples of this many bytes."""
-_COPY_WITH_GIL_BYTES = 64 * 1024
-"""Copies of fewer bytes keep the GIL."""
+_ALIGN = 64  # storages that share a frame begin at multiples of this many bytes
+_COPY_WITH_GIL_BYTES = 64 * 1024  # copies of fewer bytes keep the GIL
+# ``PyDLL`` copies and keeps the GIL: releasing it for a few bytes costs a switch of threads.
 _copy_held = ctypes.PyDLL(None).memmove
-"""Copies and keeps the GIL: releasing it for a few bytes costs a switch of threads."""
 _copy_held.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
+# Copies memory as bytes. ``ctypes.string_at`` does the same, but through a Python function.
 _bytes_at = ctypes.pythonapi.PyBytes_FromStringAndSize
-"""Copies memory as bytes. ``ctypes.string_at`` does the same, but through a Python function."""
 _bytes_at.argtypes, _bytes_at.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.py_object
 
+# A view that spans more than this many times its own bytes of a large storage is made contiguous before it is sent.
 _SPARSE_VIEW_RATIO = 4
-"""A view that spans more than this many times its own bytes of a large storage is made contiguous before it is sent."""
+# The dtypes by number. The numbers are part of the bytes between agents (`nbdist.wire.messages.VERSION`).
 _DTYPE_NAMES = (
     *("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool"),
     *("complex64", "complex128", "complex32", "uint16", "uint32", "uint64"),
@@ -71,11 +69,10 @@ _DTYPE_NAMES = (
     *("int1", "int2", "int3", "int4", "int5", "int6", "int7"),
     *("uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"),
 )
-"""The dtypes by number. The numbers are part of the bytes between agents (`nbdist.wire.messages.VERSION`)."""
 _DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
+# From this number on: integers of fewer bits than a byte, each stored in a byte, which torch cannot copy.
 _FIRST_NARROW = _DTYPE_NAMES.index("int1")
-"""From this number on: integers of fewer bits than a byte, each stored in a byte, which torch cannot copy."""
 
 _NO_COPIES: Mapping[int, torch.Tensor] = {}
 
@@ -92,39 +89,28 @@ class Slot(Protocol):
         ...
 
     def send(self) -> None:
-        """Hand the copy over to the receiver, because it is about to be sent.
-
-        Called right before the message goes to the channel. Afterwards, only the receiver or `take_back` frees the
-        copy.
-        """
+        """Hand the copy over to the receiver, right before the message goes to the channel."""
         ...
 
     def take_back(self) -> None:
-        """Free the copy, because the message with it is certainly not sent.
-
-        Before `send`, this does nothing: the copy is freed with this object.
-        """
+        """Free the copy after `send`, because the message with it is certainly not sent; else do nothing."""
         ...
 
 
 class Space(Protocol):
     """Shared memory that one receiver can read."""
 
-    threshold: int
-    """The size in bytes of the smallest storage that goes there; smaller ones are faster in frames."""
+    threshold: int  # the size in bytes of the smallest storage that goes there; smaller ones are faster in frames
 
     def put(self, pointer: int, length: int) -> Slot | None:
-        """Copy ``length`` bytes at address ``pointer`` of this process into the shared memory; return the copy.
-
-        Returns None if there is no room; then the sender puts the bytes into the message itself.
-        """
+        """Copy ``length`` bytes at address ``pointer`` of this process; return None if there is no room."""
         ...
 
     def put_from_gpu(self, part: torch.Tensor, there: str | None) -> Slot | None:
         """Copy a tensor of bytes from a GPU for the receiver's device ``there``; None means the CPU.
 
-        Returns the copy, which may be on the GPU if the receiver uses the same GPU. Returns None if there is no room,
-        or the tensor is too small; then the sender puts the bytes into the message itself.
+        The copy may be on the GPU if the receiver uses the same GPU. Returns None if there is no room, or the tensor is
+        too small.
         """
         ...
 
@@ -142,10 +128,7 @@ class Lent(Protocol):
 
 
 def is_packable(tensor: torch.Tensor) -> bool:
-    """Return whether this module carries ``tensor``; if not, the tensor's own ``__reduce_ex__`` does.
-
-    This module carries dense tensors and parameters, on the CPU or a GPU, that have no Python attributes of their own.
-    """
+    """Return whether this module carries ``tensor``; if not, the tensor's own ``__reduce_ex__`` does."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return False
     return (
@@ -153,7 +136,7 @@ def is_packable(tensor: torch.Tensor) -> bool:
         and (tensor.is_cpu or tensor.is_cuda)
         and tensor.dtype in _DTYPE_CODES
         and not tensor.is_nested
-        and not tensor.__dict__
+        and not tensor.__dict__  # attributes that the user has set, which only ``__reduce_ex__`` keeps
     )
 
 
@@ -174,42 +157,31 @@ def refuse_uncarried(tensor: torch.Tensor) -> None:
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` in contiguous memory, even for dtypes that torch cannot copy.
-
-    Integers of fewer bits than a byte are copied as bytes, because torch cannot copy them.
-    """
+    """Return ``tensor`` in contiguous memory, even for dtypes that torch cannot copy."""
     if _DTYPE_CODES[tensor.dtype] < _FIRST_NARROW:
         return tensor.contiguous()
     return tensor.view(torch.uint8).contiguous().view(tensor.dtype)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the part of its storage that ``tensor`` can touch: begin and end, in bytes from the storage's begin.
-
-    Strides of torch are never negative, so the last element has the highest address.
-    """
+    """Return the part of its storage that ``tensor`` can touch: begin and end, in bytes from the storage's begin."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if tensor.numel() == 0:
         start = min(start, tensor.untyped_storage().nbytes())  # torch does not check where an empty view begins
         return start, start
+    # Strides of torch are never negative, so the last element has the highest address.
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * size
 
 
 def _flags(tensor: torch.Tensor) -> int:
-    """Return the bits of `TensorMeta.flags`: 1 if the tensor requires grad, and 2 if it is a parameter."""
     flags = _REQUIRES_GRAD if tensor.requires_grad else 0
     return flags | _PARAMETER if type(tensor) is torch.nn.Parameter else flags
 
 
 def _contiguous_or_none(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return ``tensor`` or a contiguous copy whose bytes in memory can be sent as they are; None if there is none.
-
-    A contiguous CPU tensor is returned itself. A tensor of less than 256 KiB that `expand` has made of one value is
-    copied. For all others, such as GPU tensors and conjugated views, returns None: `TensorPacker.pack` then goes the
-    general way.
-    """
+    """Return ``tensor`` if its bytes can be sent as they are, or such a copy of one small expanded value; else None."""
     if not tensor.is_cpu or tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()):
         return None
     if tensor.is_contiguous():
@@ -220,11 +192,11 @@ def _contiguous_or_none(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[TensorMeta, bytes] | None:
-    """Return the description and a copy of the bytes of a message's only tensor, if it is small.
+    """Return the description and a copy of the bytes of a message's only tensor, if it is small and not empty.
 
-    Returns None if the message needs `TensorPacker`. With ``bare``, requires_grad and whether the tensor is a parameter
-    are left out. ``tensor`` may be a parameter, but no other subclass. Small means less than 256 KiB, and too small for
-    the receiver's shared memory (``space``). Also returns None for a tensor without elements.
+    Returns None if the message needs `TensorPacker`: the tensor has 256 KiB or more, or enough for the receiver's
+    shared memory (``space``). With ``bare``, requires_grad and whether the tensor is a parameter are left out.
+    ``tensor`` may be a parameter, but no other subclass.
     """
     if tensor.layout is not torch.strided or tensor.dtype not in _DTYPE_CODES or tensor.is_nested or tensor.__dict__:
         return None
@@ -252,8 +224,7 @@ class StoragePart:
     ) -> None:
         self.number = number
         self.storage = storage
-        self.device = device
-        """The receiver's device; None for the CPU."""
+        self.device = device  # the receiver's device; None for the CPU
         self.start = start
         self.end = end
 
@@ -268,7 +239,7 @@ class StoragePart:
         return whole.set_(self.storage, self.start, (self.end - self.start,), (1,))
 
     def on_host(self) -> tuple[int, Any]:
-        """Return the address of the part on the CPU, and an object that must live as long as the address is used.
+        """Return the part's address on the CPU, and an object that must live as long as the address is used.
 
         A part of a GPU's memory is copied, on the calling thread's stream, after the work queued there.
         """
@@ -282,25 +253,17 @@ class TensorPacker:
     """Collects the tensors of one message; `pack` then copies their bytes."""
 
     def __init__(self, devices: Devices = CPU_ONLY, space: Space | None = None) -> None:
-        """Begin without tensors.
-
-        ``devices`` maps devices here to the receiver's devices; ``space`` is memory shared with the receiver, or None.
-        """
+        """Begin without tensors; ``devices`` maps devices here to the receiver's, which can read ``space``."""
         self.tensors: list[torch.Tensor] = []
-        self.slots: list[Slot] = []
-        """The copies in shared memory, after `pack`."""
-        self.places: list[Place] = []
-        """The places of these copies."""
-        self._indices: dict[int, int] = {}
-        """The index of each tensor, by the object's id."""
+        self.slots: list[Slot] = []  # the copies in shared memory, after `pack`
+        self.places: list[Place] = []  # the places of these copies
+        self._indices: dict[int, int] = {}  # the index of each tensor, by the object's id
         self._devices = devices
         self._space = space
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Add ``tensor`` to the message, unless it is there already; return its index.
-
-        The bytes are copied later, by `pack`.
-        """
+        """Add ``tensor`` to the message, unless it is there already; return its index. `pack` copies the bytes."""
+        # By ``id``: `tensors` keeps them all alive.
         index = self._indices.get(id(tensor))
         if index is None:
             index = self._indices[id(tensor)] = len(self.tensors)
@@ -311,12 +274,8 @@ class TensorPacker:
         """Copy the bytes; return the tensors' descriptions, the place of each storage, and the frames.
 
         A place is (frame, offset, length), in bytes. Storages in shared memory are in `slots` instead, and their frames
-        count -1, -2, …
-
-        Only the part of each storage that the tensors use is copied. Tensors that share a storage here share one on
-        the receiver. A tensor that is alone in a large storage, and uses little of it, is made contiguous first.
-
-        Raises EncodeError for a tensor on a GPU that has no device on the receiver (`Devices`).
+        count -1, -2, … Only the part of each storage that the tensors use is copied. Raises EncodeError for a tensor on
+        a GPU that has no device on the receiver (`Devices`).
         """
         if not self.tensors:
             return [], [], []
@@ -334,6 +293,7 @@ class TensorPacker:
             device = self._devices.of(tensor.device)
             data, key = tensor, tensor.untyped_storage()._cdata
             start, end = _extent(data)
+            # Alone in a large storage, of which it uses little.
             if users[key] == 1 and end - start > max(OWN_FRAME_BYTES, _SPARSE_VIEW_RATIO * data.nbytes):
                 data = _contiguous(data)
                 key = data.untyped_storage()._cdata
@@ -346,13 +306,14 @@ class TensorPacker:
             else:
                 storage.start, storage.end = min(start, storage.start), max(end, storage.end)
             placed.append((data, storage, device))
+        # Describe and copy the tensors only now: the used part of a storage may grow with each tensor.
         metas = [
             self._meta(original, data, storage, device)
             for original, (data, storage, device) in zip(self.tensors, placed, strict=True)
         ]
-        # Copy the bytes only now: the used part of a storage may grow with each tensor.
         shared = {storage.number: place for storage in storages.values() if (place := self._put_from_gpu(storage))}
         rest = [storage for storage in storages.values() if storage.number not in shared]
+        # `parts` also keeps alive what is at the addresses.
         parts = [(*storage.on_host(), storage.end - storage.start) for storage in rest]
         copies = {number: parts[number][1] for number, storage in enumerate(rest) if storage.is_on_gpu}
         where, frames = self._copy_out([(address, length) for address, _, length in parts], copies)
@@ -364,9 +325,8 @@ class TensorPacker:
     ) -> tuple[list[tuple[int, int, int]], list[Buffer]]:
         """Copy memory into frames or shared memory; return the place of each piece as in `pack`, and the frames.
 
-        ``spans`` has the address and the length in bytes of each piece. A piece of 256 KiB or more gets a frame of its
-        own. Smaller pieces share one frame, each at a multiple of `_ALIGN`. ``copies`` has, by their numbers, the
-        pieces that nobody else uses, as tensors of bytes: such a piece becomes a frame without another copy.
+        ``spans`` has the address and the length in bytes of each piece. ``copies`` has, by their numbers, the pieces
+        that nobody else uses, as tensors of bytes: such a piece becomes a frame without another copy.
         """
         where: list[tuple[int, int, int]] = []
         frames: list[Buffer] = []
@@ -396,20 +356,13 @@ class TensorPacker:
         return where, frames
 
     def _put(self, pointer: int, length: int) -> bool:
-        """Copy ``length`` bytes at address ``pointer`` into shared memory, and add the copy to `slots`.
-
-        Returns False, and copies nothing, if there is no shared memory, no room in it, or too few bytes for it.
-        """
+        """Copy memory into `slots`; return False without shared memory, without room in it, or for too few bytes."""
         if self._space is None or length < max(self._space.threshold, 1):
             return False
         return self._keep(self._space.put(pointer, length))
 
     def _put_from_gpu(self, storage: StoragePart) -> tuple[int, int, int] | None:
-        """Copy the part of a storage on a GPU into shared memory; return its place.
-
-        Returns None for a storage on the CPU, and if there is no room: then the bytes are sent like those of a CPU
-        tensor.
-        """
+        """Copy the part of a storage on a GPU into shared memory; return its place, None if it must go another way."""
         if self._space is None or not storage.is_on_gpu or storage.end == storage.start:
             return None
         if not self._keep(self._space.put_from_gpu(storage.bytes(), storage.device)):
@@ -417,7 +370,6 @@ class TensorPacker:
         return -len(self.slots), 0, storage.end - storage.start
 
     def _keep(self, slot: Slot | None) -> bool:
-        """Add a copy in shared memory to `slots`; return False if ``slot`` is None."""
         if slot is None:
             return False
         self.slots.append(slot)
@@ -425,10 +377,7 @@ class TensorPacker:
         return True
 
     def _pack_simple(self) -> tuple[list[TensorMeta], list[tuple[int, int, int]], list[Buffer]] | None:
-        """Do the work of `pack` for contiguous tensors that share no storage; return None if there are other tensors.
-
-        Each tensor is a piece of its own, which saves the bookkeeping of storages.
-        """
+        """Do the work of `pack` for contiguous tensors that share no storage; return None if there are others."""
         metas: list[TensorMeta] = []
         spans: list[tuple[int, int]] = []
         kept: list[torch.Tensor] = []
@@ -436,7 +385,7 @@ class TensorPacker:
             plain = _contiguous_or_none(tensor)
             if plain is None:
                 return None
-            kept.append(plain)
+            kept.append(plain)  # `spans` has only addresses
             metas.append(TensorMeta(len(metas), _DTYPE_CODES[plain.dtype], list(plain.shape), None, 0, _flags(tensor)))
             spans.append((plain.data_ptr(), plain.nbytes))
         if len(spans) > 1 and len({tensor.untyped_storage()._cdata for tensor in self.tensors}) < len(spans):
@@ -445,10 +394,7 @@ class TensorPacker:
 
     @staticmethod
     def _value(tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's data, without history.
-
-        Conjugated and negated views are resolved, so that the bytes sent are the values.
-        """
+        """Return a tensor's data, without history, in memory whose bytes are the values."""
         plain = tensor.detach()
         if plain.is_conj() or plain.is_neg():
             plain = plain.resolve_conj().resolve_neg()
@@ -456,11 +402,7 @@ class TensorPacker:
 
     @staticmethod
     def _meta(original: torch.Tensor, data: torch.Tensor, storage: StoragePart, device: str | None) -> TensorMeta:
-        """Return the description of a tensor whose ``data`` lies in a storage of the message.
-
-        The offset counts elements from the beginning of the copied part of the storage. Strides are left out for a
-        contiguous tensor at the beginning of that part.
-        """
+        """Return the description of a tensor whose ``data`` lies in a storage of the message."""
         offset = int(data.storage_offset()) - storage.start // data.element_size()
         strides = None if offset == 0 and data.is_contiguous() else list(data.stride())
         return TensorMeta(
@@ -469,13 +411,10 @@ class TensorPacker:
 
 
 def _snapshot(pointer: int, length: int) -> memoryview:
-    """Return a copy of ``length`` bytes at an address. The copy lives as long as the returned view.
-
-    For large pieces: it copies without the GIL, so that other threads run meanwhile.
-    """
+    """Return a copy of ``length`` bytes at an address. The copy lives as long as the returned view."""
     copy = torch.empty(length, dtype=torch.uint8, device="cpu")
     with_large_pages(copy.data_ptr(), length)
-    ctypes.memmove(copy.data_ptr(), pointer, length)
+    ctypes.memmove(copy.data_ptr(), pointer, length)  # without the GIL: other threads run meanwhile
     return _memory_of(copy)
 
 
@@ -494,9 +433,7 @@ def unpack_tensors(
 ) -> list[torch.Tensor]:
     """Return the tensors of a message, in memory of their own; ``leased`` is the shared memory that came with it.
 
-    ``metas`` and ``where`` are the descriptions and places that `TensorPacker.pack` returned, and ``frames`` its
-    frames. A contiguous tensor that shares its storage with no other is made directly. Others become views of a storage
-    that is made once. The descriptions are checked first, since they come from another process.
+    ``metas``, ``where`` and ``frames`` are the results of `TensorPacker.pack`.
 
     Raises ProtocolError if a description does not fit the bytes, and DecodeError for a dtype that this torch lacks, or
     for shared memory that this process cannot read.
@@ -511,6 +448,7 @@ def unpack_tensors(
     shared: dict[int, torch.UntypedStorage] = {}
     tensors = []
     for meta in metas:
+        # Each description is checked: another process has made it, and torch would read outside of the memory.
         if not 0 <= meta.buffer < len(where):
             raise _damaged("a tensor refers to a buffer that the message does not have")
         dtype = _DTYPES[meta.dtype] if 0 <= meta.dtype < len(_DTYPES) else None
@@ -569,11 +507,7 @@ def unpack_tensors(
 def unpack_alone(
     meta: TensorMeta, where: Sequence[tuple[int, int, int]], frames: Sequence[Buffer]
 ) -> torch.Tensor | None:
-    """Return the tensor of a message with one small tensor in one frame; None if the message is different.
-
-    The arguments are those of `unpack_tensors`. The bytes are copied with the GIL held. Anything unusual is left to
-    `unpack_tensors`, which also raises the errors.
-    """
+    """Return the tensor of a message with one small tensor in one frame; None leaves it to `unpack_tensors`."""
     if meta.strides is not None or meta.device is not None or not frames or list(where) != [(0, 0, len(frames[0]))]:
         return None
     dtype = _DTYPES[meta.dtype] if 0 <= meta.dtype < len(_DTYPES) else None
@@ -598,11 +532,7 @@ def _damaged(why: str) -> ProtocolError:
 
 
 def _leased(leased: Sequence[Buffer | Lent], index: int, length: int) -> Buffer | Lent:
-    """Return piece ``index``, from 0 on, of a message's shared memory, checked to have at least ``length`` bytes.
-
-    While a tensor made of it lives, it is not given back to the sender. Raises ProtocolError if the message has no such
-    piece, DecodeError if this process cannot map it.
-    """
+    """Return piece ``index`` of a message's shared memory, checked to have at least ``length`` bytes."""
     if not 0 <= index < len(leased):
         raise _damaged("a tensor refers to shared memory that the message does not have")
     memory = leased[index]
@@ -617,7 +547,6 @@ def _leased(leased: Sequence[Buffer | Lent], index: int, length: int) -> Buffer 
 
 
 def _finished(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """Return a tensor with the requires_grad, the class and the device that its description names."""
     if meta.device is not None:
         tensor = move_to(tensor, meta.device)
     if meta.flags & _PARAMETER:
@@ -628,10 +557,7 @@ def _finished(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def _on_device(storage: torch.UntypedStorage, device: str | None) -> torch.UntypedStorage:
-    """Return a storage on ``device`` (None means the CPU): itself, or a copy that all tensors of the storage share.
-
-    All tensors of a storage have one device. Raises torch's error if there is no such device.
-    """
+    """Return a storage on ``device`` (None means the CPU): itself, or a copy that all tensors of the storage share."""
     if (device or "cpu") == str(storage.device):
         return storage
     part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
@@ -640,26 +566,21 @@ def _on_device(storage: torch.UntypedStorage, device: str | None) -> torch.Untyp
 
 
 def move_to(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """Return a tensor on ``device``, complete when this returns, so that any thread may use it on any stream.
-
-    torch waits for a copy between the CPU and a GPU. It does not wait for a copy from GPU to GPU, so this does.
-    """
+    """Return a tensor on ``device``, complete when this returns, so that any thread may use it on any stream."""
     if (there := staging.to_gpu(tensor, device)) is not None:
         return there
     moved = tensor.to(device)
+    # torch waits for a copy between the CPU and a GPU, but not for one from GPU to GPU.
     if tensor.is_cuda and moved.is_cuda and moved is not tensor:
         torch.cuda.current_stream(moved.device).synchronize()
     return moved
 
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -> torch.Tensor:
-    """Return a view of a storage as its description says; raise ProtocolError if the storage is too small.
-
-    If the description has no strides, the tensor is contiguous.
-    """
+    """Return a view of a storage as its description says; raise ProtocolError if the storage is too small."""
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     strides = meta.strides
-    if strides is None:
+    if strides is None:  # contiguous
         strides = []
         step = 1
         for n in reversed(meta.shape):
@@ -679,14 +600,13 @@ def _view(storage: torch.UntypedStorage, dtype: torch.dtype, meta: TensorMeta) -
 def _can_stay(frame: Buffer, length: int) -> bool:
     """Return whether a storage of ``length`` bytes can stay in its frame, without a copy.
 
-    It can if the frame has nothing else in it, and nothing else writes to its memory. Channels pass such memory on as a
-    writable view (`nbdist.channel.assembly`).
+    Channels pass a frame whose memory nothing else uses on as a writable view (`nbdist.channel.assembly`).
     """
     return isinstance(frame, memoryview) and not frame.readonly and len(frame) == length
 
 
 def _copy_in(pointer: int, frame: Buffer, offset: int, length: int) -> None:
-    """Copy ``length`` bytes of a frame, from ``offset`` on, to an address; with the GIL if fewer than 64 KiB."""
+    """Copy ``length`` bytes of a frame, from ``offset`` on, to an address."""
     if not length:
         return
     source: int | bytes
