@@ -346,9 +346,8 @@ class LocalChannel:
                 _log.warning("cannot accept a connection from another agent; will try again soon: %s", error)
                 if sock is not None:
                     sock.close()  # the other agent will connect again
-                self._try_again_at = (
-                    time.monotonic() + _ACCEPT_AGAIN_AFTER
-                )  # the kernel does not report waiting connections again
+                # The kernel does not report waiting connections again.
+                self._try_again_at = time.monotonic() + _ACCEPT_AGAIN_AFTER
                 return
             self._incoming[sock.fileno()] = _Incoming(sock, FrameCutter(self._max_message))
 
@@ -469,9 +468,8 @@ class _Incoming:
                 data = self.socket.recv(_BYTES_PER_READ)
                 if not data:
                     raise EOFError
-                self.is_empty = (
-                    len(data) < _BYTES_PER_READ and not self.has_ended
-                )  # the end is not reported again: read on
+                # Once the connection has ended, read on: the kernel does not report that again.
+                self.is_empty = len(data) < _BYTES_PER_READ and not self.has_ended
                 return cutter.feed(data)
             room = cutter.room
             count = self.socket.recv_into(room)

@@ -176,7 +176,7 @@ class LocalLink:
                     self._shut()
 
     def _write_what_fits(self, sock: socket.socket, pieces: Sequence[Buffer]) -> int:
-        """Write as much as the socket has room for; return the number of bytes, 0 after an error, which shuts the link."""
+        """Write what the socket has room for; return the number of bytes. After an error, shut the link; return 0."""
         try:
             return sock.send(pieces[0]) if len(pieces) == 1 else sock.sendmsg(pieces)
         except BlockingIOError:

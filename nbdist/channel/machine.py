@@ -113,9 +113,8 @@ def _limits_of_memory() -> Iterator[tuple[int, int]]:
         names = _NAMES_2 if (folder / _NAMES_2[0]).exists() else _NAMES_1
         with contextlib.suppress(OSError, ValueError):  # the file is missing, or says "max"
             most = int((folder / names[0]).read_text())
-            if (
-                most >= _memory_of_the_machine()
-            ):  # version 1's number for no limit; reading the used bytes would take 1 ms
+            # Version 1's number for no limit, or a limit that is none. Reading the used bytes would take 1 ms.
+            if most >= _memory_of_the_machine():
                 continue
             taken = 0
             with contextlib.suppress(OSError, ValueError, KeyError):

@@ -56,10 +56,8 @@ class LargeZeroMqLink(ZeroMqLink):
 
     def send(self, frames: Sequence[Buffer], kind: str) -> None:
         """Queue a message for ZeroMQ's own thread, without copying its large frames. Raises errors as `ZeroMqLink`."""
-        with (
-            DeferredSignals(),
-            self._lock,
-        ):  # if Ctrl-C cut a chunk in two, the next chunk's parts would be appended to it
+        # If Ctrl-C cut a chunk in two, the next chunk's parts would be appended to it.
+        with DeferredSignals(), self._lock:
             try:
                 for head, data in chunks(frames, self._name, next(self._numbers)):
                     self._socket.send(head, zmq.NOBLOCK | zmq.SNDMORE)

@@ -19,8 +19,7 @@ from nbdist.wire.pickling import culprit
 from nbdist.wire.pickling.unpickler import Unpickler
 from nbdist.wire.tensors import unpack_tensors
 
-_QUICK_BYTES = 1 << 16
-"""The bytes up to which decoding takes no longer than waking another thread for it."""
+_QUICK_BYTES = 1 << 16  # the bytes up to which decoding takes no longer than waking another thread for it
 
 
 def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
@@ -40,27 +39,18 @@ def decodes_quickly(payload: Payload, frames: Sequence[bytes]) -> bool:
 
 
 def _is_copied(meta: TensorMeta, payload: Payload, frames: Sequence[bytes]) -> bool:
-    """Return whether a tensor for another device, such as this process's GPU, must be copied there.
-
-    Such a copy waits for earlier work of the GPU, whatever its size, and no thread would read messages meanwhile. A
-    tensor in shared memory of the GPU is not copied.
-    """
+    """Return whether a tensor for another device must be copied there. One in shared memory of a GPU need not."""
+    # Such a copy waits for earlier work of the GPU, whatever its size, and no thread would read messages meanwhile.
     place = payload.buffers[meta.buffer][0] if 0 <= meta.buffer < len(payload.buffers) else 0
     count = len(payload.places)
     return place >= 0 or -place > count or isinstance(frames[len(frames) - count - place - 1], bytes | memoryview)
 
 
-NOT_DECODED = object()
-"""The result of `decode_early` for a value that a job must decode."""
+NOT_DECODED = object()  # the result of `decode_early` for a value that a job must decode
 
 
 def decode_early(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] = ()) -> Any:
-    """Return the value in ``frames`` if the reading thread may decode it, as `decodes_quickly` says.
-
-    Returns the object `NOT_DECODED` if it may not, or if the value cannot be decoded, and raises nothing. The caller
-    then lets a job call `decode`, which raises the error. With ``NBDIST_USUAL=0`` in the environment, this always
-    returns `NOT_DECODED`.
-    """
+    """Return the value in ``frames`` if the reading thread may decode it (`decodes_quickly`), else `NOT_DECODED`."""
     if not payload.plain or not usual.IS_ON:
         return NOT_DECODED
     try:
@@ -75,16 +65,15 @@ def decode_early(payload: Payload, frames: Sequence[bytes], references: Sequence
                         return NOT_DECODED
                 return quick.decode(payload, frames, (), references, None)
         return decode(payload, frames, references) if decodes_quickly(payload, frames) else NOT_DECODED
-    except Exception:
+    except Exception:  # whatever it is: the reading thread goes on, and the job that decodes the value again raises it
         return NOT_DECODED
 
 
 def decode(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] = (), attach: Attach = None) -> Any:
     """Return the value in ``frames``; the last of these are its storages in shared memory (``payload.places``).
 
-    ``payload`` describes the frames. ``references`` are the receiver's references for ``payload.forks``, in that order.
-    ``attach`` joins tensors that were sent in an autograd context to the receiver's graph. Without it, they become
-    leaves that require grad.
+    ``references`` are the receiver's references for ``payload.forks``, in that order. ``attach`` joins tensors that
+    were sent in an autograd context to the receiver's graph. Without it, they become leaves that require grad.
 
     Raises DecodeError if the value cannot be rebuilt (MissingDefinition if ``__main__`` here lacks a definition), and
     ProtocolError if the frames contradict their description.
@@ -117,7 +106,7 @@ def decode(payload: Payload, frames: Sequence[bytes], references: Sequence[Any] 
         return Unpickler(frames[0], frames[behind:], tensors, references, recorded).read()
     except NbdistError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever the user's classes and the sender's bytes cause: the caller must learn it
         if "Default process group has not been initialized" in str(error):  # a module wrapped by DDP asks for it
             raise DecodeError(f"a value cannot be sent: {culprit.HOLDS_GROUP}") from error
         raise DecodeError(

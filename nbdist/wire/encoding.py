@@ -50,9 +50,8 @@ def encode(
     If there is a ``space``, shared memory that the receiver can read, large storages go there. ``by_value`` puts the
     definitions of ``__main__`` into the message along with their names, except those whose digests are ``known`` to the
     receiver. If the receiver is ``lacking`` a definition that the value names, the whole message is encoded by value.
-    ``forker`` makes the forks of references; without a forker, a reference cannot be sent. ``devices`` says on which
-    device of the receiver each tensor arrives. With ``record``, tensors that require grad are marked, so that `decode`
-    joins them to the receiver's graph.
+    Without a ``forker``, a reference cannot be sent. With ``record``, tensors that require grad are marked, so that
+    `decode` joins them to the receiver's graph.
 
     Raises EncodeError for a value that cannot be sent. Its text begins with a verb; callers put a noun before it.
     """
@@ -88,7 +87,7 @@ def encode(
         return encode(value, by_value=True, forker=forker, devices=devices, record=record, space=space)
     except NbdistError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever a reducer raises, the user's or a library's: the value cannot be sent
         raise EncodeError(f"cannot be sent: {culprit.reason(error)}") from error
     payload = Payload(where, tensors, pickler.forks, pickler.plain, pickler.definitions, places, packer.places)
     # `decode` relies on this order of the frames. On arrival, the storages in shared memory are added at the end.
@@ -100,12 +99,13 @@ def encode(
 def _pack_recorded(tensors: Sequence[torch.Tensor], packer: TensorPacker, frames: list[Buffer]) -> list[int]:
     """Add the data of tensors that are sent in an autograd context to the message; return their indices in it.
 
-    An index from 0 on counts the tensors of ``packer``. Tensors that cannot be packed, such as sparse ones, go together
-    into the *odd* frame, a pickle that is added to ``frames``. Their indices are -1, -2, …
+    Tensors that cannot be packed, such as sparse ones, go together into the *odd* frame, a pickle that is added to
+    ``frames``. Their indices are -1, -2, …
     """
     places: list[int] = []
     odd: list[torch.Tensor] = []
     for tensor in tensors:
+        # Without its history, which the receiver makes anew.
         data = tensor.detach()
         if is_packable(data):
             places.append(packer.add(data))

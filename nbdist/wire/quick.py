@@ -26,27 +26,26 @@ from nbdist.wire.messages import Fork, Hole, Payload
 from nbdist.wire.pickling.registered import Forker, reference_types
 from nbdist.wire.tensors import Buffer, Lent, Space, TensorPacker, is_packable, pack_alone, unpack_alone, unpack_tensors
 
+# The types that plain pickle carries, and that cannot refer to anything else.
 ATOMS = frozenset({type(None), bool, int, float, str, bytes})
-"""The types that plain pickle carries, and that cannot refer to anything else."""
-_MOST_ITEMS = 64
-"""The most items of a value that `form_of` looks at."""
+_MOST_ITEMS = 64  # the most items of a value that `form_of` looks at
 
 
+# The forms of values. `Payload.form` is one of them if the body has holes, else 0.
 PLAIN, WHOLE, TUPLE, LIST, CALL, OTHER = range(6)
-"""The forms of values. `Payload.form` is one of them if the body has holes, else 0."""
 
-TENSOR, RECORDED, REFERENCE = 0, 1, 2
-"""The kinds of objects that belong in a hole."""
+TENSOR, RECORDED, REFERENCE = 0, 1, 2  # the kinds of objects that belong in a hole
 
 
 def form_of(value: Any, references: Collection[type]) -> int:
     """Return the form of ``value``: `PLAIN` if it has only atoms, `OTHER` if this module cannot encode it.
 
-    Atoms are None, bool, int, float, str and bytes. A value that is itself a tensor or a reference is `WHOLE`. A tuple
-    or list with tensors or references among atoms is `TUPLE` or `LIST`. A tuple of a name, a tuple and a dict, which
-    are a call's function, arguments and keyword arguments, is `CALL`. ``references`` are the types that travel as
-    forks. Only the first level is searched: a list within a list is `OTHER`, and so is a value of more than 64 items.
+    A value that is itself a tensor or a reference is `WHOLE`. A tuple or list with tensors or references among atoms is
+    `TUPLE` or `LIST`. A tuple of a name, a tuple and a dict, which are a call's function, arguments and keyword
+    arguments, is `CALL`. ``references`` are the types that travel as forks. Only the first level is searched: a list
+    within a list is `OTHER`, and so is a value of more than 64 items.
     """
+    # The exact type everywhere: an instance of a subclass, such as a namedtuple, is more than its items.
     kind = type(value)
     if kind in ATOMS:
         return PLAIN
@@ -76,10 +75,9 @@ def form_of(value: Any, references: Collection[type]) -> int:
 
 
 def items_of(value: Any, form: int) -> Iterable[Any]:
-    """Return the items of ``value``, some of which are tensors and references. A hole's place is an index into them.
+    """Return the items of ``value``, of the given `form_of`. A hole's place is an index into them.
 
-    ``form`` is the result of `form_of`. For a call, the items are its arguments, and then the values of its keyword
-    arguments. For a `WHOLE` value, the value itself is the only item.
+    For a call, the items are its arguments, and then the values of its keyword arguments.
     """
     if form == CALL:
         return (*value[1], *value[2].values()) if value[2] else value[1]
@@ -87,16 +85,12 @@ def items_of(value: Any, form: int) -> Iterable[Any]:
 
 
 def leave_holes(value: Any, form: int, holes: Sequence[Hole]) -> bytes:
-    """Return the pickle of ``value`` with None in place of each tensor and reference, which ``holes`` names.
-
-    ``value`` is not changed. A hole is a place in `items_of`, a kind, and an index among the objects of that kind. A
-    value that is one hole (`WHOLE`) has an empty body. The values of a call's keyword arguments follow its positional
-    arguments, and their names are separate, so that one number tells which argument a hole is.
-    """
+    """Return the pickle of ``value`` with None in place of each tensor and reference, which ``holes`` names."""
     if form == WHOLE:
         return b""
     if form == CALL:
         name, args, kwargs = value
+        # The keywords' names go separately, so that one number tells which argument a hole is.
         rest = [*args, *kwargs.values()] if kwargs else [*args]
         for at, _, _ in holes:
             rest[at] = None
@@ -112,13 +106,11 @@ def encode(
 ) -> Encoded:
     """Encode a ``value`` of the given ``form``; the other arguments are those of `nbdist.wire.encoding.encode`.
 
-    A tensor or reference that occurs twice travels once, and is one object for the receiver, too.
-
     Raises EncodeError for a reference without a ``forker``, and for a GPU tensor that has no device on the receiver.
     """
     holes: list[Hole] = []
     taken: list[torch.Tensor] = []
-    index_of: dict[int, int] = {}
+    index_of: dict[int, int] = {}  # by ``id``: what occurs twice travels once, and is one object for the receiver, too
     recorded: list[torch.Tensor] = []
     recorded_at: list[int] = []
     forks: list[Fork] = []
@@ -175,8 +167,7 @@ def decode(
 ) -> Any:
     """Return the value in ``frames``, which `encode` made. ``leased`` is the shared memory that came with the message.
 
-    ``references`` and ``attach`` are as in `nbdist.wire.decoding.decode`. Raises DecodeError for a form that this
-    version does not know, and the errors of `unpack_tensors`.
+    Raises DecodeError for a form that this version does not know, and the errors of `unpack_tensors`.
     """
     metas, where, data = payload.tensors, payload.buffers, frames[1:]
     alone = unpack_alone(metas[0], where, data) if len(metas) == 1 else None

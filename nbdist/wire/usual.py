@@ -20,14 +20,10 @@ from nbdist.wire.pickling import definitions
 from nbdist.wire.quick import ATOMS
 from nbdist.wire.tensors import Buffer, Space, pack_alone
 
+# ``NBDIST_USUAL=0`` turns these functions off: tests use it to show that the general way gives the same results.
 IS_ON = os.environ.get("NBDIST_USUAL") != "0"
-"""True if these functions encode and decode usual messages. ``NBDIST_USUAL=0`` turns them off.
 
-The tests use it to show that the general way gives the same results.
-"""
-
-_WHOLE: Hole = (0, quick.TENSOR, 0)
-"""The hole of a result that is one tensor."""
+_WHOLE: Hole = (0, quick.TENSOR, 0)  # the hole of a result that is one tensor
 
 
 def encode_usual_call(
@@ -40,13 +36,11 @@ def encode_usual_call(
 ) -> tuple[Payload, list[Buffer]] | None:
     """Return the payload and frames of a usual call: atoms and at most one small tensor. None if it needs `encode`.
 
-    Atoms are None, bool, int, float, str and bytes. The tensor is a positional argument, does not require grad, and is
-    too small for shared memory (``space``). ``function`` is a name, or a function of ``__main__`` whose digest is
-    ``known`` to the receiver, and not ``lacking`` there. Such a function is not in the body, which has None in its
-    place: the payload names it.
-
-    For a call by name with up to 64 arguments, the bytes are the same as those of `encode`.
+    The tensor is a positional argument, does not require grad, and is too small for shared memory (``space``).
+    ``function`` is a name, or a function of ``__main__`` whose digest is ``known`` to the receiver, and not ``lacking``
+    there.
     """
+    # For a call by name with up to 64 arguments, the bytes must be those of `encode` (`tests/wire/test_codec.py`).
     if not IS_ON:
         return None
     name, needed = function, list[tuple[str, str]]()
@@ -56,7 +50,7 @@ def encode_usual_call(
         own = definitions.name_and_digest(function)
         if own is None or own[1] not in known or own[1] in lacking:
             return None
-        name, needed = None, [own]
+        name, needed = None, [own]  # the body has None in the function's place, and the payload names it
     # Find the one argument that is not an atom, if there is one.
     tensor, place = None, 0
     for at, value in enumerate(args):
@@ -84,9 +78,7 @@ def encode_usual_call(
 def encode_usual_result(value: Any, space: Space | None) -> tuple[Payload, list[Buffer]] | None:
     """Return the payload and frames of a usual result: an atom or one small tensor. None if it needs `encode`.
 
-    Atoms are None, bool, int, float, str and bytes. The bytes are the same as those of `encode`. A small tensor has
-    fewer than `nbdist.wire.tensors.OWN_FRAME_BYTES` bytes, travels in a frame rather than in shared memory
-    (``space``), and does not require grad.
+    The tensor does not require grad, and is too small for shared memory (``space``).
     """
     if not IS_ON:
         return None
