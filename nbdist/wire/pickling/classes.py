@@ -27,6 +27,7 @@ from typing import Any
 
 import cloudpickle.cloudpickle as cloudpickle
 
+# The types of the attributes of a class that are code.
 _CODE = (
     types.FunctionType,
     staticmethod,
@@ -36,19 +37,14 @@ _CODE = (
     functools.partialmethod,
     type(functools.cache(lambda: None)),
 )
-"""The types of the attributes of a class that are code."""
 
-_made: weakref.WeakSet[type] = weakref.WeakSet()
-"""The classes that this process has made and sent."""
+_made: weakref.WeakSet[type] = weakref.WeakSet()  # the classes that this process has made and sent
+# The received classes of this process, each with the fingerprints of its attributes as they came last.
 _received: weakref.WeakKeyDictionary[type, dict[str, bytes]] = weakref.WeakKeyDictionary()
-"""The received classes of this process, each with the fingerprints of its attributes as they came last."""
+# The most received classes with the same qualified name that are kept, such as those that one function makes. Another
+# class comes whenever the sender defines it again, and each may keep large values alive by its methods' globals.
 _KEPT_OF_A_NAME = 4
-"""The most received classes with the same qualified name that are kept, such as those that one function makes.
-
-Another class comes whenever the sender defines it again, and each may keep large values alive by its methods' globals.
-"""
-_kept: dict[str, tuple[type, ...]] = {}
-"""The newest received classes by qualified name, the newest one last."""
+_kept: dict[str, tuple[type, ...]] = {}  # the newest received classes by qualified name, the newest one last
 
 
 def reduced(definition: type) -> tuple[Any, ...]:
@@ -81,11 +77,11 @@ def _fingerprint(value: Any) -> bytes | None:
 
 
 def make(how: Callable[..., type], *arguments: Any) -> type:
-    """Return the class of this process for the id in ``arguments``; make a skeleton, an empty class, if there is none.
+    """Return this process's class for the id in ``arguments``; if there is none, make an empty class by ``how``.
 
-    ``how`` and ``arguments`` are cloudpickle's function and its arguments, the last but one of which is the id.
+    Both are cloudpickle's: a function and its arguments.
     """
-    known: type | None = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(arguments[-2])
+    known: type | None = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(arguments[-2])  # by the id
     cls = how(*arguments) if known is None else known
     if cls not in _made:
         others = (each for each in _kept.get(cls.__qualname__, ()) if each is not cls)
@@ -95,6 +91,7 @@ def make(how: Callable[..., type], *arguments: Any) -> type:
 
 def fill(cls: type, state: tuple[dict[str, bytes], dict[str, Any]]) -> type:
     """Give a received class the attributes of the sender's; return it. ``state`` has fingerprints and attributes."""
+    # The class came back to the process that made it: its attributes here may be newer.
     if cls in _made:
         return cls
     fingerprints, attributes = state

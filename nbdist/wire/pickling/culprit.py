@@ -15,19 +15,17 @@ import torch
 
 from nbdist.code_places import CELLS
 
-_DEEPEST = 20
-"""The most steps down into a value."""
-_MOST_PARTS = 10_000
-"""The most items of a list, tuple or dict that are tried."""
+_DEEPEST = 20  # the most steps down into a value
+_MOST_PARTS = 10_000  # the most items of a list, tuple or dict that are tried
 
+# The reason for a value that holds a process group, such as a module wrapped by DistributedDataParallel or FSDP2.
 HOLDS_GROUP = (
     "it holds a process group, which only its own process can use. Send the module's state_dict(); of a DTensor in it, "
     "to_local(), or full_tensor(), which all workers of its mesh must call"
 )
-"""The reason for a value that holds a process group, such as a module wrapped by DistributedDataParallel or FSDP2."""
 
+# Words for the types of objects that often cannot be pickled.
 _KINDS = {"lock": "a lock", "RLock": "a lock", "generator": "a generator", "frame": "a frame", "socket": "a socket"}
-"""Words for the types of objects that often cannot be pickled."""
 
 
 class _Trial(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
@@ -47,11 +45,7 @@ class _Nowhere(io.RawIOBase):
 
 
 def of_call(body: tuple[Any, Any, Any]) -> str:
-    """Return which part of a call's function, arguments or keywords cannot be pickled; an empty text if there is none.
-
-    ``body`` is (function or its name, args, kwargs). The text, such as "`args[0]['lock']` is a lock", goes into the
-    error for the user. This pickles each part, which takes time.
-    """
+    """Return which part of a call (function or name, args, kwargs) cannot be pickled, for the user; else ""."""
     function, args, kwargs = body
     if not isinstance(function, str) and _failure(function) is not None:
         return _follow(function, _name_of(function))
@@ -66,10 +60,7 @@ def reason(error: BaseException | None) -> str:
 
 
 def of_value(value: Any, name: str) -> str:
-    """Return which part of a value with that name cannot be pickled; an empty text if none is found.
-
-    The text goes into the error for the user.
-    """
+    """Return which part of a value with that name cannot be pickled, for the user; an empty text if none is found."""
     return "" if _failure(value) is None else _follow(value, name)
 
 
@@ -77,17 +68,13 @@ def _failure(value: Any) -> Exception | None:
     """Return the error with which pickling a value fails, apart from its tensors; None if it can be pickled."""
     try:
         _Trial(_Nowhere(), 5).dump(value)
-    except Exception as error:
+    except Exception as error:  # the user's reducers, or a library's: whatever they raise is the answer
         return error
     return None
 
 
 def _follow(value: Any, path: str) -> str:
-    """Return a text that names the innermost part of a value that cannot be pickled, and the way to it from ``path``.
-
-    ``path`` is the text for the value itself, such as ``args[0]``. If the way goes through a function, the text names
-    the last such function: the reader knows it better than a path through its globals.
-    """
+    """Name the innermost part of a value that cannot be pickled, and the way to it from the value's ``path``."""
     by = ""
     for _ in range(_DEEPEST):
         if isinstance(value, types.MethodType):
@@ -97,6 +84,7 @@ def _follow(value: Any, path: str) -> str:
         worse = next((part for part in _parts(value) if _failure(part[1]) is not None), None)
         if worse is None:
             break
+        # The reader knows the last function on the way better than a path through its globals.
         if isinstance(value, types.FunctionType):
             by = f", used by `{value.__qualname__.rpartition('.')[2]}`{_cell_of(value)},"
             path = ""
@@ -106,11 +94,8 @@ def _follow(value: Any, path: str) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value, each with the text that leads to it when appended to the value's name.
-
-    The parts of a function are the variables of its closure, and the globals that its code names.
-    """
-    if isinstance(value, types.FunctionType):
+    """Yield the parts of a value, each with the text that leads to it when appended to the value's name."""
+    if isinstance(value, types.FunctionType):  # its parts are its closure's variables, and the globals that it names
         code = value.__code__
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
             try:
@@ -136,7 +121,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _name_of(function: Any) -> str:
-    """Return a function's short name."""
     return str(getattr(function, "__qualname__", "the function")).rpartition(".")[2]
 
 

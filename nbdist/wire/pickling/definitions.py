@@ -30,20 +30,17 @@ import torch
 from nbdist.errors import MissingDefinition
 from nbdist.wire.pickling.names import MAIN_NAMES
 
+# The type of functions with the decorator `functools.lru_cache` or `functools.cache`.
 _CACHED: Any = type(functools.cache(lambda: None))
-"""The type of functions with the decorator `functools.lru_cache` or `functools.cache`."""
 _FUNCTIONS = (types.FunctionType, _CACHED)
 
+# The functions that `choose` returned because they came by value, each with its name, digest and attributes.
 _origins: weakref.WeakKeyDictionary[Any, tuple[str, str, dict[str, Any]]] = weakref.WeakKeyDictionary()
-"""The functions that `choose` returned because they came by value, each with its name, digest and attributes."""
 
 
 def find_named(qualname: str) -> Any:
-    """Return the object with a qualified name in this process's ``__main__``; None if there is none.
-
-    In a process that `multiprocessing` has spawned, ``__mp_main__`` is the program's module.
-    """
-    for name in MAIN_NAMES:
+    """Return the object with a qualified name in this process's ``__main__``; None if there is none."""
+    for name in MAIN_NAMES:  # in a process that `multiprocessing` has spawned, ``__mp_main__`` is the program's module
         found: Any = sys.modules.get(name)
         for part in qualname.split("."):
             found = getattr(found, part, None)
@@ -55,10 +52,7 @@ def find_named(qualname: str) -> Any:
 
 
 def own_name(definition: Any) -> str | None:
-    """Return the qualified name under which this process's ``__main__`` has ``definition``; None if there is none.
-
-    Only a definition with such a name can be sent by name, or compared by digest.
-    """
+    """Return the qualified name under which this process's ``__main__`` has ``definition``; None if there is none."""
     if getattr(definition, "__module__", None) not in MAIN_NAMES:
         return None
     qualname = getattr(definition, "__qualname__", "")
@@ -68,10 +62,7 @@ def own_name(definition: Any) -> str | None:
 
 
 def find_own(qualname: str, expected: str) -> Any:
-    """Return the function or class that ``__main__`` here has under ``qualname``.
-
-    Returns None if there is none, or if its digest is not ``expected``.
-    """
+    """Return the function or class that ``__main__`` here has under ``qualname``, if its digest is ``expected``."""
     found = find_named(qualname)
     if isinstance(found, (*_FUNCTIONS, type)) and digest(found) == expected:
         return found
@@ -81,8 +72,7 @@ def find_own(qualname: str, expected: str) -> Any:
 def get_own(qualname: str, expected: str) -> Any:
     """Return what ``__main__`` here has under ``qualname``; raise MissingDefinition unless its digest is ``expected``.
 
-    If a function or class is sent by name, its pickle refers to this function instead. After MissingDefinition, the
-    caller repeats the call with the definition.
+    The pickle of a function or class that is sent by name refers to this function.
     """
     found = find_own(qualname, expected)
     if found is None:
@@ -99,8 +89,8 @@ def name_and_digest(function: types.FunctionType) -> tuple[str, str] | None:
 def choose(qualname: str, expected: str, value: Any) -> Any:
     """Return what ``__main__`` here has under ``qualname`` if its digest is ``expected``, else ``value``.
 
-    If a function or class is sent by value, its pickle refers to this function, with the function or class as
-    ``value``. So if both processes have the same class, an instance that travels has the receiver's own class.
+    The pickle of a function or class that is sent by value refers to this function. So if both processes have the same
+    class, an instance that travels has the receiver's own class.
     """
     own = find_own(qualname, expected)
     if own is not None:
@@ -111,31 +101,24 @@ def choose(qualname: str, expected: str, value: Any) -> Any:
 
 
 def origin(function: Any) -> tuple[str, str] | None:
-    """Return the name and digest of a function that came by value, as its own process has it; None for any other.
-
-    Also returns None if this process has changed the function since.
-    """
+    """Return the name and digest of an unchanged function that came by value, as its own process has it; else None."""
     if not isinstance(function, _FUNCTIONS) or (known := _origins.get(function)) is None:
         return None
     qualname, expected, attributes = known
     try:
         return (qualname, expected) if vars(function) == attributes and digest(function) == expected else None
-    except Exception:  # an attribute that cannot be compared, such as a tensor
+    except Exception:  # an attribute's own ``__eq__``: whatever it raises, as a tensor's does, counts as a change
         return None
 
 
-_DIGESTS_REMEMBERED = 1024
-"""The most entries of each cache in this module."""
+_DIGESTS_REMEMBERED = 1024  # the most entries of each cache in this module
+# The digests by description, a tuple of everything that counts for them (`_function`, `_class`).
 _digests: dict[Any, str] = {}
-"""The digests by description, a tuple of everything that counts for them (`_function`, `_class`)."""
 
 
 def digest(definition: Any) -> str:
-    """Return a fingerprint of a function's or class's code that does not depend on where the code was written.
-
-    Everything that counts is read each time, so a change is always noticed. Only the slow part is cached: hashing the
-    bytecode and the rest of the description.
-    """
+    """Return a fingerprint of a function's or class's code that does not depend on where the code was written."""
+    # Everything that counts is read each time, so a change is always noticed. Only the slow hashing is cached.
     described = (
         _function(definition, set()) if isinstance(definition, types.FunctionType) else _member(definition, set())
     )
@@ -156,10 +139,10 @@ def _in_full(described: Any) -> Any:
     return tuple(map(_in_full, described)) if isinstance(described, tuple) else described
 
 
+# An int with more bits is described in hexadecimal: Python refuses to make a decimal text of that length.
 _LONGEST_INT = 10_000
-"""An int with more bits is described in hexadecimal: Python refuses to make a decimal text of that length."""
+# The types whose equal values have equal reprs, unlike 0.0 and -0.0.
 _EXACT = frozenset({type(None), bool, int, str, bytes})
-"""The types whose equal values have equal reprs, unlike 0.0 and -0.0."""
 
 
 def is_cached(value: Any) -> bool:
@@ -168,11 +151,7 @@ def is_cached(value: Any) -> bool:
 
 
 def _constant(value: Any) -> Any:
-    """Return ``value`` in a form whose repr is the same in every process.
-
-    Functions and types of other modules count by their names. For lists, dicts and all other objects that are not
-    constants, only the type counts.
-    """
+    """Return ``value``, or what counts of it, in a form whose repr is the same in every process."""
     if type(value) is int and value.bit_length() > _LONGEST_INT:
         return "int", hex(value)
     if type(value) in _EXACT:
@@ -182,16 +161,18 @@ def _constant(value: Any) -> Any:
     if isinstance(value, tuple):
         return type(value).__name__, *map(_constant, value)
     if isinstance(value, frozenset):
+        # Sorted: the order of a set differs between processes.
         return "frozenset", *sorted(repr(_constant(item)) for item in value)
     if isinstance(value, int | float | complex | str | bytes):
         return type(value).__name__, repr(value)
     if isinstance(value, torch.dtype):
         return "torch", str(value)
+        # By name only: the code of other modules is the same wherever these are installed.
     if isinstance(value, type | types.BuiltinFunctionType | types.FunctionType):
         return "named", str(value.__module__), value.__qualname__
     if isinstance(value, enum.Enum):
         return "enum", type(value).__module__, type(value).__qualname__, value.name
-    return "object", type(value).__module__, type(value).__qualname__
+    return "object", type(value).__module__, type(value).__qualname__  # lists, dicts, objects: their contents are state
 
 
 def _code(code: types.CodeType) -> tuple[Any, ...]:
@@ -220,10 +201,10 @@ def _assigned_around(code: types.CodeType) -> frozenset[str]:
 
 
 def _function(function: types.FunctionType, seen: set[Any]) -> tuple[Any, ...]:
-    """Return a description of a function by everything that counts for its digest.
+    """Return a description of a function by everything that counts for its digest, as a hashable tuple.
 
     ``seen`` has the functions and classes described so far. One that occurs again counts by its name only, so that
-    recursion ends. The description is a hashable tuple, so that it can be the key of a cache.
+    recursion ends.
     """
     if function in seen:
         return ("again", function.__qualname__)
@@ -254,6 +235,7 @@ def _content(cell: types.CellType, seen: set[Any]) -> Any:
         return "empty"
 
 
+# Attributes of a class that are not code, or that Python adds by itself.
 _IGNORED = {
     "__dict__",
     "__weakref__",
@@ -266,14 +248,10 @@ _IGNORED = {
     "__slotnames__",  # added when an instance is first pickled
     "_abc_impl",
 }
-"""Attributes of a class that are not code, or that Python adds by itself."""
 
 
 def _class(cls: type, seen: set[Any]) -> tuple[Any, ...]:
-    """Return a description of a class by everything that counts for its digest; ``seen`` is as in `_function`.
-
-    Bases from modules other than ``__main__`` count by their names only.
-    """
+    """Return a description of a class by everything that counts for its digest; ``seen`` is as in `_function`."""
     if cls in seen:
         return ("again", cls.__qualname__)
     seen.add(cls)

@@ -13,18 +13,13 @@ import torch
 from nbdist.amounts import size
 from nbdist.wire.pickling import names
 
-_LARGE_BYTES = 1 << 20
-"""The size in bytes above which a global counts as large."""
+_LARGE_BYTES = 1 << 20  # the size in bytes above which a global counts as large
 
-_warned: set[tuple[str, int]] = set()
-"""The name and id of each global that this module has warned about."""
+_warned: set[tuple[str, int]] = set()  # the name and id of each global that this module has warned about
 
 
 def warn_of_large_globals(function: types.FunctionType) -> None:
-    """Warn once about each global of more than 1 MB that travels by value with ``function``.
-
-    Called whenever a function of ``__main__`` is pickled by value: cloudpickle sends its globals along each time.
-    """
+    """Warn once about each global of more than 1 MB that travels by value with ``function``, in every call."""
     for name in cloudpickle._extract_code_globals(function.__code__):
         value = function.__globals__.get(name)
         nbytes = _size(value)
@@ -38,10 +33,7 @@ def warn_of_large_globals(function: types.FunctionType) -> None:
 
 
 def _size(value: Any, depth: int = 2) -> int:
-    """Return roughly how many bytes a value takes when it is sent. Looks ``depth`` containers deep.
-
-    Functions, classes and modules count as 0 bytes: they travel by name, or are small.
-    """
+    """Return roughly how many bytes a value takes when it is sent. Looks ``depth`` containers deep."""
     if isinstance(value, torch.Tensor):
         return value.nbytes if value.layout is torch.strided else 0
     if isinstance(value, torch.nn.Module):
@@ -50,7 +42,7 @@ def _size(value: Any, depth: int = 2) -> int:
         return sys.getsizeof(value) + sum(_size(item, depth - 1) for item in value)
     if isinstance(value, dict) and depth:
         return sys.getsizeof(value) + sum(_size(item, depth - 1) for item in value.values())
-    if isinstance(value, types.ModuleType | types.FunctionType | type):
+    if isinstance(value, types.ModuleType | types.FunctionType | type):  # they travel by name, or are small
         return 0
     nbytes = getattr(value, "nbytes", None)
     return nbytes if isinstance(nbytes, int) else sys.getsizeof(value, 0)

@@ -14,41 +14,34 @@ import torch
 
 from nbdist.errors import DecodeError
 
-MAIN_NAMES = ("__main__", "__mp_main__")
-"""The modules whose definitions may differ between workers."""
+MAIN_NAMES = ("__main__", "__mp_main__")  # the modules whose definitions may differ between workers
 
+# The types of functions that are written in Python, and the type of classes.
 _PYTHON = (types.FunctionType, types.MethodType, type)
-"""The types of functions that are written in Python, and the type of classes."""
+# The namespaces in which torch's functions are looked for, each with the module's name.
 _TORCH_HOMES = (("torch", torch), ("torch.nn.functional", torch.nn.functional), ("torch", torch.Tensor))
-"""The namespaces in which torch's functions are looked for, each with the module's name."""
 
 
 class Named(NamedTuple):
     """The facts about a function that a call needs."""
 
-    name: str | None
-    """The result of `name_of`."""
-    label: str
-    """The result of `display_name`."""
-    builtin: bool
-    """The result of `is_builtin`."""
+    name: str | None  # the result of `name_of`
+    label: str  # the result of `display_name`
+    builtin: bool  # the result of `is_builtin`
 
 
-_NAMES_REMEMBERED = 1024
-"""The most functions that `describe` remembers."""
+_NAMES_REMEMBERED = 1024  # the most functions that `describe` remembers
+# The cache of `describe`, by the function's id: function, the namespace that has it, its name there, the facts.
 _described: dict[int, tuple[Any, dict[str, Any], str, Named]] = {}
-"""The cache of `describe`, by the function's id: function, the namespace that has it, its name there, the facts."""
 
 
 def describe(function: Any) -> Named:
-    """Return the facts about ``function`` that a call needs: its `name_of`, `display_name` and `is_builtin`.
-
-    They are cached while the function's module still has the function. A function of ``__main__`` has no name for other
-    processes: it travels with its digest (`nbdist.wire.pickling.definitions`).
-    """
+    """Return the facts about ``function`` that a call needs, cached while its module still has the function."""
+    # Such a function has no name for other processes: it travels with its digest (`nbdist.wire.pickling.definitions`).
     if type(function) is types.FunctionType and function.__module__ in MAIN_NAMES:
         return Named(None, function.__qualname__ or function.__name__, False)
     entry = _described.get(id(function))
+    # The cell may have been run again, or the id may be another function's by now.
     if entry is not None and entry[0] is function and entry[1].get(entry[2]) is function:
         return entry[3]
     named = Named(name_of(function), display_name(function), is_builtin(function))
@@ -63,11 +56,7 @@ def describe(function: Any) -> Named:
 
 
 def name_of(function: Any) -> str | None:
-    """Return the name by which another process finds ``function``; None if it cannot, or if ``__main__`` defines it.
-
-    This checks that the name leads to the same object in this process. Lambdas, functions inside functions, and methods
-    of an object that is not a class have no such name.
-    """
+    """Return the name by which another process finds ``function``; None if it cannot, or if ``__main__`` defines it."""
     if isinstance(function, types.BuiltinFunctionType):
         name = function.__name__
         if getattr(torch, name, None) is function:
@@ -80,6 +69,7 @@ def name_of(function: Any) -> str | None:
     module = getattr(function, "__module__", None)
     if module in MAIN_NAMES:
         return None
+    # The name must lead to the same object here: decorators and assignments give functions names that others have.
     if isinstance(module, str) and _walk(sys.modules.get(module), qualname) is function:
         return f"{module}:{qualname}"
     # The module name of an operator of torch is of no use.
@@ -97,7 +87,6 @@ def name_of(function: Any) -> str | None:
 
 
 def _walk(module: Any, qualname: str) -> Any:
-    """Return the object under a dotted name in a module; None if there is none."""
     found = module
     for part in qualname.split("."):
         found = getattr(found, part, None)
@@ -107,13 +96,11 @@ def _walk(module: Any, qualname: str) -> Any:
 
 
 def resolve(name: str) -> Any:
-    """Return the object that `name_of` named; import its module if necessary.
-
-    Raises DecodeError if this process has no such module, or no such object in it.
-    """
+    """Return the object that `name_of` named; import its module if necessary. Raises DecodeError if there is none."""
     module_name, _, qualname = name.partition(":")
     module = sys.modules.get(module_name)
     # The usual case: the module is loaded, and the name has no dots.
+    # A module that is still being imported may lack the name: then `import_module` waits until it is complete.
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
         found = getattr(module, qualname, None)
         if found is not None:

@@ -47,10 +47,7 @@ class _TakeBuffers:
         self._frames = frames
 
     def __call__(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return False if the buffer was copied into a frame of its own, True if pickle must put it into the body.
-
-        Pickle calls this. Buffers go into the body if they have fewer than 256 KiB or are not contiguous.
-        """
+        """Return False if the buffer was copied into a frame of its own, True if pickle must put it into the body."""
         try:
             raw = buffer.raw()
         except BufferError:  # the memory is not contiguous
@@ -61,8 +58,7 @@ class _TakeBuffers:
         return False
 
 
-_NO_FILE = "<dynamic-code>"
-"""The text that cloudpickle 3.1.3 writes in place of the file name of a function's code."""
+_NO_FILE = "<dynamic-code>"  # the text that cloudpickle 3.1.3 writes in place of the file name of a function's code
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations
@@ -79,9 +75,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     ) -> None:
         """Pickle into ``file``. Large buffers are added to ``buffers``, and tensors to ``packer``.
 
-        ``forker`` makes the forks of references; without a forker, references cannot be sent. ``by_value`` puts
-        definitions of ``__main__`` into the body. ``record`` puts tensors that require grad into `recorded`, so that
-        the receiver joins them to its graph.
+        Without a ``forker``, references cannot be sent. ``by_value`` puts definitions of ``__main__`` into the body.
+        ``record`` puts tensors that require grad into `recorded`, so that the receiver joins them to its graph.
         """
         # One dict: cloudpickle's own table is a chain of tables, in which a search without success is slow.
         self.dispatch_table = {}
@@ -94,42 +89,33 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         super().__init__(file, protocol=5, buffer_callback=_TakeBuffers(buffers))
         self.packer = packer
         self.forks: list[Fork] = []
-        self.references: dict[int, int] = {}
-        """The index in `forks` of each reference, by the object's id."""
+        self.references: dict[int, int] = {}  # the index in `forks` of each reference, by the object's id
+        # The references met so far. They must stay alive, so that no other object gets one of their ids.
         self.kept: list[Any] = []
-        """The references met so far. They must stay alive, so that no other object gets one of their ids."""
+        # The definitions of ``__main__`` that the value refers to, by name and digest.
         self.definitions: list[tuple[str, str]] = []
-        """The definitions of ``__main__`` that the value refers to, by name and digest."""
+        # The definitions of ``__main__`` that are in the body by name only, by name and digest.
         self.named: list[tuple[str, str]] = []
-        """The definitions of ``__main__`` that are in the body by name only, by name and digest."""
-        self.lacking: Collection[str] = ()
-        """The digests of definitions that the receiver is known to lack."""
-        self.known: Collection[str] = ()
-        """The digests of definitions that the receiver is known to have."""
-        self.plain = True
-        """True while only tensors and pickle's own types were met: then decoding runs no user code."""
+        self.lacking: Collection[str] = ()  # the digests of definitions that the receiver is known to lack
+        self.known: Collection[str] = ()  # the digests of definitions that the receiver is known to have
+        self.plain = True  # True while only tensors and pickle's own types were met: then decoding runs no user code
         self.recorded: list[torch.Tensor] = []
         self._recorded_at: dict[int, int] = {}
         self.requires_grad = False
         self._record = record
-        self._modules: set[int] = set()
-        """The ids of modules that `_look_into` has handled."""
-        self._of_modules: set[int] = set()
-        """The ids of the parameters of these modules. They are not recorded."""
-        self._ordinary: set[type] = set()
-        """The types of the objects met so far that need no special treatment."""
+        self._modules: set[int] = set()  # the ids of modules that `_look_into` has handled
+        self._of_modules: set[int] = set()  # the ids of the parameters of these modules. They are not recorded
+        self._ordinary: set[type] = set()  # the types of the objects met so far that need no special treatment
         self._forker = forker
         self._by_value = by_value
         self._wrappers: dict[int, _ByValue] = {}
-        self._inner: set[int] = set()
-        """The ids of functions inside classes that travel by value."""
+        self._inner: set[int] = set()  # the ids of functions inside classes that travel by value
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to pickle ``obj``, as ``__reduce__`` does; NotImplemented to leave it to pickle's own rules.
 
         Pickle calls this for every object that is no atom and no built-in container, unless it has pickled the object
-        before. Any object except a tensor makes the message not `plain`: decoding it may then run the user's code.
-        Raises EncodeError for a tensor or reference that cannot be sent.
+        before. Raises EncodeError for a tensor or reference that cannot be sent.
         """
         kind = type(obj)
         # Tensors first: they are the most frequent, and decode without user code.
@@ -144,7 +130,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return NotImplemented
         if obj is stand_ins.tensor or obj is stand_ins.recorded:
             return NotImplemented
-        self.plain = False
+        self.plain = False  # decoding anything but a tensor may run the user's code
         # An object of this type was met before, and needed no special treatment.
         if kind in self._ordinary:
             return NotImplemented
@@ -175,10 +161,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return super().reducer_override(obj)
 
     def _look_into(self, module: torch.nn.Module) -> None:
-        """Remember the parameters of a module and of the modules in it, so that they do not go into `recorded`.
-
-        The receiver gets parameters of its own, and gradients do not flow back to a copied module.
-        """
+        """Remember the parameters of a module and of the modules in it, so that they do not go into `recorded`."""
+        # The receiver gets parameters of its own, and gradients do not flow back to a copied module.
         stack: list[Any] = [module]
         # Without calling methods of the modules, since some modules refuse that.
         while stack:
@@ -189,10 +173,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
                 stack += [child for child in inner.__dict__.get("_modules", {}).values() if child is not None]
 
     def _add_recorded(self, tensor: torch.Tensor) -> int:
-        """Return the index of a tensor in `recorded`; add it if it is new.
-
-        The tensor requires grad and is sent in an autograd context, so the receiver joins it to its graph.
-        """
+        """Return the index of a tensor in `recorded`; add it if it is new."""
         index = self._recorded_at.get(id(tensor))
         if index is None:
             index = self._recorded_at[id(tensor)] = len(self.recorded)
@@ -200,10 +181,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return index
 
     def _refer(self, reference: Any) -> int:
-        """Return the index of a reference's fork in the message; make the fork if there is none.
-
-        Raises EncodeError in messages that cannot carry references: all except calls and results.
-        """
+        """Return the index of a reference's fork in the message; make the fork if there is none."""
+        # Only calls and results can carry references.
         if self._forker is None:
             raise EncodeError("cannot be sent: an RRef can only be sent in a call or its result")
         index = self.references.get(id(reference))
@@ -216,14 +195,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def _definition(self, obj: Any) -> Any:
         """Return how to pickle a function or class: by its name, by its value, or as cloudpickle does.
 
-        Only definitions of ``__main__`` are special. A definition that ``__main__`` has under its own name is sent as
-        that name and the digest. With ``by_value``, its value is sent as well, unless the receiver is known to have it;
-        the receiver then chooses its own definition if the digest is the same. A definition that ``__main__`` does not
-        have under its name, such as a lambda, always goes by value; one that came from another process goes with the
-        name and digest that it has there, so that it is the original again where it came from. A method goes as an
-        attribute of its class.
-
-        Raises ValueWanted if a definition that the receiver is known to lack would go by name only.
+        A definition that ``__main__`` has under its own name is sent as that name and the digest. With ``by_value``,
+        its value is sent as well, unless the receiver is known to have it; the receiver then chooses its own definition
+        if the digest is the same. Any other definition of ``__main__``, such as a lambda, always goes by value. Raises
+        ValueWanted if a definition that the receiver is known to lack would go by name only.
         """
         if getattr(obj, "__module__", None) not in names.MAIN_NAMES:
             return super().reducer_override(obj)
@@ -234,8 +209,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             origin = definitions.origin(obj)
             if origin is None:
                 return self._value(obj)
+            # It came from another process: with its name and digest there, it is the original again where it came from.
             return definitions.choose, (*origin, self._wrappers.setdefault(id(obj), _ByValue(obj)))
         outer, _, attribute = qualname.rpartition(".")
+        # A method: an attribute of its class.
         if outer and not isinstance(obj, type):
             return getattr, (definitions.find_named(outer), attribute)
         digest = definitions.digest(obj)
@@ -249,16 +226,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return definitions.choose, (qualname, digest, wrapper)
 
     def _value(self, definition: Any) -> Any:
-        """Return how to pickle a function or class of ``__main__`` by value.
-
-        Warns once about a large global that travels with a function. Remembers the functions in a class, so that they
-        travel inside the class and not by names of their own.
-        """
+        """Return how to pickle a function or class of ``__main__`` by value."""
         if isinstance(definition, types.FunctionType):
             warn_of_large_globals(definition)
             return self._dynamic_function_reduce(definition)
         if definitions.is_cached(definition):
             return stand_ins.cached, (definition.cache_parameters(), definition.__wrapped__)
+        # The functions in a class travel inside of it, and not by names of their own.
         for member in vars(definition).values():
             inner = getattr(member, "__func__", member)
             parts = (inner.fget, inner.fset, inner.fdel) if isinstance(inner, property) else (inner,)
@@ -279,14 +253,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
 
 def _reduce_exception(error: BaseException) -> Any:
-    """Return how to pickle an error without calling its ``__init__``; NotImplemented if pickle can do it.
-
-    Pickle can do it for built-in errors, and for classes with their own ``__reduce__``. Attributes that nbdist has put
-    on the error are left out.
-    """
+    """Return how to pickle an error without calling its ``__init__``; NotImplemented if pickle can do it."""
     cls = type(error)
+    # A built-in error, or one with a ``__reduce__`` of its own.
     if cls.__module__ == builtins.__name__ or cls.__reduce__ is not BaseException.__reduce__:
         return NotImplemented
+    # nbdist's own attributes on the error stay here.
     state = {key: value for key, value in error.__dict__.items() if not key.startswith("__nbdist")}
     return stand_ins.exception, (cls, error.args, state)
 

@@ -7,39 +7,25 @@ from typing import Any, Protocol
 
 from nbdist.wire.messages import Fork
 
-reference_types: set[type] = set()
-"""The types whose instances travel as forks."""
+reference_types: set[type] = set()  # the types whose instances travel as forks
 
-reducers: dict[type, Callable[[Any], Any]] = {}
-"""The function that pickles instances of a class, by class."""
+reducers: dict[type, Callable[[Any], Any]] = {}  # the function that pickles instances of a class, by class
 
 
 class Forker(Protocol):
-    """Makes the forks of the references in one message. A higher layer implements it.
-
-    A fork is one hand-over of a reference to another agent, which the value's owner counts.
-    """
+    """Makes the forks of the references in one message (a fork is counted by the value's owner)."""
 
     def fork(self, reference: Any) -> Fork:
-        """Return a new fork of ``reference``, the right of the receiver to refer to its value.
-
-        The encoder calls this for each reference that it meets.
-        """
+        """Return a new fork of ``reference``, for the receiver. The encoder calls this for each reference."""
         ...
 
     def take_back(self) -> None:
-        """Undo the forks made so far: the receiver will not see them.
-
-        Called if the message is certainly not sent.
-        """
+        """Undo the forks made so far, because the message is certainly not sent."""
         ...
 
 
 def register_reference(cls: type) -> None:
-    """Let instances of ``cls``, a class of remote references, travel as forks; the encoder passes them to its `Forker`.
-
-    A second call for the same class does nothing.
-    """
+    """Let instances of ``cls``, a class of remote references, travel as forks, which a `Forker` makes."""
     reference_types.add(cls)
 
 

@@ -1,7 +1,8 @@
 """The functions that a pickled body refers to by name, in addition to those in `nbdist.wire.pickling.definitions`.
 
-`nbdist.wire.pickling.unpickler` replaces the first three by functions that return objects of the message. Renaming or
-moving a function here changes the bytes between agents, and needs a new `nbdist.wire.messages.VERSION`.
+`nbdist.wire.pickling.unpickler` replaces the first three by functions that return objects of the message. Only plain
+``pickle`` calls these three, which raise DecodeError. Renaming or moving a function here changes the bytes between
+agents, and needs a new `nbdist.wire.messages.VERSION`.
 """
 
 from __future__ import annotations
@@ -17,36 +18,23 @@ from nbdist.errors import DecodeError
 
 
 def tensor(index: int) -> Any:
-    """Stand in a pickle for tensor number ``index`` of its message. Always raises DecodeError.
-
-    nbdist's `Unpickler` replaces this function by one that returns the tensor. Only plain ``pickle`` calls it.
-    """
+    """Stand in a pickle for tensor number ``index`` of its message."""
     raise DecodeError("this pickle is part of a message of nbdist: only nbdist.wire.decoding.decode can load it")
 
 
 def recorded(index: int) -> Any:
-    """Stand in a pickle for a tensor that is sent in an autograd context. Always raises DecodeError.
-
-    nbdist's `Unpickler` replaces this function by one that returns recorded tensor number ``index``, joined to the
-    receiver's graph. Only plain ``pickle`` calls this function itself.
-    """
+    """Stand in a pickle for recorded tensor number ``index``, sent in an autograd context."""
     return tensor(index)
 
 
 def reference(index: int) -> Any:
-    """Stand in a pickle for the reference of fork number ``index`` of its message. Always raises DecodeError.
-
-    nbdist's `Unpickler` replaces this function by one that returns the receiver's reference. Only plain ``pickle``
-    calls it.
-    """
+    """Stand in a pickle for the reference of fork number ``index`` of its message."""
     return tensor(index)
 
 
 def exception(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    """Return an error of class ``cls`` with these ``args`` and attributes (``state``), made without its ``__init__``.
-
-    The ``__init__`` may take other arguments than ``args``. Pickles refer to this function.
-    """
+    """Return an error of class ``cls`` with these ``args`` and attributes (``state``)."""
+    # Without its ``__init__``, which may take other arguments than ``args``.
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(state)

@@ -19,10 +19,7 @@ from nbdist.wire.tensors import Buffer
 
 
 class _Globals(dict[str, Any]):
-    """The globals of a function that came by value.
-
-    A name that is not among them is looked up in ``__main__`` here.
-    """
+    """The globals of a function that came by value. Other names are looked up in ``__main__`` here."""
 
     def __missing__(self, name: str) -> Any:
         for module in names.MAIN_NAMES:
@@ -45,18 +42,16 @@ class Unpickler(pickle.Unpickler):
     ) -> None:
         """Prepare to `read` ``body``, which refers to ``tensors``, ``references`` and ``recorded`` by their indices.
 
-        ``buffers`` has the large buffers that the pickler put beside the body, in its order. ``recorded`` has the
-        tensors that were sent in an autograd context.
+        ``buffers`` has the large buffers that the pickler put beside the body, in its order.
         """
+        # Writable copies: an array on a bytes object could not be changed.
         super().__init__(io.BytesIO(body), buffers=[bytearray(buffer) for buffer in buffers])
         self._tensors = tensors
         self._references = references
         self._recorded = recorded
+        # The globals that were made for functions, by the id of the dict that they replace, which is kept so that no
+        # other object gets its id.
         self._globals: dict[int, tuple[Any, _Globals]] = {}
-        """The globals that were made for functions, by the id of the dict that they replace.
-
-        Each is kept with that dict, so that no other object gets its id.
-        """
 
     def persistent_load(self, index: int) -> torch.Tensor:
         """Return the tensor for an index that a `TensorPickler` wrote; -1, -2, … count the recorded tensors."""
@@ -72,13 +67,7 @@ class Unpickler(pickle.Unpickler):
             torch_private.validate_sparse()
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object that a pickle names; pickle calls this.
-
-        For ``tensor``, ``recorded`` and ``reference`` of `stand_ins`, returns functions that return objects of this
-        message. For cloudpickle's functions that rebuild functions and classes, returns others in their place.
-
-        Raises DecodeError if this worker has no such object.
-        """
+        """Return the object that a pickle names, or what this class puts in its place. May raise DecodeError."""
         if module == stand_ins.__name__:
             if name == "tensor":
                 return self._tensors.__getitem__
@@ -88,6 +77,7 @@ class Unpickler(pickle.Unpickler):
             }
             if name in bound:
                 return bound[name]
+        # cloudpickle's functions would put the sender's globals, and attributes of classes, over those of this process.
         elif module == cloudpickle.__name__:
             if name == "_make_function":
                 return self._make_function
@@ -106,10 +96,7 @@ class Unpickler(pickle.Unpickler):
             raise failed from error
 
     def _make_function(self, code: Any, namespace: dict[str, Any], *rest: Any) -> Any:
-        """Return a function that came by value; a global that did not come with it is looked up in ``__main__`` here.
-
-        Takes the arguments of cloudpickle's function of that name. Pickle calls this instead of it.
-        """
+        """Return a function that came by value, for which cloudpickle's function of that name takes these arguments."""
         # Functions that share their globals have one namespace here, too, so its replacement must be one object.
         known = self._globals.get(id(namespace))
         if known is None:
