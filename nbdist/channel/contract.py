@@ -104,7 +104,7 @@ class Channel(Protocol):
         ...
 
     def wake(self) -> None:
-        """Make one waiting `receive`, or else the next one, return None, to see that its next timer has changed."""
+        """Make one waiting `receive`, or else the next one, return None, because a timer or the like has changed."""
         ...
 
     def expect(self) -> None:

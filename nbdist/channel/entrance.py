@@ -47,10 +47,11 @@ class Entrance:
     def __init__(
         self, host: str, keys: CurveKeys, answer: Callable[[bytes], bytes], ports: tuple[int, int] | None = None
     ) -> None:
-        """Listen at a free port of ``host``, this machine's address for others; ``ports`` are the first and the last.
+        """Listen at a free port of ``host``, this machine's address for others.
 
         ``answer`` returns the answer to a request. It must be quick. If it raises an error, the request gets no answer,
-        and the error is only counted: strangers can send anything. Newcomers know the public key of ``keys``.
+        and the error is only counted: strangers can send anything. Newcomers know the public key of ``keys``. ``ports``
+        are the first and the last port that may be used; None for any.
 
         Raises ChannelError if no port is free or the address is not this machine's, ResourceError if too few files can
         be opened.

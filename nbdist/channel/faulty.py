@@ -182,7 +182,7 @@ class FaultyLink:
             raise ChannelError(f"injected fault: {word} message not sent, as Faults(fail=...) asks for")
         if chance() < _rule(faults.drop, word):
             return
-        kept = [bytes(frame) for frame in frames]  # copies: the sender may change or free the memory after a delay
+        kept = [bytes(frame) for frame in frames]  # copies: a message that is sent later must not change meanwhile
         copies = 2 if chance() < _rule(faults.duplicate, word) else 1
         for _ in range(copies):
             delay = _rule(faults.delay, word)

@@ -28,7 +28,7 @@ from nbdist.large_memory import unfilled
 
 _HEAD = struct.Struct("<QI")
 _SIZE = 8  # the bytes of each frame's size in the head
-# The layout of the whole head by the number of frames: nearly all messages have up to 7, and building one takes long.
+# The layout of the whole head by the number of frames, for messages of up to 7 frames.
 _HEADS = [struct.Struct(f"<QI{count}Q") for count in range(8)]
 
 

@@ -162,7 +162,8 @@ class LocalChannel:
 
     def _register(self, file: int) -> None:
         """Watch a file: when it becomes readable, the kernel wakes the guest, or a reader if no guest waits."""
-        # In this order: the kernel asks the epoll that was registered first, and stops after it has woken a thread.
+        # In this order: the kernel asks the epoll that was registered first, and stops after it has woken a thread. So
+        # readers sleep while a guest reads its answer.
         self._guests.register(file, _READABLE_ONCE)
         self.gate.news.register(file, _READABLE_ONCE)
 
@@ -247,7 +248,7 @@ class LocalChannel:
         events: Sequence[tuple[int, int]] | None = ()
         was_closed = this_thread.is_closed
         try:
-            # A signal handler or a finaliser of the user may make a call here: readers read the answer.
+            # A signal handler or a finaliser of the user may make a call here and wait: readers read the answer.
             if epoll is self._guests:
                 this_thread.is_closed = False
             self._waiting.add(me)  # before `_closed` is read: `close` sets that, and then waits for all in `_waiting`
@@ -272,7 +273,7 @@ class LocalChannel:
             raise
 
     def _look_everywhere(self) -> None:
-        """Make a thread in `receive` read all connections."""
+        """Make a thread in `receive` read all connections: Ctrl-C may have lost the report that one is readable."""
         with self._turn:
             self._ready.update(self._incoming)
             self._more_beside = True

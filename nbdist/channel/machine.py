@@ -113,7 +113,7 @@ def _limits_of_memory() -> Iterator[tuple[int, int]]:
         names = _NAMES_2 if (folder / _NAMES_2[0]).exists() else _NAMES_1
         with contextlib.suppress(OSError, ValueError):  # the file is missing, or says "max"
             most = int((folder / names[0]).read_text())
-            # Version 1's number for no limit, or a limit that is none. Reading the used bytes would take 1 ms.
+            # Version 1's number for no limit. Go on at once: reading the used bytes would take 1 ms.
             if most >= _memory_of_the_machine():
                 continue
             taken = 0

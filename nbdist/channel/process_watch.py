@@ -130,7 +130,8 @@ class ProcessWatch:
                     _log.exception("process %d has ended; the function that was to handle this failed", pid)
 
     def _has_ended(self, pid: int, started: int) -> bool:
-        """Return whether a process in `_polled` has ended, and move it to `_files` if it lives and has a pidfd."""
+        """Return whether a process in `_polled` has ended; else move it to `_files` if it has a pidfd."""
+        # The caller holds the lock.
         try:
             file = os.pidfd_open(pid)
         except ProcessLookupError:

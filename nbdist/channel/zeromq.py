@@ -43,7 +43,7 @@ _FOR_LARGE = "#large"  # the end of the addresses at which an agent takes large 
 _SMALL_THREAD, _LARGE_THREAD = 1, 2  # ZeroMQ's two threads, as bits of ``ZMQ_AFFINITY``, for small and large messages
 _HANDSHAKE_MS = 5000  # after which ZeroMQ closes a connection whose other end has not finished the handshake
 # End a TCP connection after 60 seconds without a sign of the other host. Without these options, an inbox, which never
-# sends, would not notice that this host has lost its power.
+# sends, would not notice that the other host has lost its power.
 _KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
 _LINGER_MS = 500  # for which ZeroMQ still tries to send after a link was closed
 _POLLIN = int(zmq.POLLIN)  # each ``&`` with pyzmq's enum would take as long as it takes to send a message, 1 µs

@@ -190,7 +190,7 @@ class Peer:
         watched at first. ``is_large`` is True for the large messages.
         """
         self.is_large = is_large  # True for the large messages
-        self.standing = Standing.LIVE  # LIVE until silence or `lose` changes it. A LOST peer stays lost
+        self.standing = Standing.LIVE  # LIVE until silence or `lose` changes it; a LOST peer stays lost
         self.doing = ""  # a short text about what the peer was running, from its last pong
         self.doing_at = -math.inf  # the moment of that pong
         # The digests of the definitions of our ``__main__`` that the peer is known to have.
@@ -256,7 +256,7 @@ class Peer:
     def doubt(self, silent: float, now: float) -> None:
         """Watch the peer until something arrives from it: another agent has not heard it for ``silent`` seconds."""
         self.watch(now - silent)
-        # That silence counts here, too: a peer that was not watched had no reason to speak to this agent.
+        # That silence counts for this agent, too, unless it has heard the peer meanwhile.
         self._watched_since = min(self._watched_since, now - silent)
         self._doubted = now
 

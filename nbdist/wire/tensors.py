@@ -194,8 +194,8 @@ def _contiguous_or_none(tensor: torch.Tensor) -> torch.Tensor | None:
 def pack_alone(tensor: torch.Tensor, bare: bool, space: Space | None) -> tuple[TensorMeta, bytes] | None:
     """Return the description and a copy of the bytes of a message's only tensor, if it is small and not empty.
 
-    Returns None if the message needs `TensorPacker`: the tensor has 256 KiB or more, or enough for the receiver's
-    shared memory (``space``). With ``bare``, requires_grad and whether the tensor is a parameter are left out.
+    Returns None if the message needs `TensorPacker`, as when the tensor has 256 KiB or more, or enough for the shared
+    memory (``space``). With ``bare``, requires_grad and whether the tensor is a parameter are left out.
     ``tensor`` may be a parameter, but no other subclass.
     """
     if tensor.layout is not torch.strided or tensor.dtype not in _DTYPE_CODES or tensor.is_nested or tensor.__dict__:

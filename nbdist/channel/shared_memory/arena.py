@@ -83,7 +83,7 @@ class ArenaSlot:
     __slots__ = ("_arena", "_block", "_hold", "_receiver", "place")
 
     def __init__(self, arena: Arena, block: Block, hold: Hold, receiver: int, place: Place) -> None:
-        """Make a slot for ``block``. ``hold`` ends when the slot is collected: then the arena frees the block."""
+        """Make a slot for ``block``. ``hold`` ends when the slot is collected: the arena then frees an unsent block."""
         self.place = place
         self._arena = arena
         self._block = block
@@ -123,7 +123,7 @@ class ArenaSpace:
         if part.numel() < max(self.threshold, 1):
             return None
         gpu = self._gpus.get(there or "")
-        # The receiver can read the block only if it wants the tensor on the very GPU where the tensor is.
+        # The receiver wants the tensor on the very GPU where the tensor is.
         if gpu is not None and gpu.index == part.device.index:
             slot = gpu.put_tensor(part, self._receiver)
             if slot is not None:

@@ -92,7 +92,7 @@ class Descriptors:
 
     def _receive(self) -> bool:
         """Receive one datagram, if there is one; return whether there was one. The caller holds the lock."""
-        room = socket.CMSG_SPACE(4) + socket.CMSG_SPACE(_CREDENTIALS.size)  # of more descriptors, the kernel opens one
+        room = socket.CMSG_SPACE(4) + socket.CMSG_SPACE(_CREDENTIALS.size)
         try:
             text, passed, flags, _ = self._socket.recvmsg(_LONGEST, room, socket.MSG_CMSG_CLOEXEC)
         except OSError:  # none has arrived, or the socket is closed
@@ -119,7 +119,7 @@ class Descriptors:
         if what != _OPEN:
             return True
         if len(self._came) >= _MOST_KEPT:
-            # The oldest one: the message that was to name it may have been lost with its sender.
+            # The oldest one: the message that was to name it may never come.
             _close([self._came.pop(next(iter(self._came)))])
         _close([self._came.pop(key)] if key in self._came else [])
         self._came[key] = files[0]

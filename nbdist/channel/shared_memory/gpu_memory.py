@@ -217,7 +217,7 @@ def _started(index: int) -> Iterator[None]:
     """Let the driver's functions use GPU ``index``, for this thread. Raises MemoryFailure if CUDA cannot be used."""
     try:
         with torch.cuda.device(index):
-            # torch starts CUDA, and reports earlier errors of the GPU, only when it is asked for something.
+            # Lets torch start CUDA, and report what is wrong with it, before the driver is used.
             torch.cuda.current_stream(index).query()
             yield
     except MemoryFailure:

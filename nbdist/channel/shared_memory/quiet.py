@@ -54,7 +54,7 @@ def _run() -> None:
                 then()
             else:
                 _waiting.put((index, then))
-        batch.clear()  # the functions keep memory mapped, and the next `get` may take for ever
+        batch.clear()
         if not all(done.values()):
             time.sleep(_AGAIN_AFTER)
 

@@ -167,7 +167,6 @@ def _constant(value: Any) -> Any:
         return type(value).__name__, repr(value)
     if isinstance(value, torch.dtype):
         return "torch", str(value)
-        # By name only: the code of other modules is the same wherever these are installed.
     if isinstance(value, type | types.BuiltinFunctionType | types.FunctionType):
         return "named", str(value.__module__), value.__qualname__
     if isinstance(value, enum.Enum):

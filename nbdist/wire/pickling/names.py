@@ -41,7 +41,7 @@ def describe(function: Any) -> Named:
     if type(function) is types.FunctionType and function.__module__ in MAIN_NAMES:
         return Named(None, function.__qualname__ or function.__name__, False)
     entry = _described.get(id(function))
-    # The cell may have been run again, or the id may be another function's by now.
+    # The module may have another function under this name by now.
     if entry is not None and entry[0] is function and entry[1].get(entry[2]) is function:
         return entry[3]
     named = Named(name_of(function), display_name(function), is_builtin(function))

@@ -104,7 +104,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self.requires_grad = False
         self._record = record
         self._modules: set[int] = set()  # the ids of modules that `_look_into` has handled
-        self._of_modules: set[int] = set()  # the ids of the parameters of these modules. They are not recorded
+        self._of_modules: set[int] = set()  # the ids of the parameters of these modules, which are not recorded
         self._ordinary: set[type] = set()  # the types of the objects met so far that need no special treatment
         self._forker = forker
         self._by_value = by_value
