@@ -21,6 +21,7 @@ from nbdist.wire.messages import State
 T = TypeVar("T")
 U = TypeVar("U")
 
+# The words and the colour of each standing. White text is readable on each colour.
 _STANDINGS = {
     "here": ("owned here", "#2b6cb0"),
     "pending": ("on its way", "#975a16"),
@@ -30,14 +31,10 @@ _STANDINGS = {
     "released": ("released", "#4a5568"),
     "ended": ("its cluster has ended", "#4a5568"),
 }
-"""The words and the colour of each standing. White text is readable on each colour."""
-_SETTLED = ("here", "pending", "confirmed")
-"""The standings that a reference's text leaves out, so that it is the same before and after a confirmation."""
+_SETTLED = ("here", "pending", "confirmed")  # left out of a reference's text
 _ALARM = "color:var(--jp-error-color1, #d14343)"
-ROWS_SHOWN = 200
-"""The most rows that a table shows."""
-_LINE_COLUMNS = 79
-"""The number of columns up to which a list is printed on one line, as IPython's shell does it."""
+ROWS_SHOWN = 200  # of a table
+_LINE_COLUMNS = 79  # IPython's shell prints a longer list on several lines
 _NEXT = ",\n "
 
 
@@ -46,10 +43,8 @@ class Facts:
     """The facts that this process knows about a reference."""
 
     owner: str
-    standing: str
-    """One of `_STANDINGS`."""
-    state: State | None = None
-    """The type, shape and so on of the value, or its error; None if not known yet."""
+    standing: str  # a key of `_STANDINGS`
+    state: State | None = None  # describes the value or its error; None if not known yet
     forks: int | None = None
     """The number of references to the value that others hold; None if this process is not the owner."""
     why: str = ""
@@ -62,8 +57,7 @@ class Rows(Generic[T]):
 
     kind: type
     items: list[tuple[str, T]]
-    count: int
-    """The number of all items, shown or not."""
+    count: int  # of all items, shown or not
 
     def each(self, function: Callable[[T], U]) -> Rows[U]:
         """Return new rows with the same names, and ``function(item)`` in place of each item."""
@@ -71,11 +65,8 @@ class Rows(Generic[T]):
 
 
 def text(facts: Facts) -> str:
-    """Return a reference as one line of text, such as ``<RRef on worker1>``; with the reason if it failed or is gone.
-
-    The text is the same before and after the owner has confirmed the reference, so a notebook's saved output does not
-    depend on timing.
-    """
+    """Return a reference as one line of text, such as ``<RRef on worker1>``, with the error if it has one."""
+    # "pending" is not told: a notebook's saved output must not depend on when the owner confirms the reference.
     if facts.standing in _SETTLED:
         return f"<RRef on {facts.owner}>"
     told = _STANDINGS.get(facts.standing, (facts.standing, ""))[0]
@@ -101,6 +92,7 @@ def card(facts: Facts, *, lasting: bool = False) -> str:
     """
     state = facts.state
     rows = []
+    # An error has a row of its own. "not known yet" depends on timing, as does "on its way" in the badge below.
     if (state is None or state.error is None) and (state is not None or not lasting):
         rows += [("value", value(state)), *_more(state)]
     if facts.forks is not None:
@@ -146,10 +138,7 @@ def peek_html(peek: Peek) -> str:
 
 
 def value(state: State | None) -> str:
-    """Return a value's type, and dtype and shape if it has them, or its error, in a few words; not escaped for HTML.
-
-    For None, which says that nothing is known of the value, return "not known yet".
-    """
+    """Return a value's type, and dtype and shape if it has them, or its error, in a few words; not escaped for HTML."""
     if state is None:
         return "not known yet"
     if state.error is not None:
@@ -158,10 +147,7 @@ def value(state: State | None) -> str:
 
 
 def _more(state: State | None) -> list[tuple[str, str]]:
-    """Return pairs of a name and a text about a tensor's device, gradient and bytes, as far as they are known.
-
-    The texts are not escaped. Returns no pairs for an unknown value and for an error.
-    """
+    """Return names and texts, not escaped, of a tensor's device, gradient and bytes, as far as they are known."""
     if state is None or state.error is not None:
         return []
     known = {"device": state.device, "requires_grad": state.requires_grad, "grad_fn": state.grad_fn}
@@ -170,7 +156,6 @@ def _more(state: State | None) -> list[tuple[str, str]]:
 
 
 def _badge(standing: str) -> str:
-    """Return a reference's standing, such as "confirmed" or "failed", in words, as a coloured badge in HTML."""
     told, colour = _STANDINGS.get(standing, (standing, "#718096"))
     return (
         f'<span style="color:#fff;background:{colour};border-radius:8px;padding:1px 8px;white-space:nowrap">'
@@ -179,11 +164,10 @@ def _badge(standing: str) -> str:
 
 
 def _statistics_html(numbers: Numbers) -> str:
-    """Return the statistics of a tensor as HTML, the counts of NaN and infinite values in red."""
     known: Mapping[str, Any] = {"min": numbers.min, "max": numbers.max, "mean": numbers.mean, "norm": numbers.norm}
     told = [f"{name} <b>{value:.5g}</b>" for name, value in known.items() if value is not None]
     for count, name in ((numbers.nans, "NaN"), (numbers.infs, "infinite")):
-        if count or name == "NaN":
+        if count or name == "NaN":  # "NaN 0" is news, too
             colour = f' style="{_ALARM}"' if count else ""
             told.append(f"<span{colour}>{name} <b>{count}</b></span>")
     parts = [f"<div>{' · '.join(told)}</div>"]
@@ -207,7 +191,6 @@ def _histogram(histogram: Histogram) -> str:
 
 
 def _parameters(rows: Sequence[Parameter]) -> str:
-    """Return a module's parameters as an HTML table of at most `ROWS_SHOWN` rows."""
     lines = []
     for row in rows[:ROWS_SHOWN]:
         shape, norm = f"{row.dtype}{tuple(row.shape)}", f"{row.norm:.4g}" if row.norm is not None else ""

@@ -35,27 +35,17 @@ from nbdist.views.workers.panel import Panel
 if TYPE_CHECKING:
     from nbdist.swarm.swarm import Swarm
 
-_VALUE_SECONDS = 1.0
-"""Seconds to wait for news of the values of all references in one picture."""
-_HOW = '.step(3), .run(), .run(until="nan"), .pause(), .wait()'
-"""The methods of a `Watcher`, as the text of a cell names them."""
-_VIEWS_LIVE = 8
-"""The number of views of passes, panels and swarms that are live; older ones become pictures."""
-_SWARM = "nbdist.swarm.swarm.Swarm"
-"""The type's name instead of the type, because importing it needs transformers."""
-_before: list[tuple[Any, type | str, Any]] = []
-"""The formatter, the type and the printer that `register` replaced, or None, for each type."""
-_views: deque[Any] = deque()
-"""The live views of passes, panels and swarms, the oldest first."""
-_parting: weakref.WeakSet[Cluster] = weakref.WeakSet()
-"""The clusters that have been told to call `_leave_pictures` before they shut down."""
+_VALUE_SECONDS = 1.0  # to wait for news of the values of all references in one picture
+_HOW = '.step(3), .run(), .run(until="nan"), .pause(), .wait()'  # the methods of a `Watcher`
+_VIEWS_LIVE = 8  # of passes, panels and swarms; older ones become pictures
+_SWARM = "nbdist.swarm.swarm.Swarm"  # the type's name, because importing the type needs transformers
+_before: list[tuple[Any, type | str, Any]] = []  # what `register` replaced: formatter, type, printer or None
+_views: deque[Any] = deque()  # of passes, panels and swarms, the oldest first
+_parting: weakref.WeakSet[Cluster] = weakref.WeakSet()  # clusters that will call `_leave_pictures`
 
 
 def register(shell: Any) -> None:
-    """Let an IPython shell show nbdist's objects, and lists, tuples and dicts of references, in nbdist's way.
-
-    A thread imports the widgets meanwhile, which takes a tenth of a second.
-    """
+    """Let an IPython shell show nbdist's objects, and lists, tuples and dicts of references, in nbdist's way."""
     bundles = shell.display_formatter.mimebundle_formatter
     # A live view and its picture are two outputs, and a mimebundle is one: so `_live` and its like show by themselves.
     selves = shell.display_formatter.ipython_display_formatter
@@ -75,15 +65,12 @@ def register(shell: Any) -> None:
     if getattr(shell, "kernel", None) is not None:  # a terminal shows repr(rref), with all that is known
         texts = shell.display_formatter.formatters["text/plain"]
         _before.append((texts, RRef, texts.for_type(RRef, _print)))
-    # Imported in advance, so that the first reference is shown within a millisecond.
+    # Imported in advance, which takes a tenth of a second, so that the first reference is shown within a millisecond.
     threading.Thread(target=_prepare, name="views", daemon=True).start()
 
 
 def unregister(shell: Any) -> None:
-    """Restore the printers that the shell had before `register`.
-
-    Harmless if nothing is registered.
-    """
+    """Restore the printers that the shell had before `register`. Harmless if nothing is registered."""
     for formatter, kind, before in _before:
         if before is None:
             formatter.pop(kind, None)
@@ -118,23 +105,18 @@ def _show_many(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Any:
         return own(include=None, exclude=None) if own is not None else None
     if not are_references(value):
         return None
-    if not current_sink().interactive:
+    if not current_sink().interactive:  # where nobody watches, the output is the same each time
         _await(list(value.values() if isinstance(value, dict) else value))
     return bundle_of_rows(rows_of(value).each(facts_of))
 
 
 def _show_watched(watcher: Watcher) -> Bundle:
-    """Return the picture of a watched cell by MIME type; if its view is shown already, a line with its methods.
-
-    Called by IPython for the last value of a cell.
-    """
-    if watcher.shown:
+    if watcher.shown:  # the view is above: `%%watch` has displayed it before the cell ran
         return {"text/plain": f"<the pass above; {_HOW}>"}
     return _picture_of_pass(watcher, watcher)
 
 
 def _show_watch(watch: Watch) -> Bundle:
-    """Return the picture of a `Watch` that the user has made, by MIME type. Called by IPython."""
     return _picture_of_pass(_watcher_of(watch), watch)
 
 
@@ -157,7 +139,6 @@ def _picture_of_swarm(snapshot: Any, text: str, *, lasting: bool) -> Bundle:
 
 
 def _watcher_of(watch: Watch) -> Watcher:
-    """Return the `Watcher` that draws a `Watch`; the first call makes it."""
     if watch.view is None:
         watch.view = Watcher.of(watch)
     found: Watcher = watch.view
@@ -168,10 +149,7 @@ def _watcher_of(watch: Watch) -> Watcher:
 
 
 def _sink() -> Sink:
-    """Return the place for the running cell's output, if it is a notebook that a user may be watching.
-
-    In a terminal, or when a notebook runs without a user, raise NotImplementedError, so that IPython shows a picture.
-    """
+    """Return the place for the running cell's output; raise NotImplementedError if nobody can see a live view there."""
     sink = current_sink()
     if not sink.interactive or isinstance(sink, PlainSink):
         raise NotImplementedError
@@ -180,7 +158,7 @@ def _sink() -> Sink:
 
 def _live(rref: RRef[Any]) -> None:
     sink = _sink()
-    if facts_of(rref).standing in FINAL_STANDINGS:
+    if facts_of(rref).standing in FINAL_STANDINGS:  # such a reference never changes: a picture is enough
         raise NotImplementedError
     from nbdist.views.widgets.card import card_of
 
@@ -224,13 +202,10 @@ def _live_watch(watch: Watch) -> None:
 
 
 def _view_of(watcher: Watcher) -> Any:
-    """Return the live view of a watched cell; make a new one if there is none, or the last has become a picture.
-
-    A watched cell that is displayed several times has one view.
-    """
+    """Return the live view of a watched cell, which is the same at each display until it becomes a picture."""
     from nbdist.views.widgets.backward import BackwardView
 
-    if watcher.view is None or watcher.view.comm is None:
+    if watcher.view is None or watcher.view.comm is None:  # no comm: it is a picture
         watcher.view = _keep(BackwardView(watcher))
     return watcher.view
 
@@ -253,25 +228,20 @@ def _live_swarm(swarm: Swarm) -> None:
 
 
 def _keep(view: Any) -> Any:
-    """Keep a view live until `_VIEWS_LIVE` newer ones are kept, or the cluster is shut down. Returns the view.
-
-    A view that is not kept any more is closed, and leaves its picture.
-    """
+    """Keep a view live until `_VIEWS_LIVE` newer ones are kept, or the cluster is shut down. Returns the view."""
     _views.append(view)
     while len(_views) > _VIEWS_LIVE:
-        _views.popleft().close()
+        _views.popleft().close()  # it leaves its picture
     _part_with_cluster()
     return view
 
 
 def _part_with_cluster() -> None:
-    """Make the current cluster call `_leave_pictures` before it shuts down.
-
-    Does nothing if there is no cluster, or the cluster does so already.
-    """
+    """Make the current cluster, if there is one, call `_leave_pictures` before it shuts down."""
     cluster = Cluster.current
     if cluster is not None and cluster not in _parting:
         _parting.add(cluster)
+        # Weak, or the cluster would refer to itself.
         cluster.farewells.append(partial(_leave_pictures, weakref.ref(cluster)))
 
 
@@ -289,10 +259,7 @@ def _leave_pictures(known: weakref.ref[Cluster]) -> None:
 
 
 def _await(rrefs: Sequence[RRef[Any]]) -> None:
-    """Wait until the values of these references are known, for `_VALUE_SECONDS` at most in all.
-
-    Returns after that time even if some are not known; a picture leaves out an unknown value.
-    """
+    """Wait until the values of these references are known, for `_VALUE_SECONDS` at most in all."""
     deadline = time.monotonic() + _VALUE_SECONDS
     for rref in rrefs:
         if rref.is_owner():
@@ -300,16 +267,13 @@ def _await(rrefs: Sequence[RRef[Any]]) -> None:
         known = threading.Event()
         end = rref.when_changed(partial(_look, rref, known))
         try:
-            _look(rref, known)
+            _look(rref, known)  # after `when_changed`, or news between the two would be missed
             known.wait(max(0.0, deadline - time.monotonic()))
         finally:
             end()
 
 
 def _look(rref: RRef[Any], known: threading.Event) -> None:
-    """Set the event ``known`` if the reference's value is known, or will never be.
-
-    Called at once, and again whenever the reference changes.
-    """
+    """Set the event ``known`` if the reference's value is known, or will never be."""
     if rref.state is not None or rref.standing not in ("pending", "confirmed"):
         known.set()

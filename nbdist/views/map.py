@@ -19,12 +19,9 @@ from nbdist.views.drawing.pictures import as_image, legend, svg, themed
 if TYPE_CHECKING:
     from nbdist.swarm.swarm import Swarm  # which needs transformers
 
-_ROW = 20
-"""The height of a row in pixels."""
-_LETTER = 7
-"""The width of a letter in pixels, about."""
-_LONGEST = 24
-"""The number of letters of a worker's name that are drawn."""
+_ROW = 20  # the height of a row in pixels
+_LETTER = 7  # the width of a letter in pixels, about
+_LONGEST = 24  # letters of a worker's name that are drawn
 _COLOURS = {"route": "#d97706", "held": "#5b9bd5", "away": "#a0a5ad", "was": "#a0a5ad", "missing": "#c53030"}
 _KINDS = {
     "route": "on the session's route",
@@ -34,10 +31,9 @@ _KINDS = {
     "missing": "with nobody",
 }
 _NUMBER = re.compile(r"(\d+)")
-_SERVING = ("online", "draining")
-"""The states in which a worker's blocks can be used."""
+_SERVING = ("online", "draining")  # the states in which a worker's blocks can be used
+# The parts of a log line that differ in each run, and are left out of lasting pictures: session ids and times.
 _VARIES_BY_RUN = re.compile(r"(?<=\bsession) \d+\.\d+|, [\d.]+ (?:µs|ms|s)\b")
-"""The parts of a log line that differ in each run, and are left out of lasting pictures: session ids and times."""
 
 
 def snapshot_of(swarm: Swarm) -> dict[str, Any]:
@@ -47,16 +43,13 @@ def snapshot_of(swarm: Swarm) -> dict[str, Any]:
 
 
 def in_order(servers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return servers in the order of their workers' names, with numbers as numbers: worker2 before worker10.
-
-    A worker keeps its place when it dies and comes back. Of several servers on one worker, the last counts.
-    """
-    last = {server["name"]: server for server in servers}
+    """Return servers in the order of their workers' names, with numbers as numbers: worker2 before worker10."""
+    last = {server["name"]: server for server in servers}  # a worker that came back has several: the last counts
     return [last[name] for name in sorted(last, key=_sort_key)]
 
 
 def _sort_key(name: str) -> list[tuple[int, str]]:
-    """Return a sort key by which the numbers in names are compared as numbers."""
+    # Pairs, so that a number is never compared with a text.
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(name)]
 
 
@@ -65,15 +58,13 @@ class MapPart(NamedTuple):
 
     begin: int
     end: int
-    kind: str
-    """One of `_KINDS`."""
+    kind: str  # one of `_KINDS`
 
 
 def parts(server: Mapping[str, Any], route: Iterable[Sequence[Any]], *, over: bool = False) -> list[MapPart]:
     """Return a worker's blocks as parts: runs of consecutive blocks that are drawn alike; none if the worker is gone.
 
-    A part's kind says whether the blocks are on the session's route. ``server`` is a server of `snapshot_of`; ``route``
-    is the session's route, as (worker, begin, end); ``over`` says that the swarm has ended.
+    ``route`` is the session's route, as (worker, begin, end); ``over`` says that the swarm has ended.
     """
     if server["state"] == "gone":
         return []
@@ -87,10 +78,7 @@ def parts(server: Mapping[str, Any], route: Iterable[Sequence[Any]], *, over: bo
 
 
 def missing(snapshot: Mapping[str, Any]) -> list[MapPart]:
-    """Return the blocks that no serving worker has, as runs of consecutive blocks; none for a swarm that is over.
-
-    While there are any, no session can run through all blocks.
-    """
+    """Return the blocks that no serving worker has, as runs of consecutive blocks; none for a swarm that is over."""
     if snapshot["over"]:
         return []
     serving = [server for server in snapshot["servers"] if server["state"] in _SERVING]
@@ -99,7 +87,6 @@ def missing(snapshot: Mapping[str, Any]) -> list[MapPart]:
 
 
 def _loaded_blocks(server: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of the blocks that a server has loaded."""
     return [number for begin, end in server["blocks"] for number in range(begin, end)]
 
 
@@ -145,6 +132,7 @@ def as_svg(snapshot: Mapping[str, Any]) -> str:
     left = 12 + _LETTER * max((min(len(name), _LONGEST) for name, _ in rows), default=0)
     width, height = left + max(1, count) * cell + 12, _ROW * (len(rows) + 1)
     drawn = []
+    # The numbers are at least 24 pixels apart, or they would run into each other.
     step = next((step for step in (1, 2, 5, 10, 20, 50, 100, 200) if step * cell >= 24), 500)
     for number in range(0, count, step):
         x = left + (number + 0.5) * cell
@@ -155,17 +143,14 @@ def as_svg(snapshot: Mapping[str, Any]) -> str:
         drawn.append(f'<text x="4" y="{top + 14}" class="ink">{escape(shown)}</text>')
         drawn.append(f'<rect x="{left}" y="{top + 2}" width="{count * cell}" height="{_ROW - 4}" class="track"/>')
         drawn += [_draw_part(name, part, left, top, cell) for part in own]
-    for number in range(1, count):
+    for number in range(1, count):  # last, so that the lines between blocks lie over the bars
         x = left + number * cell
         drawn.append(f'<path d="M{x} {_ROW}V{height}" class="gap"/>')
     return svg(width, height, _head(snapshot), drawn)
 
 
 def _draw_part(name: str, part: MapPart, left: int, top: int, cell: int) -> str:
-    """Return a run of a worker's blocks as SVG: a bar at the blocks' columns, with a tooltip that names the worker.
-
-    ``left`` and ``top`` are the corner of the worker's row, and ``cell`` is the width of a block, in pixels.
-    """
+    """Return a run of blocks as SVG. ``left`` and ``top`` are the corner of the row; ``cell`` is a block's width."""
     inset = 2 if part.kind in ("route", "missing") else 5  # taller bars, for people who cannot tell the colours
     told = f"{_blocks([part])}: {name}" + (", on the session's route" if part.kind == "route" else "")
     return (
@@ -181,11 +166,6 @@ _COLUMNS = (*_COLUMNS_LASTING[:4], "cache", "sessions", "steps", "")
 
 
 def _row(server: Mapping[str, Any], *, lasting: bool, over: bool) -> list[str]:
-    """Return the cells of a worker's row in the table, as text; with ``lasting`` without cache, sessions and steps.
-
-    ``lasting`` is for the picture in a saved notebook, in which numbers that change all the time make no sense.
-    ``over`` says that the swarm has ended.
-    """
     runs = [MapPart(begin, end, "held") for begin, end in server["blocks"]]
     there = server["state"] != "gone"
     state = "" if over and there else server["state"]  # the last state of a server that has ended says nothing
@@ -195,7 +175,6 @@ def _row(server: Mapping[str, Any], *, lasting: bool, over: bool) -> list[str]:
 
 
 def _cache(server: Mapping[str, Any]) -> str:
-    """Return the bytes of a server's caches, and their limit if there is one, as text."""
     used, budget = size(server["cache"]), server["budget"]
     return used if budget is None else f"{used} of {size(budget)}"
 
@@ -215,10 +194,7 @@ def _head(snapshot: Mapping[str, Any]) -> str:
 
 
 def _session(snapshot: Mapping[str, Any], *, lasting: bool) -> list[str]:
-    """Return the lines about the current session and its route; none if the swarm is over.
-
-    ``lasting`` leaves out the session's id, its state and its rate.
-    """
+    """Return the lines about the current session and its route."""
     lines, session = [], snapshot["session"]
     if snapshot["over"]:
         return []
@@ -235,7 +211,6 @@ def _session(snapshot: Mapping[str, Any], *, lasting: bool) -> list[str]:
 
 
 def _legend(snapshot: Mapping[str, Any]) -> str:
-    """Return the legend as HTML, with the colours that the map has: on the route, with a worker, and so on."""
     over = snapshot["over"]
     drawn = [part for server in snapshot["servers"] for part in parts(server, snapshot["route"], over=over)]
     seen = {part.kind for part in [*drawn, *missing(snapshot)]}
@@ -253,5 +228,4 @@ def _numbers(runs: Iterable[MapPart]) -> str:
 
 
 def _clock(at: float) -> str:
-    """Return a time in seconds since 1970 as the local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(at))

@@ -13,28 +13,20 @@ from nbdist.views.cards import Facts, Rows
 from nbdist.views.shown import Bundle
 from nbdist.wire.messages import State
 
-FINAL_STANDINGS = frozenset({"failed", "dead", "released", "ended"})
-"""The standings that never change again."""
+FINAL_STANDINGS = frozenset({"failed", "dead", "released", "ended"})  # never change again
 
 
 def facts_of(rref: RRef[Any]) -> Facts:
-    """Return the facts that this process knows about a reference now: owner, standing, value, forks, error.
-
-    Does not ask the owner.
-    """
+    """Return the facts that this process knows about a reference now. Does not ask the owner."""
     state, standing = rref.state, rref.standing
     forks = rref.forks_out()
-    if standing == "here" and state is None:
+    if standing == "here" and state is None:  # the value is still being made here
         standing = "pending"
     return Facts(rref.owner_name(), standing, state, forks, _error_in_one_line(rref, standing, state))
 
 
 def _error_in_one_line(rref: RRef[Any], standing: str, state: State | None) -> str:
-    """Return the error of a reference in one line; an empty text if it has none.
-
-    The error is the reference's value, or comes from the call that should have made the value, or from the loss of its
-    owner. ``standing`` and ``state`` are the reference's own.
-    """
+    """Return the error in one line: of the value, of the call that should have made it, or of the loss of its owner."""
     if state is not None and state.error is not None:
         return error_line(state.qualname, state.error)
     if standing not in ("failed", "dead"):
@@ -43,7 +35,7 @@ def _error_in_one_line(rref: RRef[Any], standing: str, state: State | None) -> s
     if error is None:
         try:
             rref.check_alive()
-        except Exception as found:
+        except Exception as found:  # whatever `check_alive` raises is what became of the reference
             error = found
     return error_line(type(error).__name__, str(error)) if error is not None else ""
 
@@ -57,24 +49,17 @@ def over(facts: Facts, standing: str = "released") -> Facts:
 
 
 def bundle(rref: RRef[Any]) -> Bundle:
-    """Return a reference as text and HTML, by MIME type, for a saved notebook.
-
-    The text is the same before and after the owner confirms the reference.
-    """
+    """Return a reference as text and HTML, by MIME type, for a saved notebook."""
     facts = facts_of(rref)
     return {"text/plain": cards.text(facts), "text/html": cards.card(facts, lasting=True)}
 
 
-Many = list[RRef[Any]] | tuple[RRef[Any], ...] | dict[Any, RRef[Any]]
-"""Several references that are shown in one table."""
+Many = list[RRef[Any]] | tuple[RRef[Any], ...] | dict[Any, RRef[Any]]  # shown in one table
 
 
 def are_references(value: Any) -> bool:
-    """Return whether a value is a list, tuple or dict that is not empty and has only references as items.
-
-    Subclasses of these types do not count.
-    """
-    if type(value) not in (list, tuple, dict) or not value:
+    """Return whether a value is a list, tuple or dict, not empty, that has only references as items."""
+    if type(value) not in (list, tuple, dict) or not value:  # a subclass may show itself
         return False
     return all(isinstance(item, RRef) for item in (value.values() if isinstance(value, dict) else value))
 

@@ -19,9 +19,10 @@ from typing import Any
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.sinks import Sink
 
-Bundle = dict[str, Any]
-"""The content of an output, by MIME type."""
+Bundle = dict[str, Any]  # the content of an output, by MIME type
 
+# Hides the picture, and the output around it, while the widget is connected; hides a disconnected widget. The last
+# selector matches an output in which JupyterLab should have put a widget, and has put only a text.
 _RULES = """
 body:has(.{mark}:not(.jupyter-widgets-disconnected)) .{mark}-picture,
 body:has(.{mark}:not(.jupyter-widgets-disconnected)) .jp-OutputArea-child:has(> * .{mark}-picture),
@@ -29,21 +30,16 @@ body:has(.{mark}:not(.jupyter-widgets-disconnected)) .jp-OutputArea-child:has(> 
 .jp-OutputArea:has(.{mark}-picture) .jp-OutputArea-output.lm-Panel:not(:has(*))
 {{ display: none !important; }}
 """
-"""Hides the picture, and the output around it, while the widget is connected; hides a disconnected widget.
-
-The last selector matches an output in which JupyterLab should have put a widget, and has put only a text.
-"""
 
 
 class Shown:
     """One place where a view is shown: two outputs below a cell."""
 
     def __init__(self, sink: Sink, mark: str, picture: Callable[[], Bundle]) -> None:
-        """Prepare two outputs of a view, the widget and a picture, to publish in ``sink``; `show` publishes them.
+        """Prepare the outputs of the widget and the picture in ``sink``; `show` publishes them.
 
-        ``mark`` is the CSS class of the view's element in the page. By it, a style hides the picture while the widget
-        is connected, and otherwise the widget.
-        ``picture()`` returns the view as text and HTML as it is now; any thread may call it.
+        ``mark`` is the CSS class of the view's element in the page, by which `_RULES` finds the widget. ``picture()``
+        returns the view as text and HTML as it is now; any thread may call it.
         """
         self._sink = sink
         self._mark = mark
@@ -61,25 +57,18 @@ class Shown:
         self._publish("display_data", self._picture_id, self._saved)
 
     def update(self) -> None:
-        """Publish the picture again if it has changed, so that the notebook's file gets the new one.
-
-        Call it only after `show`.
-        """
+        """Publish the picture again if it has changed since `show`, so that the notebook's file gets the new one."""
         drawn = self._drawn()
         if drawn != self._saved:
             self._saved = drawn
             self._publish("update_display_data", self._picture_id, drawn)
 
     def end(self) -> None:
-        """Publish the picture for the last time if it has changed, and empty the live output.
-
-        The picture stays. Call it once.
-        """
+        """Publish the picture for the last time if it has changed, and empty the live output. Call it once."""
         self.update()
         self._publish("update_display_data", self._live_id, {})
 
     def _drawn(self) -> Bundle:
-        """Return the picture as it is now, with a style that hides the picture or the widget in the page."""
         drawn = self._picture()
         rules = " ".join(_RULES.format(mark=self._mark).split())
         html = f'<style>{rules}</style><div class="{self._mark}-picture">{drawn["text/html"]}</div>'

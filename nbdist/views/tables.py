@@ -8,8 +8,7 @@ from html import escape
 from nbdist.columns import aligned
 from nbdist.views.drawing.pictures import themed
 
-_UNBROKEN_LETTERS = 12
-"""The number of letters up to which a cell, such as "4.0 KB", is not broken into lines in a narrow page."""
+_UNBROKEN_LETTERS = 12  # a cell up to this long, such as "4.0 KB", is not broken into lines in a narrow page
 
 
 class Html(str):
@@ -24,8 +23,7 @@ def as_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def as_html(head: Sequence[str], rows: Sequence[Sequence[str]], faint: Collection[int] = ()) -> str:
     """Return a table as HTML in the page's font. Rows whose numbers, from 0 on, are in ``faint`` are drawn faintly.
 
-    Cells are escaped, except `Html`. A table that is too wide for the page scrolls. Margins and stripes are left to the
-    page's own styles.
+    Cells are escaped, except `Html`. A table that is too wide for the page scrolls.
     """
     lines = []
     for number, row in enumerate(rows):
@@ -33,6 +31,7 @@ def as_html(head: Sequence[str], rows: Sequence[Sequence[str]], faint: Collectio
         lines.append(f"<tr{style}>{''.join(_cell('td', text) for text in row)}</tr>")
     names = "".join(_cell("th", name) for name in head)
     table = f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    # Without margins and stripes: the page's own styles have them.
     return themed(f'<div style="overflow-x:auto">{table}</div>')
 
 

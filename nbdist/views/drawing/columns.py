@@ -14,15 +14,12 @@ from dataclasses import dataclass, field
 from nbdist.autograd.graph.events import Key
 from nbdist.views.drawing.folding import Box, Diagram
 
-BOX = 22
-"""The height of a box."""
-ROW = BOX + 6
-"""The height of a box with the gap below it."""
-_PASSING_LINE_HEIGHT = 9
-"""The height of the place of a line that passes a column."""
+BOX = 22  # the height of a box
+ROW = BOX + 6  # the height of a box with the gap below it
+_PASSING_LINE_HEIGHT = 9  # of the place of a line that passes a column
 
+# Operations that only prepare a parameter for its use; they hang below the operation that uses it.
 _VIEWS = ("T", "Transpose", "Permute", "View", "Unsqueeze", "ToCopy")
-"""Operations that only prepare a parameter for its use; they hang below the operation that uses it."""
 
 
 @dataclass(eq=False)
@@ -31,14 +28,11 @@ class Item:
 
     lane: str
     column: int
-    order: float
-    """The rank among the items of its column and lane, from top to bottom."""
-    boxes: list[tuple[Box, int]]
-    """The boxes from top to bottom, each with its depth of indentation; none for a line that passes."""
+    order: float  # the rank among the items of its column and lane, from top to bottom
+    boxes: list[tuple[Box, int]]  # top down, each with its depth of indentation; none for a line that passes
     before: list[Item] = field(default_factory=list)
     after: list[Item] = field(default_factory=list)
-    y: float = 0.0
-    """The distance from the top of the lane."""
+    y: float = 0.0  # the distance from the top of the lane
 
     @property
     def height(self) -> float:
@@ -56,8 +50,7 @@ class Columns:
 
     def __init__(self, diagram: Diagram) -> None:
         self._diagram = diagram
-        self.workers = list(diagram.boxes)
-        """The workers, whose lanes are from top to bottom in this order."""
+        self.workers = list(diagram.boxes)  # their lanes are from top to bottom in this order
         self._boxes = {box.key: box for boxes in diagram.boxes.values() for box in boxes}
         self._sources: dict[Key, list[Key]] = {key: [] for key in self._boxes}
         self._targets: dict[Key, list[Key]] = {key: [] for key in self._boxes}
@@ -65,8 +58,7 @@ class Columns:
             self._sources[line.target].append(line.source)
             self._targets[line.source].append(line.target)
         self._hosts = self._find_hosts()
-        self.items = {key: self._item(key) for key in self._boxes if key not in self._hosts}
-        """The items that have boxes, by their topmost box."""
+        self.items = {key: self._item(key) for key in self._boxes if key not in self._hosts}  # by their topmost box
         self._passing: dict[Key, list[Item]] = {}
         self._set_columns()
         self._join()
@@ -74,10 +66,8 @@ class Columns:
     # -- boxes that hang below others ---------------------------------------------------------
 
     def _find_hosts(self) -> dict[Key, Key]:
-        """Return, for each box that is drawn below another one, that other box.
-
-        Leaves are drawn below the operation that uses them first, as are some operations on one leaf alone.
-        """
+        """Return, for each box that is drawn below another one, that other box."""
+        # A leaf hangs below the operation that uses it first, and so do some operations on one leaf alone.
         rank = {key: number for number, key in enumerate(self._sorted())}
         sent = {line.source for line in self._diagram.lines if line.edges}
         leaves = {key: None for key, box in self._boxes.items() if box.kind == "leaf" and key not in sent}
@@ -97,11 +87,12 @@ class Columns:
         for leaf in leaves:
             users = [key for key in self._targets[leaf] if key[0] == leaf[0]]
             if users:
+                # A user that hangs itself stands where its host stands.
                 hosts[leaf] = min(users, key=lambda user: rank[hosts.get(user) or user])
         return hosts
 
     def _sorted(self) -> list[Key]:
-        """Return the boxes; each comes after the boxes from which lines lead to it, as far as that is possible."""
+        """Return the boxes, each after the boxes from which lines lead to it, as far as that is possible."""
         missing = {key: len(sources) for key, sources in self._sources.items()}
         ready = [key for key, count in missing.items() if not count][::-1]
         found: list[Key] = []
@@ -112,16 +103,16 @@ class Columns:
                 missing[target] -= 1
                 if not missing[target]:
                     ready.append(target)
-        return found + [key for key, count in missing.items() if count]
+        return found + [key for key, count in missing.items() if count]  # the latter in circles
 
     def root(self, key: Key) -> Key:
-        """Return the topmost box of the pile in which a box hangs; this may be the box itself."""
+        """Return the topmost box of the pile in which a box hangs; the box itself if it hangs below none."""
         while key in self._hosts:
             key = self._hosts[key]
         return key
 
     def _item(self, key: Key) -> Item:
-        """Return a new item for the column: a box, with all boxes that hang below it. Its column is not set yet."""
+        """Return a new item, whose column is not set yet: a box, with all boxes that hang below it."""
         boxes: list[tuple[Box, int]] = []
 
         def add(each: Key, depth: int) -> None:
@@ -136,7 +127,7 @@ class Columns:
     # -- columns and the order in them --------------------------------------------------------
 
     def _links(self) -> dict[Key, set[Key]]:
-        """Return, for each box that is not drawn below another one, the boxes that must be in an earlier column."""
+        """Return, for each box that does not hang below another one, the boxes that must be in an earlier column."""
         found: dict[Key, set[Key]] = {key: set() for key in self.items}
         for line in self._diagram.lines:
             source, target = self.root(line.source), self.root(line.target)
@@ -148,13 +139,11 @@ class Columns:
         return found
 
     def _set_columns(self) -> None:
-        """Set the column of each item: by `Diagram.ranks`, or without ranks by the longest path to it, in boxes.
-
-        Ranks that no item has get no column. Without ranks, a box to which no line leads is just before its first user.
-        """
+        """Set the column of each item: by `Diagram.ranks`, or without ranks by the longest path to it, in boxes."""
         before = self._links()
         ranks = self._diagram.ranks
         if ranks is not None:
+            # Ranks that no item has get no column.
             used = {rank: number for number, rank in enumerate(sorted({ranks[key] for key in self.items}))}
             columns = {key: used[ranks[key]] for key in self.items}
         else:
@@ -168,10 +157,8 @@ class Columns:
                 self.items[key].column, self.items[key].order = columns[key], float(number)
 
     def _join(self) -> None:
-        """Make the items by which lines pass columns, and connect the items of neighbouring columns.
-
-        All lines from one box share such an item in each column that they pass.
-        """
+        """Make the items by which lines pass columns, and connect the items of neighbouring columns."""
+        # All lines from one box share such an item in each column that they pass, up to the farthest target.
         far: dict[Key, int] = {}
         for line in self._diagram.lines:
             target = self.items[self.root(line.target)]
@@ -194,10 +181,8 @@ class Columns:
         return [each for each in self._passing[source] if each.column < target.column]
 
     def cells(self) -> dict[tuple[int, str], list[Item]]:
-        """Return the items of each column and lane from top to bottom, ordered so that few lines cross.
-
-        Each sweep over the columns, forth and back, sorts each item beside the items that it is connected with.
-        """
+        """Return the items of each column and lane from top to bottom, ordered so that few lines cross."""
+        # Each sweep over the columns, forth and back, sorts each item beside the items that it is connected with.
         everything = [*self.items.values(), *(each for row in self._passing.values() for each in row)]
         cells: dict[tuple[int, str], list[Item]] = {}
         for item in sorted(everything, key=lambda item: item.order):
@@ -234,20 +219,19 @@ def _longest_paths(before: dict[Key, set[Key]]) -> dict[Key, int]:
 
 
 def _set_order(cell: Sequence[Item]) -> None:
-    """Set the order of the items of a column in one lane, from top to bottom, to their order in the list."""
     for number, item in enumerate(cell):
         item.order = float(number)
 
 
 def _pull(item: Item, others: Sequence[Item], lane: dict[str, int]) -> float:
-    """Return the position at which an item would be beside ``others``: the items connected with it at one side.
+    """Return the `order` at which an item would be beside ``others``: the items connected with it at one side.
 
-    The position is a number that can be compared with the `order` of the other items. ``lane`` has the number of each
-    lane, from top to bottom. An item that is connected with other lanes only is put at the top, or where it is.
+    ``lane`` has the number of each lane, from top to bottom.
     """
     own = [other.order for other in others if other.lane == item.lane]
     if own:
         return sum(own) / len(own)
     if others:
+        # Connected with other lanes only: to the top if that lane is above, else where the item is.
         return -0.5 if lane[others[0].lane] < lane[item.lane] else item.order + 0.25
     return item.order

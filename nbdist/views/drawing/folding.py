@@ -27,12 +27,9 @@ if TYPE_CHECKING:
     from nbdist.autograd.graph.traces import Edge, NodeInfo, Trace
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-_MOST_NODES = 150
-"""With up to this many nodes, each node has its own box; in a step of a pipeline, with twice as many."""
-_MOST_BOXES = 60
-"""The most boxes that folding by modules may leave."""
-_MOST_RANGES = 16
-"""The most ranges of distance into which a graph is cut."""
+_MOST_NODES = 150  # with up to this many, each node has its own box; in a step of a pipeline, with twice as many
+_MOST_BOXES = 60  # that folding by modules may leave
+_MOST_RANGES = 16  # of distance, into which a graph is cut
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,7 @@ class Box:
 
     worker: str
     keys: tuple[Key, ...]
-    kind: str
-    """The node's kind, ``operation``, ``leaf`` or ``receive``; ``group`` if several nodes are folded."""
+    kind: str  # the node's, ``operation``, ``leaf`` or ``receive``; ``group`` if several nodes are folded
     name: str
 
     @property
@@ -57,10 +53,8 @@ class DrawnLine:
 
     source: Key
     target: Key
-    ways: tuple[tuple[Key, Key], ...]
-    """The pairs of nodes, from and to, that the line connects."""
-    edges: tuple[Edge, ...] = ()
-    """The edges that the line stands for, if it goes from worker to worker."""
+    ways: tuple[tuple[Key, Key], ...]  # the pairs of nodes, from and to, that the line connects
+    edges: tuple[Edge, ...] = ()  # the edges that the line stands for, if it goes from worker to worker
 
 
 @dataclass(frozen=True)
@@ -71,8 +65,7 @@ class Diagram:
     lines: list[DrawnLine]
     ranks: dict[Key, int] | None = None
     """The column of each box, if boxes are folded by distance; such boxes may have lines in both directions."""
-    in_order: bool = False
-    """True for a pipeline step: each worker does its boxes one after the other."""
+    in_order: bool = False  # for a pipeline step: each worker does its boxes one after the other
 
 
 def name_of(node: NodeInfo) -> str:
@@ -99,11 +92,7 @@ def crossings(trace: Trace) -> Iterator[tuple[Edge, Key, Key]]:
 
 
 def diagram_of(trace: Trace) -> Diagram:
-    """Return the boxes and lines to draw for a trace.
-
-    Up to `_MOST_NODES` nodes (twice as many in a pipeline's step), each node has its own box. If there are more,
-    several nodes share a box.
-    """
+    """Return the boxes and lines to draw for a trace; the table above says which nodes share a box."""
     graph = _Graph(trace)
     most = _MOST_NODES * (2 if trace.of_step else 1)  # the boxes of a step are small: F0, B0
     if len(graph.nodes) <= most:
@@ -116,7 +105,7 @@ def diagram_of(trace: Trace) -> Diagram:
 
 
 class _Graph:
-    """A trace's nodes, in an order in which each comes after the nodes that it was computed from."""
+    """A trace's nodes; `order` has each after the nodes that it was computed from."""
 
     def __init__(self, trace: Trace) -> None:
         self.workers = list(trace.nodes)
@@ -130,8 +119,8 @@ class _Graph:
             if source not in self.before[target]:
                 self.before[target].append(source)
         self.after: dict[Key, list[Key]] = {key: [] for key in self.nodes}
+        # By node: the nodes that it was computed from; in a step also the operation before it on its worker.
         self.earlier = self.before
-        """By node: the nodes that it was computed from; in a step also the operation before it on its worker."""
         if self.in_order:
             self.earlier = {key: list(sources) for key, sources in self.before.items()}
             for worker, nodes in trace.nodes.items():
@@ -148,11 +137,11 @@ class _Graph:
         self.depth = max(map(len, paths.values()), default=0)
 
     def _sort(self) -> None:
-        """Fill `order` with all nodes, each after the nodes that it was computed from. Works depth first."""
+        """Fill `order`, depth first."""
         done = set[Key]()
         for start in self.nodes:
             stack = [start]
-            while stack:
+            while stack:  # not by recursion: graphs are deeper than Python's stack
                 key = stack[-1]
                 missing = [other for other in self.earlier[key] if other not in done] if key not in done else []
                 if missing:
@@ -173,10 +162,7 @@ class _Graph:
         """Return the nodes of each box: consecutive operations of a worker with the same ``group(key)``.
 
         Operations whose group is "" are cut into runs of at most 2 / `_MOST_BOXES` of all nodes, or of 2 nodes if that
-        is more.
-
-        A receive has its own box and ends a run, so no run depends on itself through another worker. Leaves, and
-        operations on one parameter alone, join the run that uses them if only one does.
+        is more. Leaves, and operations on one parameter alone, join the run that uses them if only one does.
         """
         aside = {key for key in self.order if self._is_aside(key)}
         longest = max(2, math.ceil(len(self.order) / _MOST_BOXES * 2))
@@ -186,7 +172,7 @@ class _Graph:
         for key in self.order:
             if key in aside:
                 continue
-            if self.nodes[key].kind != "operation":
+            if self.nodes[key].kind != "operation":  # it ends a run, so no run depends on itself through another worker
                 of[key] = len(found)
                 found.append([key])
                 last.pop(key[0], None)
@@ -266,10 +252,6 @@ class _Graph:
         return Diagram(boxes, lines, in_order=self.in_order)
 
     def _box(self, keys: tuple[Key, ...]) -> Box:
-        """Return the box of some nodes of a worker.
-
-        A group is named by the innermost module that all its operations share, or by its first and last operation.
-        """
         node = self.nodes[keys[0]]
         if len(keys) == 1:
             return Box(keys[0][0], keys, node.kind, name_of(node))
@@ -281,7 +263,7 @@ class _Graph:
                 break
             shared.append(parts[0])
         names = [name_of(each) for each in operations]
-        if shared:
+        if shared:  # the innermost module that all operations share, without the outermost one's class
             name = ".".join(shared[1:]) or shared[0]
         elif len(set(names)) > 1:
             name = f"{names[0][:5]}…{names[-1][:5]}"

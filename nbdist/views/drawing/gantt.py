@@ -21,26 +21,20 @@ from typing import NamedTuple
 
 from nbdist.views.drawing.pictures import as_image, legend, svg, themed
 
+# The width in pixels: JupyterLab's room for outputs in a window 1,050 wide with its file browser open.
 _WIDTH = 590
-"""The width of a drawing in pixels: JupyterLab's room for outputs in a window 1,050 wide with its file browser open."""
-_ROW = 24
-"""The height of a row in pixels."""
-_LETTER = 6.5
-"""The width of a letter in pixels, about, at the font size of the drawing."""
-_LABEL_LETTERS = 24
-"""The number of letters of a row's label that are drawn; a longer label ends with an ellipsis."""
+_ROW = 24  # the height of a row in pixels
+_LETTER = 6.5  # the width of a letter in pixels, about, at the font size of the drawing
+_LABEL_LETTERS = 24  # of a row's label are drawn; a longer label ends with an ellipsis
 
 
 class Kind(NamedTuple):
-    """The colour of one kind of work, and its words."""
+    """The colour of one kind of work, and its words: in the legend, and after a number."""
 
     colour: str
     words: str
-    """The text in the legend."""
     one: str
-    """The noun after the number 1: "call"."""
     many: str
-    """The noun after any other number: "calls"."""
 
 
 KINDS: dict[str, Kind] = {
@@ -61,24 +55,17 @@ class Bar(NamedTuple):
     start: float
     end: float
     text: str
-    kind: str
-    """One of `KINDS`."""
+    kind: str  # one of `KINDS`
     tip: str
 
 
 def micro_batch_name(kind: str, stage: int, micro_batch: int) -> str:
-    """Return an operation's name in timelines: "forward of micro-batch 3, stage 1".
-
-    ``kind`` is "forward" or "backward".
-    """
+    """Return an operation's name in timelines: "forward of micro-batch 3, stage 1"."""
     return f"{kind} of micro-batch {micro_batch}, stage {stage}"
 
 
 def with_legend(drawings: Sequence[str], kinds: Collection[str]) -> str:
-    """Return drawings, which are HTML, as one piece of HTML in the page's font, with a legend below.
-
-    ``kinds`` are the keys of `KINDS` for the legend to explain.
-    """
+    """Return drawings, which are HTML, as one piece of HTML in the page's font, with a legend of these `KINDS`."""
     entries = legend((kind.colour, escape(kind.words)) for name, kind in KINDS.items() if name in kinds)
     return themed(*drawings, f"<div>{entries}</div>")
 
@@ -106,7 +93,7 @@ def gantt(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], seconds: float)
                 f'<g><title>{escape(bar.tip)}</title><rect x="{left:.1f}" y="{top}" width="{width:.1f}" '
                 f'height="{_ROW - 4}" fill="{KINDS[bar.kind].colour}" class="line" stroke-width="0.4"/>'
             )
-            if width > _LETTER * len(bar.text) + 2:
+            if width > _LETTER * len(bar.text) + 2:  # a text that does not fit is only in the tip
                 parts.append(
                     f'<text x="{left + width / 2:.1f}" y="{top + 14}" text-anchor="middle" fill="#111">'
                     f"{escape(bar.text)}</text>"

@@ -24,22 +24,17 @@ from nbdist.views.drawing.mirrored import mirrored
 if TYPE_CHECKING:
     from nbdist.autograd.graph.traces import Edge, NodeInfo, Plan, Trace
 
-WIDEST = 880
-"""The largest width of a picture, in pixels; a wider graph continues in another row of lanes below."""
-_NARROWEST = 420
-"""The smallest width of a picture, in pixels, which leaves room for the legend."""
+WIDEST = 880  # the largest width of a picture, in pixels; a wider graph continues in another row of lanes below
+_NARROWEST = 420  # the smallest one, which leaves room for the legend
 _NARROW, _BROAD = "iljtfrI.,:;'|()[]/ ", f"mwMW@%…→←{TIMES}"
-_NAME_LENGTH = 18
-"""The number of characters of a name that are drawn."""
-_NAME_COLUMN_WIDEST = 130
-"""The largest width of the column with the names of the workers, in pixels."""
-_LEGEND_LINE = 15
-"""The height of a line of the legend, in pixels."""
-_NAMES_A_LINE = 12
-"""The number of names in one line of text."""
+_NAME_LENGTH = 18  # characters of a name that are drawn
+_NAME_COLUMN_WIDEST = 130  # pixels, for the names of the workers
+_LEGEND_LINE = 15  # pixels
+_NAMES_A_LINE = 12  # in one line of text
 
 _INK, _FAINT, _RULE, _GREY = "#1f2328", "#6b7280", "#d0d7de", "#8b95a1"
 _FILL = {"operation": "#eef0f3", "leaf": "#d6e8fc", "receive": "#fde6c3", "group": "#e8e3f6"}
+# Once a pass has begun, by the state of a box: its words in the legend, its colour and that of its frame.
 _STATES = {
     "waiting": ("has not run", "#fff", _GREY),
     "ready": ("ready", "#fff", "#3b82c4"),
@@ -48,7 +43,6 @@ _STATES = {
     "done": ("done", "#a9d8b8", "#2f855a"),
     "partly": ("partly done", "#fff", "#2f855a"),
 }
-"""Once a pass has begun, by the state of a box: its words in the legend, its colour and that of its frame."""
 _MESSAGE, _PATH, _ROOT, _BAD, _HALTED = "#d97706", "#8b5cf6", "#15803d", "#c53030", "#c53030"
 
 
@@ -126,32 +120,25 @@ def plan_as_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-_KINDS = ("operation", "receive", "leaf")
-"""The order of the kinds of nodes in a line of text."""
+_KINDS = ("operation", "receive", "leaf")  # their order in a line of text
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return names as text, separated by commas, a repeated name once with its count.
-
-    Only the first `_NAMES_A_LINE` different names are listed, followed by the number of the others.
-    """
+    """Return the first `_NAMES_A_LINE` different names, with counts, and the number of the others."""
     told = [name if count == 1 else f"{name} {TIMES}{count}" for name, count in Counter(names).items()]
     more = [f"{len(told) - _NAMES_A_LINE} more"] if len(told) > _NAMES_A_LINE else []
     return ", ".join(told[:_NAMES_A_LINE] + more)
 
 
 def _node(trace: Trace, key: Key) -> NodeInfo:
-    """Return the node of that key."""
     return next(node for node in trace.nodes[key[0]] if node.number == key[1])
 
 
 def _tensors(edge: Edge) -> str:
-    """Return the dtypes and shapes of the tensors of an edge as text."""
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype, _ in edge.tensors)
 
 
 def _sent_by(trace: Trace, worker: str) -> list[Edge]:
-    """Return the edges that begin on a worker."""
     return [edge for edge in trace.edges if edge.sender == worker]
 
 
@@ -159,10 +146,8 @@ def _sent_by(trace: Trace, worker: str) -> list[Edge]:
 
 
 def plan_as_svg(plan: Plan) -> str:
-    """Return the picture of a plan as SVG: the graph, and the number of gradients that each node waits for.
-
-    If the pass runs in FAST mode (``mode="fast"``), the picture marks the messages that are waited for in vain.
-    """
+    """Return the picture of a plan as SVG: the graph, and the number of gradients that each node waits for."""
+    # Only a FAST pass waits for messages that never come.
     in_vain = {edge.autograd_message_id for edge in plan.unused} if plan.mode == "fast" else ()
     return as_svg(plan.trace, Marks(plan.waits_for, () if plan.trace.of_step else plan.roots, in_vain=in_vain))
 
@@ -219,6 +204,7 @@ class _Drawing:
                 f"{escape(_short(lane.worker, (self.left - 26) / 7.2))}</text>"
             )
         parts += [self._line(*each) for each in enumerate(self.diagram.lines)]
+        # Boxes last: they lie over the lines.
         for mark in layout.marks:
             parts.append(
                 f'<text x="{mark.x:g}" y="{mark.y:g}" font-size="9" text-anchor="end" fill="{_FAINT}">'
@@ -234,10 +220,7 @@ class _Drawing:
         return _width(_short(box.name)) + 12 + sum(_width(text) + 7 for text, _, _ in self._tags(box))
 
     def state_of(self, key: Key) -> str:
-        """Return the state of a node in the pass: waiting, ready, running, halted or done; "" if no pass is drawn.
-
-        A node whose state is not known counts as waiting.
-        """
+        """Return the state of a node in the pass, "waiting" if it is not known; "" if no pass is drawn."""
         return self.marks.states.get(key, "waiting") if self.marks is not None else ""
 
     def state_of_box(self, box: Box) -> str:
@@ -245,6 +228,7 @@ class _Drawing:
         if self.marks is None or not self.began:
             return ""
         states = {self.state_of(key) for key in box.keys if key in self.marks.waits_for}
+        # A box with only some nodes done is neither done nor ready; a halted or running node comes first.
         if len(states) > 1 and "done" in states:
             states = (states & {"halted", "running"}) or {"partly"}
         return next((state for state in ("halted", "running", "ready", "waiting", *states) if state in states), "")
@@ -254,10 +238,7 @@ class _Drawing:
         return self.marks is None or any(key in self.marks.waits_for for key in box.keys)
 
     def _tags(self, box: Box) -> list[tuple[str, str, str]]:
-        """Return the small fields at the right end of a box, such as "root", "2/3" or "NaN"; none if no pass is drawn.
-
-        Each is a text, the colour of its background and the colour of its letters.
-        """
+        """Return the small fields at the right end of a box: text, colour of the background, colour of the letters."""
         marks = self.marks
         if marks is None:
             return []
@@ -277,7 +258,6 @@ class _Drawing:
         return found
 
     def _box(self, box: Box) -> str:
-        """Return a box with its tooltip as SVG. Boxes on the critical path have a thick frame."""
         state = self.state_of_box(box)
         _, fill, edge = _STATES.get(state, ("", None, _GREY))
         on_path = not self.path.isdisjoint(box.keys)
@@ -321,7 +301,6 @@ class _Drawing:
         return "\n".join(lines)
 
     def _words_on_part(self, key: Key, marks: Marks) -> str:
-        """Return the tooltip's words on a node's part in the pass: "has got 1 of 2 gradients"; not escaped."""
         count = marks.waits_for.get(key)
         if count is None:
             return "takes no part"
@@ -336,11 +315,9 @@ class _Drawing:
     # -- lines --------------------------------------------------------------------------------
 
     def _line(self, number: int, line: DrawnLine) -> str:
-        """Return a line between two boxes as SVG, with the tensors of its messages as its tooltip.
-
-        Its colour shows a message, a gradient that will not come, or the critical path. Other lines, and lines that the
-        pass does not use, are grey. ``number`` is the line's index in ``diagram.lines``, for the look-up of its points.
-        """
+        """Return a line between two boxes as SVG; ``number`` is its index in the diagram's lines."""
+        # Colours show messages, gradients that will not come, and the critical path. Other lines, and lines that the
+        # pass does not use, are grey.
         marks = self.marks
         colour, thick, dashes = (_MESSAGE, 1.8, "") if line.edges else ("#9aa3ad", 1.2, "")
         messages = {edge.autograd_message_id for edge in line.edges}
@@ -362,10 +339,7 @@ class _Drawing:
     # -- the legend ---------------------------------------------------------------------------
 
     def _legend(self, top: float, width: float) -> tuple[str, float]:
-        """Return the legend as SVG, and its height; it explains only what this picture shows.
-
-        It begins at the height ``top``, and has lines of at most ``width``. All lengths are in pixels.
-        """
+        """Return the legend as SVG, from the height ``top`` on and at most ``width`` wide, and the legend's height."""
         x, y = 8.0, top
         parts = []
         for text, sample, length in self._samples():
@@ -378,10 +352,7 @@ class _Drawing:
         return "".join(parts), y - top + _LEGEND_LINE + 2
 
     def _samples(self) -> list[tuple[str, str, float]]:
-        """Return the entries of the legend: a text, the sample before it as SVG, and the sample's width in pixels.
-
-        A sample without anything to draw is empty.
-        """
+        """Return the legend's entries, for what this picture shows: a text, a sample as SVG or "", its width."""
         marks, trace = self.marks, self.trace
         boxes = [box for each in self.diagram.boxes.values() for box in each]
         kinds = {box.kind for box in boxes}
@@ -435,10 +406,7 @@ def _short(name: str, most: float = _NAME_LENGTH) -> str:
 
 
 def _stroke(points: Sequence[Point], *, corners: bool) -> str:
-    """Return the data of an SVG path (its attribute ``d``) through points.
-
-    Points of different heights are joined by a curve, or with ``corners`` by a straight line.
-    """
+    """Return the ``d`` of an SVG path through points, joined by curves, or by ``corners``."""
     (x, y), *rest = points
     told = f"M{x:.1f} {y:.1f}"
     for to, down in rest:
@@ -464,11 +432,10 @@ def _boxed(
     dashed: bool = False,
     edge: tuple[str, float] = (_GREY, 1.0),
 ) -> str:
-    """Return a box as SVG: its frame, its name, which is escaped here, and small fields at the right end.
+    """Return a box as SVG: its frame, its name, and small fields at the right end, as `_Drawing._tags` returns them.
 
-    ``kind`` is the kind of its node ("operation", "leaf", "receive") or "group", and chooses form and colour. ``tags``
-    are as `_Drawing._tags` returns them. ``fill`` is a colour in place of its kind's. ``edge`` is the colour and the
-    width of the frame; a ``pale`` box has its own colours.
+    ``kind`` chooses form and colour. ``fill`` is a colour in place of its kind's. ``edge`` is the colour and the width
+    of the frame; a ``pale`` box has its own colours. All texts are escaped here.
     """
     x, y, width, height = place.x, place.y, place.width, place.height
     round = height / 2 if kind == "leaf" else 3
@@ -494,10 +461,7 @@ def _boxed(
 
 
 def _tag(x: float, y: float, width: float, height: float, text: str, fill: str, ink: str) -> str:
-    """Return a small field with a text as SVG; the text is escaped here.
-
-    ``fill`` is the colour of its background, ``ink`` the colour of its letters; lengths are in pixels.
-    """
+    """Return a small field with a text, which is escaped here, as SVG. ``ink`` is the colour of its letters."""
     stroke = _GREY if fill == "#fff" else fill
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" rx="2" fill="{fill}" '
@@ -508,26 +472,20 @@ def _tag(x: float, y: float, width: float, height: float, text: str, fill: str, 
 
 
 def _sample(kind: str, fill: str | None = None, edge: str = _GREY, *, pale: bool = False, dashed: bool = False) -> str:
-    """Return, as SVG, the small empty box in front of a text of the legend; arguments are as for `_boxed`."""
+    """Return the small empty box before a text of the legend; arguments are as for `_boxed`."""
     return _boxed(NodePlace(0, 1, 16, 10), kind, "", (), fill=fill, pale=pale, dashed=dashed, edge=(edge, 1.0))
 
 
 def _sample_tag(text: str, fill: str, ink: str) -> str:
-    """Return, as SVG, the small field in front of a text of the legend, which looks like a tag at the end of a box.
-
-    ``text`` is its text, which is escaped here; ``fill`` is the colour of its background, ``ink`` the colour of its
-    letters.
-    """
     return _tag(0, 0, _width(text) + 5, BOX - 9, text, fill, ink)
 
 
 def _sample_line(colour: str, more: str = "") -> str:
-    """Return, as SVG, the short line in front of a text of the legend. ``more`` are further attributes of the path."""
+    """Return the short line before a text of the legend. ``more`` are further attributes of the path."""
     return f'<path d="M0 6H18" stroke="{colour}" stroke-width="1.8" fill="none"{more}/>'
 
 
 def _text_picture(text: str) -> str:
-    """Return an SVG picture of nothing but a text, which is escaped here."""
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" width="420" height="36" viewBox="0 0 420 36" '
         f'font-family="system-ui, sans-serif" font-size="12"><title>{escape(text)}</title>'

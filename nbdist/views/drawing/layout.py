@@ -20,16 +20,11 @@ from nbdist.autograd.graph.events import Key
 from nbdist.views.drawing.columns import BOX, ROW, Columns, Item
 from nbdist.views.drawing.folding import Box, Diagram
 
-_GAP = 22
-"""The gap between two columns, in which lines have their curves."""
-_INDENT = 12
-"""The indentation of a box that hangs below another one."""
-_MARGIN = 7
-"""The margin above and below the boxes of a lane."""
-_BETWEEN = 12
-"""The gap between two rows of lanes."""
-_RIGHT = 16
-"""The margin right of the last column; a line that continues in the next row of lanes has its letter there."""
+_GAP = 22  # between two columns, in which lines have their curves
+_INDENT = 12  # of a box that hangs below another one
+_MARGIN = 7  # above and below the boxes of a lane
+_BETWEEN = 12  # two rows of lanes
+_RIGHT = 16  # of the last column; a line that continues in the next row of lanes has its letter there
 
 Point = tuple[float, float]
 
@@ -69,8 +64,7 @@ class BreakMark:
 
     x: float
     y: float
-    letters: str
-    """One letter for each line."""
+    letters: str  # one for each line
 
 
 @dataclass
@@ -101,7 +95,7 @@ def lay_out(diagram: Diagram, width_of: Callable[[Box], float], left: float, wid
     count = max((column for column, _ in cells), default=-1) + 1
     widths = [
         max(
-            [6.0]
+            [6.0]  # of a column that only lines pass
             + [
                 depth * _INDENT + width_of(box)
                 for worker in columns.workers
@@ -128,7 +122,7 @@ def lay_out(diagram: Diagram, width_of: Callable[[Box], float], left: float, wid
             room = max(sum(item.height for item in stack) for stack in stacks)
             if not room:
                 continue
-            for stack in stacks:
+            for stack in stacks:  # from left to right: each is placed beside those to its left
                 _stack(stack, room)
             tops[number, worker] = y + _MARGIN
             bottom = y + room + 2 * _MARGIN - (ROW - BOX)
@@ -148,11 +142,12 @@ def lay_out(diagram: Diagram, width_of: Callable[[Box], float], left: float, wid
 
 def _route(diagram: Diagram, columns: Columns, found: Layout, grid: _Grid) -> None:
     """Add to ``found`` the points of every line, and the letters where lines continue in another row."""
+    # Letters by the column in which a line continues and by its box: lines from one box share a place, and so a letter.
     letters: dict[tuple[int, Key], str] = {}
     for number, line in enumerate(diagram.lines):
         source, target = columns.items[columns.root(line.source)], columns.items[columns.root(line.target)]
         start, end = found.places[line.source], found.places[line.target]
-        if source is target:
+        if source is target:  # a box to the box that it hangs below
             found.elbows.add(number)
             found.routes.append([[(end.x + 6, end.y + end.height), (end.x + 6, start.middle), (start.x, start.middle)]])
             continue
@@ -173,6 +168,7 @@ def _route(diagram: Diagram, columns: Columns, found: Layout, grid: _Grid) -> No
             column, y = item.column, new
         points.append((end.x, y))
         found.routes.append(strokes)
+    # Lines that break off or continue at one place have one mark with all their letters there.
     at: dict[Point, list[str]] = {}
     for mark in found.marks:
         at.setdefault((mark.x, mark.y), []).append(mark.letters)
@@ -199,27 +195,28 @@ class _Grid:
 
 
 def _stack(cell: Sequence[Item], room: float) -> None:
-    """Set the vertical place of each item of a column in one lane, beside the items to its left if there is room.
+    """Place each item of a column in one lane beside the items to its left, if there is room; the order stays.
 
-    The items keep their order. ``room`` is the lane's height without its margins, in pixels.
+    ``room`` is the lane's height without its margins, in pixels.
     """
     rest = sum(item.height for item in cell)
     free = 0.0
     for item in cell:
         near = [other.y + other.port for other in item.before if other.lane == item.lane]
         wanted = sum(near) / len(near) - item.port if near else free
-        item.y = min(max(free, wanted), room - rest)
+        item.y = min(max(free, wanted), room - rest)  # the items below need `rest`
         free = item.y + item.height
         rest -= item.height
 
 
 def _rows(widths: Sequence[float], room: float) -> list[list[int]]:
-    """Return the numbers of the columns in rows, in as few rows as possible and of about equal width.
+    """Return the columns' numbers in as few rows as possible, of about equal width.
 
-    ``widths`` has the width of each column. No row is wider than ``room``, unless a single column is.
+    No row is wider than ``room``, unless a single column is.
     """
     for count in range(1, len(widths) + 1):
         share = (sum(widths) + _GAP * len(widths)) / count
+        # 10 % over the average lets rows become equal; where they do not fit so, they may be as wide as the room.
         for limit in (min(room, share * 1.1), room):
             rows = _in_rows(widths, limit)
             if len(rows) <= count:
@@ -234,16 +231,13 @@ def _in_rows(widths: Sequence[float], room: float) -> list[list[int]]:
     for column, width in enumerate(widths):
         if not rows or used + _GAP + width > room:
             rows.append([])
-            used = -_GAP
+            used = -_GAP  # no gap before the first column
         rows[-1].append(column)
         used += _GAP + width
     return rows
 
 
 def _letter(column: int, letters: dict[tuple[int, Key], str]) -> str:
-    """Return the next free letter for a line that continues in another row, where it first enters ``column``.
-
-    ``letters`` has the letters in use, by column and the box from which the line comes. After "z", numbers follow.
-    """
+    """Return the next free letter, or a number after "z", for a line that first enters another row in ``column``."""
     number = sum(other == column for other, _ in letters)
     return "abcdefghijklmnopqrstuvwxyz"[number] if number < 26 else str(number + 1)

@@ -10,10 +10,11 @@ from nbdist.views.drawing.layout import BreakMark, Lane, Layout, Point
 def mirrored(layout: Layout, left: float) -> Layout:
     """Return the layout with its boxes and lines from right to left, and its last row of lanes on top; `columns` stay.
 
-    ``left`` is where the first column begins, as for `nbdist.views.drawing.layout.lay_out`.
+    ``left`` is as for `nbdist.views.drawing.layout.lay_out`.
     """
     rows: list[list[Lane]] = []
     for lane in layout.lanes:
+        # Lanes of one row touch; between rows is a gap.
         if rows and rows[-1][-1].bottom == lane.top:
             rows[-1].append(lane)
         else:
@@ -34,7 +35,7 @@ def mirrored(layout: Layout, left: float) -> Layout:
 
     def turned(point: Point) -> Point:
         x, y = point
-        end = right[row_at(y)]
+        end = right[row_at(y)]  # of its own row: rows have different widths
         if x > end:  # where a line breaks off at the end of a row, it comes in at the beginning, and vice versa
             return left - 8, down(y)
         return (layout.width - 4 if x < left else left + end - x), down(y)

@@ -17,19 +17,17 @@ from collections.abc import Iterable
 from html import escape
 from xml.etree import ElementTree
 
-_UNFIT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff\ud800-\udfff]")
-"""Characters that XML does not allow, but source code may contain."""
-_SMALLEST = 0.66
-"""The smallest scale of an image before it is scrolled instead: letters of 11 pixels are 7 pixels high then."""
+_UNFIT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff\ud800-\udfff]")  # XML forbids these; code may have them
+_SMALLEST = 0.66  # the scale below which an image is scrolled instead: letters of 11 pixels are 7 pixels high then
 
+# The classes of a drawing's parts, with their colours in light and in dark pages.
 _SVG_STYLE = (
     "<style>.paper{fill:#fff}.track{fill:#eee}.ink{fill:#222}.line{stroke:#222}.gap{stroke:#fff}"
     "@media (prefers-color-scheme:dark){.paper{fill:#111}.track{fill:#2b2b2b}.ink{fill:#e6e6e6}.line{stroke:#888}"
     ".gap{stroke:#111}}</style>"
 )
-"""The classes of a drawing's parts, with their colours in light and in dark pages."""
+# Tells an image that its page is dark, in JupyterLab and VS Code.
 _DARK = '<style>[data-jp-theme-light="false"] .nbdist-image, .vscode-dark .nbdist-image { color-scheme: dark; }</style>'
-"""The rule that tells an image that its page is dark, in JupyterLab and VS Code."""
 _THEME = (
     "font-family:var(--jp-ui-font-family, inherit);font-size:var(--jp-ui-font-size1, inherit);"
     "color:var(--jp-ui-font-color1, inherit)"
@@ -62,15 +60,14 @@ def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
 def as_image(svg: str) -> str:
     """Return a drawing as an HTML image, with a tooltip over the box of each group that has a title.
 
-    The image is as wide as its page allows, and never wider than it was drawn. If the page has less than two thirds of
-    this width, the image scrolls in a box of its own; it is never cut. The tooltips show the titles of the drawing's
-    groups. They are elements that lie on the image, because an image map does not follow an image's size. In a dark
-    page the drawing is dark if it uses the classes of `_SVG_STYLE`.
+    The image is as wide as its page allows, and never wider than it was drawn. In a page with less than two thirds of
+    this width, it scrolls. In a dark page it is dark if the drawing uses the classes of `_SVG_STYLE`.
     """
     svg = _UNFIT.sub("", svg)
     root = ElementTree.fromstring(svg)
     width, height = float(root.get("width", 0)), float(root.get("height", 0))
     title = root.findtext(f"{_SVG}title") or ""
+    # Elements that lie on the image, in per cent of its size: an image map does not follow the size of an image.
     titles = "".join(_titled(group, width, height) for group in root.iter(f"{_SVG}g"))
     image = base64.b64encode(svg.encode()).decode()
     return (
@@ -82,9 +79,9 @@ def as_image(svg: str) -> str:
 
 
 def _titled(group: ElementTree.Element, width: float, height: float) -> str:
-    """Return an HTML element with a group's title as its tooltip, over the group's first rectangle; "" if it has none.
+    """Return an element with a group's title as its tooltip, over the group's first rectangle; "" if it has none.
 
-    ``width`` and ``height`` are the size of the whole drawing: the element's place is in per cent of them.
+    ``width`` and ``height`` are the size of the whole drawing.
     """
     title, box = group.findtext(f"{_SVG}title"), group.find(f"{_SVG}rect")
     if not title or box is None or not width or not height:

@@ -7,8 +7,7 @@ from nbdist.nn.schedules import OpTimes
 from nbdist.nn.timeline import PipelineTimeline
 from nbdist.views.drawing.gantt import Bar, gantt, micro_batch_name, with_legend
 
-_KINDS = {"F": "forward", "B": "backward"}
-"""The kinds of `nbdist.views.drawing.gantt.KINDS`, by the kinds of operations."""
+_KINDS = {"F": "forward", "B": "backward"}  # the keys of `nbdist.views.drawing.gantt.KINDS`, by the kinds of operations
 
 
 def as_html(timeline: PipelineTimeline) -> str:
@@ -30,11 +29,8 @@ def as_html(timeline: PipelineTimeline) -> str:
 
 
 def _bar(timeline: PipelineTimeline, span: OpTimes) -> Bar:
-    """Return the bar of one operation.
-
-    Its text is the micro-batch, ``3``, or ``1.3`` with a stage if workers have several.
-    """
     kind, stage, micro_batch = span.op
+    # The micro-batch, ``3``; with the stage, ``1.3``, where workers have several stages.
     text = f"{micro_batch}" if timeline.stages == len(timeline.workers) else f"{stage}.{micro_batch}"
     name = _KINDS[kind]
     tip = f"{micro_batch_name(name, stage, micro_batch)}: {duration(span.end - span.start)}"
