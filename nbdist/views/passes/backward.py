@@ -34,18 +34,13 @@ class WorkerShare:
     """One worker's share of a pass, in numbers."""
 
     worker: str
-    nodes: int = 0
-    """The number of the worker's nodes that take part."""
-    done: int = 0
-    """The number of nodes that have run."""
-    busy: float = 0.0
-    """Seconds in which nodes ran."""
+    nodes: int = 0  # that take part
+    done: int = 0  # that have run
+    busy: float = 0.0  # seconds in which nodes ran
     idle: float = 0.0
     """Seconds between the worker's first node and its last in which it ran nothing and no worker was halted."""
-    on_gpu: float | None = None
-    """Seconds that GPUs took for the nodes; None if none of them is known to have run on a GPU."""
-    waits_for: list[str] = field(default_factory=list)
-    """The other workers whose gradients this worker still waits for."""
+    on_gpu: float | None = None  # seconds that GPUs took for the nodes; None if no node is known to have run on one
+    waits_for: list[str] = field(default_factory=list)  # other workers whose gradients this worker still waits for
 
 
 class Backward:
@@ -60,8 +55,8 @@ class Backward:
             (worker, node.number): node for worker, each in plan.trace.nodes.items() for node in each
         }
         self._after = self._find_next()
+        # By node: the nodes, on any worker, whose gradients go to it.
         self.before: dict[Key, list[Key]] = {key: [] for key in self.nodes}
-        """The nodes, on any worker, whose gradients go to each node."""
         for key, targets in self._after.items():
             for target, _ in targets:
                 self.before[target].append(key)
@@ -75,32 +70,22 @@ class Backward:
 
     def _clear(self) -> None:
         self.state: dict[Key, str] = {}
-        self.got: dict[Key, int] = dict.fromkeys(self.nodes, 0)
+        self.got: dict[Key, int] = dict.fromkeys(self.nodes, 0)  # in the order of `nodes`, which `page` relies on
         self.seconds: dict[Key, float] = {}
-        self.on_gpu: dict[Key, float] = {}
-        """The seconds that a GPU took for each node, for nodes that ran on one."""
+        self.on_gpu: dict[Key, float] = {}  # seconds, of the nodes that ran on a GPU
         self.norm: dict[Key, float] = {}
         self.histogram: dict[Key, Histogram] = {}
         self.ended: dict[Key, float] = {}
         self._ran: dict[str, list[Key]] = {}  # the nodes that have ended on each worker, in this order
         self._came: dict[Key, float] = {}  # when each node's last gradient arrived, on the clock of the node's worker
-        self.halts: list[Interval] = []
-        """The times of halts that are over, in which workers were halted."""
-        self._halted: dict[Key, float] = {}
-        """The start of each present halt, by the node before which the pass is halted."""
-        self.messages: dict[int, str] = {}
-        """The last event of each message: ``marked`` or ``sent``; ``arrived`` once that has happened."""
-        self.bad: Key | None = None
-        """The node at which the first NaN or Inf was found."""
-        self.inherited: Inherited | None = None
-        """The origin of that NaN or Inf, if the forward pass gave it to the node `bad`."""
+        self.halts: list[Interval] = []  # the times of halts that are over
+        self._halted: dict[Key, float] = {}  # the start of each present halt, by the node before which the pass halts
+        self.messages: dict[int, str] = {}  # the last event of each message: "marked", "sent" or "arrived"
+        self.bad: Key | None = None  # the node at which the first NaN or Inf was found
+        self.inherited: Inherited | None = None  # where the forward pass made it, if the node `bad` was given it
 
     def _find_next(self) -> dict[Key, list[tuple[Key, int | None]]]:
-        """Return for each node the nodes to which its gradients go, each with the id of the message that takes them.
-
-        The id is None for gradients that stay on the worker. A backward pass runs against the order of the graph; a
-        step of a pipeline runs in it.
-        """
+        """Return for each node the nodes to which its gradients go, each with the message that takes them, or None."""
         trace = self.plan.trace
         ways: list[tuple[Key, Key, int | None]] = [
             ((worker, source), (worker, number), None)
@@ -110,28 +95,23 @@ class Backward:
         ways += [(source, target, edge.autograd_message_id) for edge, source, target in crossings(trace)]
         found: dict[Key, list[tuple[Key, int | None]]] = {key: [] for key in self.nodes}
         for source, target, message in ways:
+            # A backward pass runs against the order of the graph; a step of a pipeline runs in it.
             first, then = (source, target) if trace.of_step else (target, source)
             found[first].append((then, message))
         return found
 
     def links(self) -> Iterator[tuple[Key, Key, int | None]]:
-        """Yield each gradient that goes from node to node: the node, the target, and the message that takes it.
-
-        Gradients within a worker go without a message: None.
-        """
+        """Yield each gradient that goes from node to node: node, target, and the message, None within a worker."""
         for key, targets in self._after.items():
             yield from ((key, target, message) for target, message in targets)
 
     # -- events -------------------------------------------------------------------------------
 
     def after(self, events: Sequence[Event], halted: Sequence[Event] = (), *, over: bool = False) -> Backward:
-        """Return a copy of this pass, with these events instead of its own, and halted at the events ``halted``.
-
-        The events may come in any order: their times decide. In a pass that is over, nobody waits.
-        """
+        """Return a copy of this pass, with these events in any order instead of its own, and halted at ``halted``."""
         found = copy.copy(self)  # the copy shares everything that follows from the plan alone
         found._clear()
-        found._over = over
+        found._over = over  # then no node waits
         for event in sorted(events, key=lambda event: event.time):
             found._enter(event)
         for event in halted:
@@ -141,12 +121,10 @@ class Backward:
         return found
 
     def _enter(self, event: Event) -> None:
-        """Update states, counts, times and messages by one event.
-
-        Call this for the events in the order of their times.
-        """
+        """Update states, counts, times and messages by one event. Call this in the order of the events' times."""
         key = event.key
         if event.what in ("marked", "arrived", "sent") and event.message is not None:
+            # By the clocks of two workers, "sent" may come after "arrived". An arrival counts once.
             new = self.messages.get(event.message) != "arrived"
             self.messages[event.message] = event.what if new else "arrived"
             if event.what == "arrived" and new:
@@ -168,7 +146,7 @@ class Backward:
             self.ended[key] = event.time
             self._ran.setdefault(key[0], []).append(key)
             for target, message in self._after[key]:
-                if message is None:
+                if message is None:  # else it counts when the message arrives
                     self.got[target] += 1
                     self._came[target] = event.time
         elif event.what == "timed":
@@ -177,7 +155,6 @@ class Backward:
             self.bad, self.inherited = key, event.inherited
 
     def _measured(self, key: Key, event: Event) -> None:
-        """Remember the norm and the histogram of a node's gradients, if an event has them."""
         if event.norm is not None:
             self.norm[key] = event.norm
         if event.histogram is not None:
@@ -186,10 +163,7 @@ class Backward:
     # -- conclusions ----------------------------------------------------------------------------
 
     def state_of(self, key: Key) -> str:
-        """Return the state of a node: unused, waiting, ready, halted, running or done.
-
-        "unused" nodes have no part in the pass; "ready" ones have all their gradients and have not run.
-        """
+        """Return the state of a node: unused, waiting, ready, halted, running or done."""
         known = self.state.get(key)
         if known is not None:
             return known
@@ -212,18 +186,14 @@ class Backward:
         ]
 
     def _is_on_its_way(self, receive: Key, to: Key) -> bool:
-        """Return whether a node ``receive`` sends a node ``to`` gradients in a message that has not arrived."""
+        """Return whether the node ``receive`` sends the node ``to`` gradients in a message that has not arrived."""
         return any(
             target == to and message is not None and self.messages.get(message) != "arrived"
             for target, message in self._after[receive]
         )
 
     def shares(self) -> list[WorkerShare]:
-        """Return the shares of the workers that have nodes in the graph, also of those whose nodes take no part.
-
-        A worker that waits for the gradients of a halted worker waits for the user. So the time in which any worker was
-        halted does not count as idle.
-        """
+        """Return the shares of the workers that have nodes in the graph, also of those whose nodes take no part."""
         found = {worker: WorkerShare(worker) for worker in self.plan.trace.nodes}
         ran: dict[str, list[Interval]] = {worker: [] for worker in found}
         for key in self.plan.waits_for:
@@ -236,6 +206,7 @@ class Backward:
                     share.on_gpu = (share.on_gpu or 0.0) + self.on_gpu[key]
                 ran[key[0]].append((self.ended[key] - self.seconds[key], self.ended[key]))
             share.waits_for = sorted({*share.waits_for, *self.waits(key)})
+        # A worker that waits for the gradients of a halted worker waits for the user: that is not idle time.
         halts = [*self.halts, *((begun, math.inf) for begun in self._halted.values())]
         for worker, times in ran.items():
             if times:
@@ -246,13 +217,14 @@ class Backward:
     def critical_path(self) -> list[Key]:
         """Return a chain of nodes, from the first that ran to the last; each node waited for the one before it.
 
-        A node waits for its last gradient, and then for its worker if that runs another node. The path ends with a node
-        whose gradients no other node has used yet. The time alone cannot tell this node: a node that sends gradients to
-        another worker often ends after the nodes that these start there, as the send returns late and clocks differ.
+        A node waits for its last gradient, and then for its worker if that runs another node.
         """
         if not self.ended:
             return []
         ends = self._end_times()
+        # The path ends with a node whose gradients no other node has used yet. The time alone cannot tell this node: a
+        # node that sends gradients to another worker often ends after the nodes that these start there, as the send
+        # returns late and clocks differ.
         key: Key | None = max(
             (key for key in ends if not any(target in ends for target, _ in self._after[key])), key=ends.__getitem__
         )
@@ -260,6 +232,7 @@ class Backward:
         while key is not None and key not in path:  # incomplete events could form a circle
             path[key] = None
             before = max((one for one in self.before[key] if one in ends), key=ends.__getitem__, default=None)
+            # In a halted pass a busy worker holds up no node: the user does.
             key = before if ends is not self.ended else self._ran_before(key, before)
         return list(path)[::-1]
 
@@ -271,15 +244,11 @@ class Backward:
         return ran[index] if index >= 0 and self.ended[ran[index]] > came else before
 
     def _end_times(self) -> dict[Key, float]:
-        """Return when each node ended, or for a pass that was halted, when it would have ended.
-
-        Nodes that have not ended yet are left out.
-        The user decides in which order the nodes of a halted pass run. So for a halted pass only the nodes' own times
-        count: each node begins as soon as the nodes before it have ended. The graph says which nodes come before it,
-        not the clock: see `critical_path`.
-        """
+        """Return when each node that has ended did so; for a pass that was halted, when it would have ended."""
         if not self.halts and not self._halted:
             return self.ended
+        # The user decides in which order the nodes of a halted pass run. So only their own times count, and each begins
+        # as soon as the nodes before it in the graph have ended.
         before = {key: [other for other in self.before[key] if other in self.ended] for key in self.ended}
         ends: dict[Key, float] = {}
         for key in TopologicalSorter(before).static_order():
@@ -287,11 +256,7 @@ class Backward:
         return ends
 
     def slowest(self) -> tuple[str, str, float, list[Key]] | None:
-        """Return the worker and line of code that took the most time, or None if no node has run.
-
-        Nodes whose line is not known are grouped by their kind instead. Returns the worker, the line or kind, the
-        seconds, and the nodes.
-        """
+        """Return worker, line (or name of nodes, without lines), seconds and nodes of what took the most time."""
         spent: dict[tuple[str, str], list[Key]] = {}
         for key in self.seconds:
             node = self.nodes[key]
@@ -302,13 +267,9 @@ class Backward:
         return worker, where, sum(self.seconds[key] for key in keys), keys
 
     def blamed(self) -> Key | None:
-        """Return the node at which the first NaN or Inf arose, as far as it could be followed back in the forward pass.
-
-        If it cannot be followed, or that node is not in the graph, return `bad`, the node at which it was found in the
-        backward pass; None if there was none.
-        """
+        """Return the node at which the first NaN or Inf arose in the forward pass, or else `bad`."""
         found = self.inherited
-        if found is not None and (found.worker, found.node) in self.nodes:
+        if found is not None and (found.worker, found.node) in self.nodes:  # else it was not recorded
             return found.worker, found.node
         return self.bad
 

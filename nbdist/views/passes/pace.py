@@ -14,16 +14,11 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-_SECONDS_BETWEEN = 1.0
-"""The least seconds between two watched steps."""
-_COST_SHARE = 0.03
-"""The share of the time that watching may take."""
-_TIMES_KEPT = 16
-"""The number of unwatched steps whose times are kept for the median."""
-_TIMES_NEEDED = 3
-"""The number of unwatched steps whose times must be known before another step is watched."""
-_STEPS_SLOWED = 2
-"""The number of steps that watching makes slower: the watched step, and the step during which it is drawn."""
+_SECONDS_BETWEEN = 1.0  # two watched steps, at least
+_COST_SHARE = 0.03  # of the time, which watching may take
+_TIMES_KEPT = 16  # unwatched steps whose times are kept for the median
+_TIMES_NEEDED = 3  # unwatched steps whose times must be known before another step is watched
+_STEPS_SLOWED = 2  # the watched step, and the step during which it is drawn
 
 
 class Pace:
@@ -34,25 +29,19 @@ class Pace:
         self._looked = float("-inf")
         self._paying = 0
         self._paid = 0.0
+        # Seconds of the steps that paid for the last two watched steps. The smaller counts, because the first may have
+        # included a warm-up, and another one a pause.
         self._costs: deque[float] = deque(maxlen=2)
-        """The seconds of the steps that paid for the last two watched steps.
-
-        The smaller counts, because the first may have included a warm-up, and another one a pause.
-        """
         self._others: deque[float] = deque(maxlen=_TIMES_KEPT)
         self._looks = 0
 
     def begins(self, now: float) -> None:
-        """Note that a step begins at the time ``now``, in seconds of a monotonic clock, and that the last step ends.
-
-        Called for every step, watched or not.
-        """
+        """Note that a step, watched or not, begins at ``now``, on a monotonic clock, and that the last one ends."""
         began, self._began = self._began, now
         if began is not None:
             self._note_length(now - began)
 
     def _note_length(self, seconds: float) -> None:
-        """Note the length of a step: as a cost if this step or the last was watched, else as the usual length."""
         if not self._paying:
             self._others.append(seconds)
             return
@@ -62,25 +51,18 @@ class Pace:
             self._costs.append(self._paid)
 
     def is_due(self, now: float) -> bool:
-        """Return whether to watch the step that begins at the time ``now``; True for the first step.
-
-        Watched steps are at least 1 s apart, and so rare that watching takes at most about 3 % of the time, once its
-        cost is known. This changes nothing: a caller that watches the step calls `looks`.
-        """
+        """Return whether to watch the step that begins at ``now``. A caller that watches the step calls `looks`."""
         if not self._looks:
             return True
         if self._paying or len(self._others) < _TIMES_NEEDED:
             return False
         extra = 0.0
-        if len(self._costs) == self._costs.maxlen:
+        if len(self._costs) == self._costs.maxlen:  # until then, nothing is known about the cost
             extra = min(self._costs) - _STEPS_SLOWED * statistics.median(self._others)
         return now - self._looked >= max(_SECONDS_BETWEEN, extra / _COST_SHARE)
 
     def looks(self, now: float) -> None:
-        """Note that the step that begins at the time ``now`` is watched.
-
-        Its time, and the time of the step after it, count as the cost of watching.
-        """
+        """Note that the step that begins at ``now`` is watched."""
         self._looks += 1
         self._looked, self._paying, self._paid = now, _STEPS_SLOWED, 0.0
 

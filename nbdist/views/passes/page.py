@@ -17,15 +17,12 @@ from nbdist.views.drawing.folding import name_of
 from nbdist.views.passes.backward import Backward
 from nbdist.views.passes.remarks import remarks
 
+# The letters of the states in a snapshot; ``backward.js`` reads them.
 _CODES = {"unused": "u", "waiting": "w", "ready": "r", "running": "g", "halted": "h", "done": "d"}
-"""The letters of the states in a snapshot; ``backward.js`` reads them."""
 
 
 def outline(found: Backward) -> dict[str, Any]:
-    """Return the parts of a pass that do not change while it runs, ready for JSON: nodes, links and messages.
-
-    Nodes are referred to by their index in ``"nodes"``. `snapshot` lists its values in the same order.
-    """
+    """Return the parts of a pass that do not change while it runs, as JSON. Links refer to nodes by their index."""
     trace = found.plan.trace
     workers = {worker: number for number, worker in enumerate(trace.nodes)}
     nodes = [
@@ -58,10 +55,7 @@ def outline(found: Backward) -> dict[str, Any]:
 
 
 def snapshot(found: Backward) -> dict[str, Any]:
-    """Return the progress of a pass as JSON: states, times and norms, in the order of the outline's nodes.
-
-    `outline` has the names of the same nodes, and is sent once for a pass.
-    """
+    """Return the progress of a pass as JSON: states, times and norms, in the order of the outline's nodes."""
     used = {edge.autograd_message_id for edge in found.plan.edges}
     index = {key: number for number, key in enumerate(found.nodes)}
     return {
@@ -98,10 +92,7 @@ def snapshot(found: Backward) -> dict[str, Any]:
 
 
 def detail(found: Backward, key: Key) -> dict[str, Any]:
-    """Return the histogram of the gradients that a node was given, as JSON, for the node that a user has chosen.
-
-    An empty dict if no histogram is known.
-    """
+    """Return the histogram of the gradients that a node was given, as JSON; an empty dict if it is not known."""
     histogram = found.histogram.get(key)
     if histogram is None:
         return {}
@@ -116,5 +107,4 @@ def _number_for_json(norm: float | None) -> float | str | None:
 
 
 def _ms(seconds: float | None) -> float | None:
-    """Return seconds as milliseconds, rounded to four decimals; None for None, of a node that has not run."""
     return round(seconds * 1000, 4) if seconds is not None else None

@@ -19,8 +19,7 @@ from nbdist.autograd.graph.inherited import Inherited, told
 from nbdist.views.drawing.folding import name_of
 from nbdist.views.passes.backward import Backward
 
-_NODES_NAMED = 12
-"""The number of nodes of a path that are named: its two ends, and the nodes that took the longest."""
+_NODES_NAMED = 12  # of a path: its two ends, and the nodes that took the longest
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,7 @@ def text_of(remark: Remark) -> str:
 
 
 def remarks(found: Backward) -> list[Remark]:
-    """Return sentences about a pass, finished or not: critical path, most time, first NaN or Inf, largest norm.
-
-    Each is a tuple of parts; a part that names a node refers to it, so that a page can make a link of it.
-
-    The last remark counts the messages without gradients. Remarks for which nothing is known are left out.
-    """
+    """Return sentences about a pass, finished or not: critical path, most time, first NaN or Inf, largest norm."""
     made = [_critical_path(found), _slowest(found), _longest_on_gpu(found), _first_bad(found), _largest(found)]
     if found.plan.unused:
         count = len(found.plan.unused)
@@ -66,7 +60,7 @@ def _critical_path(found: Backward) -> Remark:
     shown = {path[0], path[-1], *slow}
     names = [_named(found, key) if key in shown else SentencePart("…") for key in path]
     made = [SentencePart(f"critical path, {counted(len(path), 'node')}: ")]
-    for name, _ in itertools.groupby(names):
+    for name, _ in itertools.groupby(names):  # neighbours that are not named share an ellipsis
         made += [name, SentencePart(" → ")]
     return tuple(made[:-1])
 

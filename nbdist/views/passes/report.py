@@ -28,10 +28,7 @@ def as_text(found: Backward) -> list[str]:
 
 
 def as_html(found: Backward, told: str) -> str:
-    """Return the picture, the table of workers and the remarks as HTML that needs no script, for a saved notebook.
-
-    ``told`` is the line above the picture; it is escaped here.
-    """
+    """Return picture, table and remarks as HTML without scripts. ``told``, the line above them, is escaped here."""
     on_gpus = ("GPU",) if found.on_gpu else ()
     rows = [
         (

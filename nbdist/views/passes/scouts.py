@@ -47,22 +47,13 @@ if TYPE_CHECKING:
         """The methods of a `Watcher` that scouts need."""
 
         def look_at(self, context: Context, opened: int) -> Watching | None:
-            """Watch a context that another worker has opened; return a record of the watch, or None to refuse.
-
-            ``opened`` is the number of contexts that the worker has opened so far. That worker
-            calls this by RPC, in the context, and its step waits for the answer. Passes in the context then report to
-            the watch that the record names.
-            """
+            """Watch a context that another worker has opened as its ``opened``-th; return None to refuse."""
 
         def plan(self, context_id: int, root: int, plan: Plan) -> None:
-            """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``.
-
-            Do nothing if the context with that id is not watched.
-            """
+            """Store the plan of a pass that is about to begin on the worker with the incarnation ``root``."""
 
 
-_ANSWER_SECONDS = 2.0
-"""Seconds to wait for an answer. A worker or a context for which none arrives in time is not watched."""
+_ANSWER_SECONDS = 2.0  # a worker or a context for which no answer comes in time is not watched
 
 _log = logging.getLogger("nbdist.views")
 _numbers = itertools.count(1)
@@ -72,38 +63,31 @@ class Scouts:
     """The scouts of one `Watcher`: one on each other worker, also on those that join later."""
 
     def __init__(self, home: WatcherLike, *, held: bool) -> None:
-        """Make a `Scout` on every other worker, and wait until they exist. If ``held``, they pause every pass.
-
-        Workers that are gone get no scout, and their passes are not seen. A worker that does not answer in time may get
-        its scout later.
-        """
+        """Make a `Scout` on every other worker, and wait until they exist. If ``held``, they pause every pass."""
         self._agent = current_agent()
         self._contexts = api.recorder().contexts
         self._home = weakref.ref(home)
         self._key = f"{self._agent.me.incarnation}.{next(_numbers)}"
         self._agent.named.publish(f"watcher {self._key}", self, "ask", "show_plan")
         self._called_back = False
-        self._including = threading.Lock()
-        """Held while `_workers` gets its records."""
+        self._including = threading.Lock()  # held while `_workers` gets its records
         self._held = held
         self._numbers = itertools.count(1)
         with self._including:
+            # `on_joined` first, so that no worker is missed; `include` waits for the lock.
             self._heard = self._agent.on_joined(partial(_on_joined, weakref.ref(self)))
             self._workers = [record for record in self._agent.members() if record != self._agent.me]
         weakref.finalize(self, self._heard).atexit = False
         names = [record.name for record in self._workers]
         sent = self._send_out(names, held)
-        sent.or_raise(but=RuntimeError)  # the worker is gone or busy: its passes are not seen
+        sent.or_raise(but=RuntimeError)  # a worker that is gone or busy: its passes are not seen
 
     def include(self, record: Record) -> None:
-        """Make a `Scout` on a worker that has joined, too. A thread of the agent's pool runs this; it waits.
-
-        Does nothing for a worker that has its scout. A worker that is gone or busy gets none.
-        """
+        """Make a `Scout` on a worker that has joined, too. A thread of the agent's pool runs this; it waits."""
         with self._including:
             if record in self._workers:
                 return
-            self._workers.append(record)
+            self._workers.append(record)  # before the call, so that `hold` and `call_back` tell this worker, too
         held = self._held
         self._send_out([record.name], held)
         # Before the scout existed, it could not be told these.
@@ -114,14 +98,11 @@ class Scouts:
 
     def _send_out(self, workers: Sequence[str], held: bool) -> WorkerAnswers:
         args = self._key, self._agent.me, held
-        with self._contexts.outside():
+        with self._contexts.outside():  # or the call would be recorded in the user's context
             return ask_each(self._agent, _send_out, dict.fromkeys(workers, args), timeout=_ANSWER_SECONDS)
 
     def hold(self, held: bool) -> None:
-        """Tell all scouts to pause every pass before its first node, or to stop that. Does not wait for them.
-
-        Does nothing if the scouts have been told so already.
-        """
+        """Tell all scouts to pause every pass before its first node, or to stop that. Does not wait for them."""
         if held != self._held:
             self._held = held
             self._tell(self._workers, "hold", next(self._numbers), held)
@@ -134,10 +115,7 @@ class Scouts:
             self._tell(self._workers, "end")
 
     def _tell(self, workers: Sequence[Record], method: str, *arguments: Any) -> None:
-        """Call a method of the scout on each of these workers that is still a member. Does not wait for the calls.
-
-        The calls are made outside of any context. Workers that are gone are skipped.
-        """
+        """Call a method of the scout on each of these workers that is still a member. Does not wait for the calls."""
         with self._contexts.outside():
             for record in list(workers):
                 if self._agent.member(record.incarnation) is not None:
@@ -145,11 +123,7 @@ class Scouts:
                     there.cast(method, *arguments, timeout=_ANSWER_SECONDS)
 
     def ask(self, opened: int) -> Watching | None:
-        """Ask the watcher whether to watch the current context; return a record of the watch, or None not to watch it.
-
-        A `Scout` calls this in the new context. The answer is None if the watcher is gone. ``opened`` is the number of
-        contexts that the scout's worker has opened so far.
-        """
+        """Ask the watcher whether to watch the current context; return None not to watch it. A `Scout` calls this."""
         home, context = self._home(), api.recorder().contexts.current
         if self._called_back or home is None or context is None:
             return None
@@ -163,10 +137,9 @@ class Scouts:
 
 
 def _on_joined(known: weakref.ref[Scouts], record: Record) -> None:
-    """Let scouts, if they still exist, include a new member, in another thread."""
     scouts: Scouts | None = known()
     if scouts is not None:
-        scouts._agent.submit(partial(scouts.include, record))
+        scouts._agent.submit(partial(scouts.include, record))  # not in this thread: it waits for the worker
 
 
 # -- on the other workers -------------------------------------------------------------------------
@@ -186,8 +159,7 @@ class Scout:
         self._home = self._agent.at(home.name, f"watcher {key}")
         self._pace = Pace()
         self._opened = 0
-        self._due = set[int]()
-        """The threads that are opening a context that will be watched."""
+        self._due = set[int]()  # threads that are opening a context that will be watched
         self._lock = threading.Lock()
         self._forget = self._recorder.when_opened(self._on_context, self._decide)
         self._heard = self._agent.on_lost(lambda lost, _: self.end() if lost.incarnation == home.incarnation else None)
@@ -204,11 +176,7 @@ class Scout:
         self._heard()
 
     def _decide(self) -> bool:
-        """Return whether to watch the context that the calling thread is about to open; note the thread if so.
-
-        A context is watched if this scout holds every pass, or if enough time has gone since the last one (`Pace`). The
-        step's thread calls this before the context opens; it asks nobody. `_on_context` uses the note.
-        """
+        """Return whether to watch the context that the calling thread is about to open; `_on_context` uses the note."""
         now = time.monotonic()
         with self._lock:
             self._opened += 1
@@ -220,10 +188,7 @@ class Scout:
         return due
 
     def _on_context(self, context: Context) -> None:
-        """Ask the notebook to watch a context that the calling thread has just opened, if `_decide` said so.
-
-        It waits for the notebook's answer, `_ANSWER_SECONDS` at most. Without one the context is not watched.
-        """
+        """Ask the notebook to watch a context that the calling thread has just opened, if `_decide` said so."""
         with self._lock:
             if threading.get_ident() not in self._due:
                 return
@@ -232,16 +197,13 @@ class Scout:
         if watching is None:
             return
         observing = self._recorder.passes.observing
-        if context.watching is None:
+        if context.watching is None:  # the message that says so may come after the pass has begun
             observing.on_watch(messages.WatchChanged(context.id, context.maker, watching, False))
         context.before_pass = partial(self._plan, context.id)
         context.before_step = partial(self._show, context.id)
 
     def _plan(self, context_id: int, mode: messages.Mode, roots: Sequence[tuple[Node, int]]) -> None:
-        """Send the notebook the plan of a pass that is about to begin on this worker.
-
-        An error is logged, and the pass runs without a drawing.
-        """
+        """Send the notebook the plan of a pass that is about to begin on this worker."""
         with self._recorder.contexts.outside():
             try:
                 plan = plan_from(self._recorder.contexts.get(context_id), roots, mode)
@@ -255,14 +217,10 @@ class Scout:
             self._call("show_plan", context_id, self._recorder.me, plan)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the `Scouts` on the notebook, and return its result; None if the notebook cannot be asked.
-
-        An `NbdistError` or RuntimeError, such as the lack of an answer within `_ANSWER_SECONDS`, is logged and not
-        raised: a view must not fail the user's step.
-        """
+        """Call a method of the notebook's `Scouts`, and return its result; None if the notebook cannot be asked."""
         try:
             return self._home.ask(method, *arguments, timeout=_ANSWER_SECONDS)
-        except (NbdistError, RuntimeError) as error:
+        except (NbdistError, RuntimeError) as error:  # a view must not fail the user's step
             _log.info("a backward pass is not watched, because the notebook could not be asked: %s", error)
             return None
 

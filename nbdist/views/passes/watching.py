@@ -47,15 +47,13 @@ from nbdist.views.passes.scouts import Scouts
 
 T = TypeVar("T")
 
-_LAST_REPORTS_SECONDS = 0.5
-"""Seconds to wait at the end of a cell for the last reports of other workers about a pass."""
+_LAST_REPORTS_SECONDS = 0.5  # at the end of a cell, for the last reports of other workers about a pass
 _NOTHING = (
     " without a pass to show. This view shows backward passes over several workers, by dist_autograd.backward, and "
     "steps of pipelines. It does not show a local `loss.backward()`, also not on workers"
 )
 
-_cells: WeakValueDictionary[int, Watcher] = WeakValueDictionary()
-"""The watcher whose cell a thread runs, by the thread's ident."""
+_cells: WeakValueDictionary[int, Watcher] = WeakValueDictionary()  # by the ident of the thread that runs the cell
 
 
 class Watcher:
@@ -73,38 +71,32 @@ class Watcher:
         """
         self.changed: Callable[[], None] = lambda: None
         """Called after any news, by any thread; it must not block."""
+        # True once the cell shows a view or picture of this watcher.
         self.shown = False
-        """True once the cell shows a view or picture of this watcher."""
-        self.view: Any = None
-        """The live view, if there is one."""
+        self.view: Any = None  # the live view, if there is one
         self.error: BaseException | None = None
         """The error of a cell that runs in the background, if it has failed."""
         self._paused = paused
         self._norms = norms
         self._pace = Pace()
         self._watches: list[Watch] = []
+        # The worker on which each watch's next pass begins (its incarnation), and the plan of that pass.
         self._plans: dict[Watch, tuple[int, Backward]] = {}
-        """For each watch, the worker on which its next pass begins (its incarnation), and the plan of that pass."""
-        self._opened: dict[int, int] = {}
-        """The number of contexts that each worker has opened, by its incarnation, as far as is known."""
+        self._opened: dict[int, int] = {}  # contexts that each worker has opened, by its incarnation, if known
+        # The present pass: its watch, its id, and its plan.
         self._watch: Watch | None = None
-        """The watch of the present pass, which is the pass `_id` with the plan `_pass`."""
         self._id: PassId | None = None
         self._pass: Backward | None = None
-        self._outline: tuple[Plan, dict[str, Any]] | None = None
-        """The outline for a page that was made last, and its plan."""
-        self._waiting = 0
-        """The number of threads that wait for a pass, to step or run it."""
-        self._due = set[int]()
-        """The threads that are opening a context that will be watched."""
+        self._outline: tuple[Plan, dict[str, Any]] | None = None  # the last outline for a page, and its plan
+        self._waiting = 0  # threads that wait for a pass, to step or run it
+        self._due = set[int]()  # threads that are opening a context that will be watched
         self.ended = False
         """True once the watcher is closed, or the user's own watch has ended. Only the watcher sets it."""
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
+        # The thread that runs the cell; it must not wait for a pass that it would have to begin itself.
         self._own = threading.get_ident() if given is None else 0
-        """The thread that runs the cell; it must not wait for a pass that it would have to begin itself."""
-        self._given = given
-        """The user's own watch, if this watcher was made for one."""
+        self._given = given  # the user's own watch, if this watcher was made for one
         self._recorder = api.recorder()
         self._forget: Callable[[], None] = lambda: None
         self._scouts: Scouts | None = None
@@ -116,8 +108,7 @@ class Watcher:
     def of(cls, watch: Watch) -> Watcher:
         """Return a watcher that draws and steers a `Watch` that the user has made.
 
-        The watcher replaces the watch's callbacks; `close` closes the watch, too. A watch that has ended is drawn as it
-        was at its end.
+        It replaces the watch's callbacks; `close` closes the watch, too.
         """
         self = cls(paused=watch.paused, given=watch)
         self._follow(watch)
@@ -132,10 +123,7 @@ class Watcher:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        """Close; after a cell without an error, first wait a moment for the last reports of workers about the pass.
-
-        It waits `_LAST_REPORTS_SECONDS` at most. The cell's end calls this.
-        """
+        """Close; after a cell without an error, first wait a moment for the last reports of workers about the pass."""
         with blocking_wait(), self._changed:
             if error is None and self._watch is not None:
                 self._changed.wait_for(lambda: self._watch is None or self._watch.complete, _LAST_REPORTS_SECONDS)
@@ -172,13 +160,13 @@ class Watcher:
             _cells[self._own] = self
             try:
                 cell()
-            except BaseException as error:
+            except BaseException as error:  # the user's cell: `wait` raises whatever it raised
                 self.error = error
             finally:
                 self._end(self.error)
                 then()
 
-        self._own = 0
+        self._own = 0  # the calling thread may wait for passes
         self._thread = threading.Thread(target=run, name="watched cell", daemon=True)
         self._thread.start()
 
@@ -279,17 +267,14 @@ class Watcher:
         return found.plan.trace
 
     def _with_pass(self, act: Callable[[Watch], T]) -> T | None:
-        """Call ``act`` with the watch of the pass under way, or wait for the next pass; None if the cell ends without.
-
-        If this waits for a pass, the pass is paused before its first node, so that ``act`` finds it there. One
-        exception: a pass that begins on another worker, in a context that is open already, may run some nodes before
-        that worker gets the order to pause.
-        """
+        """Call ``act`` with the watch of the pass under way, or of the next one; None if the cell ends without one."""
         self._pace.disturbed()
         with self._changed:
             self._waiting += 1
             if not self.under_way:
-                self._hold()  # pause open contexts too: their pass may begin before this thread hears of it
+                # Pause open contexts too: their pass may begin before this thread hears of it. On another worker, the
+                # pass may run some nodes before that worker gets the order to pause.
+                self._hold()
         acted = None
         try:
             while (watch := self._await_pass()) is not None:
@@ -303,15 +288,12 @@ class Watcher:
         finally:
             with self._changed:
                 self._waiting -= 1
-            self._hold(acted)
+            self._hold(acted)  # later passes as before; `act` has left its own watch as it should be
             self._pace.disturbed()
             self._wake_and_tell()
 
     def _hold(self, but: Watch | None = None) -> None:
-        """Pause or resume every open watch: the next pass halts before its first node, or runs, as `_must_halt` says.
-
-        Other workers are told the same for the contexts that they open later. The watch ``but`` is left as it is.
-        """
+        """Pause or resume every open watch except ``but``, and later ones, as `_must_halt` says."""
         with self._changed:  # held to the end: another thread may want the opposite
             held = self._must_halt()
             self._tell_scouts()
@@ -320,10 +302,7 @@ class Watcher:
                     self._steer_watch(watch, held)
 
     def _steer(self, paused: bool) -> None:
-        """Pause or resume every open watch, and all passes that begin later.
-
-        A view's buttons and the user's calls end here. Closed watches are skipped.
-        """
+        """Pause or resume every open watch, and all passes that begin later, by order of the user."""
         self._pace.disturbed()
         with self._changed:
             self._paused = paused
@@ -333,20 +312,16 @@ class Watcher:
         self._wake_and_tell()
 
     def _tell_scouts(self) -> None:
-        """Tell other workers whether to pause the passes of contexts that they open later, as `_must_halt` says.
-
-        Does not wait for them. Does nothing if the watcher has ended.
-        """
+        """Tell other workers whether to pause the passes of contexts that they open later. Does not wait for them."""
         if self._scouts is not None and not self.ended:
             self._scouts.hold(self._must_halt())
 
     @staticmethod
     def _steer_watch(watch: Watch, paused: bool) -> None:
-        """Pause or resume a watch, unless it is closed."""
         try:
             watch.pause() if paused else watch.run()
         except UsageError:
-            if not watch.closed:
+            if not watch.closed:  # it has just ended: nothing to steer
                 raise
 
     def _open(self) -> Watch | None:
@@ -355,10 +330,7 @@ class Watcher:
         return watch if watch is not None and not watch.closed else None
 
     def _await_pass(self) -> Watch | None:
-        """Wait for a pass to be under way, and return its watch; None if the cell ends without one.
-
-        Raises UsageError in the thread of the cell, which would wait for itself.
-        """
+        """Wait for a pass to be under way, and return its watch; None if the cell ends without one."""
         with blocking_wait(), self._changed:
             while not self.ended:
                 watch = self._open()
@@ -412,14 +384,11 @@ class Watcher:
         return "paused" if self.paused else "running"
 
     def drawn(self) -> tuple[dict[str, Any], dict[str, Any], Backward | None]:
-        """Return the data of a page: the outline of the present pass, its progress, and the pass itself or None.
-
-        The outline is the same object as long as the pass is the same. Without a pass or its plan, it is empty, the
-        progress has only the watcher's state, and the pass is None.
-        """
+        """Return the data of a page: the outline of the present pass, its progress, and the pass itself or None."""
         found = self.backward
         outline: dict[str, Any] = {}
         if found is not None:
+            # Once for each pass: it is large, and does not change.
             if self._outline is None or self._outline[0] is not found.plan:
                 self._outline = found.plan, page.outline(found)
             outline = self._outline[1]
@@ -462,14 +431,10 @@ class Watcher:
     # -- contexts and news ----------------------------------------------------------------------
 
     def _decide(self) -> bool:
-        """Return whether to watch the context that the calling thread is about to open; note the thread if so.
-
-        Called for each context of this process, before it opens; `_on_context` uses the note. A thread that runs
-        another watcher's cell gets False.
-        """
+        """Return whether to watch the context that the calling thread is about to open; `_on_context` uses the note."""
         now = time.monotonic()
         with self._changed:
-            if _cells.get(threading.get_ident(), self) is not self:
+            if _cells.get(threading.get_ident(), self) is not self:  # it runs another watcher's cell
                 return False
             self._opened[self._recorder.me] = self._opened.get(self._recorder.me, 0) + 1
             self._pace.begins(now)
@@ -494,14 +459,13 @@ class Watcher:
             self._follow(self._recorder.passes.observing.watch(context, paused=self._must_halt(), norms=self._norms))
 
     def look_at(self, context: Context, opened: int) -> Watching | None:
-        """Watch a context that another worker has opened; return a record of the watch, or None to refuse.
+        """Watch a context that another worker has opened as its ``opened``-th; return a record, or None to refuse.
 
-        ``opened`` is the number of contexts that the worker has opened so far. The worker calls this and waits for the
-        answer. It is None if the watcher has ended, or the context has a watch already; also while another pass is
-        under way, unless the next pass must halt.
+        The worker calls this, and its step waits for the answer.
         """
         with self._changed:
             self._opened[context.maker] = opened
+            # Not while another pass is under way, unless the next pass must halt.
             if self.ended or context.watch is not None or not (self._must_halt() or not self.under_way):
                 return None
         watch = self._recorder.passes.observing.watch(context, paused=self._must_halt(), norms=self._norms)
@@ -509,51 +473,37 @@ class Watcher:
         return watch.watching
 
     def plan(self, context_id: int, root: int, plan: Plan) -> None:
-        """Store the plan, which views draw, of a pass that will begin now on the worker with the incarnation ``root``.
-
-        Dropped if the context is not watched here.
-        """
+        """Store the plan of a pass that begins now on the worker ``root``, an incarnation, if it is watched here."""
         with self._changed:
             watch = next((watch for watch in self._watches if watch.context_id == context_id), None)
             if watch is not None:
                 self._plans[watch] = root, Backward(plan)
 
     def _follow(self, watch: Watch) -> None:
-        """Make a watch call this watcher when its passes begin and move on; pause or resume it as `_must_halt` says.
-
-        If this watcher has ended, close the watch. An earlier callback of the watch is replaced.
-        """
+        """Make a watch, whose callbacks this replaces, call this watcher; pause or resume it as `_must_halt` says."""
         watch.on_begin = lambda mode, roots: self._on_begin(watch, mode, roots)
         watch.on_step = lambda plan: self.plan(watch.context_id, self._recorder.me, plan)
         watch.on_news = lambda: self._on_news(watch)
         with self._changed:
             ended = self.ended
-            self._watches = [other for other in self._watches if not other.closed]
+            self._watches = [other for other in self._watches if not other.closed]  # a loop has many
             if not ended:
                 self._watches.append(watch)
-                if (
-                    self._given is None and watch.paused != self._must_halt()
-                ):  # `_must_halt` has changed since the watch began
+                # `_must_halt` may have changed since the watch began.
+                if self._given is None and watch.paused != self._must_halt():
                     self._steer_watch(watch, self._must_halt())
         if ended:
             watch.close()
 
     def _on_begin(self, watch: Watch, mode: Mode, roots: Sequence[tuple[Node, int]]) -> None:
-        """Make and store the plan of a pass that the calling thread is about to begin on this worker.
-
-        `Watch` calls this before any node runs; it logs an error, and the pass begins all the same.
-        """
+        """Make and store the plan of a pass that the calling thread is about to begin. `Watch` logs an error."""
         # The context is looked up by its id, so that the callback does not keep the context alive.
         found = Backward(plan_from(self._recorder.contexts.get(watch.context_id), roots, mode))
         with self._changed:
             self._plans[watch] = self._recorder.me, found
 
     def _on_begin_elsewhere(self, watch: Watch, id: PassId) -> None:
-        """Make the plan of a pass that has begun without one, on this or another worker, from its context's graph.
-
-        Runs in a thread of the agent's pool, and asks all workers. Does nothing if the context has ended. The roots are
-        not known here. So this takes as roots the nodes of the root worker to which no gradients come.
-        """
+        """Make the plan of a pass that has begun without one. A thread of the agent's pool runs this; it waits."""
         seen = watch.seen(id)[0]
         if seen is None or watch.closed:
             return
@@ -561,21 +511,19 @@ class Watcher:
             recorded = trace(watch.context_id)
         except UsageError:  # the context has ended
             return
+        # The roots are not known here: take the nodes of the root worker to which no gradients come.
         whole = Backward(planned(recorded, []))
         roots = [key for key in whole.nodes if key[0] == seen.root and not whole.before[key]]
         found = Backward(planned(recorded, roots, "fast" if seen.mode == "fast" else "smart"))
         with self._changed:
-            if self._id == id:
+            if self._id == id:  # else another pass has become the present one
                 self._pass = found
         self._wake_and_tell()
 
     def _on_news(self, watch: Watch) -> None:
-        """Handle news of a watch about its passes: turn to a new pass if necessary, and update the view.
-
-        Any thread may call this. A watcher that has ended keeps its present pass.
-        """
+        """Turn to a new pass of a watch if there is one, and update the view. Any thread may call this."""
         with self._changed:
-            if not self.ended:
+            if not self.ended:  # a watcher that has ended keeps its present pass
                 self._turn_to(watch)
             if watch is self._given and watch.closed:
                 self.ended = True
@@ -584,10 +532,9 @@ class Watcher:
     def _turn_to(self, watch: Watch) -> None:
         """Make the latest pass of ``watch`` the present one; if it is over, prefer another watch's pass under way.
 
-        Does nothing while a pass of another watch is the present one and under way. If the new one has no plan, a
-        thread reconstructs the plan. The caller holds the lock.
+        The caller holds the lock.
         """
-        if self.under_way and watch is not self._watch:
+        if self.under_way and watch is not self._watch:  # stay with a pass until it is over
             return
         if not _is_under_way(watch):
             watch = next(filter(_is_under_way, self._watches), watch)
@@ -608,6 +555,5 @@ class Watcher:
 
 
 def _is_under_way(watch: Watch) -> bool:
-    """Return whether the latest pass of a watch has begun and is not over."""
     seen = watch.seen(watch.latest)[0] if watch.latest is not None and not watch.closed else None
     return seen is not None and not seen.over
