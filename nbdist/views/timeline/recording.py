@@ -23,43 +23,35 @@ from nbdist.rpc.api import current_agent
 from nbdist.views.drawing.gantt import micro_batch_name
 from nbdist.views.timeline.wording import name_call
 
-_GPU_WITHIN = 1.0
-"""Seconds to wait for a GPU at the end of a recording."""
-EVENTS_KEPT = 100_000
-"""The number of events that a recording keeps; later ones are only counted."""
+_GPU_WITHIN = 1.0  # seconds to wait for a GPU at the end of a recording
+EVENTS_KEPT = 100_000  # by one recording; later events are only counted
 
 
 class Noted(NamedTuple):
     """A piece of work of an agent, with its times in seconds by the worker's own monotonic clock."""
 
     agent: str
-    kind: str
-    """One of `nbdist.views.drawing.gantt.KINDS`."""
+    kind: str  # one of `nbdist.views.drawing.gantt.KINDS`
     name: str
     start: float
     end: float
     thread: int
-    text: str = ""
-    """The text in the bar; if empty, the last part of the name."""
-    gpu: float | None = None
-    """Seconds on the stream of a GPU; None if the work is not known to have used one."""
+    text: str = ""  # in the bar; if empty, the last part of the name
+    gpu: float | None = None  # seconds on the stream of a GPU; None if the work is not known to have used one
 
 
 def _micro_batch(fields: dict[str, Any]) -> tuple[str, str, str]:
-    """Return three texts for a pipeline's forward or backward, from the fields of the event "micro_batch.ran".
-
-    They are the kind, which chooses the colour; the full name; and the text in the bar, the micro-batch's number.
-    """
+    """Return the kind, name and text of the bar of an event "micro_batch.ran", from the event's fields."""
     kind = "forward" if fields["kind"] == "F" else "backward"
     return kind, micro_batch_name(kind, fields["stage"], fields["micro_batch"]), str(fields["micro_batch"])
 
 
+# For each event with a ``start``: a function that returns the kind, name and text of its bar.
 _NAMES: dict[str, Callable[[dict[str, Any]], tuple[str, str, str]]] = {
     "micro_batch.ran": _micro_batch,
     "segment.ran": lambda _: ("segment", "segment of a backward pass", "backward"),
     "optimizer.stepped": lambda fields: ("step", f"{fields['optimizer']}.step", fields["optimizer"]),
 }
-"""For each event with a ``start``: a function that returns the kind, name and text of its bar."""
 
 
 class WorkRecording:
@@ -74,12 +66,9 @@ class WorkRecording:
         self._agent = agent.me.name
         self.noted: list[Noted] = []
         self.lost = 0
-        self._calls: dict[tuple[int, int], tuple[Noted, GpuSpan | None]] = {}
-        """The calls under way, whose end is not known yet, by thread and id."""
-        self._gpu_seconds: dict[int, float] = {}
-        """The seconds on a GPU of the pieces of work in `noted`, by the piece's id."""
-        self._on_gpu: deque[tuple[Noted, GpuSpan]] = deque()
-        """The pieces of work that a GPU had not finished when somebody last looked."""
+        self._calls: dict[tuple[int, int], tuple[Noted, GpuSpan | None]] = {}  # under way, by thread and id
+        self._gpu_seconds: dict[int, float] = {}  # of pieces of work in `noted`, by their `id`
+        self._on_gpu: deque[tuple[Noted, GpuSpan]] = deque()  # that a GPU had not finished at the last look
         self._measuring = threading.Lock()
         self._unsubscribe = trace.subscribe(self._take)
         self._unwatch = agent.on_lost(lambda lost, _: self.stop() if lost.incarnation == home else None)
@@ -93,12 +82,8 @@ class WorkRecording:
         self._withdraw()
 
     def _take(self, event: str, fields: dict[str, Any]) -> None:
-        """Note the piece of work that an event of `nbdist.trace` stands for; called by the thread that emits it.
-
-        A call is noted when it ends; a call that still runs at the end of the recording is left out. Events that a
-        timeline does not draw are ignored.
-        """
-        if fields.get("agent") != self._agent:
+        """Note the piece of work that an event of `nbdist.trace` stands for. The event's thread calls this."""
+        if fields.get("agent") != self._agent:  # agents of one process share `nbdist.trace`
             return
         now = time.monotonic()
         thread = threading.get_ident()
@@ -108,7 +93,7 @@ class WorkRecording:
                 span = spans.begin(spans.device_of(fields["args"]))
                 noted = Noted(self._agent, *named, start=time.monotonic(), end=0.0, thread=thread)
                 self._calls[thread, fields["id"]] = noted, span
-        elif event == "call.ran":
+        elif event == "call.ran":  # a call without this event still runs at the end of the recording, and is left out
             if (begun := self._calls.pop((thread, fields["id"]), None)) is not None:
                 noted, span = begun
                 if span is not None:
@@ -129,16 +114,14 @@ class WorkRecording:
             self._measure()
 
     def _measure(self, *, waits: bool = False) -> bool:
-        """Note the GPU's times of the pieces that it has finished, in order; return whether it has finished all.
-
-        Does not wait for the GPU. If another thread is doing this, waits for it, or returns False without ``waits``.
-        """
+        """Note the GPU's times of the pieces that it has finished, in order; return whether it has finished all."""
+        # Another thread may do this now. `finish` waits for it, so that no time is left out that is being read.
         if not self._measuring.acquire(blocking=waits):
             return False
         try:
             while self._on_gpu:
                 noted, span = self._on_gpu[0]
-                if not span.is_over():
+                if not span.is_over():  # never wait for it here: this thread runs the user's work
                     return False
                 if (seconds := span.seconds) is not None:
                     self._gpu_seconds[id(noted)] = seconds
@@ -148,26 +131,19 @@ class WorkRecording:
             self._measuring.release()
 
     def finish(self) -> tuple[list[Noted], int]:
-        """End the recording; return the pieces of work, with their times on a GPU, and the number of events dropped.
-
-        Waits a second at most for what the GPU still does; the times that are not known then are left out.
-        """
+        """End the recording; return the pieces of work, with their times on a GPU, and the number of events dropped."""
         self.stop()
         deadline = time.monotonic() + _GPU_WITHIN
-        while not self._measure(waits=True) and time.monotonic() < deadline:
+        while not self._measure(waits=True) and time.monotonic() < deadline:  # later times are left out
             time.sleep(0.01)
         return [one._replace(gpu=self._gpu_seconds.get(id(one))) for one in self.noted], self.lost
 
 
-_beginning = threading.Lock()
-"""Held while `begin` makes a recording."""
+_beginning = threading.Lock()  # held while `begin` makes a recording
 
 
 def begin(name: str, home: int) -> None:
-    """Begin a `WorkRecording` of the calling agent's work, and publish it under a name; does nothing if there is one.
-
-    A worker runs this by RPC, from the notebook's `Timeline`. ``home`` is the incarnation of the timeline's agent.
-    """
+    """Begin a `WorkRecording` for the agent ``home``, an incarnation, unless there is one of that name."""
     agent = current_agent()
     with _beginning:
         recording = agent.named.find(name) or WorkRecording(name, home)

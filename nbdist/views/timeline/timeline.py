@@ -38,8 +38,7 @@ from nbdist.views.timeline.recording import Noted
 from nbdist.wire.messages import Record
 
 _log = logging.getLogger("nbdist.views")
-_BARS_DRAWN = 1500
-"""The most bars of a picture; the shortest bars are left out."""
+_BARS_DRAWN = 1500  # in a picture; the shortest bars are left out
 _NOTHING = (
     ": nothing to show. A timeline shows calls (RPCs), backward passes over several workers, pipelines and distributed "
     "optimizers. It does not show what a cell computes itself, a local `loss.backward()` or collectives"
@@ -65,8 +64,8 @@ class Timeline:
         """The number of events that were not kept because there were too many, and of workers that did not answer."""
         self._agent = agent
         self._name = f"recording {secrets.token_hex(8)}"
+        # Guards `_records`, `_offsets`, `_running` and `lost`: workers join in other threads.
         self._changing = threading.Lock()
-        """Guards `_records`, `_offsets`, `_running` and `lost`: workers join in other threads."""
         self._running = True
         self._end: float | None = None
         self._records: list[Record] = []
@@ -111,19 +110,16 @@ class Timeline:
         return self
 
     def include(self, record: Record) -> None:
-        """Record a worker that has joined meanwhile, too. A thread of the agent's pool runs this.
-
-        A worker that cannot record adds 1 to `lost`, unless it is gone.
-        """
+        """Record a worker that has joined meanwhile, too. A thread of the agent's pool runs this."""
         if any(known.incarnation == record.incarnation for known in self._records):
             return
         try:
             ahead = offset(self._agent.me, record, self._agent.ask)
             self._agent.ask(record.name, recording.begin, self._name, self._agent.me.incarnation)
-        except Exception as error:
+        except Exception as error:  # whatever the worker raises: the others are recorded
             _log.debug("%s is not recorded: %s", record.name, error)
             with self._changing:
-                self.lost += self._running and self._is_there(record)
+                self.lost += self._running and self._is_there(record)  # a worker that is gone is not missing
             return
         with self._changing:
             is_late = not self._running
@@ -134,10 +130,8 @@ class Timeline:
             self._agent.at(record.name, self._name).cast("stop")
 
     def _each(self, function: Callable[..., Any], *more: Any, label: str = "") -> dict[str, Any]:
-        """Call a function with the recording's name, and ``more``, on all workers; return the results by worker name.
-
-        A worker that is gone, or fails, is left out: its error must not keep the others from ending their recordings.
-        """
+        """Call a function with the recording's name, and ``more``, on all workers; return the results by worker."""
+        # Results only: the error of one worker must not keep the others from ending their recordings.
         there = [record.name for record in self._records if self._is_there(record)]
         return ask_each(self._agent, function, dict.fromkeys(there, (self._name, *more)), label=label).values
 
@@ -214,19 +208,15 @@ class Timeline:
 
 
 def _on_joined(known: weakref.ref[Timeline], record: Record) -> None:
-    """Let a timeline, if it still exists, record a new member, in another thread."""
     timeline: Timeline | None = known()
     if timeline is not None:
-        timeline._agent.submit(partial(timeline.include, record))
+        timeline._agent.submit(partial(timeline.include, record))  # not in this thread: it waits for the worker
 
 
 def _on_collected(agent: Agent, name: str, forget: Callable[[], None]) -> None:
-    """End the recording of a timeline that was collected before `Timeline.stop`.
-
-    Python may run this finaliser while any lock is held, so another thread calls the workers.
-    """
+    """End the recording of a timeline that was collected before `Timeline.stop`."""
     forget()
-    hand_over(partial(_end_recording, agent, name))
+    hand_over(partial(_end_recording, agent, name))  # Python may run this finaliser while any lock is held
 
 
 def _end_recording(agent: Agent, name: str) -> None:
@@ -243,12 +233,9 @@ def _stop_own(agent: Agent, name: str) -> None:
 
 
 def stack(noted: Iterable[Noted]) -> list[list[Noted]]:
-    """Return pieces of work in lanes, the topmost first, so that none overlap in a lane.
-
-    Within a lane they are in the order of time. Nested work is in a lane below the outer work.
-    """
+    """Return pieces of work in lanes, the topmost first, each in the order of time and without overlaps."""
     lanes: list[list[Noted]] = []
-    for one in sorted(noted, key=lambda one: (one.start, -one.end)):
+    for one in sorted(noted, key=lambda one: (one.start, -one.end)):  # outer work above nested work
         for lane in lanes:
             if lane[-1].end <= one.start:
                 lane.append(one)

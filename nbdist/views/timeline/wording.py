@@ -14,6 +14,7 @@ from nbdist.rpc import named
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.pickling.names import display_name
 
+# The beginnings of the names of modules whose calls only look or interrupt: a timeline leaves these calls out.
 _HIDDEN = (
     "nbdist.views.",
     "nbdist.rpc.world.clocks",
@@ -22,16 +23,14 @@ _HIDDEN = (
     "nbdist.cluster.interrupting",
     "nbdist.cluster.inspection.status_report",
 )
-"""The beginnings of the names of modules whose calls only look or interrupt: a timeline leaves these calls out."""
-_OTHERS = "nbdist's own work"
-"""The name of all calls of nbdist that have no words in `_WORDS`."""
+_OTHERS = "nbdist's own work"  # the name of all calls of nbdist that have no words in `_WORDS`
 
 
 def name_call(label: str, callee: Any, args: Sequence[Any]) -> tuple[str, str] | None:
     """Return the kind of a call (of `views.drawing.gantt.KINDS`) and its name in a timeline; None if it is left out.
 
-    ``label`` is the name under which the caller sent the call, ``callee`` the function that runs with ``args``. Runs on
-    the worker for every recorded call, so it asks no other worker.
+    ``label`` is the name under which the caller sent the call. A worker runs this for every recorded call, so it asks
+    no other worker.
     """
     module = str(getattr(callee, "__module__", None) or type(callee).__module__)
     if not module.startswith("nbdist."):
@@ -59,12 +58,10 @@ def name_call(label: str, callee: Any, args: Sequence[Any]) -> tuple[str, str] |
 
 
 def _with_spaces(method: object) -> str:
-    """Return a method's name with spaces instead of underscores, and without those at its ends."""
     return str(method).strip("_").replace("_", " ")
 
 
 def _class_of(rref: RRef[Any]) -> str:
-    """Return the name of the class of a reference's value, or "module" if it is not known here."""
     return rref.state.qualname if rref.state is not None else "module"
 
 
@@ -85,35 +82,30 @@ _OF_SERVER: Mapping[str, str] = {
 
 
 def _of_server(method: object) -> str:
-    """Return the words that a timeline has for a method of a swarm's server: "load blocks" for "load".
-
-    An empty name stands for the constructor. For a method without words of its own, return "serve blocks".
-    """
     return _OF_SERVER.get(str(method), "serve blocks")
 
 
+# The named objects (`nbdist.rpc.named`) whose calls only look or mend.
 _HIDDEN_NAMES = ("collectives", "mending", "recording", "scout", "watcher")
-"""The named objects (`nbdist.rpc.named`) whose calls only look or mend."""
+# Words for the methods of other named objects.
 _OF_NAMED: Mapping[str, str] = {
     "pipeline.deliver": "a micro-batch arrives",
     "pipeline.abandon": "break off a pipeline step",
     "pushed.receive": "variables arrive",
     "checkpoint.read": "read weights",
 }
-"""Words for the methods of other named objects."""
 
 
 def _task(function: Any, args: Sequence[Any], *_: Any) -> tuple[str, str]:
-    """Return the kind and name of an executor's task: "call", and the name of the user's function.
-
-    ``args`` are the positional arguments of ``function``; further arguments are ignored. The views of
-    `nbdist.compat.ipyparallel` pass the user's function, as the first of ``args``, to a function of their own.
-    """
+    """Return "call" and the name of the user's function that a task runs: ``function``, called with ``args``."""
+    # The views of `nbdist.compat.ipyparallel` pass the user's function to a function of their own.
     if getattr(function, "__module__", "") == "nbdist.compat.ipyparallel.tasks":
         function = args[0]
     return "call", getattr(function, "expression", None) or display_name(function)
 
 
+# For functions of nbdist, by module and name: words, which are of the kind "own", or a function of the call's arguments
+# that returns kind and name. `test_the_functions_that_have_words_exist` finds a name that has changed.
 _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "nn.pipeline_part:build_stages": "build a pipeline's stages",
     "nn.pipeline_part:run_step": "a worker's share of a pipeline step",
@@ -145,7 +137,3 @@ _WORDS: Mapping[str, str | Callable[..., tuple[str, str]]] = {
     "compat.rpc.api:_run": lambda *_: ("call", "function of a pickled call"),
     "cluster.worker.tasks:run": _task,
 }
-"""For functions of nbdist, by module and name: words, or a function of the call's arguments.
-
-That function returns the kind and the name. Words alone are of the kind "own".
-"""

@@ -28,8 +28,7 @@ _MODULES = (
     "legend.js",
     "backward.js",
 )
-_SLOW = 0.3
-"""Seconds between two nodes in slow motion."""
+_SLOW = 0.3  # seconds between two nodes in slow motion
 
 
 class BackwardView(View):
@@ -38,15 +37,12 @@ class BackwardView(View):
     _anywidget_id = identity("nbdist.backward")
     _esm = script(*_MODULES)
     _css = style("common.css", "backward.css")
-    outline = traitlets.Dict().tag(sync=True)
-    """`page.outline` of the pass, sent to the page only when the pass changes; `snapshot` has the progress."""
-    detail = traitlets.Dict().tag(sync=True)
-    """`page.detail` of the node that the user has chosen."""
+    outline = traitlets.Dict().tag(sync=True)  # `page.outline`, sent only when the pass changes
+    detail = traitlets.Dict().tag(sync=True)  # `page.detail` of the node that the user has chosen
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
-        self._slow: dict[str, Any] | None = None
-        """The press that began the slow motion under way; any press but "look" ends it."""
+        self._slow: dict[str, Any] | None = None  # the press that began the slow motion under way
         self._chosen: Key | None = None
         outline, snapshot, _ = watcher.drawn()
         super().__init__(outline=outline, snapshot=snapshot)
@@ -54,10 +50,7 @@ class BackwardView(View):
         self.changed()  # publish news that came before `watcher.changed` was set
 
     def publish(self) -> None:
-        """Send the page the graph of the pass, its progress, and the histogram of the node that the user has chosen.
-
-        The thread that publishes all views calls this. A graph that has not changed is not sent again.
-        """
+        """Send the page the graph of the pass, its progress, and the histogram of the node that the user has chosen."""
         outline, snapshot, found = self._watcher.drawn()
         with self.hold_sync():  # in one message, because the snapshot refers to the outline's nodes
             self.outline = outline
@@ -67,16 +60,14 @@ class BackwardView(View):
     def press(self, message: dict[str, Any]) -> None:
         """Act on a button: look (choose a node), slow, pause, run, step, or run until a node or event.
 
-        The page sends ``message``: "press" names the button, and "node", "worker" or "until" what it applies to. Slow
-        motion lets a node run every `_SLOW` seconds and keeps this thread busy until the watcher ends, or a button
-        other than "look" is pressed. An unknown button raises UsageError, which the view shows.
+        ``message`` has "press", the button, and "node", "worker" or "until". Slow motion keeps this thread busy.
         """
         watcher, what = self._watcher, message.get("press")
         if what == "look":
             self._chosen = _key(message["node"])
             self.changed()
             return
-        self._slow = message if what == "slow" else None
+        self._slow = message if what == "slow" else None  # any press but "look" ends slow motion
         if what == "pause":
             watcher.pause()
         elif what == "run":
@@ -100,6 +91,5 @@ class BackwardView(View):
 
 
 def _key(node: list[Any]) -> Key:
-    """Return the key of a node that a page has named as ``[worker, number]``."""
     worker, number = node
     return str(worker), int(number)

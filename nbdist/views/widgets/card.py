@@ -20,12 +20,10 @@ from nbdist.views.shown import Bundle
 from nbdist.views.widgets.live import LiveReferences, LiveViews
 from nbdist.views.widgets.view import identity, script, style
 
-MOST = 64
-"""The most live cards; if there are more, the card shown longest ago becomes a picture."""
+MOST = 64  # if there are more, the card shown longest ago becomes a picture
 
 
 LIVE = LiveViews(MOST)
-"""The cards that are live."""
 
 
 class RRefCard(LiveReferences):
@@ -51,11 +49,7 @@ class RRefCard(LiveReferences):
         return {"text/plain": cards.text(facts), "text/html": cards.card(facts) + self.peeked}
 
     def press(self, message: dict[str, Any]) -> None:
-        """Peek at the value and show the result, or release the reference.
-
-        ``message["press"]`` is "peek" or "release"; anything else is ignored. A thread of its own calls this. Raises
-        LookupError if the reference is gone, and otherwise what `RRef.peek` and `RRef.release` raise.
-        """
+        """Peek at the value and show the result, or release the reference; the view shows what this raises."""
         rref = self._known.items[0][1]()
         if rref is None:
             raise LookupError(
@@ -66,7 +60,7 @@ class RRefCard(LiveReferences):
             self.peeked = themed(f"{escape(rref.owner_name())} is asked what the value looks like …")
             try:
                 self.peeked = cards.peek_html(rref.peek())
-            except BaseException:
+            except BaseException:  # whatever the value's owner raises: the card must not say for ever that it asks
                 self.peeked = before
                 raise
         elif message.get("press") == "release":

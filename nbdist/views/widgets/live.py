@@ -33,15 +33,12 @@ class LiveViews:
         return len(self._views)
 
     def keep(self, view: LiveReferences) -> None:
-        """Keep a view as the one shown last; turn the views shown longest ago into pictures if there are too many.
-
-        That is done without the lock, in the calling thread.
-        """
+        """Keep a view as the one shown last; turn the views shown longest ago into pictures if there are too many."""
         with self._lock:
             self._views[id(view)] = view
             self._views.move_to_end(id(view))
             surplus = list(self._views.values())[: max(0, len(self._views) - self._most)]
-        for old in surplus:
+        for old in surplus:  # without the lock: `freeze` publishes
             old.freeze()
 
     def drop(self, view: LiveReferences) -> None:
@@ -50,10 +47,7 @@ class LiveViews:
             self._views.pop(id(view), None)
 
     def leave(self, home: int) -> None:
-        """Turn all views of one agent, given by its incarnation, into pictures that say that its cluster has ended.
-
-        Called before the cluster ends; views of other agents stay live.
-        """
+        """Turn all views of one agent, given by its incarnation, into pictures that say that its cluster has ended."""
         with self._lock:
             own = [view for view in self._views.values() if view.home == home]
         for view in own:
@@ -63,14 +57,12 @@ class LiveViews:
 class LiveReferences(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets has no annotations
     """A live view of references. Subclasses define `kept` and `draw`."""
 
-    kept: LiveViews
-    """The live views of this kind."""
+    kept: LiveViews  # of this kind
     live = traitlets.Bool(True)
 
     def __init__(self, rows: Rows[RRef[Any]]) -> None:
         gone = queuing(self)
-        self.home = rows.items[0][1].holder
-        """The incarnation of the references' agent."""
+        self.home = rows.items[0][1].holder  # the incarnation of the references' agent
         self._known: Rows[weakref.ref[RRef[Any]]] = rows.each(lambda rref: weakref.ref(rref, gone))
         self._facts: Rows[Facts] = rows.each(references.facts_of)
         if not _looks or any(look.comm is None for look in _looks):
@@ -86,10 +78,7 @@ class LiveReferences(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets
         raise NotImplementedError
 
     def publish(self) -> None:
-        """Show the facts that are known about the references now. If they can never change again, become a picture.
-
-        The thread that publishes all views calls this after a change. Does nothing if the view is a picture already.
-        """
+        """Show the facts that are known about the references now. If they can never change again, become a picture."""
         if not self.live:  # late news of a view that is a picture already
             return
         self._tell("released")
@@ -97,11 +86,7 @@ class LiveReferences(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets
             self.freeze()
 
     def _tell(self, standing: str, *, ended: bool = False) -> None:
-        """Update the view with the facts that are known about each reference now.
-
-        References that were garbage-collected get the ``standing``, "released" or "ended". With ``ended``, all others
-        get it, too, unless they have failed, were lost or were released.
-        """
+        """Update the view; references that were collected get the ``standing``, and with ``ended`` all others, too."""
         items = []
         for (name, known), (_, before) in zip(self._known.items, self._facts.items, strict=True):
             rref = known()
@@ -111,10 +96,7 @@ class LiveReferences(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets
         self.value = self.draw(self._facts)
 
     def freeze(self) -> None:
-        """Become a picture: unsubscribe from news, and close the widget, which stays on the page as it is.
-
-        `LiveViews` calls this, without its lock, when there are too many live views.
-        """
+        """Become a picture: unsubscribe from news, and close the widget, which stays on the page as it is."""
         for end in self._ends:
             end()
         self.kept.drop(self)
@@ -127,5 +109,4 @@ class LiveReferences(View, ipywidgets.HTML):  # type: ignore[misc]  # ipywidgets
         self.freeze()
 
 
-_looks: list[ipywidgets.Widget] = []
-"""The two widgets, layout and style, that all these views share; new ones are made if they were closed."""
+_looks: list[ipywidgets.Widget] = []  # the layout and the style that all these views share, made anew if closed

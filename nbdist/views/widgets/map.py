@@ -31,10 +31,7 @@ class MapView(View):
         super().__init__(snapshot=snapshot_of(swarm))
 
     def close(self) -> None:
-        """Stop following the swarm, and remove the widget from the page; its picture stays.
-
-        A second call does nothing.
-        """
+        """Stop following the swarm, and remove the widget from the page; its picture stays."""
         if (listener := self._listener()) is not None:
             listener.forget()
         super().close()
@@ -45,20 +42,14 @@ class MapView(View):
         self.close()
 
     def look(self) -> dict[str, Any]:
-        """Return the facts that this process knows about the swarm, for the page; the last ones if the swarm is over.
-
-        ``"over"`` in it says whether the swarm is over. The thread that publishes all views calls this.
-        """
+        """Return the facts that this process knows about the swarm; the last ones, with ``"over"``, if it is over."""
         swarm = self._swarm()
         if swarm is None or self.snapshot["over"]:
             return {**self.snapshot, "over": True}
         return snapshot_of(swarm)
 
     def publish(self) -> None:
-        """Send the page the known facts about the swarm. If the swarm is over, close the view; its picture stays.
-
-        The thread that publishes all views calls this. Does nothing if the view is closed.
-        """
+        """Send the page the known facts about the swarm. If the swarm is over, close the view; its picture stays."""
         if self.comm is None:  # late news of a view that is closed
             return
         super().publish()
@@ -66,20 +57,13 @@ class MapView(View):
             self.close()
 
     def changed(self) -> None:
-        """Queue the view for publishing if somebody looks, or if the swarm is over.
-
-        News that nobody looks at is published when the page says that somebody looks again.
-        """
+        """Queue the view for publishing if somebody looks, or if the swarm is over."""
         swarm = self._swarm()
-        if self.looking or swarm is None or swarm.ended:
+        if self.looking or swarm is None or swarm.ended:  # other news is published when somebody looks again
             super().changed()
 
     def press(self, message: dict[str, Any]) -> None:
-        """Note that somebody looks, or kill a worker.
-
-        ``message["press"]`` is "looking" or "kill", and ``message["worker"]`` names the worker. Raises UsageError for
-        an unknown worker or button, or if the swarm is over.
-        """
+        """Note that somebody looks ("looking"), or "kill" the worker that the message names."""
         what, worker = message.get("press"), message.get("worker")
         if what == "looking":
             self.looked()

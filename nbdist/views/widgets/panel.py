@@ -11,8 +11,7 @@ from nbdist.errors import UsageError
 from nbdist.views.widgets.view import View, identity, script, style
 from nbdist.views.workers.panel import Panel
 
-_SAMPLE_SECONDS = 1.0
-"""Seconds between two samples."""
+_SAMPLE_SECONDS = 1.0  # between two samples
 
 
 class PanelView(View):
@@ -28,23 +27,15 @@ class PanelView(View):
         super().__init__(snapshot=panel.snapshot())
 
     def look(self) -> dict[str, Any]:
-        """Return the last sample of the workers, with the course of the last minute, for the page. Asks no worker.
-
-        The thread that publishes all views calls this.
-        """
+        """Return the last sample of the workers, with the course of the last minute. Asks no worker."""
         return self._panel.snapshot()
 
     def press(self, message: dict[str, Any]) -> None:
-        """Note that somebody looks, interrupt or restart a worker, or show or hide its threads.
-
-        ``message["press"]`` is "looking", "interrupt", "restart" or "stacks", and ``message["worker"]`` names the
-        worker. The thread of the first "looking" message takes samples as long as somebody looks; later ones return at
-        once. Raises UsageError for an unknown worker or button.
-        """
+        """Note that somebody looks, interrupt or restart a worker, or show or hide its threads ("stacks")."""
         what, worker = message.get("press"), message.get("worker")
         if what == "looking":
             self.looked()
-            if self._sampling.acquire(blocking=False):
+            if self._sampling.acquire(blocking=False):  # one thread samples as long as somebody looks
                 try:
                     _sample(weakref.ref(self))
                 finally:
@@ -78,11 +69,8 @@ class PanelView(View):
 
 
 def _sample(known: weakref.ref[PanelView]) -> None:
-    """Take a sample once a second, in the calling thread, as long as the view exists and somebody looks at it.
-
-    ``known`` is a weak reference, which does not keep the view alive between two samples.
-    """
+    """Take a sample once a second, in the calling thread, as long as the view exists and somebody looks at it."""
     while (view := known()) is not None and view.looking:
         view.sample()
-        del view
+        del view  # or this loop would keep the view alive
         time.sleep(_SAMPLE_SECONDS)

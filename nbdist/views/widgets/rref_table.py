@@ -8,10 +8,8 @@ from nbdist.views.shown import Bundle
 from nbdist.views.widgets.live import LiveReferences, LiveViews
 from nbdist.views.widgets.view import identity, script, style
 
-MOST = 16
-"""The most live tables; if there are more, the table shown longest ago becomes a picture."""
+MOST = 16  # if there are more, the table shown longest ago becomes a picture
 LIVE = LiveViews(MOST)
-"""The tables that are live."""
 
 
 class RRefTable(LiveReferences):

@@ -35,19 +35,13 @@ from nbdist.cluster.jupyter.versions import handle_where_sent
 from nbdist.cluster.output.sinks import Sink
 from nbdist.views.shown import Bundle, Shown
 
+# A token bucket for snapshots: `_STEADY` a second, and after a pause `_BURST` at once. So there are ten a second at
+# most, and the first one comes without delay.
 _STEADY, _BURST = 8, 2
-"""A token bucket for snapshots: `_STEADY` a second, and after a pause `_BURST` at once.
-
-So there are ten a second at most, and the first one comes without delay.
-"""
-_ROUND_SECONDS = 0.02
-"""Seconds between two rounds of the painter, so that changes in quick succession are published together."""
-_SAVE_EVERY = 5.0
-"""Seconds between two pictures of a view that changes; a saved notebook has the last of them."""
-_PICTURES_UPDATED = 16
-"""The number of places of one view whose pictures are kept up to date; older places keep the picture they have."""
-_LOOKING_SECONDS = 10.0
-"""Seconds after which a view counts as not looked at, unless the page reports again that somebody looks."""
+_ROUND_SECONDS = 0.02  # between two rounds of the painter, which publishes changes in quick succession together
+_SAVE_EVERY = 5.0  # seconds between two pictures of a view that changes; a saved notebook has the last of them
+_PICTURES_UPDATED = 16  # places of one view whose pictures are kept up to date; older places keep what they have
+_LOOKING_SECONDS = 10.0  # after these, a view counts as not looked at, unless the page reports it again
 
 STATIC = Path(__file__).parent.parent / "static"
 _IMPORT = re.compile(r'^import .* from "\./.*";\n', re.MULTILINE)
@@ -59,27 +53,21 @@ _log = logging.getLogger("nbdist.views")
 def script(*names: str) -> Any:
     """Return a trait with JavaScript modules of the folder ``static`` joined into one text, for a widget's ``_esm``.
 
-    A page cannot import the modules from anywhere.
-
     The order matters: a module comes after the modules that it imports.
     """
+    # Without the imports: a page cannot import the modules from anywhere.
     text = "\n".join(_IMPORT.sub("", _BUNDLED.sub(_bundled, _read(name))) for name in names)
     return traitlets.Unicode(text).tag(sync=True)
 
 
 def identity(name: str) -> Any:
-    """Return a trait, for a widget's ``_anywidget_id``, with the name of a kind of views.
-
-    By this name, a page keeps the styles of different kinds apart.
-    """
+    """Return a trait, for ``_anywidget_id``, with the name by which a page keeps the styles of kinds of views apart."""
     return traitlets.Unicode(name).tag(sync=True)
 
 
 def _bundled(found: re.Match[str]) -> str:
-    """Return a statement, in place of the import ``found``, that loads a third party's module from the text itself.
-
-    The statement holds the module's text and imports it as a module of its own: its names do not clash with ours.
-    """
+    """Return a statement that loads a third party's module from the text itself, in place of the import ``found``."""
+    # As a module of its own, so that its names do not clash with ours.
     source = json.dumps(_read(f"{found[2]}.js"))
     return (
         f'const {found[1]} = await import(URL.createObjectURL(new Blob([{source}], {{ type: "text/javascript" }})));\n'
@@ -96,19 +84,17 @@ def style(*names: str) -> Any:
 
 
 class View(anywidget.AnyWidget):
-    """A live view: a widget whose page draws one snapshot. Subclasses define `look` and `press`."""
+    """A live view: a widget whose page draws one snapshot. Subclasses define `look` and `press`.
 
-    snapshot = traitlets.Dict().tag(sync=True)
-    """The JSON value that the page draws."""
-    notice = traitlets.Unicode("").tag(sync=True)
-    """The error of the button that was pressed last; empty if there was none."""
-    mark = traitlets.Unicode().tag(sync=True)
-    """A CSS class that only this view's element in the page has: see `Shown`."""
+    The painter's thread calls `look`, `publish` and `save`; it logs an error, and publishes the other views.
+    """
 
-    _until = 0.0
-    """The time (of `time.monotonic`) until which the view counts as looked at."""
-    _saved_at = 0.0
-    """The time (of `time.monotonic`) at which the pictures were last drawn."""
+    snapshot = traitlets.Dict().tag(sync=True)  # the JSON value that the page draws
+    notice = traitlets.Unicode("").tag(sync=True)  # the error of the button that was pressed last
+    mark = traitlets.Unicode().tag(sync=True)  # a CSS class that only this view's element in the page has: see `Shown`
+
+    _until = 0.0  # the time of `time.monotonic` until which the view counts as looked at
+    _saved_at = 0.0  # the time of `time.monotonic` at which the pictures were last drawn
 
     def __init__(self, **traits: Any) -> None:
         _painter.start()
@@ -117,19 +103,14 @@ class View(anywidget.AnyWidget):
         self.on_msg(_receive)
 
     def add_traits(self, **traits: Any) -> None:
-        """Add only the traits that the class lacks.
-
-        anywidget adds its traits to each widget, and every addition makes a new class; our classes have them already.
-        """
+        """Add only the traits that the class lacks."""
+        # anywidget adds its traits to each widget, and every addition makes a new class. Our classes have them already.
         missing = {name: trait for name, trait in traits.items() if not self.has_trait(name)}
         if missing:
             super().add_traits(**missing)
 
     def open(self) -> None:
-        """Connect the widget with the page; let ipykernel handle the page's messages in the thread they are sent to.
-
-        ipywidgets calls this when the view is made.
-        """
+        """Connect the widget with the page; let ipykernel handle the page's messages in the thread they are sent to."""
         super().open()
         handle_where_sent(self.comm)
 
@@ -138,8 +119,7 @@ class View(anywidget.AnyWidget):
     def show(self, sink: Sink, picture: Callable[[], Bundle]) -> None:
         """Show the view in ``sink``, a cell's output, and behind it the picture, which stays when the view is closed.
 
-        ``picture()`` returns the view as text and HTML, by MIME type. The thread that publishes all views calls it
-        again for each new picture. A view may be shown in several cells.
+        ``picture()`` returns the view as text and HTML, by MIME type; the painter's thread calls it again and again.
         """
         found = self._repr_mimebundle_()
         place = Shown(sink, self.mark, picture)
@@ -149,10 +129,7 @@ class View(anywidget.AnyWidget):
         self._places.append(place)
 
     def save(self) -> None:
-        """Draw the pictures of this view again, below each of the last `_PICTURES_UPDATED` cells that show it.
-
-        A picture that has not changed is not sent again. The thread that publishes all views calls this.
-        """
+        """Draw the pictures of this view again, below each of the last `_PICTURES_UPDATED` cells that show it."""
         self._saved_at = time.monotonic()
         for place in list(self._places):
             place.update()
@@ -163,10 +140,7 @@ class View(anywidget.AnyWidget):
         return self._saved_at + _SAVE_EVERY
 
     def close(self) -> None:
-        """Draw the pictures for the last time, and remove the widget from the page.
-
-        The pictures stay on the page and in the notebook's file.
-        """
+        """Draw the pictures for the last time, and remove the widget from the page. The pictures stay."""
         places, self._places = self._places, deque()
         for place in places:
             place.end()
@@ -179,17 +153,11 @@ class View(anywidget.AnyWidget):
     # -- the snapshot -------------------------------------------------------------------------
 
     def look(self) -> dict[str, Any]:
-        """Return the data that the page should draw now. Called by the thread that publishes all views.
-
-        Each kind of view returns its own dict, of values that JSON can hold.
-        """
+        """Return the data, of values that JSON can hold, that the page should draw now."""
         raise NotImplementedError
 
     def changed(self) -> None:
-        """Queue the view, so that the thread that publishes all views sends its data to the page soon.
-
-        Any thread and any finaliser may call this; it does not block. Several calls in quick succession send once.
-        """
+        """Queue the view for the painter, once for several calls. Any thread and any finaliser may call this."""
         _painter.add(self)
 
     @property
@@ -198,46 +166,30 @@ class View(anywidget.AnyWidget):
         return self.comm is not None and time.monotonic() < self._until
 
     def looked(self) -> None:
-        """Note that the page has reported that somebody looks.
-
-        The page reports this again and again while it is visible.
-        """
+        """Note that the page has reported that somebody looks. A visible page reports this again and again."""
         self._until = time.monotonic() + _LOOKING_SECONDS
 
     def publish(self) -> None:
-        """Send the data that `look` returns to the page. Called by the thread that publishes all views.
-
-        That thread logs an error, and publishes the other views.
-        """
+        """Send the data that `look` returns to the page."""
         self.snapshot = self.look()
 
     # -- buttons ------------------------------------------------------------------------------
 
     def press(self, message: dict[str, Any]) -> None:
-        """Act on a button. Called by a thread of its own for each press; the page shows an error that is raised.
-
-        ``message`` comes from the page: "press" names the button, and other keys name its object, such as a worker.
-        Subclasses with buttons override this; here it does nothing.
-        """
+        """Act on a button, "press" in the page's message, in a thread of its own. The page shows what this raises."""
 
     def receive(self, message: dict[str, Any]) -> None:
-        """Confirm a message of the page to the page, and let a new thread call `press` with it; do not wait for that.
-
-        A message without a number, such as the page's "looking", is not confirmed. A message that presses nothing only
-        asks whether messages arrive: every page of the view sends it first.
-        """
-        if "number" in message:
+        """Confirm a message of the page, and let a new thread call `press` with it; do not wait for that."""
+        if "number" in message:  # "looking" has none
             self.send({"received": message["number"]})
-        if "press" not in message:
+        if "press" not in message:  # it asks whether messages arrive: each page sends it first
             return
         threading.Thread(target=_press, args=(self, message), name="pressed", daemon=True).start()
 
 
 def queuing(view: View) -> Callable[..., None]:
-    """Return a function that queues a view for publishing and does not keep it alive; it ignores its arguments.
-
-    It may be the callback of a weak reference to what the view shows: it takes no locks, and publishes nothing itself.
-    """
+    """Return a function that queues a view for publishing and does not keep it alive; it ignores its arguments."""
+    # It may be the callback of a weak reference, so it takes no locks, and publishes nothing itself.
     return partial(_queue, weakref.ref(view))
 
 
@@ -253,15 +205,12 @@ def _receive(view: View, message: Any, _: Any) -> None:
 
 
 def _press(view: View, message: dict[str, Any]) -> None:
-    """Call the view's `press`, and store its error as text in `notice`, which the page shows.
-
-    Runs in its own thread.
-    """
+    """Call the view's `press`, and store its error as text in `notice`, which the page shows."""
     try:
         if "number" in message:  # a message without a number, such as "looking", is no press of a button
             view.notice = ""
         view.press(message)
-    except Exception as error:
+    except Exception as error:  # whatever the button's work raises, the page shows it
         view.notice = f"{type(error).__name__}: {error}"
 
 
@@ -281,10 +230,7 @@ class _Painter:
                 threading.Thread(target=self._run, name="views", daemon=True).start()
 
     def add(self, view: View) -> None:
-        """Queue a view for publishing; does not keep it alive.
-
-        The thread publishes a view that is queued several times once. Any thread and any finaliser may call this.
-        """
+        """Queue a view for publishing; does not keep it alive. Any thread and any finaliser may call this."""
         known = weakref.ref(view)
         hash(known)  # now, because a weak reference can compute its hash only as long as the view is alive
         self._changed.put(known)
@@ -292,8 +238,8 @@ class _Painter:
     def _run(self) -> None:
         """Publish changed views, about ten times a second at most, and draw their pictures when due; never returns."""
         left, at = float(_BURST), time.monotonic()
+        # The views that have changed since their pictures were drawn, and the time from which each may be drawn.
         stale: dict[weakref.ref[View], float] = {}
-        """The views that have changed since their pictures were drawn, and the time from which each may be drawn."""
         while True:
             try:
                 due = min(stale.values(), default=None)
@@ -306,14 +252,14 @@ class _Painter:
                 time.sleep((1 - left) / _STEADY)
                 left, at = 1.0, time.monotonic()
             left -= 1
-            while not self._changed.empty():
+            while not self._changed.empty():  # what changed during the sleep goes with it
                 changed.add(self._changed.get())
             for known in changed:
                 view = known()
                 if view is not None:
                     _safely(view.publish)
                     stale[known] = view.save_due
-                del view
+                del view  # or this thread would keep the last view alive while it waits
             for known in [known for known, due in stale.items() if due <= time.monotonic()]:
                 del stale[known]
                 view = known()
@@ -326,7 +272,7 @@ class _Painter:
 def _safely(draw: Callable[[], None]) -> None:
     try:
         draw()
-    except Exception:
+    except Exception:  # of any view: the thread must draw the others
         _log.exception("a view could not be drawn")
 
 

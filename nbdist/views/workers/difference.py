@@ -24,10 +24,8 @@ class DiffTable:
         self.name = name
         self.workers = list(workers)
         self.differences = list(found)
-        self.differing = differing
-        """The number of parts that are not the same everywhere; `differences` may name fewer."""
+        self.differing = differing  # `differences` may name fewer
         self.parts = parts
-        """The number of parts that were compared, such as the tensors of a state dict."""
         self._sharded = sharded
 
     @property

@@ -13,6 +13,7 @@ from nbdist.cluster.examination.speed import LinkSpeed
 from nbdist.views import tables
 from nbdist.views.drawing.pictures import themed
 
+# The columns of facts: the name of each, and the text of a cell.
 _COLUMNS: tuple[tuple[str, Callable[[MachineFacts], str]], ...] = (
     ("host", lambda facts: facts.host),
     ("nbdist", lambda facts: facts.nbdist),
@@ -23,7 +24,6 @@ _COLUMNS: tuple[tuple[str, Callable[[MachineFacts], str]], ...] = (
     ("memory left", lambda facts: f"{size(facts.memory_left)} of {size(facts.memory)}"),
     ("/dev/shm", lambda facts: "none" if facts.shared_files_left is None else size(facts.shared_files_left)),
 )
-"""The columns of facts: the name of each, and the text of a cell."""
 _SHARED_MEMORY = "memory left: large tensors within a host are shared in it; NCCL and DataLoader use /dev/shm instead"
 _LINKS = "latency of a small call, there and back, and rate of a large tensor, from the row's member to the column's"
 
@@ -61,10 +61,9 @@ def _cell(member: ExaminedMember, read: Callable[[MachineFacts], str]) -> str:
 
 
 def _gpus(facts: MachineFacts) -> str:
-    """Return how many GPUs a process sees, and their names if they are known, as text."""
     if not facts.gpu_count:
         return "none"
-    names = ", ".join(dict.fromkeys(gpu.name for gpu in facts.gpus))
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in facts.gpus))  # several GPUs of one kind are named once
     return f"{facts.gpu_count}: {names}" if names else str(facts.gpu_count)
 
 

@@ -14,10 +14,7 @@ from nbdist.trace import Steps
 
 
 def lines_below() -> Callable[[str], None]:
-    """Return a function that prints its argument as a line below the running cell, in any thread.
-
-    The cell may have ended by then.
-    """
+    """Return a function that prints its argument below the running cell, in any thread, even after the cell's end."""
     sink = current_sink()
 
     def show(line: str) -> None:
@@ -36,13 +33,11 @@ class LiveText:
         self._sink = sink
         self._id = uuid.uuid4().hex
         self._kind = "display_data"
+        # A terminal cannot replace a text once others have written below it.
         self._live = sink.interactive and not isinstance(sink, PlainSink)
 
     def draw(self, text: str, *, last: bool = False) -> None:
-        """Show a text in place of the one before. ``last`` says that no other text follows.
-
-        Where output cannot be replaced, only the last text is shown.
-        """
+        """Show a text in place of the one before. ``last`` says that no other text follows."""
         if self._live or last:
             content = {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": self._id}}
             self._sink.publish(Published(self._kind, content))
@@ -50,9 +45,5 @@ class LiveText:
 
 
 def line_in_place() -> Steps:
-    """Return a function that shows its argument as a line below the running cell, in place of the line before.
-
-    The function shows nothing if no user can watch (nbval, nbconvert), or on a terminal, where a line cannot be
-    replaced once others have written below it.
-    """
+    """Return a function that shows its argument as a line below the running cell, in place of the line before."""
     return LiveText(current_sink()).draw

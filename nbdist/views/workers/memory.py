@@ -12,8 +12,7 @@ from nbdist.views import tables
 from nbdist.views.drawing.pictures import themed
 from nbdist.views.workers.memory_rows import Look, Row, compare, fold, rows_of, split
 
-_ROWS_SHOWN = 1000
-"""The most rows that a table shows."""
+_ROWS_SHOWN = 1000  # of a table
 _SINCE = "since last look"
 # Explanations of two columns, printed below the tables.
 _REST = (
@@ -43,8 +42,7 @@ class MemoryTable:
         equal objects share a row, and so do small ones.
         """
         self.found = found
-        self.look = Look.at(found, last)
-        """The amounts of this look, with which the next look is compared."""
+        self.look = Look.at(found, last)  # with which the next look is compared
         self._last = last
         self._workers = [memory for memory in found.workers if workers is None or memory.name in workers]
         self._splits = [split(memory) for memory in self._workers]
@@ -77,10 +75,7 @@ class MemoryTable:
         return any(memory.gpu_taken for memory in self._workers) or any(each.gpu for each in self._splits)
 
     def _growth_text(self, memory: WorkerMemory, total: int | None) -> str:
-        """Return as text by how many bytes a worker has grown since the last report, or that it was restarted.
-
-        ``total`` is the worker's bytes now. Empty if there was no earlier report, the growth is not known, or it is 0.
-        """
+        """Return as text by how many bytes a worker has grown to ``total`` since the last report, if that is known."""
         if self._last is None:
             return ""
         if self._last.is_restarted(memory):
@@ -183,8 +178,7 @@ class FreedTable:
 
 
 _FREED = ("worker", "what", "bytes", "held by")
-_ABSENT_BYTES_NOTED = 1_000_000
-"""The least bytes of counted memory, not the worker's own, that a line mentions."""
+_ABSENT_BYTES_NOTED = 1_000_000  # of counted memory that is not the worker's own: a line mentions these or more
 
 
 def _line_of_silent(found: Holdings) -> list[str]:
@@ -202,10 +196,7 @@ def _signed(grown: int) -> str:
 
 
 def _not_accounted(memory: WorkerMemory, rest: int | None) -> str:
-    """Return ``rest``, the bytes that no counted object takes, as text; in brackets, the whole process at its start.
-
-    Empty if ``rest`` is None, which says that the system does not tell.
-    """
+    """Return the bytes that no counted object takes, as text; in brackets, the whole process at its start."""
     start = f" ({size(memory.started_with)} at start)" if memory.started_with is not None else ""
     return f"{size(rest)}{start}" if rest is not None else ""
 

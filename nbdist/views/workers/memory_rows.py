@@ -18,51 +18,35 @@ from nbdist.cluster.inspection.variables import Variable
 from nbdist.cluster.output.arranger import grouped
 from nbdist.views import cards
 
+# The kinds of objects that are counted, in the order in which `split` serves them, with the word for one object.
 KINDS = {"references": "reference", "contexts": "context", "variables": "variable"}
-"""The kinds of objects that are counted, in the order in which `split` serves them, with the word for one object."""
 
-_ROWS_UNFOLDED = 8
-"""The number of rows that each worker has for the largest objects of one kind; smaller ones are put together."""
-_SMALL_BYTES = 100_000
-"""Variables of fewer bytes than this are always put together."""
-_TYPES_SHOWN = 3
-"""The number of types with a row of their own among the rows put together; all other types share one row."""
-_NAMES_SHOWN = 6
-"""The number of names on one worker that a row shows as holders."""
-_LETTERS_SHOWN = 80
-"""The most letters of a value that are shown."""
+_ROWS_UNFOLDED = 8  # for the largest objects of one kind on each worker; smaller ones are put together
+_SMALL_BYTES = 100_000  # variables of fewer bytes are always put together
+_TYPES_SHOWN = 3  # types with a row of their own among the rows put together; all other types share one row
+_NAMES_SHOWN = 6  # names on one worker that a row shows as holders
+_LETTERS_SHOWN = 80  # of a value
 
 
 @dataclass(frozen=True)
 class Row:
     """An object that takes memory, or several objects put together."""
 
-    workers: tuple[str, ...]
-    """The workers whose memory it takes; several if each has an equal object."""
-    kind: str
-    """``reference``, ``context`` or ``variable``."""
+    workers: tuple[str, ...]  # whose memory it takes; several if each has an equal object
+    kind: str  # "reference", "context" or "variable"
     what: str
-    """The text that describes the object."""
-    type: str
-    """The name of the object's type; small rows of one type are put together."""
-    nbytes: int | None
-    """Bytes of host memory, of each worker; None if not known."""
+    type: str  # small rows of one type are put together
+    nbytes: int | None  # of host memory, of each worker; None if not known
     held: tuple[tuple[str, tuple[str, ...]], ...]
     """The names that hold the object, by worker; "" stands for the row's own worker."""
-    gpu: int = 0
-    """Bytes on GPUs."""
-    is_partial: bool = False
-    """True if the object may take more bytes than were counted."""
-    idle: bool = False
-    """True if `%dist_free` would drop the object."""
+    gpu: int = 0  # bytes on GPUs
+    is_partial: bool = False  # True if the object may take more bytes than were counted
+    idle: bool = False  # True if `%dist_free` would drop the object
     key: tuple[object, ...] = ()
     """The object's identity in the next look; it begins with the incarnation of the worker."""
-    grown: int = 0
-    """Bytes more than in the last look."""
-    new: int = 0
-    """The number of objects in this row that the last look did not have."""
-    count: int = 1
-    """The number of objects put together in this row, on one worker."""
+    grown: int = 0  # bytes more than in the last look
+    new: int = 0  # objects in this row that the last look did not have
+    count: int = 1  # objects put together in this row, on one worker
 
     @property
     def amount(self) -> int:
@@ -83,10 +67,7 @@ def rows_of(found: Holdings, workers: Iterable[str] | None = None) -> list[Row]:
 
 
 def _row_of_item(item: Holding, memory: WorkerMemory) -> Row:
-    """Return the row of a value that references hold, or of an autograd context if ``item`` has no id of a reference.
-
-    ``memory`` is the report of the item's worker.
-    """
+    """Return the row of a value that references hold, or of an autograd context if ``item`` has no id."""
     held = tuple((name if name != item.worker else "", _first_names(list(map(str, pins)))) for name, pins in item.pins)
     told = cards.value(item.state).partition("\n")[0][:_LETTERS_SHOWN] if item.id is not None else "graph and gradients"
     kind, own = ("reference", item.id) if item.id is not None else ("context", item.context)
@@ -110,7 +91,6 @@ def _row_of_variable(variable: Variable, memory: WorkerMemory) -> Row:
 
 
 def _first_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the first `_NAMES_SHOWN` names, and an ellipsis if there are more."""
     return (*names[:_NAMES_SHOWN], "…") if len(names) > _NAMES_SHOWN else tuple(names)
 
 
@@ -121,8 +101,7 @@ def _first_names(names: Sequence[str]) -> tuple[str, ...]:
 class Split:
     """The uses of a worker's memory, in bytes. `total` is the sum of `parts`, `shared` and `rest`."""
 
-    parts: Mapping[str, int]
-    """Bytes by the names of `KINDS`."""
+    parts: Mapping[str, int]  # by the names of `KINDS`
     shared: int | None
     """Bytes of mapped shared memory that hold no counted object: blocks with values of other workers, and blocks that
     are kept for the next message."""
@@ -131,8 +110,7 @@ class Split:
     absent: int
     """Bytes that were counted but are not in the worker's own memory: never written to, swapped out, or in pages that
     belong to the process from which this one was forked."""
-    gpu: int
-    """Bytes counted on GPUs, which are not in `total`."""
+    gpu: int  # counted on GPUs, and not in `total`
 
     @property
     def total(self) -> int | None:
@@ -143,11 +121,9 @@ class Split:
 
 
 def split(memory: WorkerMemory) -> Split:
-    """Return a worker's memory divided into parts. No part is negative, and no byte is in two parts.
-
-    The counted bytes may be more than the process has, because a buffer in pages that another process has too is not
-    the worker's own memory. So each kind gets at most the bytes that the kinds before it have left over.
-    """
+    """Return a worker's memory divided into parts. No part is negative, and no byte is in two parts."""
+    # The counted bytes may be more than the process has, because a buffer in pages that another process has too is not
+    # the worker's own memory. So each kind gets at most the bytes that the kinds before it have left over.
     private, shared = (memory.usage.private, memory.usage.shared) if memory.usage is not None else (None, None)
     if shared is not None:  # the system counts pages only once they were read here; objects are counted at once
         shared = max(shared, sum(amount.shared for amount in memory.amounts.values()))
@@ -174,17 +150,12 @@ def split(memory: WorkerMemory) -> Split:
 class Look:
     """The amounts that one look saw, for a comparison with the next. It keeps no objects alive."""
 
-    totals: Mapping[int, tuple[str, int]] = field(default_factory=dict)
-    """The worker's name and its bytes, by incarnation."""
-    amounts: Mapping[int, int] = field(default_factory=dict)
-    """Bytes of each row, by the hash of its key."""
+    totals: Mapping[int, tuple[str, int]] = field(default_factory=dict)  # a worker's name and bytes, by incarnation
+    amounts: Mapping[int, int] = field(default_factory=dict)  # bytes of each row, by the hash of its key
 
     @classmethod
     def at(cls, found: Holdings, before: Look | None) -> Look:
-        """Return the amounts of a report, to compare the next report with.
-
-        For workers that did not answer, it keeps the amounts of ``before``, the last look (None if this is the first).
-        """
+        """Return the amounts of a report; of workers that did not answer, those of ``before``, the last look."""
         totals = {memory.incarnation: (memory.name, split(memory).total or 0) for memory in found.workers}
         amounts = {hash(row.key): row.amount for row in rows_of(found)}
         if before is not None and found.silent:
@@ -194,10 +165,9 @@ class Look:
         return cls(totals, amounts)
 
     def growth(self, memory: WorkerMemory, total: int | None) -> int | None:
-        """Return by how many bytes a worker has grown since this look; None if that is not known.
+        """Return by how many bytes a worker has grown to ``total`` since this look.
 
-        ``memory`` names the worker, and ``total`` is its bytes now, None if the system does not say. The result
-        is None, too, for a worker that was restarted since this look.
+        None if that is not known, as for a worker that was restarted.
         """
         known = self.totals.get(memory.incarnation)
         return total - known[1] if known is not None and total is not None else None
@@ -208,15 +178,12 @@ class Look:
 
 
 def compare(rows: Sequence[Row], last: Look | None) -> list[Row]:
-    """Return the rows with their growth since ``last``, an earlier report; rows that it did not have are new.
-
-    Rows of workers that ``last`` did not have are left as they are; so are all if ``last`` is None.
-    """
+    """Return the rows with their growth since ``last``, an earlier report; rows that it did not have are new."""
     if last is None:
         return list(rows)
     compared = []
     for row in rows:
-        if row.key[0] in last.totals:
+        if row.key[0] in last.totals:  # else the worker was not in the report: nothing is known
             known = last.amounts.get(hash(row.key))
             row = replace(row, grown=row.amount - (known or 0), new=int(known is None))
         compared.append(row)
@@ -227,10 +194,7 @@ def compare(rows: Sequence[Row], last: Look | None) -> list[Row]:
 
 
 def fold(rows: Sequence[Row]) -> list[Row]:
-    """Return fewer rows: small objects of one worker are put together, then equal rows of several workers.
-
-    `%dist_memory` shows these; with ``-v`` it shows `rows_of`.
-    """
+    """Return fewer rows: small objects of one worker are put together, then equal rows of several workers."""
     groups = grouped(rows, lambda row: (row.workers[0], row.kind))
     return fold_workers([row for group in groups.values() for row in _fold_small(group)])
 
@@ -244,7 +208,6 @@ def _fold_small(rows: list[Row]) -> list[Row]:
 
 
 def _is_small(row: Row) -> bool:
-    """Return whether a row is a variable of so few bytes that it is put together with others."""
     return row.kind == "variable" and row.amount < _SMALL_BYTES and not row.is_partial
 
 
@@ -255,10 +218,7 @@ def _fold_equal(rows: list[Row]) -> list[Row]:
 
 
 def _by_type(rows: list[Row], word: str) -> list[Row]:
-    """Put rows of one type together, for the `_TYPES_SHOWN` largest types, and all others in one row.
-
-    ``word`` describes them in the text: "12 small Tensors".
-    """
+    """Put rows of one type together, for the `_TYPES_SHOWN` largest types, and all others in one row."""
     types = grouped(rows, lambda row: row.type)
     groups = [(name, group) for name, group in types.items() if len(group) > 1]
     groups.sort(key=lambda group: -sum(row.amount for row in group[1]))
@@ -300,6 +260,7 @@ def fold_workers(rows: Sequence[Row]) -> list[Row]:
     """Return fewer rows: rows that look the same on several workers, with amounts rounded as shown, become one row."""
     found: dict[tuple[object, ...], Row] = {}
     for row in rows:
+        # In words, as they are shown: amounts that look the same are the same.
         nbytes = size(row.nbytes) if row.nbytes is not None else None
         grown = size(abs(row.grown)), row.grown < 0
         same = (row.kind, row.what, nbytes, size(row.gpu), row.held, row.is_partial, row.idle, grown, row.new)

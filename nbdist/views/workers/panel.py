@@ -22,12 +22,9 @@ from nbdist.views.drawing.pictures import themed
 from nbdist.views.workers.stacks import say
 from nbdist.views.workers.status import StatusTable
 
-_SAMPLES_KEPT = 60
-"""The number of samples kept for each worker: one minute's."""
-_CHAINS_SHOWN = 8
-"""The most chains of waiting workers that are shown."""
-_QUIET_BYTES_PER_SECOND = 10_000
-"""Bytes a second below which traffic is not shown: samples and signs of life take some of their own."""
+_SAMPLES_KEPT = 60  # for each worker: one minute's
+_CHAINS_SHOWN = 8  # of waiting workers
+_QUIET_BYTES_PER_SECOND = 10_000  # traffic below this is not shown: samples and signs of life take some
 
 
 class Panel:
@@ -52,11 +49,7 @@ class Panel:
         return self._status.rows
 
     def sample(self) -> None:
-        """Take one sample of all workers; a second thread waits for its turn.
-
-        The row of a worker that does not answer within half a second has the facts that the notebook itself knows, as
-        in `%dist_status`.
-        """
+        """Take one sample of all workers, as `%dist_status` does; a second thread waits for its turn."""
         with self._sampling:
             status = collect(self.cluster)
             rows, now = status.rows, time.monotonic()
@@ -82,20 +75,19 @@ class Panel:
     def _note_rates(self, name: str, counts: Mapping[str, int], now: float) -> None:
         """Compute the bytes a second that the worker ``name`` sends to each other worker, since the last sample.
 
-        ``counts`` has its total bytes until now by receiver; ``now`` is a time of `time.monotonic`. The caller holds
-        the lock.
+        ``counts`` has its total bytes until now by receiver. The caller holds the lock.
         """
         known, at = self._sent.get(name, ({}, now))
         self._sent[name] = counts, now
         for other, count in counts.items():
             if other != name and now > at:
+                # A worker that was restarted counts from 0 again: no rate is negative.
                 self._rates[name, other] = max(0, count - known.get(other, 0)) / (now - at)
 
     def talk(self) -> list[tuple[str, str, int, float]]:
         """Return the pairs of workers where the first waits for the second, or sends it much data, as last sampled.
 
-        Each is (first, second, calls of the first that wait for an answer, bytes a second). Much is 10,000 bytes a
-        second or more.
+        Each is (first, second, calls of the first that wait for an answer, bytes a second).
         """
         waits = {(row.name, other): count for row in self.rows for other, count in row.report.waits.items()}
         pairs = [
@@ -105,10 +97,7 @@ class Panel:
         return [(*pair, waits.get(pair, 0), self._rates.get(pair, 0.0)) for pair in pairs]
 
     def blamed(self) -> list[str]:
-        """Return a line for each collective to which workers have not come, and for each chain of waiting workers.
-
-        Such as ``worker0 → worker1, which is at In[3]:3``.
-        """
+        """Return a line for each collective to which workers have not come, and for each chain of waiting workers."""
         chains = blamed(self._waits(), {row.name: row.report.where for row in self.rows})
         return [parting.text for parting in self._status.partings] + chains
 
@@ -126,10 +115,7 @@ class Panel:
         self._stacks = {} if worker in self._stacks else {worker: say(read_stacks(self.cluster, worker))}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the last sample, with the course of the last minute, for a page, as values that JSON can hold.
-
-        It asks no worker, and does not wait for a sample under way.
-        """
+        """Return the last sample, with the course of the last minute, as values that JSON can hold. Asks no worker."""
         with self._lock:
             return {
                 "running": self.cluster.running,
@@ -185,10 +171,7 @@ def blamed(waits: Mapping[str, Sequence[str]], places: Mapping[str, str]) -> lis
 def _lines_of_ways(
     way: list[str], waits: Mapping[str, Sequence[str]], places: Mapping[str, str], seen: set[str]
 ) -> Iterator[str]:
-    """Yield a line for each chain of waiting workers that begins with the workers of ``way``.
-
-    ``waits`` and ``places`` are as for `blamed`. Workers in ``seen`` are not followed again; this adds to the set.
-    """
+    """Yield a line for each chain of waiting workers that begins with ``way``; workers in ``seen`` have their lines."""
     last = way[-1]
     if last in way[:-1]:
         yield _say_circle(way[way.index(last) : -1], way[: way.index(last)])
@@ -230,15 +213,14 @@ class Course:
         return {name: list(kept) for name, kept in self._kept.items()}
 
     def share(self, pid: int | None, spent: float | None, now: float) -> float:
-        """Return how many CPU cores a process has used on average since the last call.
+        """Return how many CPU cores a process has used on average since the last call, 0 if that is not known.
 
-        ``spent`` is the CPU time that it has used, in seconds. 0 in the first call, after a restart, and for a process
-        that is not known.
+        ``spent`` is the CPU time that it has used, in seconds.
         """
         known = self._spent
         if spent is None or pid is None:
             return 0.0
         self._spent = pid, spent, now
-        if known is None or known[0] != pid or now <= known[2]:
+        if known is None or known[0] != pid or now <= known[2]:  # the first call, or a restart
             return 0.0
         return round(max(0.0, spent - known[1]) / (now - known[2]), 3)

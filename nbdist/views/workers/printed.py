@@ -12,8 +12,7 @@ from nbdist.cluster.output.arranger import grouped, label_of
 from nbdist.cluster.output.output_cutter import LINES_KEPT
 from nbdist.cluster.output.print_log import Printed
 
-_LINES_SHOWN = 2 * LINES_KEPT
-"""The most lines to show, of all workers together: as many as a cell shows of one worker."""
+_LINES_SHOWN = 2 * LINES_KEPT  # of all workers together, as many as a cell shows of one worker
 
 
 LineRange = tuple[int | None, int | None]
@@ -23,16 +22,11 @@ LineRange = tuple[int | None, int | None]
 class _Shown(NamedTuple):
     """The part of a worker's lines that is shown. If several workers' parts are equal, they are shown once."""
 
-    lines: tuple[tuple[int, str], ...]
-    """The lines, each with the number of its cell."""
-    first: int
-    """The number of the first of them."""
-    total: int
-    """The number of all lines that the worker has printed."""
-    dropped: int
-    """The number of oldest lines that are not kept any more."""
-    broken: str
-    """The reason why later lines could not be kept; empty if they were."""
+    lines: tuple[tuple[int, str], ...]  # each with the number of its cell
+    first: int  # the number of the first of them
+    total: int  # all lines that the worker has printed
+    dropped: int  # the oldest lines, which are not kept any more
+    broken: str  # the reason why later lines could not be kept; empty if they were
 
 
 def say(printed: Sequence[Printed], span: LineRange | None) -> str:
@@ -52,18 +46,14 @@ def say(printed: Sequence[Printed], span: LineRange | None) -> str:
 
 
 def _choose_lines(printed: Printed, span: LineRange | None, most: int) -> _Shown:
-    """Choose the lines of one worker to show, ``most`` at most.
-
-    Without ``span``, these are the last lines. If ``printed`` is of one cell with more than ``most`` lines, they are
-    the lines after the first ones, which the notebook has shown.
-    """
+    """Choose the lines of one worker to show, ``most`` at most; without ``span``, the last ones."""
     total = printed.dropped + sum(1 for _ in printed.lines())
     oldest = printed.dropped + 1
     first, last = span if span is not None else (None, None)
     if first is None and (span is not None or printed.cell is None or total - printed.dropped <= most):
         first, last = total + 1 - min(last or most, most), total
     elif first is None:
-        first = LINES_KEPT + 1
+        first = LINES_KEPT + 1  # too many lines of one cell: the notebook has shown the first ones
     first = max(first, oldest)
     last = min(total, first + most - 1, last if last is not None else total)
     lines = islice(printed.lines(), first - oldest, max(first - oldest, last - oldest + 1))
@@ -71,11 +61,7 @@ def _choose_lines(printed: Printed, span: LineRange | None, most: int) -> _Shown
 
 
 def _lines_to_show(shown: _Shown, cell: int | None) -> list[str]:
-    """Return the chosen lines, below lines that say which lines are missing.
-
-    ``cell`` is the number of the only cell whose lines were asked for. With None, a line names each cell before its
-    lines.
-    """
+    """Return the lines to show of ``cell``, or of all cells, by cell; above them, which lines are missing."""
     where = "" if cell is None else f" in cell {cell}"
     said = []
     if not shown.total:

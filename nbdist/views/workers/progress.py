@@ -10,8 +10,7 @@ from nbdist.cluster.output.sinks import Sink
 from nbdist.columns import aligned
 from nbdist.views.workers.line import LiveText
 
-_WIDTH = 12
-"""The width of a worker's bar in characters."""
+_WIDTH = 12  # of a worker's bar in characters
 
 
 def bar(done: int, total: int, width: int) -> str:
@@ -41,10 +40,7 @@ class StartProgress:
         self._text.draw(draw(names, {}))
 
     def __call__(self, worker: str, step: str) -> None:
-        """Note that a worker has reached a step of its start, and draw the progress of all workers again.
-
-        Once all have reached the step "ready", the drawing is the last.
-        """
+        """Note that a worker has reached a step of its start, and draw the progress of all workers again."""
         with self._lock:
             if worker in self._names and self._steps.get(worker) != step:  # others join later
                 self._steps[worker] = step

@@ -15,10 +15,7 @@ _COLUMNS = ("worker", "rank", "pid", "device", "state", "runs", "memory", "calls
 
 
 class StatusTable:
-    """A table with a row for each worker: its rank, process, device, state, memory and calls; as text and HTML.
-
-    Below are lines about collectives to which some workers have not come.
-    """
+    """A row for each worker, as text and HTML; below, lines about collectives to which some workers have not come."""
 
     def __init__(self, rows: Sequence[WorkerStatus], partings: Sequence[Parting] = ()) -> None:
         self.rows = rows
