@@ -9,8 +9,7 @@ import torch
 
 from nbdist.errors import UsageError
 
-Values = tuple[Any, ...]
-"""The positional arguments of a stage, or the targets of a loss function."""
+Values = tuple[Any, ...]  # the positional arguments of a stage, or the targets of a loss function
 
 
 def as_tuple(value: Any) -> Values:
@@ -19,10 +18,7 @@ def as_tuple(value: Any) -> Values:
 
 
 def rows_of(values: Values) -> int:
-    """Return the number of rows of a batch: the first dimension of its tensors, which must be the same in all.
-
-    A batch without a tensor, without rows, or with tensors of different numbers of rows raises `UsageError`.
-    """
+    """Return the number of rows of a batch: the first dimension of its tensors, which must be the same in all."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not tensors:
         raise UsageError(
@@ -86,10 +82,7 @@ def check_micro_batches(micro_batches: int) -> int:
 
 
 def split(values: Values, sizes: Sequence[int]) -> list[Values]:
-    """Return the micro-batches of a batch: tensors are split by rows, every micro-batch gets all other values.
-
-    No values give an empty list.
-    """
+    """Return the micro-batches of a batch: tensors are split by rows, every micro-batch gets all other values."""
     if not values:
         return []
     parts = [value.split(list(sizes)) if isinstance(value, torch.Tensor) else [value] * len(sizes) for value in values]
@@ -97,11 +90,7 @@ def split(values: Values, sizes: Sequence[int]) -> list[Values]:
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return one output, made of the outputs of the micro-batches.
-
-    Tensors are concatenated by rows, scalar tensors stacked; tuples, lists and dicts are joined item by item; other
-    values become a list. A tensor with other rows than its micro-batch raises `UsageError`.
-    """
+    """Return the output of a batch, made of the outputs of the micro-batches as `Pipeline.forward` describes."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         if not first.dim():
@@ -116,6 +105,7 @@ def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         return torch.cat(list(outputs))
     if isinstance(first, tuple | list):
         parts = [join(part, sizes) for part in zip(*outputs, strict=True)]
+        # A namedtuple takes its items one by one.
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if isinstance(first, dict):
         return {key: join([output[key] for output in outputs], sizes) for key in first}

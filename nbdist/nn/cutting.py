@@ -13,8 +13,7 @@ import torch
 
 from nbdist.errors import UsageError
 
-Maker = torch.nn.Module | Callable[[], torch.nn.Module]
-"""A stage: a module, or a function that makes the module on its worker."""
+Maker = torch.nn.Module | Callable[[], torch.nn.Module]  # the function is called on the stage's worker
 
 
 def cut(
@@ -89,10 +88,7 @@ def cut(
 
 
 def _sizes_at(names: Sequence[str], at: Sequence[str]) -> list[int]:
-    """Return the number of layers of each stage, from the layers at which the second and later stages begin.
-
-    ``at`` has the names of those layers. Raises UsageError for an unknown name, a wrong order, or the first layer.
-    """
+    """Return the number of layers of each stage, from the names at which the second and later stages begin."""
     unknown = [name for name in at if name not in names]
     if unknown:
         raise UsageError(f"no layer is called {', '.join(unknown)}; there are {', '.join(names)}")
@@ -106,11 +102,7 @@ def _sizes_at(names: Sequence[str], at: Sequence[str]) -> list[int]:
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """Return the sizes of consecutive parts, none empty, whose most expensive part is as cheap as possible.
-
-    Args:
-        costs: the cost of each item, in order.
-        parts: the number of parts, from 1 to the number of items.
+    """Return the sizes of consecutive ``parts``, none empty, whose most expensive part is as cheap as possible.
 
     >>> balanced([1, 1, 1, 3, 1, 1], 2)
     [3, 3]
@@ -135,19 +127,16 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     return sizes[::-1]
 
 
+# The layers draw numbers, and the program's own CPU generator stays as it is.
 @torch.random.fork_rng(devices=[])
 def times_of(layers: Sequence[torch.nn.Module], sample: Any) -> list[float]:
-    """Return the seconds that each layer takes for a sample, forward and backward: the median of three rounds.
-
-    Each layer gets the output of the one before it. The layers' buffers and gradients and torch's CPU generator stay as
-    they are. Raises UsageError if ``sample`` is None.
-    """
+    """Return the seconds that each layer takes for a sample, forward and backward: the median of three rounds."""
     if sample is None:
         raise UsageError('balance="time" measures the layers on a sample: give sample=… (an input, or a tuple)')
     value = sample if isinstance(sample, tuple) else (sample,)
     times = []
     for layer in layers:
-        buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+        buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}  # BatchNorm's, say, stay as they are
         parameters = dict(layer.named_parameters())
         took = []
         for _ in range(3):
@@ -159,6 +148,7 @@ def times_of(layers: Sequence[torch.nn.Module], sample: Any) -> list[float]:
             roots = [part for part in outs if isinstance(part, torch.Tensor) and part.requires_grad]
             wanted = [part for part in (*leaves, *parameters.values()) if _wants_grad(part)]
             if roots and wanted:
+                # Not backward(), which would add to the layers' gradients.
                 torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
             took.append(time.perf_counter() - start)
         times.append(statistics.median(took))
@@ -184,12 +174,7 @@ def parts_of(
     balance: Any,
     sample: Any,
 ) -> tuple[list[Maker], list[str]]:
-    """Return the stages of a `Pipeline`'s model, and the name at which each begins.
-
-    For a Sequential, a stage's name is the name of its first layer; for a list, it is the stage's number. ``workers``
-    is the number of workers; the other arguments are as for `Pipeline`. A model that is neither a Sequential nor a list
-    raises `UsageError`.
-    """
+    """Return the stages of a `Pipeline`'s model, and the name of each: of its first layer, or for a list its number."""
     if isinstance(model, torch.nn.Sequential):
         count = workers if stages is None and not at else stages
         found = cut(model, count, at=at, balance=balance, sample=sample)
@@ -210,10 +195,8 @@ def parts_of(
 
 
 def check_sharing(parts: Sequence[Maker], workers: int) -> None:
-    """Raise `UsageError` if stages on different workers share a parameter: each worker would train its own copy.
-
-    ``workers`` is the number of workers. Functions that make stages are not looked into.
-    """
+    """Raise `UsageError` if stages on different workers share a parameter: each worker would train its own copy."""
+    # Functions that make stages are not looked into: their modules do not exist yet.
     owners: dict[int, int] = {}
     for stage, part in enumerate(parts):
         for name, parameter in part.named_parameters() if isinstance(part, torch.nn.Module) else ():

@@ -24,32 +24,27 @@ class Inbox:
     def __init__(self) -> None:
         self._failure: tuple[type[NbdistError], str] | None = None
         self._things: dict[Op, Any] = {}
+        # Called once, without the lock of this inbox, by the thread that calls `fail` first.
         self.on_fail: Callable[[], None] = lambda: None
-        """Called once, without the lock of this inbox, by the thread that calls `fail` first."""
         self._changed = threading.Condition(threading.Lock())
 
     def put(self, op: Op, thing: Any) -> None:
-        """Store the input of a forward or backward, and wake the thread that waits for it. Dropped if the step failed.
-
-        Storing the same input again replaces it.
-        """
+        """Store an operation's input, and wake the thread that waits for it. Dropped if the step has failed."""
         with self._changed:
             if self._failure is None:
                 self._things[op] = thing
                 self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Let the step fail: drop all inputs, and make `take` and `check` raise a new error with this type and text.
-
-        Only the first error counts. An error that is not nbdist's becomes a `RemoteError`.
-        """
+        """Let the step fail: drop all inputs, and make `take` and `check` raise a new error with this type and text."""
         # Only the type and text are kept: the error itself, once raised, would hold the step by its traceback.
         text = str(error)
         failure = (
+            # nbdist's errors can be made of one text, others perhaps not.
             (type(error), text) if isinstance(error, NbdistError) else (RemoteError, f"{type(error).__name__}: {text}")
         )
         with self._changed:
-            if self._failure is not None:
+            if self._failure is not None:  # only the first error counts
                 return
             self._failure = failure
             self._things.clear()
@@ -62,23 +57,17 @@ class Inbox:
             return op in self._things
 
     def take(self, op: Op) -> Any:
-        """Wait for an operation's input, remove and return it. Raises the step's error if the step has failed.
-
-        Each input can be taken once. There is no time limit: a step ends by its inputs or by `fail`.
-        """
+        """Wait for an operation's input, remove and return it. Raises the step's error if the step has failed."""
         with self._changed:
             if op not in self._things and self._failure is None:
                 with blocking_wait():
                     while op not in self._things and self._failure is None:
-                        self._changed.wait()
+                        self._changed.wait()  # without a limit: a step ends by its inputs or by `fail`
             self.check()
             return self._things.pop(op)
 
     def check(self) -> None:
-        """Raise the step's error if the step has failed.
-
-        Does nothing while the step has not failed.
-        """
+        """Raise the step's error if the step has failed."""
         if self._failure is not None:
             kind, text = self._failure
             raise kind(text)

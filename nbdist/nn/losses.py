@@ -10,8 +10,7 @@ import torch
 from nbdist.errors import UsageError
 from nbdist.nn.batches import Values
 
-Reduction = Literal["mean", "sum"]
-"""The way in which a loss function combines the rows of a micro-batch: their mean or their sum."""
+Reduction = Literal["mean", "sum"]  # the way in which a loss function combines the rows of a micro-batch
 
 
 def check_loss_fn(loss_fn: Callable[..., torch.Tensor]) -> None:
@@ -29,8 +28,7 @@ def loss_of(
     """Return a micro-batch's share of the batch's loss; the shares of all micro-batches add up to that loss.
 
     ``reduction`` says what ``loss_fn`` returns: the ``"mean"`` of the rows, which is weighted by ``rows / all_rows``,
-    or their ``"sum"``, which is taken as it is. A loss function that returns no scalar tensor, or one without a graph
-    while gradients are wanted, raises `UsageError`.
+    or their ``"sum"``, which is taken as it is.
     """
     loss = loss_fn(output, *targets)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

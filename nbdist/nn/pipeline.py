@@ -120,11 +120,9 @@ class Pipeline:
         self._agent = agent
         self._seed = seed
         self._orders = 0
+        # The number of steps so far: it is saved, and seeds the next step's draws. `load_state_dict` sets it back,
+        # unlike `_orders`, which numbers the steps that are sent to the parts.
         self._steps = 0
-        """The number of steps (`forward` and `train_step`) so far: it is saved, and seeds the next step's draws.
-
-        `load_state_dict` sets it back, unlike `_orders`, which numbers the steps that are sent to the parts.
-        """
         self._counting = threading.Lock()
         self._last: tuple[int, list[list[OpTimes]]] | None = None
         devices, prefixed = [device for _, device in places], not isinstance(model, torch.nn.Sequential)
@@ -229,15 +227,11 @@ class Pipeline:
         loss_fn: Callable[..., torch.Tensor] | None = None,
         **options: bool,
     ) -> list[Done]:
-        """Run one step on all workers; return, by worker, a `Done` with the losses or outputs, and the times.
-
-        ``table`` has each worker's operations in order, and ``sizes`` the rows of each micro-batch; ``options`` are
-        fields of `Order`. Raises what `PipelineParts.run` raises.
-        """
+        """Run one step on all workers; return a `Done` by worker. ``options`` are fields of `Order`."""
         agent = self._agent
         if agent.closed:
             raise NotInitialized("the RPC world in which this pipeline was made has ended: make a new pipeline")
-        with self._counting:
+        with self._counting:  # several threads may use one pipeline
             step, self._orders = self._orders, self._orders + 1
             number, self._steps = self._steps, self._steps + 1
         last = (self.stages - 1) % len(self.workers)
@@ -257,6 +251,7 @@ class Pipeline:
                 **options,
             )
             orders.append((order, given if worker == 0 else [], wanted if worker == last else []))
+        # After an error the watcher awaits no reports.
         end = partial(watched.end, told={}) if watched is not None else None
         done = self._parts.run(step, context.id if context is not None else None, orders, end)
         if watched is not None:
@@ -348,7 +343,7 @@ class Pipeline:
                 f"at {', '.join(self._cut)}, so they would draw other numbers. Cut the model in the same way (several "
                 'stages may be on one worker), or load the weights alone with load_model(state["model"])'
             )
-        self.load_model(state["model"])
+        self.load_model(state["model"])  # first: it checks everything before it changes anything
         generators = dict(enumerate(state["random"]["stages"]))
         self._parts.call_by_stage("restore_random", generators, state["seed"])
         restore_random_state(state["random"]["driver"])

@@ -59,10 +59,10 @@ from nbdist.rpc.latch import Latch
 from nbdist.rpc.references.rref import RRef
 from nbdist.wire.messages import Record
 
+# Finished steps to remember, to drop their late deliveries. No delivery arrives as late as this.
 _STEPS_REMEMBERED = 1000
-"""The most finished steps to remember, to drop their late deliveries. No delivery arrives as late as this."""
+# A function that takes the values that an operation has computed, so that a watcher can look for NaN in them.
 Look = Callable[[Sequence[Any]], None]
-"""A function that takes the values that an operation has computed, so that a watcher can look for NaN in them."""
 
 _NOT_WATCHED: AbstractContextManager[Look] = nullcontext(lambda made: None)
 
@@ -71,39 +71,29 @@ _NOT_WATCHED: AbstractContextManager[Look] = nullcontext(lambda made: None)
 class Order:
     """One worker's orders for one step."""
 
+    # An id that occurs once in the life of a pipeline: deliveries and abandonments name it.
     step: int
-    """The step's id, which occurs once in the life of a pipeline: deliveries and abandonments name it."""
+    # The count of steps, which seeds the stages' random draws; loading a state sets it to the saved count.
     number: int
-    """The step's count, which seeds the stages' random draws; loading a state sets it to the saved count."""
-    row: list[Op]
-    """The worker's row of the schedule."""
-    sizes: list[int]
-    """The rows of each micro-batch."""
-    train: bool
-    """True for `Pipeline.train_step`, False for `Pipeline.forward`."""
-    recorded: bool
-    """True to record a forward step in the current distributed autograd context."""
+    row: list[Op]  # of the schedule
+    sizes: list[int]  # the rows of each micro-batch
+    train: bool  # True for `Pipeline.train_step`, False for `Pipeline.forward`
+    recorded: bool  # True to record a forward step in the current distributed autograd context
     reduction: Reduction = "mean"
-    finite: bool = True
-    """Raise an error for a loss that is NaN or infinite."""
-    loss_fn: Callable[..., torch.Tensor] | None = None
-    """Given to the last stage's worker, in training."""
+    finite: bool = True  # raise an error for a loss that is NaN or infinite
+    loss_fn: Callable[..., torch.Tensor] | None = None  # only for the last stage's worker, in training
+    # The step's id and its watch, which the reports to the watcher name; None if nobody watches the context.
     head: Head | None = None
-    """The step's id and its watch, which the reports to the watcher name; None if nobody watches the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     """The result of one worker's share of a step."""
 
-    spans: list[OpTimes]
-    """When each operation of the row ran, by the worker's own monotonic clock."""
-    losses: list[torch.Tensor] = field(default_factory=list)
-    """Each micro-batch's share of the loss, if the last stage is here and the step trains."""
-    outputs: list[Any] = field(default_factory=list)
-    """The output of each micro-batch, if the last stage is here and the step does not train."""
-    told: int = 0
-    """The number of messages that this worker has sent to the step's watcher."""
+    spans: list[OpTimes]  # by the worker's own monotonic clock
+    losses: list[torch.Tensor] = field(default_factory=list)  # shares, if the last stage is here and the step trains
+    outputs: list[Any] = field(default_factory=list)  # if the last stage is here and the step does not train
+    told: int = 0  # messages that this worker has sent to the step's watcher
 
 
 class PipelinePart:
@@ -114,28 +104,22 @@ class PipelinePart:
     """
 
     def __init__(self, uid: str, stages: Mapping[int, Stage], places: Sequence[str], driver: str) -> None:
-        """Register the part on this worker, and give its parameters their names in the model.
-
-        ``uid`` is the pipeline's id, ``stages`` are this worker's stages by number, ``places[s]`` is the name of stage
-        ``s``'s worker, and ``driver`` is the name of the agent that owns the pipeline.
-        """
+        """Register the part on this worker, and give its parameters their names; stage ``s`` is on ``places[s]``."""
         self.uid = uid
         self.stages = stages
         self.places = places
         self.driver = driver
         self.agent = current_agent()
-        """The agent of this worker."""
         self._needed = {self.agent.find(name).incarnation for name in {driver, *places}}
         self._inboxes: dict[int, Inbox] = {}
-        self._running: set[int] = set()
-        """The steps whose share is running here."""
+        self._running: set[int] = set()  # steps whose share runs here
         self._over: OrderedDict[int, str] = OrderedDict()
         self._lock = threading.Lock()
         for stage in reversed(list(stages.values())):  # so a shared parameter ends up with its name in the first stage
             for name, parameter in reversed(list(stage.module.named_parameters())):
                 name_parameter(parameter, stage.prefix + name)
         self.agent.named.publish(f"pipeline {uid}", self, "deliver", "abandon")
-        tell = partial(_tell_loss, weakref.ref(self))
+        tell = partial(_tell_loss, weakref.ref(self))  # weak, or the agent would keep the part
         for forget in self.agent.on_lost(tell), self.agent.at_close(partial(tell, self.agent.me, "has ended")):
             weakref.finalize(self, forget).atexit = False
 
@@ -144,9 +128,8 @@ class PipelinePart:
     def run(self, order: Order, inputs: Sequence[Values], targets: Sequence[Values]) -> Done:
         """Run this worker's share of a step; return a `Done`: when each operation ran, and the losses or outputs.
 
-        ``order`` has the operations and options. ``inputs`` are the micro-batches for the first stage, ``targets``
-        those for the loss; both are empty on workers that do not need them. Raises `Abandoned` if the step has failed
-        elsewhere, `WorkerLost` if a worker of the pipeline is gone, else what an operation raised.
+        ``inputs`` are the micro-batches for the first stage, ``targets`` those for the loss; both are empty on workers
+        that do not need them.
         """
         over = f"step {order.step} of the pipeline is over"
         with self._lock:
@@ -170,48 +153,34 @@ class PipelinePart:
     def deliver(self, step: int, kind: str, stage: int, micro_batch: int, wanted: int, *values: Any) -> None:
         """Store the input of an operation, sent by the worker of a neighbouring stage, in the step's inbox.
 
-        The operation is the forward (``kind`` "F") or backward ("B") of a micro-batch through a stage. Bit ``i`` of
-        ``wanted`` says whether value ``i`` needs a gradient. A delivery for a step that is over is dropped.
+        Bit ``i`` of ``wanted`` says whether value ``i`` needs a gradient.
         """
         inbox = self.inbox(step)
         if inbox is not None:
             inbox.put(Op(kind, stage, micro_batch), (wanted, values))
 
     def inbox(self, step: int) -> Inbox | None:
-        """Return the `Inbox` that keeps the step's inputs from other workers; None if the step is over.
-
-        The first call makes it. A delivery may arrive before the step's own thread begins or after, so both make it.
-        The caller drops a delivery for a step that is over.
-        """
+        """Return the `Inbox` that keeps the step's inputs from other workers; None if the step is over."""
         with self._lock:
             inbox = self._inboxes.get(step)
-            if inbox is None and step not in self._over:
+            if inbox is None and step not in self._over:  # a delivery may arrive before the step's own thread
                 inbox = self._inboxes[step] = Inbox()
             return inbox
 
     def commit(self, order: Order, inbox: Inbox, gradients: GradientStore) -> None:
-        """Add the gradients of a finished share to the current context; if the step failed elsewhere, raise its error.
-
-        This takes the part's lock, so an `abandon` either comes first and is seen here, or comes later and withdraws
-        the gradients. Raises UsageError if the context has ended.
-        """
+        """Add the gradients of a finished share to the current context; raise the error of a step that has failed."""
         context = recorder().contexts.current
         if context is None:
             raise UsageError(
                 "the distributed autograd context ended during train_step, so the gradients have no place: leave the "
                 "context's with block only after train_step has returned"
             )
-        with self._lock:
+        with self._lock:  # an `abandon` comes first, and `check` raises; or later, and withdraws the gradients
             inbox.check()
             context.contribute((self.uid, order.step), gradients)
 
     def abandon(self, step: int, context_id: int | None, why: str) -> None:
-        """Give up a step that failed elsewhere: wake the thread that runs it, or never begin it; drop its gradients.
-
-        The pipeline's owner calls this on each worker. ``why`` is the text of the `Abandoned` that the thread of the
-        step raises. ``context_id`` is the step's autograd context, None if the step has none. Doing this twice is
-        harmless.
-        """
+        """Give up a step that failed elsewhere: wake the thread that runs it, or never begin it; drop its gradients."""
         with self._lock:
             if step in self._running:
                 self._inboxes[step].fail(Abandoned(why))
@@ -222,11 +191,7 @@ class PipelinePart:
                 context.withdraw((self.uid, step))
 
     def on_lost(self, record: Record, why: str) -> None:
-        """Fail the running steps if the agent that is gone has stages of this pipeline, or owns the pipeline.
-
-        Steps that wait then raise WorkerLost. The agent of this worker calls this for each loss, and for itself when it
-        ends; ``why`` is for the text.
-        """
+        """Fail the running steps if an agent that is gone, maybe this one, has stages of this pipeline or owns it."""
         if record.incarnation in self._needed:
             with self._lock:
                 inboxes = list(self._inboxes.values())
@@ -234,12 +199,9 @@ class PipelinePart:
                 inbox.fail(WorkerLost(f"{record.name} {why}; the step of a pipeline needed it. Make a new pipeline"))
 
     def _end(self, step: int, why: str) -> None:
-        """Mark a step as over, so that late deliveries are dropped; the caller holds the part's lock.
-
-        ``why`` is for the error of a `run` that comes later; of several calls the first one's is kept.
-        """
+        """Mark a step as over, so that late deliveries are dropped; the caller holds the part's lock."""
         self._inboxes.pop(step, None)
-        self._over.setdefault(step, why)
+        self._over.setdefault(step, why)  # the first reason is the one that a later `run` raises
         if len(self._over) > _STEPS_REMEMBERED:
             self._over.popitem(last=False)
 
@@ -256,10 +218,7 @@ class PipelinePart:
         return found
 
     def train(self, mode: bool) -> None:
-        """Put the modules into training or evaluation mode.
-
-        Called by `Pipeline.train`, on each worker.
-        """
+        """Put the modules into training or evaluation mode."""
         for stage in self.stages.values():
             stage.module.train(mode)
 
@@ -271,10 +230,8 @@ class PipelinePart:
         }
 
     def shapes(self) -> dict[int, dict[str, torch.Size | None]]:
-        """Return the shape of each tensor in the state of each stage, by name as in `state`.
-
-        The shape is None for a value that is no tensor, and for a parameter of a lazy module that has not run yet.
-        """
+        """Return the shape of each tensor in the state of each stage, by name as in `state`; None for other values."""
+        # A parameter of a lazy module has no shape before the module's first run.
         return {
             index: {
                 stage.prefix + name: None if is_lazy(value) else getattr(value, "shape", None)
@@ -284,10 +241,7 @@ class PipelinePart:
         }
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Load states, as `state` returned them, into their stages.
-
-        Raises torch's RuntimeError if a state does not fit its stage; some tensors may have been loaded then.
-        """
+        """Load states, as `state` returned them, into their stages. Raises torch's RuntimeError if one does not fit."""
         for index, state in states.items():
             stage = self.stages[index]
             stage.module.load_state_dict({name.removeprefix(stage.prefix): value for name, value in state.items()})
@@ -297,10 +251,8 @@ class PipelinePart:
         return {index: random_state(stage.device) for index, stage in self.stages.items()}
 
     def restore_random(self, seed: int, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Set the stages' seed, and this process's random generators to the states saved for them.
-
-        The process has one set of generators, so the last state that is set counts: the first stage's.
-        """
+        """Set the stages' seed, and this process's random generators to the states saved for them."""
+        # The process has one set of generators, so the last state that is set counts: the first stage's.
         for index in sorted(self.stages, reverse=True):
             self.stages[index].seed = seed
             restore_random_state(states[index], self.stages[index].device)
@@ -330,11 +282,7 @@ class _Step:
         self._outputs: list[Any] = []
 
     def run(self) -> Done:
-        """Run all operations of this worker, in order; return a `Done`: when each ran, and the losses or outputs.
-
-        At the end of a training step, add the gradients to the context. If the step fails, raise its error and add
-        none.
-        """
+        """Run all operations of this worker, in order; add the gradients of a training step that succeeds."""
         try:
             return self._run()
         finally:  # the traceback of a kept error holds this object: drop the tensors and break the cycles
@@ -360,13 +308,13 @@ class _Step:
                         self._forward(op, given, wanted, look)
                     else:
                         self._backward(op, given, look)
-                del given
+                del given  # or it would stay during the wait for the next input
                 times.append(OpTimes(op, start, time.monotonic()))
                 if trace.listeners:
                     gpu = span.end() if span is not None else None
                     trace.emit("micro_batch.ran", agent=self._me, start=start, gpu=gpu, **op._asdict())
             told = watched.told if watched is not None else 0
-        for latch in self._sent:
+        for latch in self._sent:  # before `commit`: a delivery that failed makes the step fail
             latch.wait()
         if self._order.train:
             gradients = GradientStore()
@@ -384,17 +332,12 @@ class _Step:
         return torch.set_grad_enabled(self._order.recorded and torch.is_grad_enabled())
 
     def _comes_by_inbox(self, op: Op) -> bool:
-        """Return whether an operation's input comes from another stage, by the inbox.
-
-        The inputs of the first stage's forward, which gets the batch, and of the last stage's backward do not.
-        """
+        """Return whether an operation's input comes from another stage, by the inbox."""
+        # Not that of the first stage's forward, which gets the batch, nor that of the last stage's backward.
         return op.stage != (0 if op.kind == "F" else self._last)
 
     def _wait_for_input(self, op: Op) -> tuple[int, Values]:
-        """Wait for an operation's input; return a bit mask of the values in it that need a gradient, and the values.
-
-        Raises the step's error if the step has failed.
-        """
+        """Wait for an operation's input; return a bit mask of the values in it that need a gradient, and the values."""
         if not self._comes_by_inbox(op):
             self._inbox.check()
             return 0, self._inputs[op.micro_batch] if op.kind == "F" else (None,)
@@ -402,11 +345,7 @@ class _Step:
         return found
 
     def _forward(self, op: Op, given: Values, wanted: int, look: Look) -> None:
-        """Run one stage on one micro-batch; send the output on, or keep it as the loss or the output of the step.
-
-        ``given`` are the stage's inputs, ``wanted`` is a bit mask of the inputs that need a gradient, and ``look``
-        reports a NaN to a watcher. An error gets a note with the stage and the worker.
-        """
+        """Run one stage on one micro-batch; send the output on, or keep it as the loss or the output of the step."""
         stage, order = self._part.stages[op.stage], self._order
         entry: list[torch.Tensor | None] = []
         if order.train:
@@ -419,13 +358,14 @@ class _Step:
                 _check_output(value)
             elif order.train:
                 value = self._loss(op.micro_batch, value)
-        except Exception as error:
+        except Exception as error:  # the user's module or loss: the note says where it was
             error.add_note(f"this was stage {op.stage} of {self._last + 1}, on {self._me}")
             raise
         look(as_tuple(value))
         if order.train:
             self._kept[op.stage, op.micro_batch] = entry, value
         elif order.recorded and (op.stage == self._last or self._part.places[op.stage + 1] != self._me):
+            # The output leaves this worker: else its gradients would be added in the order in which they arrive.
             group = self._part.uid, order.step, op.stage
             value = _map(
                 value, lambda tensor: ordered(tensor, group, op.micro_batch) if tensor.requires_grad else tensor
@@ -439,10 +379,7 @@ class _Step:
             self._outputs.append(value)
 
     def _loss(self, micro_batch: int, output: Any) -> torch.Tensor:
-        """Return a micro-batch's share of the batch's loss, with its graph, and keep a detached copy for the result.
-
-        Raises FloatingPointError for a NaN or Inf, unless the user gave ``finite=False`` to `train_step`.
-        """
+        """Return a micro-batch's share of the batch's loss, with its graph, and keep a detached copy for the result."""
         order = self._order
         assert order.loss_fn is not None  # the last stage's worker gets one if the step trains
         sizes = order.sizes
@@ -462,8 +399,6 @@ class _Step:
         """Run one stage backward for one micro-batch, add up its parameters' gradients, send its input's gradients.
 
         ``given`` has the gradient of each of the stage's outputs, or None for an output without one and for the loss.
-        ``look`` is as in `_forward`. An error gets a note with the stage, the micro-batch and the worker. Each forward
-        is kept for one backward.
         """
         entry, value = self._kept.pop((op.stage, op.micro_batch))
         roots = [
@@ -480,7 +415,7 @@ class _Step:
                     torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
                     for leaf in sums:
                         sums[leaf] = leaf.grad
-        except Exception as error:
+        except Exception as error:  # whatever a function of the module raises: the note says where it was
             error.add_note(f"in stage {op.stage}, backward of micro-batch {op.micro_batch}, on {self._me}")
             raise
         look(entry)
@@ -488,15 +423,11 @@ class _Step:
             self._send(op._replace(stage=op.stage - 1), tuple(entry))
 
     def _send(self, op: Op, values: Values) -> None:
-        """Give an operation its input: put it into the inbox if its stage is here, else send it to its worker.
-
-        Activations of a training step are detached; a bit mask says which of them need a gradient. A delivery that
-        fails makes the step fail. `_run` waits for all deliveries before it commits the gradients.
-        """
+        """Give an operation its input: put it into the inbox if its stage is here, else send it to its worker."""
         wanted = 0
         if self._order.train and op.kind == "F":
             wanted = sum(1 << index for index, value in enumerate(values) if _has_history(value))
-            values = _each_once(values, torch.Tensor.detach)
+            values = _each_once(values, torch.Tensor.detach)  # the graph ends here: see `nbdist.nn.shared_inputs`
         place = self._part.places[op.stage]
         if place == self._me:
             self._inbox.put(op, (wanted, values))
@@ -513,15 +444,12 @@ class _Step:
             return
         self._sent.append(latch)
         latch.on_settle = partial(_fail_if_failed, latch, self._inbox)
-        if latch.is_settled:
+        if latch.is_settled:  # it may have settled before it had `on_settle`
             latch.on_settle()
 
 
 def _fail_if_failed(latch: Latch, inbox: Inbox) -> None:
-    """Fail the step if a delivery failed: the worker that did not get it will never send anything back.
-
-    Called once, by the thread that brings the delivery's outcome, which ``latch`` has.
-    """
+    """Fail the step if a delivery failed: the worker that did not get it will never send anything back."""
     if latch.error is not None:
         inbox.fail(latch.error)
 
@@ -581,9 +509,8 @@ def build_stages(
 ) -> RRef[PipelinePart]:
     """Make this worker's stages and a part for them, and return a reference to the part.
 
-    ``makers`` has a module, or a function that makes one, for each of this worker's stages. With ``prefixed``, the
-    names in a stage's state begin with the stage's number. ``device`` is the device of these stages, ``options`` are
-    further arguments of `Stage`, and ``uid``, ``places`` and ``driver`` are arguments of `PipelinePart`.
+    With ``prefixed``, the names in a stage's state begin with the stage's number. ``options`` are further arguments of
+    `Stage`.
     """
     stages = {}
     for index, maker in makers.items():
@@ -595,10 +522,7 @@ def build_stages(
 
 
 def run_step(rref: RRef[PipelinePart], order: Order, inputs: Sequence[Values], targets: Sequence[Values]) -> Done:
-    """Run a worker's share of one step, and return its result; the pipeline's owner calls this on each worker.
-
-    An error of the step, or `Abandoned` if another worker failed, goes to the owner.
-    """
+    """Run a worker's share of one step, and return its result; the pipeline's owner calls this on each worker."""
     return rref.local_value().run(order, inputs, targets)
 
 

@@ -22,8 +22,7 @@ from nbdist.rpc.latch import Latch
 from nbdist.rpc.references.rref import RRef
 from nbdist.rpc.world.clocks import offset
 
-_ABANDON_SECONDS = 5.0
-"""Seconds to wait for each worker to confirm that it has abandoned a failed step."""
+_ABANDON_SECONDS = 5.0  # for each worker to confirm that it has abandoned a failed step
 
 
 class PipelineParts:
@@ -63,8 +62,7 @@ class PipelineParts:
     ) -> list[Done]:
         """Run one step, with each worker's order, inputs and targets; return the answers by worker.
 
-        If a worker fails or the user interrupts, all workers are told to abandon the step, ``on_failure(error)`` is
-        called, and the error is raised. ``context_id`` is None outside of an autograd context.
+        If a worker fails or the user interrupts, all workers abandon the step, and ``on_failure(error)`` is called.
         """
         agent = self._agent
         outcome = Latch()
@@ -72,15 +70,16 @@ class PipelineParts:
         answers: list[Future[Done]] = []
         try:
             for name, rref, order in zip(self.names, self._references, orders, strict=True):
+                # Without a time limit: a step takes as long as it takes.
                 answers.append(agent.call(name, run_step, rref, *order, timeout=0))
             Collection(answers, outcome)
             outcome.wait(agent.read_as_guest)
             return [answer.value() for answer in answers]
-        except BaseException as error:
+        except BaseException as error:  # also Ctrl-C: no worker may wait for the others for ever
             abandoned = self._abandon(step, context_id, f"{type(error).__name__}: {error}")
             if on_failure is not None:
                 on_failure(error)
-            if isinstance(error, Exception):
+            if isinstance(error, Exception):  # Ctrl-C does not wait
                 # so that no worker's gradients are in the context when the caller sees the error
                 for latch in abandoned:
                     with contextlib.suppress(Exception):
@@ -102,10 +101,7 @@ class PipelineParts:
         return list(ask_all(call_part, calls).values())
 
     def call_by_stage(self, method: str, by_stage: Mapping[int, Any], *args: Any) -> None:
-        """Call a method of each worker's `PipelinePart` at once, as `ask_all` does.
-
-        Each gets ``args`` and a dict: the values of ``by_stage`` for the stages that live on that worker.
-        """
+        """Call a method of each worker's `PipelinePart` with ``args`` and the values ``by_stage`` of its own stages."""
         calls = {}
         for worker, rref in enumerate(self._references):
             own = _parts_by_stage(by_stage, worker, len(self.names))
@@ -139,11 +135,7 @@ class PipelineParts:
         self.call_by_stage("load", by_stage)
 
     def _abandon(self, step: int, context_id: int | None, why: str) -> list[Latch]:
-        """Tell all workers to abandon a step; return a latch for each worker that could be told. Does not wait.
-
-        The caller can wait on a latch until its worker has withdrawn the step's gradients. Workers that are gone are
-        skipped. ``why`` becomes the text of their error.
-        """
+        """Tell all workers to abandon a step; return a latch for each worker that could be told. Does not wait."""
         args = step, context_id, f"step {step} of a pipeline failed elsewhere: {why}"
         told = []
         for name in self.names:
@@ -155,9 +147,6 @@ class PipelineParts:
 
 
 def _parts_by_stage(parts: Sequence[Any] | Mapping[int, Any], worker: int, workers: int) -> dict[int, Any]:
-    """Return, by stage number, the items of ``parts`` for the stages that live on worker number ``worker``.
-
-    ``workers`` is the number of workers: stage ``s`` lives on worker ``s % workers``.
-    """
+    """Return, by stage number, the items of ``parts`` for the stages that live on worker number ``worker``."""
     items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
     return {stage: part for stage, part in items if stage % workers == worker}

@@ -7,13 +7,10 @@ from nbdist.rpc.core.members import WorkerInfo
 
 
 def place_of(remote_device: str | int | WorkerInfo) -> tuple[str | int, str]:
-    """Return the name or id of the worker, and the device (``"cpu"`` if none is named), that a place stands for.
-
-    The worker is not looked up here. A place that cannot be parsed raises `UsageError`.
-    """
+    """Return the name or id of the worker, and the device (``"cpu"`` if none is named), that a place stands for."""
     if isinstance(remote_device, WorkerInfo):
         return remote_device.name, "cpu"
-    if isinstance(remote_device, int) and not isinstance(remote_device, bool):
+    if isinstance(remote_device, int) and not isinstance(remote_device, bool):  # bool is an int
         return remote_device, "cpu"
     worker, _, device = str(remote_device).partition("/")
     if not worker or "/" in device or (":" in worker and not worker.startswith("rank:")):

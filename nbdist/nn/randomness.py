@@ -22,31 +22,22 @@ import torch
 
 from nbdist.rpc.waits import blocking_wait
 
+# Held during a stage's forward, which draws from torch's generators: all threads of a process share them. So the
+# forwards of the stages of one process run one at a time.
 _drawing = threading.RLock()
-"""Held during a stage's forward, which draws from torch's generators: all threads of a process share them.
-
-So the forwards of the stages of one process run one at a time.
-"""
 
 _CPU = torch.device("cpu")
 
 
 def seed_of(seed: int, step: int, stage: int, micro_batch: int) -> int:
-    """Return the seed, a number of 63 bits, for what one stage draws for one micro-batch of one step.
-
-    A checkpointed stage, `Reference` and a repeated step draw the same numbers by it, on any worker.
-    """
+    """Return the seed, a number of 63 bits, for what one stage draws for one micro-batch of one step."""
     packed = struct.pack("<4q", seed, step, stage, micro_batch)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
 def seeded(number: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators with ``number`` for the time of the block, then restore them.
-
-    Other threads' stages wait until the block ends before they draw. This seeds the CPU's generator, and the generator
-    of ``device`` if it is a GPU.
-    """
+    """Seed torch's generators, of the CPU and of ``device``, for the time of the block, then restore them."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(_generator_of(device))
@@ -62,10 +53,7 @@ def seeded(number: int, device: torch.device) -> Iterator[None]:
 
 
 def random_state(device: torch.device = _CPU) -> dict[str, Any]:
-    """Return the states of this process's generators: torch's, a GPU's, Python's, and numpy's if it is imported.
-
-    The states consist of tensors, tuples, strings and numbers, which ``torch.load(weights_only=True)`` reads.
-    """
+    """Return the states of this process's generators: torch's, a GPU's, Python's, and numpy's if it is imported."""
     with _alone():
         found: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
         if device.type == "cuda":
@@ -74,41 +62,34 @@ def random_state(device: torch.device = _CPU) -> dict[str, Any]:
         state = numpy.random.get_state()
         if isinstance(state, tuple):  # not so if the user has installed another kind of generator
             name, key, *rest = state
+            # A tensor, because ``torch.load(weights_only=True)`` reads no array.
             found["numpy"] = (name, torch.from_numpy(key.astype("int64")), *rest)
     return found
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device = _CPU) -> None:
-    """Set this process's generators to the states that `random_state` returned, here or in another process.
-
-    numpy's state is skipped if numpy is not imported here.
-    """
+    """Set this process's generators to the states that `random_state` returned, here or in another process."""
     with _alone():
         torch.default_generator.set_state(state["torch"])
         random.setstate(state["python"])
         if device.type == "cuda" and "cuda" in state:
             _generator_of(device).set_state(state["cuda"])
-    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:  # numpy is not imported for this
         name, key, *rest = state["numpy"]
         numpy.random.set_state((name, key.numpy().astype("uint32"), *rest))
 
 
 def _generator_of(device: torch.device) -> torch.Generator:
-    """Return torch's default generator of a GPU, which is initialised if need be."""
-    torch.cuda.init()
+    torch.cuda.init()  # before this, `default_generators` is empty
     found: torch.Generator = torch.cuda.default_generators[device.index or 0]
     return found
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Hold the lock under which stages draw random numbers, so that no other thread's stage draws during the block.
-
-    If a thread of the agent's pool has to wait for the lock, it tells the pool (`blocking_wait`), which may add a
-    thread meanwhile.
-    """
+    """Hold the lock under which stages draw random numbers, so that no other thread's stage draws during the block."""
     if not _drawing.acquire(blocking=False):
-        with blocking_wait():
+        with blocking_wait():  # a thread of the agent's pool: the pool may add one meanwhile
             _drawing.acquire()
     try:
         yield

@@ -207,12 +207,9 @@ class RemoteModule(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load the part of a larger module's state whose names begin with ``prefix`` into the module.
-
-        torch calls this, with lists to which it adds names and errors. If the state came from a model in one process,
-        the versions of the module's own parts are not known here: torch takes these parts for old ones.
-        """
+        """Load the part of a larger module's state whose names begin with ``prefix``. torch calls this."""
         state = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        # Without `_VERSIONS`, the state came from a model in one process: torch takes the module's parts for old ones.
         metadata = local_metadata.get(_VERSIONS, {"": local_metadata})
         assign = local_metadata.get("assign_to_params_buffers", False)
         missing, unexpected, errors = self._on_owner(load_part, state, metadata, assign)
@@ -230,8 +227,8 @@ class RemoteModule(torch.nn.Module):
         return api.rpc_sync(self.module_rref.owner(), function, args=(self.module_rref, *args))
 
 
+# The key of the versions of all parts of the module, by name, in a state's metadata of the handle.
 _VERSIONS = "nbdist_versions"
-"""The key of the versions of all parts of the module, by name, in a state's metadata of the handle."""
 
 # The methods of torch.nn.Module that `RemoteModule` refuses, and for some of them the method to call instead.
 _ALTERNATIVES = {
@@ -248,7 +245,6 @@ _REFUSED_METHODS = (
 
 
 def _refusal(name: str) -> Callable[..., Any]:
-    """Return the method ``name`` that `RemoteModule` refuses: it raises UsageError, which says what to use instead."""
     instead = _ALTERNATIVES.get(name, "get_module_rref(), and a function that runs on the owner")
 
     def refuse(self: RemoteModule, *_: Any, **__: Any) -> Any:
@@ -269,10 +265,7 @@ for _name in _REFUSED_METHODS:
 
 
 def create(cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> RRef[Any]:
-    """Make the module, move it to its device, and return a reference to it.
-
-    Runs on the owner. Raises UsageError if ``cls`` makes no module.
-    """
+    """Make the module, move it to its device, and return a reference to it."""
     module = cls(*args, **kwargs)
     if not isinstance(module, torch.nn.Module):
         raise UsageError(
@@ -283,11 +276,8 @@ def create(cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def run(rref: RRef[torch.nn.Module], device: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Move arguments that are tensors to ``device`` unless it is the CPU, call the module, and return its result.
-
-    Runs on the owner. The module's arguments are passed as arguments of this call, not in a tuple: that is faster to
-    encode.
-    """
+    """Move arguments that are tensors to ``device`` unless it is the CPU, call the module, and return its result."""
+    # The module's arguments are arguments of this call, not in a tuple, because that is faster to encode.
     if device != "cpu":
         args = tuple(_moved(value, device) for value in args)
         kwargs = {name: _moved(value, device) for name, value in kwargs.items()}
@@ -304,46 +294,30 @@ def _moved(value: Any, device: str) -> Any:
 
 
 def parameters(rref: RRef[torch.nn.Module], recurse: bool) -> list[RRef[Any]]:
-    """Return references to the module's parameters, in the order of torch's ``parameters(recurse)``.
-
-    `RemoteModule` calls this on the module's owner; the optimizer uses the references.
-    """
+    """Return references to the module's parameters, in the order of torch's ``parameters(recurse)``."""
     return [RRef(parameter) for parameter in rref.local_value().parameters(recurse)]
 
 
 def train(rref: RRef[torch.nn.Module], mode: bool) -> None:
-    """Put the module into training mode, or with False into evaluation mode.
-
-    `RemoteModule.train` and `eval` call this on the module's owner; elsewhere it raises. Repeating it is harmless.
-    """
+    """Put the module into training mode, or with False into evaluation mode."""
     rref.local_value().train(mode)
 
 
 def state_of(rref: RRef[torch.nn.Module]) -> tuple[dict[str, Any], Any]:
-    """Return the module's state, its tensors on the CPU, so that it can be sent; and its metadata, as in `load`.
-
-    Runs on the owner.
-    """
+    """Return the module's state, its tensors on the CPU, so that it can be sent; and its metadata, as in `load`."""
     state = rref.local_value().state_dict()
     return on_cpu(state), getattr(state, "_metadata", None)
 
 
 def load(rref: RRef[torch.nn.Module], state: Mapping[str, Any], metadata: Any, strict: bool, assign: bool) -> Any:
-    """Load a state into the module; return torch's lists of missing and unexpected keys.
-
-    ``metadata`` has the version of each module in the state, from which torch recognises old states; None if unknown.
-    Runs on the owner. Raises torch's RuntimeError if the state does not fit.
-    """
+    """Load a state into the module, with the version of each part if known; return torch's missing and other keys."""
     return rref.local_value().load_state_dict(_with_metadata(state, metadata), strict=strict, assign=assign)
 
 
 def load_part(
     rref: RRef[torch.nn.Module], state: Mapping[str, Any], metadata: Any, assign: bool
 ) -> tuple[list[str], list[str], list[str]]:
-    """Load a part of a larger state into the module; return the missing names, the unexpected names, and the errors.
-
-    The arguments are those of `load`. Runs on the owner. Does not raise torch's RuntimeError, but returns its text.
-    """
+    """Load a part of a larger state; return the missing names, the unexpected names, and the errors as texts."""
     try:
         found = load(rref, state, metadata, strict=False, assign=assign)
     except RuntimeError as error:  # torch names what is missing only if all shapes fit

@@ -26,11 +26,8 @@ from typing import NamedTuple
 from nbdist.columns import aligned
 from nbdist.errors import UsageError
 
+# A batch with fewer rows than micro-batches, often the last of an epoch, needs another table.
 _TABLES_CACHED = 16
-"""The number of tables that a pipeline caches, one for each number of micro-batches in a batch.
-
-A batch with fewer rows than micro-batches, often the last of an epoch, needs another table.
-"""
 
 
 class Op(NamedTuple):
@@ -49,8 +46,7 @@ class OpTimes(NamedTuple):
     end: float
 
 
-Table = list[list[Op]]
-"""For each worker, its operations in order."""
+Table = list[list[Op]]  # for each worker, its operations in order
 
 
 def gpipe(workers: int, stages: int, micro_batches: int) -> Table:
@@ -89,11 +85,10 @@ def interleaved(workers: int, stages: int, micro_batches: int) -> Table:
 
         worker0  F0.0 F0.1 F2.0 F2.1 .    B2.0 .    B2.1 B0.0 B0.1
         worker1  .    F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1 .
-
-    The micro-batches go through a worker's stages in groups of as many as there are workers. If the last group is
-    smaller, the workers would wait for each other for ever unless each runs some more forwards before its first
-    backward (``more``). This takes the smallest number with which the table can be run.
     """
+    # The micro-batches go through a worker's stages in groups of as many as there are workers. If the last group is
+    # smaller, the workers would wait for each other for ever unless each runs some more forwards before its first
+    # backward: ``more``. This takes the smallest number with which the table can be run.
     depth = stages // workers
     for more in range(stages * micro_batches + 1):
         table = _alternating(
@@ -121,10 +116,7 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Table]] = {
 
 
 def tables_of(schedule: str, workers: int, stages: int) -> Callable[[int], Table]:
-    """Return the function that returns a schedule's table for a number of micro-batches.
-
-    Raises UsageError if there is no such schedule, or if it does not fit the stages.
-    """
+    """Return the function that returns a schedule's table for a number of micro-batches."""
     if stages % workers:
         raise UsageError(
             f"{stages} stages do not go evenly onto {workers} workers: the number of stages must be a multiple of the "
@@ -140,8 +132,7 @@ def tables_of(schedule: str, workers: int, stages: int) -> Callable[[int], Table
 def _operations(kind: str, worker: int, workers: int, stages: int, micro_batches: int) -> Iterator[Op]:
     """Yield a worker's forwards ("F") or backwards ("B") in order: groups of ``workers`` micro-batches.
 
-    A group goes through one of the worker's stages completely before it goes through the next: in forwards from the
-    first stage on, in backwards from the last.
+    A group goes through one of the worker's stages completely before it goes through the next.
     """
     own = range(worker, stages, workers)
     for first in range(0, micro_batches, workers):
@@ -151,10 +142,7 @@ def _operations(kind: str, worker: int, workers: int, stages: int, micro_batches
 
 
 def _alternating(workers: int, stages: int, micro_batches: int, ahead: Callable[[int], int]) -> Table:
-    """Return a table in which worker ``w`` runs ``ahead(w)`` forwards, then a forward and a backward by turns.
-
-    The backwards that are left come at the end.
-    """
+    """Return a table in which worker ``w`` runs ``ahead(w)`` forwards, then a forward and a backward by turns."""
     table: Table = []
     for worker in range(workers):
         forwards = list(_operations("F", worker, workers, stages, micro_batches))
@@ -168,20 +156,17 @@ def _alternating(workers: int, stages: int, micro_batches: int, ahead: Callable[
 
 
 def what_it_needs(op: Op, stages: int) -> Op | None:
-    """Return the operation whose output an operation needs; None for stage 0's forward, which needs the batch.
-
-    The last stage's backward needs its own forward, whose loss is its root.
-    """
+    """Return the operation whose output an operation needs; None for stage 0's forward, which needs the batch."""
     if op.kind == "F":
         return op._replace(stage=op.stage - 1) if op.stage else None
+    # The last stage's backward needs its own forward, whose loss is its root.
     return op._replace(stage=op.stage + 1) if op.stage + 1 < stages else op._replace(kind="F")
 
 
 def simulate(table: Table, stages: int, cost: Callable[[Op], float] = lambda op: 1.0) -> list[list[OpTimes]]:
     """Return when each operation would run, as early as it can, if sending took no time; rows as in the table.
 
-    ``cost`` gives an operation's seconds. The first operation starts at 0. Raises `UsageError` if the table cannot be
-    run to its end, because its workers would wait for each other.
+    ``cost`` gives an operation's seconds. Raises `UsageError` if the workers would wait for each other for ever.
     """
     rows: list[list[OpTimes]] = [[] for _ in table]
     ended: dict[Op, float] = {}

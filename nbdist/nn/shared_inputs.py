@@ -33,20 +33,15 @@ class _Entry(Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, gradients: list[torch.Tensor | None], index: int, tensor: list[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the one tensor of the list ``tensor`` unchanged, as the output of this node.
-
-        The list hides the tensor from autograd, which would make a view of an input that is returned unchanged. The
-        ``anchor`` is the input that requires grad. `backward` stores the tensor's gradient in ``gradients[index]``.
-        """
+        """Return the one tensor of the list ``tensor`` unchanged; `backward` stores its gradient in ``gradients``."""
+        # The list hides the tensor from autograd, which would make a view of an input that is returned unchanged. The
+        # anchor is the input that requires grad.
         ctx.gradients, ctx.index = gradients, index
         return tensor[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
-        """Store the gradient in the list that `enter` returned; nothing flows further back.
-
-        torch calls this in the stage's backward pass.
-        """
+        """Store the gradient in the list that `enter` returned; nothing flows further back."""
         ctx.gradients[ctx.index] = gradient
         return None, None, None, None
 
@@ -83,10 +78,7 @@ class SharedInputs:
     """
 
     def __init__(self, values: Values, copies: Mapping[int, torch.Tensor] | None = None) -> None:
-        """Find them among the values that `enter` has returned.
-
-        If the stage gets copies of the values, ``copies`` has them by the ids of the values: these are not to change.
-        """
+        """Find such inputs; ``copies``, by the ids of the values, are what the stage gets in place of the values."""
         by_storage: dict[int, dict[int, torch.Tensor]] = {}
         for value in values:
             if not isinstance(value, torch.Tensor) or not value.requires_grad:
@@ -100,14 +92,11 @@ class SharedInputs:
                 self._groups.append([(value, each, each._version) for value, each in given])
 
     def check(self) -> None:
-        """Raise UsageError if one of them has been changed in place since this object was made.
-
-        Inputs that share memory but no element, such as two columns of a matrix, may be changed.
-        """
+        """Raise UsageError if one of them has been changed in place since this object was made."""
         for group in self._groups:
             is_changed = any(given._version != version for _, given, version in group)
             pairs = itertools.combinations((value for value, _, _ in group), 2)
-            if is_changed and any(itertools.starmap(_overlap, pairs)):
+            if is_changed and any(itertools.starmap(_overlap, pairs)):  # two columns of a matrix share no element
                 raise UsageError(
                     "this stage changes one of its inputs in place, and the stage before it returned another tensor "
                     "that shares its memory (such as a view). Return a clone() of one of the two"
@@ -116,7 +105,7 @@ class SharedInputs:
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors of one storage have an element in common."""
-    if one.dtype != other.dtype:
+    if one.dtype != other.dtype:  # not compared: it counts as an overlap
         return True
     taken = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool, device="cpu")
     taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)

@@ -30,8 +30,7 @@ class Stage:
         prefix: str = "",
     ) -> None:
         self.index = index
-        self.prefix = prefix
-        """The text before the module's own names in the names of the model's state: ``"3."`` or empty."""
+        self.prefix = prefix  # before the module's own names in the names of the model's state: "3." or empty
         self.seed = seed
         self.device = torch.device(device)
         self.module = module.to(self.device)
@@ -43,8 +42,7 @@ class Stage:
         """Return the module's output for one micro-batch; move the values to the stage's device first.
 
         ``step`` and ``micro_batch`` choose the seed of the module's random draws: calling it again with both draws the
-        same numbers. A checkpointed stage keeps no activations, and runs the module again in the backward pass. An
-        error of the module gets a note with the stage, the micro-batch and the shapes of the values.
+        same numbers.
         """
         values = tuple(self._here(value) for value in values)
         number = seed_of(self.seed, step, self.index, micro_batch)
@@ -54,25 +52,19 @@ class Stage:
                 # `_Repeatable` seeds the generators itself, so torch need not restore them.
                 return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False)
             return self.compute(number, values)
-        except Exception as error:
+        except Exception as error:  # the user's module: the note says where it was
             error.add_note(f"in stage {self.index}, forward of micro-batch {micro_batch}, given {shapes_of(values)}")
             raise
 
     def compute(self, number: int, values: Values, buffers: Mapping[str, torch.Tensor] | None = None) -> Any:
-        """Call the module with ``values`` and return its output, its random draws seeded with ``number``.
-
-        If ``buffers`` are given, the module reads and changes them instead of its own.
-        """
+        """Call the module, its random draws seeded with ``number``; with ``buffers``, on these instead of its own."""
         with seeded(number, self.device):
             if buffers:
                 return torch.func.functional_call(self.module, dict(buffers), values)
             return self.module(*values)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return copies of the module's buffers. A buffer that is unchanged since the last call is not copied again.
-
-        The caller must not change the copies: the next call may return them again.
-        """
+        """Return copies of the module's buffers. The caller must not change them: the next call may return the same."""
         for name, buffer in self.module.named_buffers():
             known = self._copies.get(name)
             if known is None or known.shape != buffer.shape or not torch.equal(known, buffer):

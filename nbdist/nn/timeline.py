@@ -25,11 +25,7 @@ class PipelineTimeline:
     """
 
     def __init__(self, workers: Sequence[str], stages: int, rows: Sequence[Sequence[OpTimes]], step: int) -> None:
-        """Make the timeline of one step from ``rows``: for each worker, when its operations ran, in order.
-
-        All times are in seconds of one clock. They are shifted so that the first operation begins at 0. ``stages`` is
-        the number of stages, and ``step`` the number of the step, for displays.
-        """
+        """Make the timeline of one step from ``rows``: for each worker, when its operations ran, on one clock."""
         first = min((row[0].start for row in rows if row), default=0.0)
         self.workers = list(workers)
         self.stages = stages
@@ -93,14 +89,10 @@ def _length(rows: Sequence[Sequence[OpTimes]]) -> float:
 
 
 def _bubble(rows: Sequence[Sequence[OpTimes]]) -> float:
-    """Return the part of the workers' time, from 0 to 1, in which no operation runs; 0 without operations.
-
-    A worker's time goes from 0 to the end of the last operation of all rows.
-    """
+    """Return the part of the workers' time, from 0 to 1, in which no operation runs; 0 without operations."""
     whole = _length(rows) * len(rows)
     return 1 - _busy(rows) / whole if whole else 0.0
 
 
 def _busy(rows: Sequence[Sequence[OpTimes]]) -> float:
-    """Return the seconds that the operations of some rows took together."""
     return sum(span.end - span.start for row in rows for span in row)

@@ -37,11 +37,7 @@ from nbdist.nn.schedules import Op, Table, what_it_needs
 
 
 def plan_of_step(context_id: int, table: Table, workers: Sequence[str], stages: int) -> Plan:
-    """Return a step of a pipeline as the plan of a pass, which views can draw.
-
-    The step's operations are the plan's nodes, and its activations and gradients between workers the messages.
-    ``table`` has each worker's operations in order.
-    """
+    """Return a step of a pipeline as the plan of a pass, which views can draw: operations are nodes."""
     places = {op: (workers[row], number) for row, ops in enumerate(table) for number, op in enumerate(ops)}
     found = Trace(context_id, of_step=True)
     waits_for = {}
@@ -82,10 +78,7 @@ class WatchedStep:
     """One step, as the pipeline's owner reports it to the context's watcher, if there is one."""
 
     def __init__(self, table: Table, workers: Sequence[str], stages: int) -> None:
-        """Show the step's plan to the watcher of the current context, if it has one.
-
-        `head` is then the id that the workers' reports name; None if nobody watches.
-        """
+        """Show the step's plan to the watcher of the current context; `head` is None if there is no watcher."""
         here = recorder()
         self._observing = here.passes.observing
         self._context = here.contexts.current
@@ -95,11 +88,7 @@ class WatchedStep:
             self.head = self._observing.begin_step(self._context, here.passes.new_id(), plan)
 
     def end(self, error: BaseException | None, told: Mapping[int, int]) -> None:
-        """Tell the watcher that the step is over, with the error if it failed.
-
-        ``told`` is the number of messages that each worker, by its incarnation, has sent to the watcher. The watcher
-        needs it to know when it has received all of them.
-        """
+        """Tell the watcher that the step is over, and how many messages each worker, by incarnation, has sent to it."""
         if self.head is not None and self._context is not None:
             why = f"{type(error).__name__}: {error}" if error is not None else ""
             self._observing.tell_over(self.head, self._context, why, dict(told))
@@ -115,21 +104,16 @@ class WatchedShare:
         self._places = places
         self._me = me
         self._inbox = inbox
+        # For a stage and micro-batch whose forward here returned a NaN: whether its backward has made one itself.
         self._spoilt: dict[tuple[int, int], bool] = {}
-        """For a stage and micro-batch whose forward here returned a NaN: whether its backward has made one itself."""
-        inbox.on_fail = observer.stop
+        inbox.on_fail = observer.stop  # a halted operation ends if the step fails elsewhere
 
     @classmethod
     @contextmanager
     def of(
         cls, head: Head | None, row: Sequence[Op], places: Sequence[str], me: str, inbox: Inbox
     ) -> Iterator[WatchedShare | None]:
-        """Observe this worker's share of a step for the time of the block; yield None if nobody watches.
-
-        ``head`` is the id that reports name (None if nobody watches), ``row`` has the worker's operations in order,
-        stage ``s`` is on the worker ``places[s]``, and ``me`` is this worker. If the step fails elsewhere, the inbox
-        stops the observer, so a halted operation ends.
-        """
+        """Observe this worker's share of a step for the time of the block; yield None if nobody watches."""
         here = recorder()
         context = here.contexts.current
         if head is None or context is None:
@@ -140,20 +124,14 @@ class WatchedShare:
 
     @property
     def told(self) -> int:
-        """The number of messages sent to the watcher, after the reports that were kept back have been sent, too.
-
-        The worker reports the number at the end of its step: the watcher waits until it has received that many
-        messages.
-        """
+        """The number of messages sent to the watcher, after the reports that were kept back have been sent, too."""
+        # The watcher waits until it has received that many.
         return self._observer.finish()
 
     def waits(self, op: Op) -> None:
-        """Tell the watcher at once that an operation waits for its input from another worker.
-
-        A view then shows the worker as waiting.
-        """
+        """Tell the watcher at once that an operation waits for its input from another worker."""
         self._observer.waits_for({_message_number(op, self._stages)})
-        self._observer.flush()
+        self._observer.flush()  # at once, so that a view shows the wait
 
     @contextmanager
     def doing(
@@ -161,9 +139,8 @@ class WatchedShare:
     ) -> Iterator[Callable[[Sequence[Any]], None]]:
         """Report the operation that the block runs; halt before the block if the watcher says so.
 
-        ``given`` are the operation's inputs, and ``device`` is where its stage computes. Yields a function. The block
-        must call it with the operation's outputs before it sends them. Then the worker that made a NaN reports it
-        before the workers that receive it can. Raises the step's error if the step fails during the halt.
+        Yields a function that the block must call with the operation's outputs, before it sends them: then the worker
+        that made a NaN reports it before the workers that receive it can.
         """
         needs = what_it_needs(op, self._stages)
         if needs is not None and self._places[needs.stage] != self._me:
@@ -184,10 +161,7 @@ class WatchedShare:
         self._observer.ran(number, _name(op), seconds, (), span=span)
 
     def _look(self, op: Op, number: int, made: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
-        """Report a NaN or Inf in ``made`` that an operation has made from finite inputs, if the watcher looks for it.
-
-        ``number`` is the operation's place in the worker's row, ``made`` are its outputs, and ``given`` its inputs.
-        """
+        """Report a NaN or Inf in ``made`` that an operation made from finite inputs, if the watcher looks for it."""
         if not self._observer.looks:
             return
         new = _numbers_in(made)
