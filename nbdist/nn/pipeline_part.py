@@ -129,7 +129,7 @@ class PipelinePart:
         """Run this worker's share of a step; return a `Done`: when each operation ran, and the losses or outputs.
 
         ``inputs`` are the micro-batches for the first stage, ``targets`` those for the loss; both are empty on workers
-        that do not need them.
+        that do not need them. Raises `Abandoned` if the step has failed elsewhere, else what an operation raised.
         """
         over = f"step {order.step} of the pipeline is over"
         with self._lock:
@@ -272,7 +272,9 @@ class _Step:
         self._last = len(part.places) - 1
         self._inputs = inputs
         self._targets = targets
+        # By stage and micro-batch: the gradients of a forward's inputs, and its output, until the backward.
         self._kept: dict[tuple[int, int], tuple[list[torch.Tensor | None], Any]] = {}
+        # By stage: the sum of the gradients so far of each parameter that is not frozen.
         self._sums: dict[int, dict[torch.Tensor, torch.Tensor | None]] = {
             index: dict.fromkeys((p for p in stage.parameters if p.requires_grad), None)
             for index, stage in part.stages.items()

@@ -129,6 +129,7 @@ class PipelineParts:
                     f"{tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__}. Nothing was "
                     "loaded"
                 )
+        # From here on, workers change. A name or shape that does not fit has been found before.
         by_stage: dict[int, dict[str, Any]] = {}
         for name, value in state.items():
             by_stage.setdefault(stage_of[name], {})[name] = value

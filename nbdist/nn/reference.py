@@ -82,7 +82,7 @@ class Reference:
         parts = zip(sizes, split(inputs, sizes), split(targets, sizes), strict=True)
         for number, (size, values, target) in enumerate(parts):
             loss = loss_of(loss_fn, self._through(values, step, number), target, size, rows, self.reduction)
-            loss.backward()
+            loss.backward()  # in the order of the micro-batches, as in every schedule: sums depend on the order
             losses.append(loss.detach())
         return total(losses)
 

@@ -171,7 +171,7 @@ def simulate(table: Table, stages: int, cost: Callable[[Op], float] = lambda op:
     rows: list[list[OpTimes]] = [[] for _ in table]
     ended: dict[Op, float] = {}
     going_on = True
-    while going_on:
+    while going_on:  # until a round over all workers brings nothing
         going_on = False
         for worker, row in enumerate(table):
             while len(rows[worker]) < len(row):

@@ -46,7 +46,7 @@ class _Entry(Function):
         return None, None, None, None
 
 
-_anchor = torch.zeros((), device="cpu", requires_grad=True)
+_anchor = torch.zeros((), device="cpu", requires_grad=True)  # also where torch has another default device
 _entered: Any = _Entry.apply
 
 

@@ -241,7 +241,7 @@ class _Graph:
             between.add((source, target))
             ways.setdefault(line, []).append((source, target))
             edges.setdefault(line, {})[edge.autograd_message_id] = edge
-        for target in self.order:
+        for target in self.order:  # pairs that a message connects have their line already
             for source in self.before[target]:
                 if first[source] != first[target] and (source, target) not in between:
                     ways.setdefault((first[source], first[target], False), []).append((source, target))

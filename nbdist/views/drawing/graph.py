@@ -249,7 +249,7 @@ class _Drawing:
             count = marks.waits_for[box.key]
             if marks.got is not None and self.state_of(box.key) in ("waiting", "ready", "halted") and count:
                 found.append((f"{marks.got.get(box.key, 0)}/{count}", "#fff", _INK))
-            elif count or not found:
+            elif count or not found:  # a root that waits for nothing is only "root"
                 found.append((str(count), "#fff", _INK))
         if any(self.state_of(key) == "halted" for key in box.keys):
             found.append(("halted", _HALTED, "#fff"))

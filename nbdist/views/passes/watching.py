@@ -138,7 +138,7 @@ class Watcher:
             watches, self._watches = self._watches, []
             self._changed.notify_all()
         self._forget()
-        if _cells.get(self._own) is self:
+        if _cells.get(self._own) is self:  # else it is an outer watcher's
             del _cells[self._own]
         if self._scouts is not None:
             self._scouts.call_back()
@@ -543,7 +543,7 @@ class Watcher:
             return
         self._watch, self._id = watch, id
         root, found = self._plans.pop(watch, (None, None))
-        self._pass = found if root == id.root else None
+        self._pass = found if root == id.root else None  # else that plan is of another worker's pass
         if self._pass is None:
             self._recorder.submit(partial(self._on_begin_elsewhere, watch, id))
 

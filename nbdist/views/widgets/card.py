@@ -69,6 +69,7 @@ class RRefCard(LiveReferences):
 
 
 _lock = threading.RLock()
+# Weak at both ends: a card keeps no reference alive, and is itself kept by `LIVE` alone.
 _by_rref: weakref.WeakKeyDictionary[RRef[Any], weakref.ref[RRefCard]] = weakref.WeakKeyDictionary()
 
 
@@ -77,7 +78,7 @@ def card_of(rref: RRef[Any]) -> RRefCard:
     with _lock:
         known = _by_rref.get(rref)
         found = known() if known is not None else None
-        if found is None or found.comm is None:
+        if found is None or found.comm is None:  # without a comm, it is a picture
             found = RRefCard(rref)
             _by_rref[rref] = weakref.ref(found)
     LIVE.keep(found)

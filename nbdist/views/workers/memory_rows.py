@@ -247,6 +247,7 @@ def _put_together(rows: list[Row], what: str) -> Row:
         what=what,
         nbytes=sum(row.nbytes or 0 for row in rows),
         gpu=sum(row.gpu for row in rows),
+        # `_first_names` adds its own ellipsis.
         held=tuple((worker, _first_names([name for name in names if name != "…"])) for worker, names in held.items()),
         is_partial=any(row.is_partial for row in rows),
         idle=all(row.idle for row in rows),

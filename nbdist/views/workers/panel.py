@@ -39,8 +39,8 @@ class Panel:
         self._awaited: list[str] = []
         self._sampled_at = ""
         self._stacks: dict[str, str] = {}
-        self._lock = threading.Lock()
-        self._sampling = threading.Lock()
+        self._lock = threading.Lock()  # guards the last sample; not held while workers are asked
+        self._sampling = threading.Lock()  # held during one whole sample
         self.sample()
 
     @property

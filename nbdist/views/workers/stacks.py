@@ -13,7 +13,7 @@ def say(found: Stacks) -> str:
     """Return the threads of all workers as text; equal ones share their lines, which begin with the innermost."""
     said = [f"{parting.text}." for parting in found.partings]
     threads = [(worker, thread) for worker, each in found.threads.items() for thread in each]
-    for members in grouped(threads, lambda each: each[1]._replace(thread="")).values():
+    for members in grouped(threads, lambda each: each[1]._replace(thread="")).values():  # equal but for their names
         workers, names = (
             list(dict.fromkeys(each)) for each in zip(*((worker, each.thread) for worker, each in members), strict=True)
         )
