@@ -23,13 +23,11 @@ class Generations:
 
     def __init__(self, stores: GroupStores) -> None:
         self._stores = stores
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # reentrant: `enter` calls `begin`, and `begin` calls `end`
         self.present = 0
         """The number of the group that has formed last, or forms now; 0 for none."""
-        self._oldest = 1
-        """The number of the oldest group whose store has not been removed."""
-        self._missing: set[str] = set()
-        """The workers that may still enter the present group."""
+        self._oldest = 1  # the oldest group whose store has not been removed
+        self._missing: set[str] = set()  # the workers that may still enter the present group
 
     def begin(self, missing: Iterable[str] = ()) -> int:
         """Return the number of a new group, which only the workers ``missing`` may enter; the notebook tells others."""
@@ -42,12 +40,9 @@ class Generations:
             return self.present
 
     def enter(self, name: str, names: Iterable[str]) -> int:
-        """Return the number of the group that worker ``name`` forms in a cell, with all workers of the cluster.
-
-        ``names`` are the names of all workers. If the worker has had the present number, a new group begins.
-        """
+        """Return the number of the group that worker ``name`` forms in a cell, with all workers, ``names``."""
         with self._lock:
-            if name not in self._missing:
+            if name not in self._missing:  # the worker has had the present number
                 self.begin(names)
             self._missing.discard(name)
             if not self._missing:  # all workers have left the groups before
@@ -65,7 +60,7 @@ class Generations:
         with self._lock:
             if generation == self.present:
                 self._missing = set()  # nobody else may enter it
-            if self._oldest <= generation <= self.present:
+            if self._oldest <= generation <= self.present:  # others are removed, or not made yet
                 self._stores.end(generation, why)
 
     def remove_before(self, generation: int) -> None:

@@ -36,14 +36,12 @@ dist: Any = torch.distributed  # Any: torch does not declare what this module ex
 
 REPLACED = "the store of this process group has been removed: the cluster has formed a new process group, or has ended"
 
+# The keys under which gloo stores the address at which this process listens for a group, with that group's name.
 _OF_GLOO = re.compile(r"(?:^|//)([^/]+)//cpu//\d+/\d+$")
-"""The keys under which gloo stores the address at which this process listens for a group, with that group's name."""
 
+# Excludes the other threads of this process, because a `lockf` lock excludes other processes only. `flock` would
+# exclude both, but a child that is forked at that moment would inherit the lock and keep it.
 _changing = threading.Lock()
-"""Excludes the other threads of this process, because a `lockf` lock excludes other processes only.
-
-`flock` would exclude both. But a child that is forked at that moment would inherit the lock and keep it.
-"""
 
 
 class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
@@ -53,17 +51,17 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     store for as long as a process group uses it: C++ keeps only its own half of the object alive. Queues and
     `list_keys` are missing, because torch cannot call these in a store written in Python.
 
-    Waiting for a missing key and writing raise RendezvousError if the group failed to form or the store is gone, and
-    WorkerLost if a member has died.
+    Waits for a missing key and writes raise RendezvousError as soon as the group cannot form or the store is gone, and
+    WorkerLost as soon as a member has died. A wait raises DistStoreError after the store's timeout.
     """
 
+    # Seconds between two looks for a key: the pauses grow, so that a long wait costs little.
     _first_pause, _longest_pause = 0.0005, 0.005
-    """Seconds between two looks for a key: the pauses grow, so that a long wait costs little."""
 
     def __init__(self) -> None:
         super().__init__()
+        # The addresses that gloo has stored of this process's listeners, by the name of the group.
         self._places: dict[str, bytes] = {}
-        """The addresses that gloo has stored of this process's listeners, by the name of the group."""
         self.lost = ""
         """The text of the WorkerLost that waits and writes raise once a member has died; empty before."""
 
@@ -81,10 +79,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
     # -- members and groups -------------------------------------------------------------------
 
     def enter(self, incarnation: int, rank: int) -> None:
-        """Store this process's rank in the process group under the incarnation of its RPC agent.
-
-        The other workers look the rank up with `rank_of` when their agent reports that this worker has died.
-        """
+        """Store this process's rank under the incarnation of its RPC agent, for `rank_of` in other workers."""
         self.set(f"nbdist/{incarnation:x}", str(rank))
 
     def rank_of(self, incarnation: int) -> int | None:
@@ -101,17 +96,13 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         return next(named, None)
 
     def _note_place(self, key: str, value: bytes) -> None:
-        """Note an address that gloo stores, for `group_at`; do nothing for other keys."""
         if of_gloo := _OF_GLOO.search(key):
             self._places[of_gloo[1]] = value
 
     # -- reading ------------------------------------------------------------------------------
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key; wait until there is one. DistStoreError after the store's timeout.
-
-        RendezvousError or WorkerLost as soon as the group cannot form or a member has died.
-        """
+        """Return the value of a key; wait until there is one."""
         deadline = time.monotonic() + self.timeout.total_seconds()
         while True:
             self._await([key], deadline)
@@ -120,10 +111,7 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
                 return value
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys, as `get` does.
-
-        Each key may wait for the store's timeout.
-        """
+        """Return the values of several keys; each of them may wait for the store's timeout."""
         return [self.get(key) for key in keys]
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -131,18 +119,10 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
         return all(self._read(key) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys have a value; DistStoreError after the timeout, by default the store's.
-
-        RendezvousError or WorkerLost as soon as the group cannot form or a member has died.
-        """
+        """Wait until all keys have a value, by default for the store's timeout at most."""
         self._await(keys, time.monotonic() + (timeout or self.timeout).total_seconds())
 
     def _await(self, keys: Sequence[str], deadline: float) -> None:
-        """Wait until all keys have a value.
-
-        DistStoreError after ``deadline``, by `time.monotonic`. RendezvousError or WorkerLost as soon as the group
-        cannot form or a member has died.
-        """
         missing, pause = list(keys), self._first_pause
         while missing:
             if self.check(missing[-1:]):
@@ -154,11 +134,10 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
                     f"no worker has set {', '.join(map(repr, missing))} in the process group's store "
                     "within its timeout: one is busy or has failed, see %dist_status"
                 )
-            time.sleep(pause)
+            time.sleep(pause)  # in Python, so that Ctrl-C ends the wait, also one that C++ makes
             pause = min(pause * 1.2, self._longest_pause)
 
     def _raise_if_ended(self) -> None:
-        """Raise WorkerLost if a member has died, RendezvousError if the group cannot form; else do nothing."""
         if self.lost:
             raise WorkerLost(self.lost)
         if why := self.ended:
@@ -186,7 +165,8 @@ class GroupStore(dist.Store):  # type: ignore[misc]  # dist is Any
 class FolderStore(GroupStore):
     """The store of workers that are all on one host, in a folder that only this user can enter.
 
-    Writing raises DistStoreError if the lock is not free within the store's timeout.
+    Writing takes a lock that excludes all threads and processes, so `append`, `add` and `compare_set` are atomic.
+    Writing raises DistStoreError if the lock is not free within the store's timeout. Readers take no lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -212,37 +192,23 @@ class FolderStore(GroupStore):
     # -- writing ------------------------------------------------------------------------------
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Give a key a value.
-
-        An earlier value is overwritten. RendezvousError or WorkerLost if the group cannot form or a member has died;
-        DistStoreError if another process holds the lock for the store's whole timeout.
-        """
+        """Give a key a value, in place of an earlier one."""
         with self._lock():
             self._write(key, _bytes(value))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
-        """Give several keys their values.
-
-        Readers take no lock, so they may see some of the values before the others. Fails as `set` does.
-        """
+        """Give several keys their values. Readers may see some of the values before the others."""
         with self._lock():
             for key, value in zip(keys, values, strict=True):
                 self._write(key, _bytes(value))
 
     def append(self, key: str, value: bytes | str) -> None:
-        """Add bytes to the end of a key's value; a missing value counts as empty.
-
-        The lock makes this atomic for all processes. Fails as `set` does.
-        """
+        """Add bytes to the end of a key's value; a missing value counts as empty."""
         with self._lock():
             self._write(key, (self._read(key) or b"") + _bytes(value))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a key's value, a decimal number, and return the sum; a missing value counts as 0.
-
-        The lock makes this atomic for all processes. Raises ValueError if the value is not a number, and fails as
-        `set` does.
-        """
+        """Add to a key's value, a decimal number, and return the sum; a missing value counts as 0."""
         with self._lock():
             total = int(self._read(key) or 0) + amount
             self._write(key, b"%d" % total)
@@ -251,18 +217,17 @@ class FolderStore(GroupStore):
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """Give a key the desired value if its value is the expected one; return the value that the key has afterwards.
 
-        A missing value counts as empty. If the value is missing and ``expected`` is not empty, nothing is written, and
-        ``expected`` is returned, as torch's own stores do. Fails as `set` does.
+        A missing value counts as empty.
         """
         with self._lock():
             found = self._read(key)
             if (found or b"") != _bytes(expected):
-                return _bytes(expected) if found is None else found
+                return _bytes(expected) if found is None else found  # as torch's own stores answer
             self._write(key, _bytes(desired))
         return _bytes(desired)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key and its value; return whether there was one. Fails as `set` does."""
+        """Remove a key and its value; return whether there was one."""
         with self._lock():
             try:
                 self._file(key).unlink()
@@ -273,7 +238,7 @@ class FolderStore(GroupStore):
     # -- files --------------------------------------------------------------------------------
 
     def _file(self, key: str) -> Path:
-        """Return the file of a key. Its name is a hash, as keys may have any characters and any length."""
+        # The name is a hash, as keys may have any characters and any length.
         return self._folder / f"key-{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
     def _read(self, key: str) -> bytes | None:
@@ -283,22 +248,14 @@ class FolderStore(GroupStore):
             return None
 
     def _write(self, key: str, value: bytes) -> None:
-        """Replace the file of a key. The caller holds the lock.
-
-        Readers take no lock: a rename is atomic, so they read the old value or the new one. The addresses that gloo
-        stores are noted for `group_at`.
-        """
-        self._note_place(key, value)
+        """Replace the file of a key. The caller holds the lock."""
+        self._note_place(key, value)  # for `group_at`
         draft = self._folder / "draft"
         draft.write_bytes(value)
-        draft.rename(self._file(key))
+        draft.rename(self._file(key))  # atomic: a reader has the old value or the new one, never half
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """Exclude all other threads and processes while the block runs.
-
-        DistStoreError if another process holds the lock for the store's whole timeout.
-        """
         deadline = time.monotonic() + self.timeout.total_seconds()
         with _changing, self._open_lock() as file:
             while True:
@@ -315,7 +272,7 @@ class FolderStore(GroupStore):
             yield
 
     def _open_lock(self) -> Any:
-        """Return the open lock file, not locked yet; RendezvousError or WorkerLost if the group cannot form."""
+        """Return the open lock file, not locked yet."""
         self._raise_if_ended()
         try:
             return open(self._folder / "lock", "wb")
@@ -350,12 +307,9 @@ class Folders:
         (self._folder / group_folder(generation)).mkdir(mode=0o700)
 
     def end(self, generation: int, why: str) -> None:
-        """Make every present and future wait in a store raise RendezvousError with the text ``why``.
-
-        A second call replaces the text.
-        """
+        """Make every wait in a store raise RendezvousError with the text ``why``, which replaces an earlier text."""
         folder = self._folder / group_folder(generation)
-        draft = folder / "ending"
+        draft = folder / "ending"  # not "draft", which a worker may be writing: the lock is not taken here
         draft.write_text(why)
         draft.rename(folder / "ended")
 

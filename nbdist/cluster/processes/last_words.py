@@ -17,15 +17,13 @@ from typing import Any
 
 from nbdist.cluster.processes.zygote import leave_last_words
 
-_SIZE = 1 << 16
-"""Bytes copied at once: all that a pipe holds."""
+_SIZE = 1 << 16  # bytes copied at once: all that a pipe holds
 
 
 def guard_streams() -> None:
     """Make ipykernel copy C code's output to the worker's log before it takes the text out of the pipe.
 
-    The pipes stand in for standard output and error. So the text is not lost if the process crashes before ipykernel
-    shows it. Call before the kernel starts. On systems without ``tee`` it does nothing, and the last text may be lost.
+    Call before the kernel starts.
     """
     from ipykernel.iostream import OutStream
 
@@ -37,7 +35,7 @@ def guard_streams() -> None:
 def hand_over() -> None:
     """Let the zygote, the parent process, read the rest of this worker's standard error from its pipe after its death.
 
-    Call once the kernel has replaced `sys.stderr` with that pipe. Without a pipe there is nothing to read.
+    Call once the kernel has replaced `sys.stderr` with that pipe.
     """
     pipe = getattr(sys.stderr, "_fid", None)
     leave_last_words([pipe] if pipe is not None else [])
@@ -46,17 +44,17 @@ def hand_over() -> None:
 def _watch(stream: Any) -> None:
     """Copy each text in a stream's pipe to the worker's log, then show it, until the stream closes.
 
-    Takes the place of the method that ipykernel runs in a thread for each stream, and leaves errors where ipykernel
-    looks for them. ``tee`` copies the text in the pipe without removing it. It waits for text without the GIL.
+    Takes the place of the method that ipykernel runs in a thread for each stream.
     """
     if stream._fid is None:
         return
     libc = ctypes.CDLL(None)
     seen, copy = os.pipe()
     try:
+        # `tee` copies the text without removing it from the pipe, and waits for text without the GIL.
         while (size := libc.tee(stream._fid, copy, _SIZE, 0)) > 0 and stream._should_watch:
             data = os.read(seen, size)
-            os.write(stream._original_stdstream_copy, data)
+            os.write(stream._original_stdstream_copy, data)  # before the text leaves the pipe: a crash may come now
             os.read(stream._fid, size)
             stream.write(data.decode(errors="replace"))
     except Exception:

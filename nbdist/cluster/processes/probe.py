@@ -22,15 +22,12 @@ import msgspec
 from nbdist.cluster.processes.process_memory import own_bytes
 from nbdist.cluster.processes.setup import WHERE_SIGNAL, record_socket, where_file
 
-ANSWER_WITHIN = 0.3
-"""Seconds to wait for the frames."""
-_POLL = 0.005
-"""Seconds between two looks at the file."""
-_LARGE = 1 << 18
-"""Bytes of the file above which it is emptied first: each question appends to it."""
+ANSWER_WITHIN = 0.3  # seconds to wait for the frames
+_POLL = 0.005  # seconds between two looks at the file
+_LARGE = 1 << 18  # bytes of the file above which it is emptied first: each question appends to it
 _RECORD = "/handler/fr_trace_json?includecollectives=true"
+# The last line of an answer: the outermost frame, or faulthandler's mark that there are more frames.
 _ENDS = ("in <module>\n", "  ...\n")
-"""The last line of an answer: the outermost frame, or faulthandler's mark that there are more frames."""
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -69,7 +66,7 @@ def probe(folder: Path, name: str, pid: int | None, send: Callable[[str, int], N
 
 
 def _ask_for_frames(path: str, signal_it: Callable[[], None]) -> str:
-    """Signal a worker and return the frames that it writes to the file at ``path``. OSError if that cannot be read."""
+    """Signal a worker and return the frames that it then writes to the file at ``path``."""
     if os.path.getsize(path) > _LARGE:
         os.truncate(path, 0)
     before = os.path.getsize(path)
@@ -98,21 +95,20 @@ def _read_record(path: str) -> tuple[bytes, int]:
 
 
 def _read_from(path: str, start: int) -> str:
-    """Return the text of a file from the byte ``start`` on."""
     with open(path, errors="replace") as file:
         file.seek(start)
         return file.read()
 
 
 def _cpu_seconds(pid: int | None) -> float | None:
-    """Return the seconds of CPU time that a process of this host has used; None if it cannot be read."""
     if pid is None:
         return None
     try:
+        # after the last ")": the name of the program, in brackets, may have any characters
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
 
 
 def is_stopped(pid: int | None) -> bool:

@@ -22,14 +22,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+# The first line of a mapping in ``/proc/PID/smaps``, or one of its amounts.
 _LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...(.) \S+ \S+ \S+ *(.*)$|^(Rss|Private_\w+): +(\d+) kB$", re.MULTILINE)
-"""The first line of a mapping in ``/proc/PID/smaps``, or one of its amounts."""
-_SHARED_FILES = (b"/memfd:", b"/dev/shm/", b"/dev/zero", b"/SYSV")
-"""The files of shared memory, by the beginning of their names."""
-_SMALL_BUFFER = 1 << 18
-"""Buffers below this number of bytes count as resident without asking the system."""
-_BYTES_AT_A_TIME = 1 << 26
-"""Bytes that the system is asked for at a time; it answers with one byte for each page."""
+_SHARED_FILES = (b"/memfd:", b"/dev/shm/", b"/dev/zero", b"/SYSV")  # how the names of shared memory's files begin
+_SMALL_BUFFER = 1 << 18  # buffers below this number of bytes count as resident without asking the system
+_BYTES_AT_A_TIME = 1 << 26  # bytes that the system is asked for at a time; it answers with one byte for each page
 
 _libc = ctypes.CDLL(None)
 
@@ -56,10 +53,7 @@ class Regions:
     ends: Sequence[int] = ()
 
     def contain(self, address: int) -> bool:
-        """Return whether an address is in shared memory.
-
-        False for every address where there is no ``/proc``.
-        """
+        """Return whether an address is in shared memory."""
         at = bisect_right(self.starts, address) - 1
         return at >= 0 and address < self.ends[at]
 
@@ -75,14 +69,11 @@ def resident() -> int:
 
 
 def measure() -> tuple[Usage | None, Regions]:
-    """Return the memory that this process uses, and the places of its shared memory; takes about 20 ms.
-
-    The usage is None, and there are no places, where there is no ``/proc``.
-    """
+    """Return the memory that this process uses, and the places of its shared memory; takes about 20 ms."""
     try:
         with open("/proc/self/smaps", "rb") as file:
             return parse_smaps(file.read())
-    except OSError:
+    except OSError:  # there is no /proc
         return None, Regions()
 
 
@@ -114,10 +105,7 @@ def own_bytes(pid: int | str | None = "self") -> int | None:
 
 
 def resident_bytes(address: int, nbytes: int) -> int:
-    """Return how many of a buffer's bytes are in memory: pages never written to, or swapped out, do not count.
-
-    A buffer below `_SMALL_BUFFER` bytes counts as a whole, and so does a buffer about which the system has no answer.
-    """
+    """Return how many of a buffer's bytes are in memory: pages never written to, or swapped out, do not count."""
     if nbytes < _SMALL_BUFFER:
         return nbytes
     pages, page = 0, mmap.PAGESIZE
@@ -135,10 +123,7 @@ _start: int | None = None
 
 
 def mark_start() -> None:
-    """Remember how much this process uses now, before its user has done anything, for `started_with`.
-
-    The cluster calls this in the notebook, and `join` in a worker. A later call replaces the number.
-    """
+    """Remember how much this process uses now, before its user has done anything, for `started_with`."""
     global _start
     _start = own_bytes()
 

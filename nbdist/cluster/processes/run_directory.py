@@ -16,24 +16,18 @@ from nbdist.channel.resources import refusals_in_words
 from nbdist.channel.secret import runtime_directory
 from nbdist.errors import UsageError
 
-_KIND = "cluster"
-"""The beginning of the names of run directories."""
-
-_LONGEST_PATH = 107
-"""The most bytes that the path of a unix socket can have."""
-
+_KIND = "cluster"  # the beginning of the names of run directories
+_LONGEST_PATH = 107  # the most bytes that the path of a unix socket can have
+# A path below the run directory that is as long as the longest: the socket of an agent, by pid and incarnation.
 _LONGEST_SOCKET = "/agent-1234567-0123456789abcdef/in"
-"""A path below the run directory that is as long as the longest: the socket of an agent, by pid and incarnation."""
-
-_held: dict[Path, LockedDirectory] = {}
-"""The run directories of this process, whose locks it holds."""
+_held: dict[Path, LockedDirectory] = {}  # the run directories of this process, whose locks it holds
 
 
 def make_folder() -> Path:
     """Make a new run directory of a cluster and return its path. Also removes the directories of ended processes.
 
-    `remove_folder` removes it. Raises UsageError if the paths of sockets in it would be too long, ResourceError if the
-    disk is full or this process has too many files open. In both cases nothing is left behind.
+    Raises UsageError if the paths of sockets in it would be too long, ResourceError if the disk is full or this process
+    has too many files open.
     """
     base = runtime_directory()
     sweep_directories(base, _KIND)
@@ -47,7 +41,7 @@ def make_folder() -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a run directory with its files, if it still exists. Errors while deleting are ignored."""
+    """Remove a run directory with its files, if it still exists."""
     held = _held.pop(folder, None)
     if held is not None:
         held.remove()

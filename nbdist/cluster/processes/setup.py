@@ -9,11 +9,9 @@ from typing import Any
 
 import msgspec
 
-AUTO = "auto"
-"""The backend of a process group whose workers choose it when it forms: see `choose_backend`."""
-
+AUTO = "auto"  # the backend of a process group whose workers choose it when it forms: see `choose_backend`
+# The signal at which a worker writes the frames of its main thread to `where_file`, even while the GIL is held.
 WHERE_SIGNAL = signal.SIGRTMAX - 3
-"""The signal at which a worker writes the frames of its main thread to `where_file`, even while the GIL is held."""
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
@@ -25,9 +23,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     rank: int
     """Its rank in the process group. The notebook is not a member of the group."""
     world_size: int
-    """The number of workers in the process group."""
     connection_file: str
-    """The path of its kernel's connection file."""
     folder: str
     """The run directory."""
     meeting: str
@@ -38,10 +34,8 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     """The backend of the process group; ``none`` for no process group, `AUTO` if the workers choose."""
     local_rank: int | None = None
     """The worker's place among the workers of its host; None to use its rank."""
-    local_world_size: int = 0
-    """The number of workers of its host; 0 for all."""
-    gpu: int | None = None
-    """The number of its GPU as the user knows it."""
+    local_world_size: int = 0  # the number of workers of its host; 0 for all
+    gpu: int | None = None  # the number of its GPU as the user knows it
     device: str = "cpu"
     """Its device as torch in its process calls it."""
     gpu_memory: float | None = None
@@ -72,10 +66,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
 
 def where_file(folder: str, name: str) -> str:
-    """Return the path of the file to which the worker ``name`` writes the frames of its main thread.
-
-    ``folder`` is the run directory on the worker's host.
-    """
+    """Return the path of the file of a worker's frames; ``folder`` is the run directory on the worker's host."""
     return os.path.join(folder, f"{name}.where")
 
 
@@ -88,12 +79,8 @@ def record_socket(folder: str, name: str) -> str:
 
 
 def group_folder(generation: int) -> str:
-    """Return the name, within the run directory, of the folder where the workers form their process group.
-
-    Each time the group forms, it has a new number (`generation`) and a folder of its own, so that workers cannot read
-    what an earlier attempt wrote.
-    """
-    return f"group-{generation}"
+    """Return the name of the folder, in the run directory, where the workers form the group of this number."""
+    return f"group-{generation}"  # a folder for each: no worker reads what an earlier attempt wrote
 
 
 def choose_backend(gpus: Sequence[object]) -> str:

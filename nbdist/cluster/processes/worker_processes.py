@@ -48,10 +48,9 @@ from nbdist.cluster.processes.zygote import (
 from nbdist.errors import UsageError, WorkerLost
 
 _log = logging.getLogger("nbdist.cluster")
+# The code that the zygote's interpreter runs, after it has taken over this process's ``sys.path``.
 _BOOT = "from nbdist.cluster.processes.zygote import main; main()"
-"""The code that the zygote's interpreter runs, after it has taken over this process's ``sys.path``."""
-_POLL = 0.005
-"""Seconds between two looks whether a forked zygote has ended."""
+_POLL = 0.005  # seconds between two looks whether a forked zygote has ended
 
 
 class Processes:
@@ -88,15 +87,14 @@ class Processes:
         self.owner = os.getpid()
         """The process that started the zygote, and alone may use this object: not one that was forked from it."""
         self._lock = threading.Lock()
+        # The messages to the zygote, whole, which a thread of its own sends; None ends it. So the messages of several
+        # threads do not mix, no Ctrl-C cuts one, and no caller waits while the zygote imports and reads nothing.
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        """The messages to the zygote, whole, which a thread of its own sends; None ends it."""
-        self._starting: dict[str, Future[int]] = {}
-        """The workers that have been asked for and not been answered, by name."""
+        self._starting: dict[str, Future[int]] = {}  # those that the zygote has not answered
         self._living: dict[str, int] = {}
         self._ready: Future[ZygoteReady] = Future()
         self._preloading: Future[None] = Future()
-        self._closing = False
-        """True once no worker can be started any more: `close` was called, or the zygote has ended."""
+        self._closing = False  # True once no worker can start: `close` was called, or the zygote has ended
         ours, theirs = socket.socketpair()
         setup = Setup(theirs.fileno(), str(folder), os.getpid(), list(preload), fork, list(idle))
         with contextlib.ExitStack() as undo, theirs, (folder / "zygote.log").open("wb") as log:
@@ -136,9 +134,8 @@ class Processes:
     def preload(self, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> Future[None]:
         """Let the zygote import more modules. Call this at most once, before any worker is started.
 
-        The returned future fails with UsageError if a module cannot be imported, with WorkerLost if the zygote ends. If
-        workers cannot be forked, a warning says that they do not share the imports. ``environment`` has the environment
-        variables for the imports; None stands for this process's variables. Raises UsageError if this process's working
+        The returned future fails with UsageError if a module cannot be imported, with WorkerLost if the zygote ends.
+        ``environment`` has the environment variables for the imports. Raises UsageError if this process's working
         directory has been deleted.
         """
         self._send(Preload(list(modules), _environment(environment), _directory(), _import_path()))
@@ -147,10 +144,9 @@ class Processes:
     def start(
         self, name: str, entry: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> Future[int]:
-        """Start a worker that calls ``entry``, a ``module:function``; return the future of its pid.
+        """Start a worker that calls ``entry``, a ``module:function``, with ``arguments``; return the future of its pid.
 
-        ``entry`` gets ``arguments``. The worker has the variables in ``environment``, by default this process's. The
-        future fails with WorkerLost if the process cannot be made. Raises WorkerLost if the zygote has ended,
+        The future fails with WorkerLost if the process cannot be made. Raises WorkerLost if the zygote has ended,
         UsageError if a worker of that name lives, or if this process's working directory has been deleted.
         """
         start = Start(
@@ -178,10 +174,7 @@ class Processes:
 
     @property
     def living(self) -> dict[str, int]:
-        """The pids of the workers that live, by name, as far as the zygote has reported.
-
-        A worker that has just died may still be among them.
-        """
+        """The pids of the workers that live, by name, as far as the zygote has reported."""
         with self._lock:
             return dict(self._living)
 
@@ -192,17 +185,13 @@ class Processes:
 
     @property
     def usable(self) -> bool:
-        """Return whether the zygote lives, so that it can start workers.
-
-        A prepared zygote may have died before a cluster takes it.
-        """
+        """Return whether the zygote lives, so that it can start workers."""
         return not self._closing and self._process.poll() is None
 
     def close(self, timeout: float = 10.0) -> None:
         """Kill all workers and the processes that they started, wait for that, and remove the run directory.
 
-        The zygote does it. If it has not ended after ``timeout`` seconds, it is killed, and the workers die with it. A
-        second call is harmless.
+        The zygote does it. If it has not ended after ``timeout`` seconds, it is killed, and the workers die with it.
         """
         with self._lock:
             self._closing = True
@@ -213,7 +202,7 @@ class Processes:
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGKILL)
+            self._process.send_signal(signal.SIGKILL)  # the workers die with the zygote: see `_die_with` there
             self._process.wait()
         if threading.current_thread() is not self._thread:  # else `on_end` has called this, in that thread
             self._thread.join(timeout)
@@ -223,20 +212,13 @@ class Processes:
     # -- messages to and from the zygote ---------------------------------------------------------------
 
     def _send(self, message: Hurry | Preload | Start | Signal) -> None:
-        """Let a thread of its own send a message to the zygote. Returns at once.
-
-        So the messages of several threads do not mix, no Ctrl-C cuts one, and no caller waits while the zygote imports
-        and reads nothing.
-        """
         self._outbox.put(zygote.encode_message(message))
 
     def _send_all(self) -> None:
-        """Send the messages in the outbox until `close`. In a thread of its own."""
         while (message := self._outbox.get()) is not None:
             self.line.send_encoded(message)
 
     def _read(self) -> None:
-        """Handle the zygote's events until it ends. In a thread of its own."""
         while (lines := self.line.receive()) is not None:
             for line in lines:
                 self._handle_event(
@@ -245,10 +227,6 @@ class Processes:
         self._zygote_ended()
 
     def _handle_event(self, event: ZygoteReady | Preloaded | Started | ProcessFailed | ProcessEnded) -> None:
-        """Handle one message of the zygote's: settle the future that waits for it, or call `on_end` for a dead worker.
-
-        Called by the thread that reads the messages.
-        """
         if isinstance(event, ZygoteReady):
             for complaint in event.complaints:
                 _log.warning(
@@ -275,10 +253,6 @@ class Processes:
             self.on_end(event.name, event.code)
 
     def _imported(self, event: Preloaded) -> None:
-        """Settle the future of `preload`; warn if workers will not share the imports, since they cannot be forked.
-
-        Modules that cannot be imported fail the future with UsageError.
-        """
         if not event.forks:
             why = (
                 "one of them has begun a thread, or uses a GPU" if self.ready().forks else "workers are not forked here"
@@ -293,13 +267,10 @@ class Processes:
                 self._preloading.set_result(None)
 
     def _zygote_ended(self) -> None:
-        """Fail all futures that wait for the zygote, which has ended; report its workers, which Linux has killed.
-
-        Called once, by the thread that reads. `on_end` is called for each worker with minus SIGKILL as the code.
-        """
+        """Fail all futures that wait for the zygote, which has ended; report its workers, which Linux has killed."""
         said = ""
         with self._lock:
-            self._closing = True
+            self._closing = True  # with the tables taken, under one lock: `start` puts no future there afterwards
             living, self._living = self._living, {}
             starting, self._starting = self._starting, {}
         with contextlib.suppress(OSError):
@@ -320,7 +291,10 @@ class Processes:
 
 
 class _Forked:
-    """A process that was forked from this one, with the methods of `subprocess.Popen` that are needed here."""
+    """A process that was forked from this one, with the methods of `subprocess.Popen` that are needed here.
+
+    Any thread may call them.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -328,7 +302,7 @@ class _Forked:
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """Return the exit code, 0 if it cannot be known; None if the process still runs. Any thread may call this."""
+        """Return the exit code, 0 if it cannot be known; None if the process still runs."""
         with self._lock:
             if self.returncode is None:
                 try:
@@ -351,17 +325,15 @@ class _Forked:
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has been waited for."""
-        if self.poll() is None:
+        if self.poll() is None:  # else the number may be another process's
             os.kill(self.pid, number)
 
 
 def _environment(given: Mapping[str, str] | None) -> dict[str, str]:
-    """Return these environment variables, or a copy of this process's."""
     return dict(os.environ if given is None else given)
 
 
 def _directory() -> str:
-    """Return the working directory, in which workers start. Raises UsageError if it has been deleted."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -372,7 +344,7 @@ def _directory() -> str:
 
 
 def _import_path() -> list[str]:
-    """Return a copy of ``sys.path`` with absolute entries; ``""``, which stands for the current directory, stays."""
+    # ``""`` stands for the current directory, and stays.
     return [entry and os.path.abspath(entry) for entry in sys.path]
 
 

@@ -49,18 +49,14 @@ from typing import Any
 
 import msgspec
 
-_PDEATHSIG, _SUBREAPER = 1, 36
-"""Options of prctl: the signal to get when the parent dies; adopt the orphans of descendants."""
+_PDEATHSIG, _SUBREAPER = 1, 36  # options of prctl: the signal at the parent's death; adopt the orphans of descendants
 
-_THREAD_ENDS_WITHIN = 0.3
-"""Seconds for which the system may still list a thread that has been joined."""
+_THREAD_ENDS_WITHIN = 0.3  # seconds for which the system may still list a thread that has been joined
 LAST_WORDS = "NBDIST_LAST_WORDS"
 """The environment variable that tells a worker the file number of its socket for `leave_last_words`."""
 
-_IDLE_THREADS_END_WITHIN = 5.0
-"""Seconds for which the zygote waits for such threads after its own imports, for which nobody waits."""
-_IDLE_FOR = 0.1
-"""Seconds without a request before the zygote imports the next module of `Setup.idle`."""
+_IDLE_THREADS_END_WITHIN = 5.0  # the same after the zygote's own imports, for which nobody waits
+_IDLE_FOR = 0.1  # seconds without a request before the zygote imports the next module of `Setup.idle`
 
 _SPAWN = "from nbdist.cluster.processes.zygote import spawned; spawned()"
 
@@ -108,7 +104,6 @@ class Start(msgspec.Struct, tag="start"):
     log: str
     """The file that gets standard output and error while ipykernel does not capture them."""
     path: list[str]
-    """The worker's ``sys.path``."""
 
 
 class Signal(msgspec.Struct, tag="signal"):
@@ -156,11 +151,9 @@ class ProcessEnded(msgspec.Struct, tag="ended"):
 
 
 def encode_message(message: Any) -> bytes:
-    """Return a message, or a tuple with one, as JSON in ASCII, without line breaks.
-
-    Environment variables and paths may have bytes that are not UTF-8. Python has surrogates for them in its texts,
-    which msgspec's own JSON cannot have.
-    """
+    """Return a message, or a tuple with one, as JSON in ASCII, without line breaks."""
+    # Not by msgspec's JSON, which cannot have surrogates: Python has them for bytes that are not UTF-8, in environment
+    # variables and paths.
     return json.dumps(msgspec.to_builtins(message)).encode()
 
 
@@ -212,9 +205,8 @@ def frozen_imports(collect: bool = False) -> Iterator[None]:
     """Import modules in the block without garbage collections, and freeze all objects that exist at its end.
 
     Without this, collections take a sixth of the time of the import of torch, and find almost nothing. Later
-    collections in each worker would visit the 340,000 objects of all modules. They would also write to pages that
-    forked workers share, and so copy them. Frozen objects are never collected. ``collect`` runs one collection at the
-    end, for modules that may leave much behind: the user's.
+    collections in each worker would visit the 340,000 objects of all modules, and write to pages that forked workers
+    share. ``collect`` runs one collection at the end, for modules that may leave much behind: the user's.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -231,8 +223,7 @@ def frozen_imports(collect: bool = False) -> Iterator[None]:
 def fork_zygote(setup: Setup, log: int, environment: Mapping[str, str]) -> int:
     """Fork the zygote from this process, which has imported the modules that workers need; return the zygote's pid.
 
-    Only a process without other threads may call this. ``log`` is the file that gets the zygote's standard output and
-    error, ``environment`` has its environment variables.
+    Only a process without other threads may call this. ``log`` is the file of the zygote's standard output and error.
     """
     pid = os.fork()
     if pid:
@@ -247,39 +238,33 @@ def fork_zygote(setup: Setup, log: int, environment: Mapping[str, str]) -> int:
         os.environ.update(environment)
         start = _Zygote(setup).serve()
         code = 0 if start is None else _run_to_the_end(start)
-    except BaseException:
+    except BaseException:  # nothing may leave: the frames above are another program's
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)
+        os._exit(code)  # ends here, too: to return would run that program
 
 
 def _run_to_the_end(start: Start) -> int:
-    """Run a worker in a process that has another program's stack, because of `fork_zygote`; return its exit code.
-
-    To return would run that program. So this also does what Python does as it exits: it waits for threads, and calls
-    the exit handlers.
-    """
+    """Run a worker in a process that has another program's stack, because of `fork_zygote`; return its exit code."""
     code = 0
     try:
         _become(start)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
+    except BaseException:  # the worker's: printed and turned into an exit code, as Python would
         traceback.print_exc()
         code = 1
+    # What Python does as it exits. To return for that would run the other program.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     return code
 
 
 def spawned() -> None:
-    """Run a worker in a fresh interpreter; its `Start` request comes on standard input, which then becomes empty.
-
-    Used instead of a fork where forking is forbidden or unsafe.
-    """
+    """Run a worker in a fresh interpreter; its `Start` request comes on standard input, which then becomes empty."""
     parent, start = decode_message(sys.stdin.buffer.read(), tuple[int, Start])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _die_with(parent)
@@ -287,10 +272,7 @@ def spawned() -> None:
 
 
 def _become(start: Start) -> None:
-    """Call the entry function of a worker process, in the working directory and with the ``sys.path`` of its request.
-
-    Returns when the entry returns.
-    """
+    """Call the entry function of a worker process, in the directory and with the ``sys.path`` of its request."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the zygote ignores SIGINT, and its children inherit that
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # children of Ray's processes have SIGINT blocked
     os.chdir(start.directory)
@@ -307,25 +289,20 @@ class _Zygote:
         self._setup = setup
         self._line = MessageSocket(socket.socket(fileno=setup.line))
         self._line.socket.set_inheritable(False)
-        self._workers: dict[int, str] = {}
-        """The names of the workers that have not been reaped, by pid."""
+        self._workers: dict[int, str] = {}  # the names of those that have not been reaped, by pid
+        # By worker: the socket in which its pipes wait for `_read_last_words`, and the path of its log.
         self._unread: dict[int, tuple[socket.socket, str]] = {}
-        """By worker: the socket in which its pipes wait for `_read_last_words`, and the path of its log."""
-        self._forks = False
-        """True if workers are forked. Decided after the imports, and again after each later one."""
+        self._forks = False  # decided after the imports, and again after each later one
+        # The variables that the imports of `Preload` have set, and the entries they have added to ``sys.path``.
         self._set: dict[str, str] = {}
         self._added: list[str] = []
-        """The variables that the imports of `Preload` have set, and the entries they have added to ``sys.path``."""
-        self._wakeup, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        """A pipe that becomes readable when a signal has come, so that `_listen` wakes."""
-        self._owner = _open_process(setup.owner)
-        """A file that becomes readable when the owner ends; -1 if there is none."""
+        self._wakeup, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # readable after a signal, for `_listen`
+        self._owner = _open_process(setup.owner)  # readable when the owner ends; -1 if there is none
 
     def serve(self) -> Start | None:
         """Import, then serve requests until the owner ends, and exit by `_end`.
 
-        Returns in a forked worker only: the request to start that worker. `main` then runs the worker on a stack that
-        has no frame of the zygote's.
+        Returns in a forked worker only: the request to start that worker, so that it has no frame of the zygote's.
         """
         me = os.getpid()
         failed = False
@@ -336,30 +313,24 @@ class _Zygote:
             self._forks = self._setup.fork and hasattr(os, "fork") and _is_safe_to_fork()
             self._line.send(ZygoteReady(self._forks, complaints))
             return self._listen()
-        except Exception:
+        except Exception:  # the zygote's own: it ends, and the owner finds the traceback in the log
             traceback.print_exc()
             sys.stderr.flush()
             failed = True
             return None
         finally:
-            if os.getpid() == me:
+            if os.getpid() == me:  # else this is a forked worker
                 self._end(keep_folder=failed)  # the owner reads the traceback in the log there, and removes the folder
 
     def _heed_signals(self) -> None:
-        """Ignore Ctrl-C, end at SIGTERM, and wake `_listen` when a child ends."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _end)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only signals with a handler write to the wakeup file
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
 
     def _import(self, modules: Sequence[str], *, collect: bool = False) -> list[str]:
-        """Import modules; return the names and errors of the modules that cannot be imported.
-
-        ``collect`` is as for `frozen_imports`.
-
-        This takes seconds, during which no request of the owner is read. A thread watches for the owner's end
-        meanwhile. It is joined before this returns, because a process with two threads cannot fork safely.
-        """
+        """Import modules; return the names and errors of the modules that cannot be imported."""
+        # This takes seconds, during which no request is read. So a thread watches for the owner's end meanwhile.
         done = threading.Event()
         watch = threading.Thread(target=self._watch_owner, args=(done,))
         watch.start()
@@ -368,19 +339,16 @@ class _Zygote:
             for name in modules:
                 try:
                     importlib.import_module(name)
-                except _Ended:
+                except _Ended:  # SIGTERM, and not the module's own error
                     raise
                 except (Exception, SystemExit) as error:  # a module that is a program may call sys.exit
                     complaints.append(f"{name}: {type(error).__name__}: {error}")
         done.set()
-        watch.join()
+        watch.join()  # a process with two threads cannot fork safely
         return complaints
 
     def _watch_owner(self, done: threading.Event) -> None:
-        """End the zygote and all its workers if the owner ends before ``done`` is set, looking every 50 ms.
-
-        Runs in a thread of its own, because an import keeps the main thread busy.
-        """
+        """End the zygote and all its workers if the owner ends before ``done`` is set. In a thread of its own."""
         poller = select.poll()
         poller.register(self._line.socket, select.POLLRDHUP)
         if self._owner >= 0:
@@ -392,7 +360,7 @@ class _Zygote:
     def _listen(self) -> Start | None:
         """Serve the owner's requests, and reap workers that end, until the owner ends.
 
-        In a forked worker, returns the request that started it. In the zygote it returns None once the owner has ended.
+        Returns, in a forked worker, the request that started it; in the zygote, None.
         """
         idle = self._setup.idle[::-1] if self._forks else []
         poller = select.poll()
@@ -431,11 +399,7 @@ class _Zygote:
     # -- starting -----------------------------------------------------------------------------
 
     def _preload(self, request: Preload) -> None:
-        """Import modules in the owner's present environment, directory and path, and send Preloaded.
-
-        An import may start a thread or use a GPU. From then on workers are spawned, and have nothing of these imports.
-        Where workers are spawned anyway, nothing is imported.
-        """
+        """Import modules in the owner's present environment, directory and path, and send Preloaded."""
         complaints = []
         if self._forks:  # a spawned worker would not have the modules
             os.environ.update(request.environment)
@@ -451,19 +415,16 @@ class _Zygote:
             self._set = {name: value for name, value in os.environ.items() if before.get(name) != value}
             self._added = [entry for entry in sys.path if entry not in request.path]
             self._heed_signals()
-            self._forks = _is_safe_to_fork()
+            self._forks = _is_safe_to_fork()  # an import may have started a thread or used a GPU
         self._line.send(Preloaded(self._forks, complaints))
 
     def _start(self, start: Start) -> bool:
-        """Start a worker and send Started or Failed; return True in the forked worker itself, else False.
-
-        The worker and the zygote share a socket pair, over which the worker leaves its last words: `leave_last_words`.
-        """
+        """Start a worker and send Started or Failed; return True in the forked worker itself, else False."""
         # A forked worker would write text that is still buffered here a second time.
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()  # for the worker's last words: see `leave_last_words`
         start.environment[LAST_WORDS] = str(theirs.fileno())
         try:
             pid = os.fork() if self._forks else self._spawn(start, theirs.fileno())
@@ -477,7 +438,7 @@ class _Zygote:
                 ours.close()
                 theirs.detach()  # stays open: `leave_last_words` finds it by its number
                 self._settle_in(start, parent)
-            except BaseException:
+            except BaseException:  # the forked worker must not go on as a second zygote, whatever fails
                 traceback.print_exc()
                 os._exit(1)
             return True
@@ -488,11 +449,7 @@ class _Zygote:
         return False
 
     def _settle_in(self, start: Start, parent: int) -> None:
-        """In a forked worker, give up the zygote's session, handlers and files, and take the request's environment.
-
-        ``parent`` is the zygote's pid; on Linux the worker dies with the zygote. The files matter: if a worker kept the
-        socket to the owner open, the owner would not notice the death of the zygote.
-        """
+        """In a forked worker, give up the zygote's session, handlers and files, and take the request's environment."""
         os.setsid()
         _die_with(parent)
         signal.set_wakeup_fd(-1)
@@ -501,7 +458,7 @@ class _Zygote:
         for file in (self._wakeup, self._wake, self._owner):
             if file >= 0:
                 os.close(file)
-        self._line.socket.close()
+        self._line.socket.close()  # kept open, it would hide the zygote's death from the owner
         self._workers.clear()
         for other, _ in self._unread.values():
             other.close()
@@ -520,7 +477,7 @@ class _Zygote:
 
     @staticmethod
     def _spawn(start: Start, inherited: int) -> int:
-        """Start `spawned` in a fresh interpreter, which inherits the file descriptor ``inherited``; return its pid."""
+        """Start `spawned` in a fresh interpreter, which inherits the file ``inherited``; return its pid."""
         boot = f"import sys; sys.path[:] = {start.path!r}; {_SPAWN}"
         with open(start.log, "ab") as log:
             process = subprocess.Popen(
@@ -541,10 +498,7 @@ class _Zygote:
     # -- ending -------------------------------------------------------------------------------
 
     def _signal(self, request: Signal) -> None:
-        """Send a signal to a worker; do nothing if it has been reaped.
-
-        A name that no worker has is ignored, too.
-        """
+        """Send a signal to a worker; ignore a name that no worker has, or has any more."""
         for pid, name in self._workers.items():
             if name == request.name:
                 os.kill(pid, request.number)
@@ -552,8 +506,8 @@ class _Zygote:
     def _reap(self) -> None:
         """Reap all children that have ended, and send Ended for each that is a worker.
 
-        The others are orphans: a process that a worker started is the zygote's child once the worker ends. Those in the
-        worker's process group are killed here; a process that has left the group lives until `_end`.
+        The others are orphans: a process that a worker started is the zygote's child once the worker ends. A process
+        that has left the worker's process group lives until `_end`.
         """
         while True:
             try:
@@ -571,10 +525,7 @@ class _Zygote:
                 self._line.send(ProcessEnded(name, os.waitstatus_to_exitcode(status)))
 
     def _end(self, keep_folder: bool = False) -> None:
-        """Kill every process that was started from here, remove the run directory unless told to keep it, and exit.
-
-        Loops until there are no children: when a process is killed, the zygote becomes the parent of its children.
-        """
+        """Kill every process that was started from here, remove the run directory unless told to keep it, and exit."""
         for pid in list(self._workers):
             _kill_group(pid)
         while children := _children():  # as the subreaper, the zygote gets the children of killed processes
@@ -589,7 +540,7 @@ class _Zygote:
 
 
 class _Ended(SystemExit):
-    """Raised by SIGTERM: the zygote ends, with its workers."""
+    """Raised by SIGTERM."""
 
 
 def _end(*_: object) -> None:
@@ -597,22 +548,19 @@ def _end(*_: object) -> None:
 
 
 def leave_last_words(streams: Sequence[int]) -> None:
-    """In a worker, let the zygote read the text left in these pipes if the worker dies. A second call does nothing.
+    """In a worker, let the zygote read the text left in the pipes ``streams`` if the worker dies.
 
-    ``streams`` has the pipes' file descriptors. The worker sends them in a message that the zygote receives only after
-    the worker's death, so until then only the worker reads them.
+    Only the first call does something.
     """
     number = os.environ.pop(LAST_WORDS, None)
     if number is not None:
         with socket.socket(fileno=int(number)) as line:
+            # The zygote receives this message after the worker's death, so until then only the worker reads the pipes.
             socket.send_fds(line, [b"!"], list(streams))
 
 
 def _read_last_words(line: socket.socket, log: str) -> None:
-    """Append to a dead worker's log the text that is left in the pipes that it sent with `leave_last_words`.
-
-    ``line`` is the zygote's end of the socket to that worker. Errors are ignored.
-    """
+    """Append to a dead worker's log the text that is left in the pipes that it sent with `leave_last_words`."""
     with line, contextlib.suppress(OSError), open(log, "ab") as file:
         line.setblocking(False)
         _, pipes, _, _ = socket.recv_fds(line, 1, 4)
@@ -624,16 +572,16 @@ def _read_last_words(line: socket.socket, log: str) -> None:
 
 
 def _open_process(pid: int) -> int:
-    """Return a file descriptor that becomes readable when the owner ends; -1 where the system has none.
+    """Return a file that becomes readable when the owner ends; -1 where the system has none.
 
-    Exits if the owner has ended. The socket to the owner does not close reliably when the owner ends: a process that
-    the owner has forked keeps it open.
+    The socket to the owner does not suffice: a process that the owner has forked keeps it open.
     """
     try:
         file = os.pidfd_open(pid)
     except (AttributeError, OSError):
         return -1  # the socket to the owner must do
     if os.getppid() != pid:
+        # The owner ended before the call, and another process may have its number.
         os._exit(0)
     return file
 
@@ -641,21 +589,17 @@ def _open_process(pid: int) -> int:
 def _die_with(parent: int) -> None:
     """Let Linux kill this process when its parent dies, even while a thread holds the GIL; exit if it is dead."""
     _prctl(_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it died before prctl, so no signal will come
         os._exit(0)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Set an attribute of this process, where the system has such attributes."""
     with contextlib.suppress(AttributeError, OSError):  # only Linux has prctl
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _kill_group(pid: int) -> None:
-    """Kill a worker and the processes in its process group, whose number is the worker's pid.
-
-    A group that has ended is no error.
-    """
+    """Kill a worker and the processes in its process group, whose number is the worker's pid."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -663,9 +607,9 @@ def _kill_group(pid: int) -> None:
 def _is_safe_to_fork(within: float = _THREAD_ENDS_WITHIN) -> bool:
     """Return whether a forked worker would be sound: this process has one thread, and has not used a GPU.
 
-    A child has a copy of the forking thread only, and cannot use CUDA that was initialised before the fork. Waits for
-    threads that are ending, for ``within`` seconds.
+    Waits ``within`` seconds for threads that are ending.
     """
+    # A child has a copy of the forking thread only, and cannot use CUDA that was initialised before the fork.
     deadline = time.monotonic() + within
     while _threads() > 1:
         if time.monotonic() >= deadline:
@@ -676,15 +620,14 @@ def _is_safe_to_fork(within: float = _THREAD_ENDS_WITHIN) -> bool:
 
 
 def _threads() -> int:
-    """Return the number of threads of this process. On Linux, this includes threads of C libraries."""
     try:
+        # C libraries' threads count, too: Python's count lacks them.
         return len(os.listdir("/proc/self/task"))
     except OSError:
         return threading.active_count()
 
 
 def _children() -> list[int]:
-    """Return the pids of this process's children, zombies included."""
     me, found = str(os.getpid()), []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -694,10 +637,7 @@ def _children() -> list[int]:
 
 
 def _reseed() -> None:
-    """Seed the random generators again: else all forked workers would draw the same numbers.
-
-    Called in each forked worker, before the user's code.
-    """
+    """Seed the random generators of a forked worker again: else all workers would draw the same numbers."""
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

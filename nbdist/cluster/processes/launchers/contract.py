@@ -19,11 +19,10 @@ if TYPE_CHECKING:  # these import torch, which a notebook imports while the firs
     from nbdist.cluster.processes.group_store import GroupStores
     from nbdist.cluster.spec import Spec
 
-GIVEN_UP = "was not started: its start was given up"
-"""The end of a worker whose start was given up, in words that follow its name."""
+GIVEN_UP = "was not started: its start was given up"  # in words that follow the worker's name, for `OnEnd`
 
+# Called with the name of a worker whose process has ended, and how it ended: see `Launcher`.
 OnEnd = Callable[[str, int | str], None]
-"""Called with the name of a worker whose process has ended, and how it ended: see `Launcher`."""
 
 
 class StartedWorker(NamedTuple):
@@ -86,10 +85,7 @@ class Launcher(Protocol):
         ...
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to a worker; do nothing if it has ended.
-
-        ``number`` is a signal of Python's `signal` module.
-        """
+        """Send a signal to a worker; do nothing if it has ended."""
         ...
 
     def probe(self, name: str) -> Future[Probe]:
@@ -104,10 +100,7 @@ class Launcher(Protocol):
         ...
 
     def last_words(self, name: str) -> str:
-        """Return the last text that a worker wrote to standard error outside of cells; empty if there is none.
-
-        Called after the worker has ended.
-        """
+        """Return the last text that a dead worker wrote to standard error outside of cells; empty if there is none."""
         ...
 
     def close(self) -> int:

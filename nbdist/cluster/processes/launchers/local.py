@@ -28,23 +28,21 @@ if TYPE_CHECKING:
     from nbdist.cluster.processes.group_store import GroupStores
     from nbdist.cluster.spec import Spec
 
-_ENTRY = "nbdist.cluster.worker.kernel:main"
-"""The function that a worker process calls."""
+_ENTRY = "nbdist.cluster.worker.kernel:main"  # the function that a worker process calls
 
 _PRELOAD = ("torch", "torch.distributed", "nbdist.rpc", "nbdist.cluster.worker.imports")
 # What the first optimizer or DDP module of a process imports. The last module imports the others, too; they come first
 # because a start waits for the end of an import. A worker that imports all this by itself needs a second, and 90 MB.
 PRELOAD_IDLE = ("mpmath", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
-_LAST_WORDS_LETTERS = 100_000
-"""Characters of a worker's log that `LocalLauncher.last_words` returns, at most."""
+_LAST_WORDS_LETTERS = 100_000  # characters of a worker's log that `LocalLauncher.last_words` returns, at most
 _ENVIRONMENT = {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}  # else the debugger writes a warning
 
-# With the second variable, torch asks NVML which GPUs there are. If it asked CUDA, forking would not be safe any more.
+# Of the zygote; workers have other ones, and set their own number of threads. With the second variable, torch asks NVML
+# which GPUs there are. If it asked CUDA, forking would not be safe any more.
 _ZYGOTE_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Environment variables of the zygote. Workers have other ones, and set their own number of threads."""
 
+# Files that this process must be able to open before it starts a zygote: with fewer it could not even clean up.
 _FILES_NEEDED = 10
-"""Files that this process must be able to open before it starts a zygote: with fewer it could not even clean up."""
 
 
 class _SpareZygote:
@@ -54,11 +52,10 @@ class _SpareZygote:
         self._processes: Processes | None = None
 
     def prepare(self, *, by_fork: bool = False) -> None:
-        """Start a zygote for the next cluster, if forking is allowed.
+        """Start a zygote for the next cluster, if forking is allowed and none waits.
 
-        It saves the next cluster the time of the imports; `discard` ends it. Does nothing while one waits. With
-        ``by_fork``, the zygote is forked from this process, which must have no other thread: so torch is imported only
-        once for both.
+        ``by_fork`` forks the zygote from this process, which must have no other thread: so torch is imported only once
+        for both.
         """
         if self._processes is None and _may_fork():
             if by_fork:
@@ -69,10 +66,7 @@ class _SpareZygote:
             self._processes = _start_zygote(by_fork=by_fork, idle=PRELOAD_IDLE)
 
     def discard(self) -> None:
-        """End the zygote of `prepare`, if no cluster has taken it.
-
-        Harmless on a second call, and in a forked process.
-        """
+        """End the zygote of `prepare`, if no cluster has taken it."""
         spare = self._take()
         if spare is not None:
             spare.close()
@@ -88,8 +82,8 @@ class _SpareZygote:
         return _start_zygote()
 
     def _take(self) -> Processes | None:
-        """Return and forget the zygote; None if there is none, or if it is that of this fork's parent."""
         spare, self._processes = self._processes, None
+        # In a fork, the zygote is that of the parent.
         return spare if spare is not None and spare.owner == os.getpid() else None
 
 
@@ -99,10 +93,10 @@ discard = _spare_zygote.discard
 
 
 def _start_zygote(*, by_fork: bool = False, idle: Sequence[str] = ()) -> Processes:
-    """Start a zygote, the process that forks workers, in a new run directory. Returns before it has imported torch.
+    """Start a zygote in a new run directory. Returns before it has imported torch.
 
     Raises ResourceError if this process has too many files open, and UsageError if the path of the run directory is too
-    long. ``by_fork`` is as for `prepare`; ``idle`` are modules to import as long as no worker is wanted.
+    long.
     """
     require_files(_FILES_NEEDED, "the process that starts workers cannot start")
     folder = make_folder()
@@ -123,10 +117,8 @@ def _start_zygote(*, by_fork: bool = False, idle: Sequence[str] = ()) -> Process
 
 
 def _home(folder: Path) -> dict[str, str]:
-    """Return ``{"HOME": ...}`` with the run directory ``folder`` if this user has no home; else an empty dict.
-
-    Jupyter's packages cannot be imported without a home. In containers, a user may have neither a name nor ``HOME``.
-    """
+    """Return ``{"HOME": folder}`` if this user has no home; else an empty dict."""
+    # Jupyter's packages cannot be imported without a home. In containers, a user may have neither a name nor ``HOME``.
     try:
         Path.home()
     except RuntimeError:
@@ -135,15 +127,14 @@ def _home(folder: Path) -> dict[str, str]:
 
 
 def _surroundings() -> dict[str, str]:
-    """Return the environment variables of all workers: this process's, and matplotlib drawing below cells."""
+    """Return the environment variables of all workers."""
     environment = dict(os.environ)
     environment.pop("JPY_PARENT_PID", None)  # this kernel's parent, which a worker would take for its own and watch
-    environment.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    environment.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # figures appear below cells
     return environment
 
 
 def _may_fork() -> bool:
-    """Return whether the user allows forking: ``NBDIST_FORK=0`` forbids it."""
     return os.environ.get("NBDIST_FORK", "1") != "0"
 
 
@@ -164,12 +155,10 @@ class LocalLauncher:
         own = {"OMP_NUM_THREADS": threads}  # else each worker uses all cores
         self._defaults = {**_ENVIRONMENT, **_home(self.processes.folder), **own}
         self._on_end = on_end
-        self._given_up: set[str] = set()
-        """The workers whose start was given up, and whose process is being killed."""
+        self._given_up: set[str] = set()  # the workers whose start was given up, and whose process is being killed
         self.processes.on_end = self._ended
 
     def _ended(self, name: str, code: int) -> None:
-        """Report the end of a worker's process. Called by the thread that reads the zygote's messages."""
         was_given_up = name in self._given_up
         self._given_up.discard(name)
         self._on_end(name, GIVEN_UP if was_given_up else code)
@@ -192,27 +181,19 @@ class LocalLauncher:
         return Folders(self.folder)
 
     def preload(self, modules: Sequence[str]) -> Future[None]:
-        """Import modules in the zygote, once for all workers, which share their memory.
-
-        The future fails with UsageError if a module cannot be imported, with WorkerLost if the zygote ends. If workers
-        cannot be forked, a warning says that they do not share the imports. Call it before `start`.
-        """
+        """Import modules in the zygote, once for all workers, which share their memory."""
         home = _home(self.processes.folder)
         return self.processes.preload(modules, {**home, **_surroundings(), **_ZYGOTE_ENVIRONMENT})
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
-        """Start a worker; return the future of its start. It has the environment variables of this process.
-
-        ``environment`` overrides them. The future fails with WorkerLost if the process cannot be made. Raises
-        WorkerLost at once if the zygote has ended, and UsageError if a worker of that name lives.
-        """
+        """Start a worker with this process's environment variables, which ``environment`` overrides."""
         variables = {**self._defaults, **_surroundings(), **environment}
         pid = self.processes.start(setup.name, _ENTRY, [setup.encode()], variables)
         started: Future[StartedWorker] = Future()
 
         def settle(pid: Future[int]) -> None:
             error = pid.exception()
-            if not started.set_running_or_notify_cancel():  # given up
+            if not started.set_running_or_notify_cancel():  # given up: the caller has cancelled the future
                 if error is not None:
                     self._on_end(setup.name, GIVEN_UP)
                 else:
@@ -231,7 +212,7 @@ class LocalLauncher:
         self.processes.signal(name, number)
 
     def probe(self, name: str) -> Future[Probe]:
-        """Ask the system about a worker's process; return the future of the answer, which is done within 0.3 s."""
+        """Ask the system about a worker's process; the answer comes within 0.3 s."""
         return probe(self.folder, name, self.processes.living.get(name), self.signal)
 
     def advice(self) -> str:
@@ -239,10 +220,9 @@ class LocalLauncher:
         return ""
 
     def last_words(self, name: str) -> str:
-        """Return the last `_LAST_WORDS_LETTERS` characters of the worker's log; empty if there is none.
+        """Return the end of the worker's log; empty if there is none.
 
-        The log has the text that the worker wrote to standard error outside of cells. It is complete only after the
-        zygote has reported the worker's end: by then, the zygote has added the rest of the text in the worker's pipe.
+        The log is complete once the zygote has reported the worker's end.
         """
         try:
             return self.processes.log(name).read_text(errors="replace")[-_LAST_WORDS_LETTERS:].strip()
