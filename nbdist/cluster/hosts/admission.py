@@ -15,29 +15,22 @@ import nbdist
 from nbdist.errors import NbdistError, SecurityError, VersionMismatch
 from nbdist.wire.messages import VERSION, Record
 
-NEWCOMER = b"n"
-"""The first byte of a newcomer's request, by which the entrance tells it from others."""
-QUESTION = b"q"
-"""The first byte of a `Newcomer`'s request that only asks: it uses up nothing; the answer is `NotebookFacts`."""
-TRIAL = b"t"
-"""The first byte of a `Trial`; the answer is a `TrialAnswer`."""
+NEWCOMER = b"n"  # the first byte of a newcomer's request, by which the entrance tells it from others
+QUESTION = b"q"  # of a `Newcomer`'s request that only asks: it uses up nothing; the answer is `NotebookFacts`
+TRIAL = b"t"  # of a `Trial`; the answer is a `TrialAnswer`
 _OLDEST_TORCH = (2, 10)
 
 
 class Newcomer(msgspec.Struct, tag="newcomer"):
     """The request of a keeper that wants to join."""
 
-    token: str
-    """From the invitation."""
-    workers: int
-    """The number of workers that it has room for."""
+    token: str  # from the invitation
+    workers: int  # the number of workers that it has room for
     host: str
-    """The name of its host."""
     python: str
     torch: str
     nbdist: str
-    protocol: int
-    """The version of the protocol of nbdist's messages."""
+    protocol: int  # the version of the protocol of nbdist's messages
 
 
 class Admitted(msgspec.Struct, tag="admitted"):
@@ -52,8 +45,7 @@ class Denied(msgspec.Struct, tag="denied"):
     """The answer to a newcomer that may not join."""
 
     why: str
-    version: bool
-    """True if its versions are the reason."""
+    version: bool  # True if its versions are the reason
 
     def error(self) -> NbdistError:
         """Return the error to raise for this answer."""
@@ -98,10 +90,7 @@ class TrialAnswer(msgspec.Struct, tag="tried"):
 
 
 def describe_the_notebook(newcomer: Newcomer, addresses: list[str]) -> NotebookFacts:
-    """Return the answer to a question of a newcomer with these versions, which this process, the notebook, gives.
-
-    ``addresses`` are those at which the hub's agent listens.
-    """
+    """Return the answer to a question of a newcomer with these versions, which this process, the notebook, gives."""
     try:
         check_versions(newcomer)
         misfit = ""
@@ -119,20 +108,17 @@ def describe_myself(token: str, workers: int) -> Newcomer:
 
 
 def decode_answer(answer: bytes) -> Admitted | Denied | NotebookFacts | TrialAnswer:
-    """Return an answer of the entrance. Raises `msgspec.MsgspecError` if it cannot be read."""
+    """Return an answer of the entrance. Raises `msgspec.MsgspecError` if it is none."""
     return msgspec.msgpack.decode(answer, type=Admitted | Denied | NotebookFacts | TrialAnswer)
 
 
 def check_versions(newcomer: Newcomer) -> None:
-    """Raise VersionMismatch, which names both versions, if a newcomer's versions do not fit this process's.
-
-    Functions of cells travel as bytecode, so the minor version of Python must be the same; nbdist must be the same, and
-    torch one that nbdist knows.
-    """
+    """Raise VersionMismatch, which names both versions, if a newcomer's versions do not fit this process's."""
 
     def refuse(what: str, theirs: object, ours: object, remedy: str) -> VersionMismatch:
         return VersionMismatch(f"{newcomer.host} has {what} {theirs}, and the notebook has {ours}: {remedy}")
 
+    # Functions of cells travel as bytecode, so the minor version must be the same.
     mine = ".".join(map(str, sys.version_info[:2]))
     if newcomer.python.split(".")[:2] != mine.split("."):
         raise refuse("Python", newcomer.python, platform.python_version(), f"use Python {mine} on all hosts")
@@ -144,9 +130,8 @@ def check_versions(newcomer: Newcomer) -> None:
 
 
 def _minor(version: str) -> tuple[int, int]:
-    """Return the major and the minor number of a version such as ``2.13.0+cpu``; (0, 0) for a text that has none."""
     try:
         major, minor = version.split(".")[:2]
         return int(major), int(minor)
-    except ValueError:
+    except ValueError:  # the text is no version
         return 0, 0

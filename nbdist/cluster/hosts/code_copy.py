@@ -48,12 +48,13 @@ def pack(folder: Path) -> bytes:
 
 
 def _python_files(folder: Path) -> Iterator[Path]:
-    """Yield the Python files that can be imported from a folder, in the order of their names, folder by folder."""
+    """Yield the Python files that can be imported from a folder, in an order that depends on their names only."""
     for looked_at, (here, below, names) in enumerate(os.walk(folder), 1):
         if looked_at > _MOST_FOLDERS:
             raise UsageError(
                 f"--sync-code looks into at most {_MOST_FOLDERS:,} folders, and {folder} has more: {_REMEDY}"
             )
+        # Only in the folder itself: below it, Python's own modules have other names.
         shadows = sys.stdlib_module_names if looked_at == 1 else frozenset()
         below[:] = sorted(
             name
@@ -77,6 +78,7 @@ def unpack(packed: bytes, folder: Path) -> None:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_name(f"{path.name}.draft")
+            # A worker may import the file meanwhile.
             draft.write_bytes(archive.read(name))
             draft.replace(path)
     kept = {folder / name for name in names}

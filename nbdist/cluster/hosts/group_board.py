@@ -69,6 +69,7 @@ class Boards:
                 case "compare_set", key, expected, desired:
                     found = values.get(key)
                     if (found or b"") != expected:
+                        # As torch's own stores answer.
                         return expected if found is None else found
                     values[key] = desired
                     return desired
@@ -82,7 +83,7 @@ class Boards:
 class BoardStore(GroupStore):
     """The store of one generation of a process group, at a board in the notebook."""
 
-    _first_pause, _longest_pause = 0.002, 0.05
+    _first_pause, _longest_pause = 0.002, 0.05  # longer than for a folder: each look is a call
 
     def __init__(self, generation: int, act: Callable[..., Any]) -> None:
         """Use the board of a generation. ``act`` calls `Boards.act` in the notebook."""
@@ -91,18 +92,13 @@ class BoardStore(GroupStore):
         self._act = act
 
     def _do(self, operation: str, *arguments: Any) -> Any:
-        """Do an operation in the notebook. Raises WorkerLost if a member has died, or the notebook is gone.
-
-        Raises RendezvousError if the group or the cluster has ended.
-        """
         try:
             return self._act(self._generation, operation, *arguments)
-        except NotOffered:
+        except NotOffered:  # the cluster has ended
             raise RendezvousError(REPLACED) from None
 
     def _write(self, operation: str, *arguments: Any) -> Any:
-        """Do an operation that changes the board. Raises WorkerLost, too, if a member has died."""
-        self._raise_if_ended()
+        self._raise_if_ended()  # the board does not know of a member that has died
         return self._do(operation, *arguments)
 
     @property
@@ -138,8 +134,7 @@ class BoardStore(GroupStore):
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """Give a key the desired value if its value is the expected one; return the value that the key has afterwards.
 
-        A missing value counts as empty. If it is missing and ``expected`` is not empty, nothing is written, and
-        ``expected`` is returned, as torch's own stores do.
+        A missing value counts as empty.
         """
         value: bytes = self._write("compare_set", key, _bytes(expected), _bytes(desired))
         return value

@@ -51,21 +51,14 @@ from nbdist.rpc.start import start_agent
 from nbdist.rpc.world.shared_store import ENTRANCE, STORE, Texts
 from nbdist.wire.messages import Record
 
-_ANSWERS_WITHIN = 30.0
-"""Seconds for a keeper's answer, if the call names no other limit."""
+_ANSWERS_WITHIN = 30.0  # seconds for a keeper's answer, if the call names no other limit
+# Seconds from the admission of a keeper to its first call of `arrive`. Then its use of the invitation is given back. A
+# keeper imports torch before it asks for admission, so it needs only a few of these seconds.
 _ARRIVES_WITHIN = 60.0
-"""Seconds from the admission of a keeper to its first call of `arrived`. Then its use of the invitation is given back.
-
-A keeper imports torch before it asks for admission, so it needs only a few of these seconds.
-"""
-_LARGEST_TRIAL = 1 << 23
-"""The most bytes that one trial (a request that measures the connection) may have sent back."""
-_CONNECTS_WITHIN = 0.5
-"""Seconds for a connection to a port that a trial names. It is short: the entrance answers nobody else meanwhile."""
-_CONNECTING_COUNTS = 1 << 22
-"""The bytes that a connection counts for, so that an invitation allows only some connections a minute."""
-_WARNINGS = 10
-"""The most refused newcomers (keepers that ask for admission) that the log names in a minute."""
+_LARGEST_TRIAL = 1 << 23  # the most bytes that one trial (which measures the connection) may have sent back
+_CONNECTS_WITHIN = 0.5  # seconds to connect to a trial's port: the entrance answers nobody else meanwhile
+_CONNECTING_COUNTS = 1 << 22  # bytes that a connection counts for, so that an invitation allows few of them a minute
+_WARNINGS = 10  # the most refused newcomers (keepers that ask for admission) that the log names in a minute
 _NAME = "hub"
 
 _log = logging.getLogger("nbdist.cluster")
@@ -76,29 +69,24 @@ class KeeperMember:
 
     def __init__(self, record: Record, token: str, room: int, address: str, host: str) -> None:
         self.record = record
-        self.token = token
-        """The token of the invitation with which it joined."""
-        self.room = room
-        """The number of workers that it may have."""
-        self.address = address
-        """The address of its host."""
+        self.token = token  # of the invitation with which it joined
+        self.room = room  # the number of workers that it may have
+        self.address = address  # of its host
         self.host = host
-        """The name of its host."""
-        self.workers: set[str] = set()
-        """The names of its workers, ended workers included."""
+        self.workers: set[str] = set()  # ended workers included
 
     @property
     def name(self) -> str:
-        """The name of its agent."""
+        """The name of the keeper's agent."""
         return self.record.name
 
 
 class _Coming(NamedTuple):
-    """A keeper that was admitted and has not joined yet: its token, its room for workers, and its time limit."""
+    """A keeper that was admitted and has not joined yet."""
 
     token: str
     workers: int
-    until: float
+    until: float  # by `time.monotonic`
 
 
 class Hub:
@@ -116,8 +104,7 @@ class Hub:
     The hub's agent calls all four in its threads. The first two must be quick.
     """
 
-    METHODS = ("arrive", "end", "deliver")
-    """The methods that keepers call."""
+    METHODS = ("arrive", "end", "deliver")  # those that keepers call
 
     def __init__(
         self,
@@ -131,23 +118,18 @@ class Hub:
         on_parcels: Callable[[str, list[Parcel]], object],
     ) -> None:
         self.host = host
-        self.secret = secrets.token_hex(32)
-        """The secret of the cluster, new for each start of it: all members have it."""
+        self.secret = secrets.token_hex(32)  # new for each start of the cluster; all members have it
         self._shared = Secret(self.secret.encode(), shared_off_host=True)
-        self.members: list[KeeperMember] = []
-        """The keepers that have joined and are not lost. Changed under `lock`."""
+        self.members: list[KeeperMember] = []  # those that are not lost; changed under `lock`
         self.lock = threading.RLock()
-        self.came: set[str] = set()
-        """The tokens with which keepers have joined, lost ones included."""
+        self.came: set[str] = set()  # the tokens with which keepers have joined, lost ones included
         self._on_arrival, self._on_gone, self._on_end, self._on_parcels = on_arrival, on_gone, on_end, on_parcels
         self._texts = Texts(self._shared)
-        self.invitations = Invitations()
-        """The invitations by which newcomers are admitted. Guarded by `lock`."""
+        self.invitations = Invitations()  # guarded by `lock`
         self._ids = itertools.count(1)
-        self._warned: deque[float] = deque()
-        """The times of the last minute's warnings about refused newcomers, by `time.monotonic`."""
+        self._warned: deque[float] = deque()  # when the last minute's warnings came, by `time.monotonic`
+        # The keepers that were admitted and have not joined yet, by the id that each got. Guarded by `lock`.
         self._coming: dict[int, _Coming] = {}
-        """The keepers that were admitted and have not joined yet, by the id that each got. Guarded by `lock`."""
         self.agent: Agent = start_agent(
             _NAME,
             0,
@@ -163,8 +145,7 @@ class Hub:
         self.agent.on_lost(self._lost)
         try:
             self.entrance = Entrance(host, self._shared.curve(ENTRANCE), self._answer, ports)
-            """The port to which newcomers come."""
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the agent and its threads would stay
             self.agent.close("the entrance could not open")
             raise
         self._texts.serve_at(self.entrance.address.removeprefix("tcp://"))
@@ -195,7 +176,7 @@ class Hub:
         return self.agent.call(member.name, os.getpid)
 
     def close(self) -> None:
-        """Close the entrance and leave the keepers, which end if they have not yet. A second call does nothing."""
+        """Close the entrance and leave the keepers, which end if they have not yet."""
         with contextlib.ExitStack() as steps:
             steps.callback(self.agent.close, "has ended its cluster")
             self.entrance.close()
@@ -207,11 +188,8 @@ class Hub:
     # -- the entrance -------------------------------------------------------------------------
 
     def _answer(self, request: bytes) -> bytes:
-        """Answer a request at the entrance, in the entrance's thread.
-
-        Anybody may send a request, so nothing is unpickled. Raises an error, which is logged, for bytes that no program
-        of nbdist sends.
-        """
+        """Answer a request at the entrance, in its thread. Raises an error for bytes that nbdist never sends."""
+        # Anybody may send a request, so nothing is unpickled.
         kind, content = request[:1], request[1:]
         if kind == STORE:
             return self._texts.answer(content)
@@ -238,19 +216,16 @@ class Hub:
         return msgspec.msgpack.encode(Admitted(id, self.secret, self.agent.me))
 
     def _warn_of(self, newcomer: Newcomer, error: Exception) -> None:
-        """Log that a newcomer was refused. At most `_WARNINGS` times a minute, since anybody may send requests."""
         now = time.monotonic()
         while self._warned and self._warned[0] < now - 60.0:
+            # Not every refusal, since anybody may send requests.
             self._warned.popleft()
         if len(self._warned) < _WARNINGS:
             self._warned.append(now)
             _log.warning("a worker of %.80r was refused: %s", newcomer.host, error)
 
     def _answer_trial(self, trial: Trial) -> bytes:
-        """Return the answer to a trial: bytes, and whether a port can be reached. Runs in the entrance's thread.
-
-        Without a valid invitation, or beyond what an invitation may move in a minute, the answer is `Denied`.
-        """
+        """Return the answer to a trial: bytes, and whether a port can be reached. Runs in the entrance's thread."""
         wanted = min(max(0, trial.wanted), _LARGEST_TRIAL)
         nbytes = len(trial.padding) + wanted + (_CONNECTING_COUNTS if trial.port else 0)
         try:
@@ -268,7 +243,7 @@ class Hub:
         return msgspec.msgpack.encode(TrialAnswer(time.time(), bytes(wanted), unreached))
 
     def _forget_the_late(self) -> None:
-        """Give back the invitations' uses of keepers that were admitted and did not join in time, under the lock."""
+        """Give back the uses of keepers that were admitted and did not join in time. The caller holds the lock."""
         for id in [id for id, coming in self._coming.items() if coming.until < time.monotonic()]:
             coming = self._coming.pop(id)
             self.invitations.give_back(coming.token, coming.workers)
@@ -276,10 +251,7 @@ class Hub:
     # -- keepers ------------------------------------------------------------------------------
 
     def arrive(self, id: int, incarnation: int, address: str, host: str) -> None:
-        """Note that a keeper has joined: the one that got ``id`` when it was admitted.
-
-        Raises SecurityError if the keeper joins later than `_ARRIVES_WITHIN` after its admission.
-        """
+        """Note that a keeper has joined: the one that got ``id`` when it was admitted."""
         record = self.agent.member(incarnation)
         with self.lock:
             self._forget_the_late()
@@ -295,13 +267,13 @@ class Hub:
             lost = self.has_lost(member)  # a moment ago: `_lost` did not find it in `members`
             if lost:
                 self.members.remove(member)
-        if lost:
+        if lost:  # outside of the lock: the launcher takes its own lock before this one
             self._on_gone(member, self.agent.fate(incarnation) or "is gone")
         else:
             self._on_arrival()
 
     def end(self, worker: str, how: int | str, last_words: str) -> None:
-        """Note that a worker's process has ended. Keepers call this, `arrive` and `deliver`."""
+        """Note that a worker's process has ended."""
         self._on_end(worker, how, last_words)
 
     def deliver(self, worker: str, batch: Sequence[Parcel]) -> None:
@@ -309,7 +281,7 @@ class Hub:
         self._on_parcels(worker, list(batch))
 
     def _lost(self, record: Record, why: str) -> None:
-        """Forget a keeper that is lost. Called by the agent, so it must be quick."""
+        """Forget a keeper that is lost. The agent calls this, so it must be quick."""
         with self.lock:
             member = next((each for each in self.members if each.record.incarnation == record.incarnation), None)
             if member is None:

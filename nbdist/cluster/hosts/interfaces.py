@@ -13,23 +13,18 @@ from pathlib import Path
 
 from nbdist.errors import UsageError
 
-_SIOCGIFCONF = 0x8912
-"""Linux's request for all IPv4 addresses, an interface's second and third included."""
+_SIOCGIFCONF = 0x8912  # Linux's request for all IPv4 addresses, an interface's second and third included
+# One address in the answer (``struct ifreq``): its label, such as ``eth0:1``, family, port and address.
 _ENTRY = struct.Struct("16sHH4s16x" if struct.calcsize("P") == 8 else "16sHH4s8x")
-"""One address in the answer (``struct ifreq``): its label, such as ``eth0:1``, family, port and address."""
-_LOOPBACK = "lo"
-"""The interface of all addresses from 127.0.0.1 to 127.255.255.254, of which it lists only the first."""
+_LOOPBACK = "lo"  # the interface of all of 127.0.0.1 to 127.255.255.254, of which it lists only the first
 
 
 def own_address_towards(host: str, port: int) -> str:
-    """Return this host's address on the way to ``host``. Sends nothing.
-
-    Raises UsageError if there is no way there.
-    """
+    """Return this host's address on the way to ``host``. Raises UsageError if there is no way there."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(place)
+            probe.connect(place)  # sends nothing: it is a datagram socket
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UsageError(
@@ -59,7 +54,6 @@ def interface_of(address: str) -> str | None:
 
 
 def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address]]:
-    """Yield the name of an interface with each of its IPv4 addresses. Raises OSError on another system than Linux."""
     room = 64
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         while True:

@@ -32,13 +32,13 @@ class Invitation(msgspec.Struct):
     uses: int
     """The number of workers that may join with the token."""
     expires: str
-    """Until when the token is valid, for the reader: a date and a time in UTC."""
+    """Until when the token is valid, for the reader only: a date and a time in UTC."""
 
     def write(self, path: Path) -> None:
         """Write the file, which only this user may read; replace an earlier one. Raises UsageError if it cannot."""
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # its owner's from the beginning
             with open(file, "wb") as text:
                 text.write(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
             os.replace(draft, path)
@@ -72,21 +72,19 @@ def read_invitation(path: str) -> Invitation:
         raise UsageError(f"{path} is no invitation of %dist_invite: {error}") from error
 
 
-_TRIED_BYTES = 128_000_000
-"""Bytes that trials with one invitation may move in a minute: a doctor moves 35 MB."""
+_TRIED_BYTES = 128_000_000  # bytes that trials with one invitation may move in a minute: a doctor moves 35 MB
 _TRIED_SECONDS = 60.0
 
 
 @dataclass
 class _Grant:
-    """One token, until when it is valid, and how many uses are left."""
+    """One token."""
 
     token: str
-    until: float
-    left: int
+    until: float  # the end of its validity, by the caller's clock
+    left: int  # the number of uses
     revoked: bool = False
-    tried_since: float = -_TRIED_SECONDS
-    """The beginning of the minute in which `tried` bytes were moved."""
+    tried_since: float = -_TRIED_SECONDS  # the beginning of the minute in which `tried` bytes were moved
     tried: int = 0
 
 
@@ -97,10 +95,7 @@ class Invitations:
         self._grants: list[_Grant] = []
 
     def invite(self, now: float, seconds: float, uses: int) -> str:
-        """Return a new token for ``uses`` workers, valid for ``seconds`` from ``now`` on.
-
-        Raises UsageError unless both are more than 0.
-        """
+        """Return a new token, valid for ``seconds`` from ``now`` on. UsageError unless it and ``uses`` are positive."""
         if not seconds > 0:
             raise UsageError(f"an invitation must be valid for more than 0 s, not {seconds:g} s")
         if uses < 1:
@@ -110,14 +105,14 @@ class Invitations:
         return grant.token
 
     def revoke(self) -> int:
-        """Make all tokens invalid; return how many had uses left, expired ones included. Joined workers stay."""
+        """Make all tokens invalid; return how many had uses left, expired ones included."""
         valid = [grant for grant in self._grants if not grant.revoked and grant.left]
         for grant in self._grants:
             grant.revoked = True
         return len(valid)
 
     def use(self, token: str, now: float, workers: int = 1) -> None:
-        """Take one use of a token for each of ``workers``; raise SecurityError, with the reason, if that is refused."""
+        """Take one use of a token for each of ``workers``. Raises SecurityError, with the reason, if `check` does."""
         self.check(token, now, workers)
         next(grant for grant in self._grants if grant.token == token).left -= workers
 
@@ -145,6 +140,7 @@ class Invitations:
 
     def check(self, token: str, now: float, workers: int) -> None:
         """Raise SecurityError, with the reason, if ``workers`` workers may not join with a token now. Takes no use."""
+        # Anybody may send tokens, so a comparison must not take longer for a better guess.
         grants = [grant for grant in self._grants if hmac.compare_digest(grant.token.encode(), token.encode())]
         if not grants:
             raise SecurityError("this cluster has not made this invitation: ask for a new one, %dist_invite")

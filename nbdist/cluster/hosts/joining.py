@@ -19,9 +19,8 @@ def join(path: str, workers: int, host: str | None, with_parent: bool = False) -
     """Run a number of ``workers`` for the cluster of the invitation at ``path``; return this process's exit code.
 
     ``host`` is this host's address for the others; None for the one on the way to the notebook. ``with_parent`` ends
-    this process with the one that has started it, even if that is killed. Returns 0 once the
-    cluster has ended in order, or after Ctrl-C or SIGTERM; 1 if the notebook is lost. Raises UsageError or
-    SecurityError for the invitation, and what `Keeper` raises.
+    this process with the one that has started it, even if that is killed. Returns 0 once the cluster has ended in
+    order, or after Ctrl-C or SIGTERM; 1 if the notebook is lost.
     """
     if workers < 1:
         raise UsageError(f"-n must be 1 or more, not {workers}")
@@ -45,8 +44,6 @@ def join(path: str, workers: int, host: str | None, with_parent: bool = False) -
 
 
 def _finish(keeper: Keeper) -> None:
-    """Make `Keeper.run` return. The handler of SIGTERM calls this, at any place of the main thread.
-
-    A thread does it: the handler may interrupt the main thread while that holds the lock of the event to be set.
-    """
+    # The handler of SIGTERM calls this at any place of the main thread, perhaps while that holds the lock of the event
+    # to be set. So a thread sets the event.
     threading.Thread(target=keeper.finish, args=("",), name="nbdist-finish", daemon=True).start()

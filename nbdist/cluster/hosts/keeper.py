@@ -49,11 +49,9 @@ from nbdist.rpc.options import RpcBackendOptions
 from nbdist.rpc.start import start_agent
 from nbdist.wire.messages import Record
 
-_ANSWERS_WITHIN = 20.0
-"""Seconds for each answer of the notebook while the keeper joins."""
-
+_ANSWERS_WITHIN = 20.0  # seconds for each answer of the notebook while the keeper joins
+# Seconds after a worker's end in which its last output may arrive here, and seconds to bring it to the notebook.
 _LAST_OUTPUT_WITHIN, _OUTPUT_PASSES_WITHIN = 0.03, 5.0
-"""Seconds after a worker's end in which its last output may arrive here, and seconds to bring it to the notebook."""
 
 _log = logging.getLogger("nbdist.cluster")
 
@@ -64,8 +62,7 @@ class Keeper:
     Args:
         invitation: Where the cluster is, and the proof that this process may join.
         workers: The number of workers that it may start.
-        host: The address at which the other hosts reach this one; None for this host's address on the route to the
-            notebook.
+        host: The address at which the other hosts reach this one; None for the one on the route to the notebook.
         gpus: The GPUs for the workers, in turn, by torch's numbers on this host; None for all.
 
     Raises:
@@ -87,22 +84,19 @@ class Keeper:
         "finish",
         "end",
     )
-    """The methods that the hub calls."""
 
     def __init__(
         self, invitation: Invitation, workers: int = 1, host: str | None = None, gpus: Sequence[int] | None = None
     ) -> None:
         self._room = workers
         self._gpus = list(range(torch.cuda.device_count())) if gpus is None else list(gpus)
+        # The place of its first worker on this host, and the number of places on this host.
         self._first, self._places = _places_of_host(os.environ, workers)
-        """The place of its first worker on this host, and the number of places on this host."""
-        self._given: dict[str, int] = {}
-        """The number of each worker's place here, from 0 to ``workers - 1``, by its name."""
+        self._given: dict[str, int] = {}  # each worker's place here, from 0 to ``workers - 1``, by its name
         self._relays: dict[str, Relay] = {}
-        self._lock = threading.Lock()
-        """Guards `_given` and `_relays`: workers start and end in several threads."""
+        self._lock = threading.Lock()  # guards `_given` and `_relays`: workers start and end in several threads
+        # Held by the thread that ends the workers: the thread of the hub's call, or the one that ends this process.
         self._closing = threading.Lock()
-        """Held by the thread that ends the workers: the thread of the hub's call, or the one that ends this process."""
         self._ended = threading.Event()
         self.why = ""
         """The reason for which `run` has returned; empty if the cluster has ended in order."""
@@ -110,8 +104,8 @@ class Keeper:
         address, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
         self.host = host or own_address_towards(address.strip("[]"), int(port))
         _require_own_address(self.host)
+        # For the workers' process groups; empty to let gloo and NCCL choose.
         self._interface = interface_of(self.host) or ""
-        """The network interface for the process groups of the workers; empty to let gloo and NCCL choose."""
         if not self._interface:
             _log.warning(
                 "no network interface of this host has the address %s: gloo and NCCL choose one by themselves. If they "
@@ -139,7 +133,7 @@ class Keeper:
                 present=[answer.hub],
                 directory=self._launcher.folder,
             )
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the zygote would stay
             self._launcher.close()
             raise
         self._agent.named.publish("keeper", self, *self.METHODS)
@@ -148,7 +142,7 @@ class Keeper:
         try:
             me = self._agent.me.incarnation
             self._hub.ask("arrive", answer.id, me, self.host, platform.node())
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the agent and the zygote would stay
             self.close()
             raise
 
@@ -160,7 +154,7 @@ class Keeper:
             self.close()
 
     def close(self) -> None:
-        """End all workers, remove their files, and leave the cluster. A second call does nothing."""
+        """End all workers, remove their files, and leave the cluster."""
         self._ended.set()
         with self._closing, contextlib.ExitStack() as steps:  # every step runs, also after Ctrl-C
             steps.callback(self._agent.close, "has ended")
@@ -183,7 +177,6 @@ class Keeper:
         self._ended.set()
 
     def _on_lost(self, record: Record, why: str) -> None:
-        """End this keeper if the hub, which is the notebook, is lost."""
         self.finish(f"the notebook {why}")
 
     # -- the workers --------------------------------------------------------------------------
@@ -203,22 +196,20 @@ class Keeper:
     def start(self, encoded: str, connection: Mapping[str, Any], environment: Mapping[str, str]) -> StartedWorker:
         """Start a worker here, and the relay that passes messages between its kernel and the notebook.
 
-        ``encoded`` is the worker's setup, as `WorkerSetup.encode` returns it.
-
-        The worker gets the place of its ``local_rank`` if that is free, else the first free one. ``connection`` is the
-        content of the kernel's connection file on the notebook's host. The file that this function writes here has
-        other sockets and the same key.
+        ``encoded`` is the worker's setup, as `WorkerSetup.encode` returns it. ``connection`` is the content of the
+        kernel's connection file on the notebook's host.
         """
         setup, folder = WorkerSetup.decode(encoded), self._launcher.folder
         with self._lock:
             place = self._given.get(setup.name)
             if place is None:
                 free = set(range(self._room)) - set(self._given.values())
+                # The place of its ``local_rank`` if that is free, else the first free one.
                 place = self._given[setup.name] = setup.local_rank if setup.local_rank in free else min(free)
         ip = str(folder / Path(connection["ip"]).name)
         file = folder / f"{Path(connection['ip']).name}.json"
-        file.touch(mode=0o600)
-        here = {**connection, "ip": ip}
+        file.touch(mode=0o600)  # before the key is in it
+        here = {**connection, "ip": ip}  # other sockets, the same key
         file.write_bytes(msgspec.json.encode(here))
         place += self._first
         gpu = self._gpus[place % len(self._gpus)] if self._gpus else None
@@ -247,7 +238,7 @@ class Keeper:
             earlier.close()
         try:
             started = self._launcher.start(local, environment).result()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: nobody else would close the relay
             with self._lock:
                 self._relays.pop(name, None)
             relay.close()
@@ -263,7 +254,7 @@ class Keeper:
     def _on_end(self, name: str, how: int | str) -> None:
         """Tell the notebook that a worker has ended, and its last words, after its last output.
 
-        The launcher calls this in its thread. Returns at once: another thread waits until the last output has passed.
+        The launcher calls this in its thread, so another thread waits until the last output has passed.
         """
         with self._lock:
             relay = self._relays.pop(name, None)
@@ -278,7 +269,7 @@ class Keeper:
         threading.Thread(target=tell, name="nbdist-ending", daemon=True).start()
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to a worker."""
+        """Send a signal to a worker; do nothing if it has ended."""
         self._launcher.signal(name, number)
 
     def probe(self, name: str) -> Probe:
@@ -300,11 +291,9 @@ class Keeper:
 
 
 def _places_of_host(environment: Mapping[str, str], workers: int) -> tuple[int, int]:
-    """Return the place on this host of the first of a keeper's ``workers``, and the number of places of all keepers.
-
-    torchrun and Slurm start several keepers on one host, and put a number into each one's ``environment``. A keeper
-    without such a number counts as the only one of its host. Pure.
-    """
+    """Return the place on this host of the first of a keeper's ``workers``, and the number of places of all keepers."""
+    # torchrun and Slurm start several keepers on one host, and number them. One without a number counts as the only
+    # one.
     for local, size in (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")):
         if (number := environment.get(local, "")).isdecimal():
             first = int(number) * workers
@@ -314,12 +303,11 @@ def _places_of_host(environment: Mapping[str, str], workers: int) -> tuple[int, 
 
 
 def _agent_name(id: int) -> str:
-    """Return the name of a keeper's agent. It names this host, because the notebook's log shows it."""
+    # The notebook's log shows this name.
     return f"keeper{id}-of-{re.sub('[^A-Za-z0-9_-]', '-', platform.node())}"[:100]
 
 
 def _require_own_address(host: str) -> None:
-    """Raise UsageError unless ``host`` is an address of this host."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:

@@ -17,8 +17,7 @@ from nbdist.rpc.agent import Agent, active_agent
 from nbdist.rpc.futures import Future
 from nbdist.wire.messages import Record
 
-_TOLD_WITHIN = 5.0
-"""Seconds for a member to confirm that it has given up another one."""
+_TOLD_WITHIN = 5.0  # seconds for a member to confirm that it has given up another one
 
 
 class Losses:
@@ -31,7 +30,7 @@ class Losses:
         agent.on_lost(self._on_lost)
 
     def _on_lost(self, record: Record, why: str) -> None:
-        """Tell the other members that one is lost. Called by the agent, so it does not wait."""
+        # The agent calls this, so it must not wait.
         with self._lock:
             self._asked = [each for each in self._asked if not each.done()]
         for other in self._agent.membership.others():
@@ -50,7 +49,7 @@ class Losses:
 
 
 def _give_up(incarnation: int, why: str) -> None:
-    """Give up a member of this agent's world that is lost. The notebook calls this on the other members."""
+    """Give up a lost member of this agent's world. The notebook calls this on the other members."""
     agent = active_agent()
     if agent is not None:
         agent.lose(incarnation, why)

@@ -37,12 +37,9 @@ from nbdist.cluster.hosts.admission import (
 from nbdist.cluster.hosts.interfaces import own_address_towards
 from nbdist.cluster.hosts.invitations import Invitation
 
-_ANSWERS_WITHIN = 10.0
-"""Seconds for each answer of the notebook."""
-_PART = 1 << 20
-"""The most bytes of one request on the way there: the entrance reads no large ones."""
-_CONNECTS_WITHIN = 2.0
-"""Seconds for a connection to a port of the notebook's host."""
+_ANSWERS_WITHIN = 10.0  # seconds for each answer of the notebook
+_PART = 1 << 20  # the most bytes of one request on the way there: the entrance reads no large ones
+_CONNECTS_WITHIN = 2.0  # seconds for a connection to a port of the notebook's host
 
 
 class TrialWay:
@@ -55,8 +52,7 @@ class TrialWay:
     def __init__(self, invitation: Invitation) -> None:
         """Begin to connect. Raises UsageError if there is no way to the address of ``invitation``."""
         address, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
-        self.own_address = own_address_towards(address.strip("[]"), int(port))
-        """This host's address on the way there."""
+        self.own_address = own_address_towards(address.strip("[]"), int(port))  # on the way there
         self._token = invitation.token
         self._visit = Visit(invitation.address, invitation.key.encode())
 
@@ -82,18 +78,13 @@ class TrialWay:
         return round_trips(lambda: self._try().now)
 
     def rates(self, fastest: float) -> tuple[float, float]:
-        """Return the bytes a second on the way to the notebook, and back.
-
-        ``fastest`` is the time of the fastest small trial, in seconds.
-        """
+        """Return the bytes a second to the notebook, and back; ``fastest`` is the fastest small trial's time in s."""
         there = rate_of(self._move_there, fastest)
         return there, rate_of(lambda size: self._try(wanted=size), fastest)
 
     def unreached_from_here(self, facts: NotebookFacts) -> str:
-        """Return why this host cannot connect to the other ports of the notebook; an empty text if it can.
-
-        ``facts`` has the addresses. A firewall may let connections to the entrance pass, and no others.
-        """
+        """Return why this host cannot connect to the other ports of the notebook; an empty text if it can."""
+        # A firewall may let connections to the entrance pass, and no others.
         for address in facts.addresses:
             if not address.startswith("tcp://"):
                 continue
@@ -116,11 +107,9 @@ class TrialWay:
         return f"{self.own_address}:{port}: {unreached}" if unreached else ""
 
     def _move_there(self, nbytes: int) -> None:
-        """Send so many bytes to the notebook, and wait until it has them."""
         self._try_all([Trial(self._token, bytes(min(_PART, nbytes - at))) for at in range(0, nbytes, _PART)])
 
     def _try(self, *, wanted: int = 0, port: int = 0, host: str = "") -> TrialAnswer:
-        """Send one trial with these fields, and return its answer."""
         return self._try_all([Trial(self._token, b"", wanted, port, host)])[0]
 
     def _try_all(self, trials: Sequence[Trial]) -> list[TrialAnswer]:

@@ -34,10 +34,8 @@ class InvitingLauncher(RemoteLauncher):
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
         self.on_arrival: Callable[[], object] = lambda: None
         """Called when a keeper has joined, after it got the workers that waited for a keeper. Must be quick."""
-        self._ranks: dict[str, int] = {}
-        """The rank of each worker that was ever started or waited for a keeper, by the worker's name."""
-        self._joining: set[str] = set()
-        """The names of new workers that are starting, and do not belong to the running cluster yet."""
+        self._ranks: dict[str, int] = {}  # of each worker that was ever started or waited for a keeper, by its name
+        self._joining: set[str] = set()  # new workers that are starting, and do not belong to the running cluster yet
         super().__init__(spec, on_end)
 
     # -- invitations --------------------------------------------------------------------------
@@ -64,11 +62,9 @@ class InvitingLauncher(RemoteLauncher):
             return max(0, free - len(known - placed))
 
     def hear_from_keepers(self) -> None:
-        """Wait until each keeper has answered, or is lost, so that the places of lost ones are open in `spare`.
-
-        The hub notices only after 12 seconds that another host is gone. Until then its workers would keep their places,
-        and who comes for one of these would become a new worker.
-        """
+        """Wait until each keeper has answered, or is lost, so that the places of lost ones are open in `spare`."""
+        # The hub notices only after 12 seconds that another host is gone. Until then its workers would keep their
+        # places, and who comes for one of these would become a new worker.
         with self.hub.lock:
             members = list(self.hub.members)
         asked = []
@@ -135,14 +131,12 @@ class InvitingLauncher(RemoteLauncher):
                 self.hub.call(member, method, argument).wait()  # before the next start there
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
-        """Start a worker as soon as a keeper has room for it; return a future.
-
-        If `expect` has named the worker, the future fails unless a keeper has room at once.
-        """
+        """Start a worker as soon as a keeper has room; a worker that `expect` has named must have a place at once."""
         with self._lock:
             self._ranks[setup.name] = setup.rank
         future = super().start(setup, environment)
         with self._lock:
+            # `super().start` leaves it in `wanted` if no keeper has room.
             has_no_place = not self._may_wait(setup.name) and self.wanted.pop(setup.name, None) is not None
         if has_no_place:
             future.set_running_or_notify_cancel()

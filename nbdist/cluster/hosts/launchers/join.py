@@ -24,7 +24,7 @@ class JoinLauncher(InvitingLauncher):
         self._first = self.hub.invite(VALID_FOR, spec.count)
         try:
             self._first.write(self._file)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the hub and the zygote would stay
             self.close()
             raise
 

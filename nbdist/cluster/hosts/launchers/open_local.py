@@ -29,25 +29,20 @@ from nbdist.errors import ResourceError
 if TYPE_CHECKING:
     from nbdist.cluster.spec import Spec
 
-_INVITED_FOR = 600.0
-"""Seconds within which the keeper must join; it needs a few."""
-_ENDS_WITHIN = 5.0
-"""Seconds for the keeper to end after SIGTERM; then it gets SIGKILL."""
+_INVITED_FOR = 600.0  # seconds within which the keeper must join; it needs a few
+_ENDS_WITHIN = 5.0  # seconds for the keeper to end after SIGTERM; then it gets SIGKILL
 
 
 class OpenLocalLauncher(InvitingLauncher):
     """Starts a keeper on this host with room for the cluster's first workers. Others join by invitations."""
 
     def __init__(self, spec: Spec, on_end: OnEnd) -> None:
+        # The keepers that this launcher has started, by the token of the invitation that each one got.
         self._own: dict[str, subprocess.Popen[bytes]] = {}
-        """The keepers that this launcher has started, by the token of the invitation that each one got."""
         super().__init__(spec, on_end)
 
     def start(self, setup: WorkerSetup, environment: Mapping[str, str]) -> Future[StartedWorker]:
-        """Start a worker; return a future. The first workers have the places on this host in the order of their ranks.
-
-        A worker that `expect` has named starts at once or never.
-        """
+        """Start a worker; the first workers have the places on this host in the order of their ranks."""
         if not self._needs_invited(setup.rank):
             setup = msgspec.structs.replace(setup, local_rank=setup.rank)
         return super().start(setup, environment)
@@ -100,7 +95,7 @@ class OpenLocalLauncher(InvitingLauncher):
         return member.token not in self._own
 
     def _needs_invited(self, rank: int) -> bool:
-        """Return whether a worker joined later, by its rank: the first ``spec.count`` workers are on this host."""
+        # Workers that joined later have the higher ranks.
         return rank >= self.spec.count
 
     def advice(self) -> str:

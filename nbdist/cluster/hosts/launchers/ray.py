@@ -39,24 +39,18 @@ from nbdist.errors import ResourceError, UsageError
 if TYPE_CHECKING:
     from nbdist.cluster.spec import Spec
 
-_ROOM_WITHIN = 30.0
-"""Seconds to wait for Ray to have room for all workers, if the user has not set the cluster's timeout."""
+_ROOM_WITHIN = 30.0  # seconds to wait for Ray to have room for all workers, without the user's timeout
+# The number of tries to start a Ray on this machine, and the seconds for each: Ray takes 15 on two idle cores.
 _TRIES, _STARTS_WITHIN = 2, 60
-"""The number of tries to start a Ray on this machine, and the seconds for each: Ray takes 15 on two idle cores."""
-_INVITED_FOR = 600.0
-"""Seconds for which the invitation that an actor gets is valid."""
-_USUAL_TIMEOUT = 120.0
-"""The default timeout of a cluster, in seconds."""
-_HEAD_ANSWERS_WITHIN = 3.0
-"""Seconds for Ray's head to accept a connection."""
-_LEAVES_WITHIN = 5.0
-"""Seconds for Ray to free the room of a cluster that ends."""
+_INVITED_FOR = 600.0  # seconds for which the invitation that an actor gets is valid
+_USUAL_TIMEOUT = 120.0  # a cluster's default timeout, in seconds
+_HEAD_ANSWERS_WITHIN = 3.0  # seconds for Ray's head to accept a connection
+_LEAVES_WITHIN = 5.0  # seconds for Ray to free the room of a cluster that ends
+# The most actors to ask for, one after another, for one start of a worker, if they die before their keeper joins.
 _ACTORS_TRIED = 3
-"""The most actors to ask for, one after another, for one start of a worker, if they die before their keeper joins."""
 
 
-_starting = threading.Lock()
-"""Held while a Ray starts here: `_small_agent` replaces a function of Ray's for that time."""
+_starting = threading.Lock()  # held while a Ray starts here: `_small_agent` replaces a function of Ray's meanwhile
 
 
 class RayLauncher(RemoteLauncher):
@@ -74,21 +68,19 @@ class RayLauncher(RemoteLauncher):
                 "the launcher ray needs Ray, which is not installed: pip install 'nbdist[ray]', on all hosts"
             ) from error
         self._ray: Any = ray
-        self.actors: dict[str, _Placed] = {}
-        """The actor of each worker that has one, by the worker's name."""
+        self.actors: dict[str, _Placed] = {}  # of each worker that has one, by the worker's name
+        # By worker's name: how many of its actors have died one after another before their keeper joined.
         self._died: Counter[str] = Counter()
-        """By worker's name: how many of its actors have died one after another before their keeper joined."""
         self._group: Any = None
-        self._disconnects = _connect(ray, spec)
-        """True if this launcher has connected this process to Ray, and so must disconnect it."""
+        self._disconnects = _connect(ray, spec)  # True if this launcher has connected this process to Ray
         try:
             super().__init__(replace(spec, host=spec.host or address_of_this_node()), on_end)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: a Ray that was started here would stay
             self._leave_ray()
             raise
         try:
             self._reserve(spec)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: Ray would keep the room
             self.close()
             raise
 
@@ -106,16 +98,12 @@ class RayLauncher(RemoteLauncher):
         wait_for_room(ray, self._group, self._needs, spec.count, within)
 
     def _provide(self) -> None:
-        """Ask Ray for an actor for each worker that waits for a keeper and has none.
-
-        If Ray's head cannot be reached, their starts fail: to ask would block, and after 60 s Ray would end this
-        process.
-        """
+        """Ask Ray for an actor for each worker that waits for a keeper and has none."""
         with self._lock:
             starts = [start for name, start in self.wanted.items() if name not in self.actors and not self._closing]
             if not starts:
                 return
-            lost = self._lost_head()
+            lost = self._lost_head()  # if it is lost, to ask would block, and after 60 s Ray would end us
             for start in starts:
                 if lost:
                     del self.wanted[start.name]
@@ -143,7 +131,7 @@ class RayLauncher(RemoteLauncher):
         return ""
 
     def _keeper_for(self, setup: WorkerSetup) -> KeeperMember | None:
-        """Return the keeper that the worker's own actor has started; None if that keeper has not joined."""
+        """Return the keeper that the worker's own actor has started, once that has joined."""
         placed = self.actors.get(setup.name)
         if placed is None:
             return None
@@ -169,11 +157,7 @@ class RayLauncher(RemoteLauncher):
         ).start()
 
     def _watch(self, name: str, placed: _Placed, ended: Any) -> None:
-        """Wait for the end of an actor's `RayActor.run`. If its keeper never joined, fail the start of the worker.
-
-        If the actor has died, ask Ray for another one instead, up to `_ACTORS_TRIED` actors. Ray takes half a minute to
-        notice that a node is frozen or cut off, and still places actors there, which die when Ray notices.
-        """
+        """Wait for the end of an actor's `RayActor.run`. If its keeper never joined, fail the start of the worker."""
         why, died = "its keeper has ended, see Ray's worker logs", False
         try:
             self._ray.get(ended)
@@ -187,6 +171,8 @@ class RayLauncher(RemoteLauncher):
                 return  # the keeper has joined, and the hub notices its end
             del self.actors[name]
             self._died[name] += died
+            # Ray takes half a minute to notice that a node is frozen or cut off, and still places actors there, which
+            # die when Ray notices. So an actor that has died is replaced.
             again = died and self._died[name] < _ACTORS_TRIED and name in self.wanted
             start = None if again else self.wanted.pop(name, None)
             if not again:
@@ -200,8 +186,8 @@ class RayLauncher(RemoteLauncher):
             start.future.set_exception(ResourceError(f"Ray has not started {name}: {why}. Restart it to try again"))
 
     def _kill(self, placed: _Placed) -> None:
-        """Let Ray end an actor, and so free its place. Does nothing for an actor that has ended."""
-        with contextlib.suppress(Exception):
+        """Let Ray end an actor, and so free its place."""
+        with contextlib.suppress(Exception):  # Ray's errors, of many classes, such as for an actor that has ended
             self._ray.kill(placed.actor, no_restart=True)
 
     def _release(self, member: KeeperMember) -> None:
@@ -228,29 +214,25 @@ class RayLauncher(RemoteLauncher):
             return super().close()
 
     def _kill_all(self) -> None:
-        """Let Ray end all actors."""
         with self._lock:
             actors, self.actors = list(self.actors.values()), {}
         for placed in actors:
             self._kill(placed)
 
     def _leave_ray(self) -> None:
-        """Give back the placement group. Disconnect from Ray; this ends Ray if this launcher has started it.
-
-        Ray frees the group when this process disconnects. To ask for it would block if Ray's head is lost, and after
-        60 s Ray would end this process. A connection of the user's stays, so there a thread asks.
-        """
+        """Give back the placement group. Disconnect from Ray; this ends Ray if this launcher has started it."""
         group, self._group = self._group, None
         if self._disconnects:
+            # Frees the group, too. To ask for that would block if Ray's head is lost, and after 60 s Ray would end us.
             self._ray.shutdown()
         elif group is not None:
+            # The user's own connection stays, so Ray must be asked: in a thread, because that may block.
             removing = threading.Thread(target=_remove, args=(group,), name="nbdist-ray-leaving", daemon=True)
             removing.start()
             removing.join(_LEAVES_WITHIN)
 
 
 def _remove(group: Any) -> None:
-    """Let Ray free a placement group. Errors are ignored, such as that Ray is not connected any more."""
     from ray.util.placement_group import remove_placement_group
 
     with contextlib.suppress(Exception):  # Ray raises errors of many classes
@@ -258,7 +240,7 @@ def _remove(group: Any) -> None:
 
 
 class _Placed(NamedTuple):
-    """An actor that Ray was asked for, and the token of the invitation with which the actor's keeper comes."""
+    """An actor that Ray was asked for, and the token of its keeper's invitation."""
 
     actor: Any
     token: str
@@ -292,8 +274,7 @@ def _connect(ray: Any, spec: Spec) -> bool:
 def _start_here(ray: Any, cpus: int) -> None:
     """Start a Ray on this machine with room for ``cpus`` workers without GPUs; `ray.shutdown` ends this Ray.
 
-    A start may fail on a busy machine, so it is tried `_TRIES` times. Raises Ray's error after the last try. After a
-    failed try, and after Ctrl-C, no process of that Ray is left.
+    Raises Ray's error after the last of `_TRIES` tries: a busy machine may fail one. A failed try leaves no process.
     """
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(_STARTS_WITHIN))
     for number in range(1, _TRIES + 1):
@@ -304,7 +285,7 @@ def _start_here(ray: Any, cpus: int) -> None:
                     address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
                 )
             return
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C, too: Ray leaves its processes behind
             _end_rays_processes(_children() - before, str(Path(ray.__file__).parent))
             if number == _TRIES or not isinstance(error, Exception):
                 raise
@@ -315,16 +296,15 @@ def _small_agent(ray: Any) -> Iterator[None]:
     """Let a Ray that starts during the block run its agent process without the parts for dashboards.
 
     Ray's raylet ends itself if its agent is not up after 15 s. With the packages of the extra `ray[default]`, the agent
-    needs 12 s on two idle cores. Without this extra, Ray runs a smaller agent. So during the block, Ray's function that
-    looks for the extra returns an error, as if it were not installed. Does nothing if Ray has no such function.
+    needs 12 s on two idle cores. Without this extra, Ray runs a smaller agent.
     """
     name = "get_dashboard_dependency_error"
     utils = getattr(getattr(ray, "_private", None), "utils", None)
     plain = getattr(utils, name, None)
-    if plain is None:
+    if plain is None:  # this Ray has no such function
         yield
         return
-    setattr(utils, name, ImportError)
+    setattr(utils, name, ImportError)  # what Ray calls returns an error, as if the extra were not installed
     try:
         yield
     finally:
@@ -332,7 +312,6 @@ def _small_agent(ray: Any) -> Iterator[None]:
 
 
 def _children() -> set[int]:
-    """Return the process ids of this process's children."""
     found: set[int] = set()
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -341,10 +320,7 @@ def _children() -> set[int]:
 
 
 def _end_rays_processes(pids: set[int], folder: str) -> None:
-    """Kill the children among ``pids`` that run programs of ``folder``, where Ray is installed; wait for their end.
-
-    A Ray that failed to start leaves such processes behind.
-    """
+    """Kill the children among ``pids`` that run programs of ``folder``, where Ray is installed; wait for their end."""
     for pid in pids:
         with contextlib.suppress(OSError):
             if os.fsencode(f"{folder}/") in Path(f"/proc/{pid}/cmdline").read_bytes():

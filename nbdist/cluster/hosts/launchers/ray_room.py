@@ -16,20 +16,16 @@ from nbdist import trace
 from nbdist.amounts import counted
 from nbdist.errors import ResourceError
 
-_LOOK_EVERY = 1.0
-"""Seconds between two looks at the autoscaler. Ctrl-C takes as long: it does not interrupt a wait of Ray's."""
-_ASKED_WITHIN = 2
-"""Seconds for Ray to report what its autoscaler does."""
-_LONGER = 300.0
-"""The least ``-t``, in seconds, that the error proposes; twice the time that was too short, if that is more."""
+_LOOK_EVERY = 1.0  # seconds between two looks; Ctrl-C takes as long, as it does not interrupt a wait of Ray's
+_ASKED_WITHIN = 2  # seconds for Ray to report what its autoscaler does
+_LONGER = 300.0  # the least ``-t``, in seconds, that the error proposes; twice the time that was too short, if more
 
 
 def wait_for_room(ray: Any, group: Any, needs: Mapping[str, float], count: int, within: float) -> None:
     """Wait until Ray has room for a placement group of ``count`` workers, for ``within`` seconds at most.
 
-    While an autoscaler starts nodes, a line below the cell says so. ``needs`` has the resources of one worker, such as
-    ``{"CPU": 1.0}``. Raises ResourceError if there is no room in time; the error names the free resources, and says
-    whether nodes were still starting.
+    ``needs`` has the resources of one worker, such as ``{"CPU": 1.0}``. Raises ResourceError if there is no room in
+    time; the error names the free resources, and says whether nodes were still starting.
     """
     show = trace.steps()
     deadline = time.monotonic() + within
@@ -89,12 +85,10 @@ def say_room(free: list[dict[str, float]], needs: Mapping[str, float], count: in
 
 
 def _living(ray: Any) -> list[str]:
-    """Return the ids of Ray's living nodes."""
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
 
 def _free_of_nodes(ray: Any) -> list[dict[str, float]]:
-    """Return the free resources of each of Ray's living nodes."""
     from ray._private import state
 
     find: Any = state.available_resources_per_node

@@ -49,10 +49,8 @@ if TYPE_CHECKING:
     from nbdist.cluster.processes.group_store import GroupStores
     from nbdist.cluster.spec import Spec
 
-_STARTS_WITHIN = 600.0
-"""Seconds for a keeper to start a worker. `Lifecycle` applies the user's limit, which is usually shorter."""
-_ENDS_WITHIN = 10.0
-"""Seconds for all keepers to end their workers."""
+_STARTS_WITHIN = 600.0  # seconds for a keeper to start a worker; `Lifecycle` applies the user's limit, usually shorter
+_ENDS_WITHIN = 10.0  # seconds for all keepers to end their workers
 
 
 class _Start:
@@ -63,14 +61,11 @@ class _Start:
         self.connection = connection
         self.environment = environment
         self.future: Future[StartedWorker] = Future()
-        self.asked = time.monotonic()
-        """The moment at which `RemoteLauncher.start` was called, as of `time.monotonic`."""
-        self.member: KeeperMember | None = None
-        """The keeper that starts the worker; None while no keeper has room."""
-        self.runs = False
-        """True once the worker's process runs."""
+        self.asked = time.monotonic()  # when `RemoteLauncher.start` was called
+        self.member: KeeperMember | None = None  # the keeper that starts the worker; None while no keeper has room
+        self.runs = False  # True once the worker's process runs
+        # The exit code of the process, or a text, if the keeper reported its end before its start; else None.
         self.how: int | str | None = None
-        """The exit code of the process, or a text, if the keeper reported its end before its start; else None."""
 
     @property
     def name(self) -> str:
@@ -92,27 +87,23 @@ class RemoteLauncher:
         self.spec = spec
         self._on_end = on_end
         self._modules: tuple[str, ...] = ()
-        self._lock = threading.RLock()
-        self.wanted: dict[str, _Start] = {}
-        """The starts that have no keeper, by the worker's name."""
-        self._missed: set[str] = set()
-        """The names of the workers whose last start was given up before a keeper had room."""
+        self._lock = threading.RLock()  # taken before the hub's lock, never after it
+        self.wanted: dict[str, _Start] = {}  # the starts that have no keeper, by the worker's name
+        self._missed: set[str] = set()  # the workers whose last start was given up before a keeper had room
+        # The starts that have a keeper, and whose process runs or may still start, by the worker's name.
         self.placed: dict[str, _Start] = {}
-        """The starts that have a keeper, and whose process runs or may still start, by the worker's name."""
         self._relays: dict[str, Relay] = {}
         self._words: dict[str, str] = {}
+        # ``MASTER_ADDR`` and ``MASTER_PORT`` of the workers that start now; None while rank 0 waits for a keeper.
         self._master: tuple[str, int] | None = None
-        """``MASTER_ADDR`` and ``MASTER_PORT`` of the workers that start now; None while rank 0 waits for a keeper."""
+        # `_master` before rank 0 was restarted; used again if rank 0 starts on the same host.
         self._last_master: tuple[str, int] | None = None
-        """The value of `_master` before rank 0 was restarted; used again if rank 0 starts on the same host."""
+        # By incarnation of a keeper: done when it has imported the modules to preload.
         self._prepared: dict[int, Future[None]] = {}
-        """By incarnation of a keeper: the future that is done when it has imported the modules to preload."""
+        # By incarnation of a keeper: the digest of the Python files that it got last, and the lock to send them.
         self._codes: dict[int, bytes] = {}
-        """By incarnation of a keeper: the digest of the Python files that it got last."""
         self._sending_code: dict[int, threading.Lock] = {}
-        """By incarnation of a keeper: the lock that is held while the keeper gets Python files."""
-        self._packed = -math.inf, b""
-        """The moment at which Python files were last packed, and their archive."""
+        self._packed = -math.inf, b""  # when Python files were last packed, and their archive
         self._packing = threading.Lock()
         self._closing = False
         self._boards = Boards()
@@ -179,11 +170,11 @@ class RemoteLauncher:
             self._missed.discard(start.name)
             if start.setup.rank == 0 and self._master is not None:
                 self._last_master, self._master = self._master, None
+                # Until it has a place, the others wait: their ``MASTER_ADDR`` is its host.
         self._provide()
         self._place()
 
     def _forget_if_given_up(self, start: _Start) -> None:
-        """Drop a start whose future was cancelled, if it has no keeper yet. Does nothing else."""
         if start.future.cancelled():
             with self._lock:
                 if self.wanted.get(start.name) is not start:
@@ -199,13 +190,12 @@ class RemoteLauncher:
         self._restore_master(start)
 
     def _restore_master(self, start: _Start) -> None:
-        """If the start of rank 0 has failed, let the other workers start with the address and port from before."""
         with self._lock:
             if start.setup.rank == 0 and self._master is None:
                 self._master = self._last_master
 
     def _on_arrival(self) -> None:
-        """Start workers that wait for a keeper, because one has joined. A subclass may do more. Must be quick."""
+        """Start workers that wait for a keeper, because one has joined. Must be quick."""
         self._place()
 
     def _may_wait(self, name: str) -> bool:
@@ -269,13 +259,12 @@ class RemoteLauncher:
                     end.wait()
                 except WorkerLost:
                     pass  # the keeper has ended before it could send its answer
-                except Exception:
+                except Exception:  # no answer in time, or the keeper's error: its workers may live
                     with self._lock:
                         left += sum(start.member is member for start in self.placed.values())
         return left
 
     def _close_relays(self) -> None:
-        """Close the relays of all workers."""
         with self._lock:
             relays, self._relays = list(self._relays.values()), {}
         for relay in relays:
@@ -336,7 +325,7 @@ class RemoteLauncher:
                 member, "start", setup.encode(), start.connection, start.environment, timeout=_STARTS_WITHIN
             )
             place = asked.wait()
-        except BaseException as error:
+        except BaseException as error:  # the keeper's, RPC's, those of packing code: a caller waits for the future
             is_lost = isinstance(error, WorkerLost) and self.hub.has_lost(member)
             was_mine = self._take_out(start)
             if was_mine and is_lost and self._may_wait(name) and not start.future.cancelled():
@@ -379,15 +368,13 @@ class RemoteLauncher:
         """Take a start out of `placed`; return False if another thread has done that."""
         with self._lock:
             if self.placed.get(start.name) is not start:
+                # Another thread reports its end, or starts it again.
                 return False
             del self.placed[start.name]
             return True
 
     def _send_code(self, member: KeeperMember, start: _Start) -> None:
-        """Send a keeper the Python files of the working directory, unless it has the same files already.
-
-        Does nothing without ``--sync-code``. Raises UsageError if the files are too large.
-        """
+        """Send a keeper the Python files of the working directory, unless it has the same files already."""
         if not self.spec.sync_code:
             return
         with self._lock:
@@ -400,17 +387,14 @@ class RemoteLauncher:
                 self._codes[member.record.incarnation] = digest
 
     def _pack_code(self, since: float) -> bytes:
-        """Return an archive of the Python files of the working directory as they were at a moment after ``since``.
-
-        So workers that are started together get the same code, and the files are read once for all of them.
-        """
+        """Return an archive of the Python files of the working directory as they were at a moment after ``since``."""
         with self._packing:
-            if self._packed[0] < since:
+            if self._packed[0] < since:  # else workers that start together share it, and get the same code
                 self._packed = time.monotonic(), pack(Path.cwd())
             return self._packed[1]
 
     def _prepare(self, member: KeeperMember) -> None:
-        """Let a keeper import the modules to preload, once. Raises UsageError if it cannot."""
+        """Let a keeper import the modules to preload, once."""
         with self._lock:
             first = member.record.incarnation not in self._prepared
             done = self._prepared.setdefault(member.record.incarnation, Future())
@@ -418,7 +402,7 @@ class RemoteLauncher:
             try:
                 if self._modules:
                     self.hub.call(member, "preload", self._modules, timeout=_STARTS_WITHIN).wait()
-            except BaseException as error:
+            except BaseException as error:  # whatever it is: other starts wait for `done`
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -427,13 +411,11 @@ class RemoteLauncher:
     # -- reports of keepers -------------------------------------------------------------------
 
     def _on_parcels(self, name: str, batch: list[Parcel]) -> None:
-        """Pass messages of a worker's kernel on to the notebook."""
         relay = self._relays.get(name)
         if relay is not None:
             relay.deliver(batch)
 
     def _on_worker_end(self, name: str, how: int | str, words: str) -> None:
-        """Note that a worker's process has ended, as its keeper reports."""
         with self._lock:
             start = self.placed.pop(name, None)
             if start is None:
@@ -446,7 +428,8 @@ class RemoteLauncher:
         self._place()  # the next start of the worker may have waited for this
 
     def _on_gone(self, member: KeeperMember, why: str) -> None:
-        """Note that a keeper is lost, and its workers with it. The hub's agent calls this, so a new thread does it."""
+        """Note that a keeper is lost, and its workers with it."""
+        # The hub's agent calls this, and must not wait.
 
         def lose() -> None:
             self._release(member)
@@ -457,11 +440,9 @@ class RemoteLauncher:
         threading.Thread(target=lose, name="nbdist-keeper-lost", daemon=True).start()
 
     def _lose(self, member: KeeperMember, why: str) -> None:
-        """End the starts of a lost keeper whose futures are done.
-
-        For the others `_start_on` handles the loss: it still waits for the keeper's answer. A second call does nothing.
-        """
+        """End the starts of a lost keeper whose futures are done. A second call does nothing."""
         with self._lock:
+            # For the others, `_start_on` still waits for the keeper's answer, and handles the loss.
             lost = [start for start in self.placed.values() if start.member is member and start.future.done()]
             for start in lost:
                 del self.placed[start.name]
@@ -485,8 +466,7 @@ class RemoteLauncher:
 
 
 def _pass_on(done: RpcFuture[Any], to: Future[Any]) -> None:
-    """Settle a future of `concurrent.futures` with the outcome of an RPC future that is done."""
     try:
         to.set_result(done.value())
-    except BaseException as error:
+    except BaseException as error:  # the keeper's, whatever it is, for whoever waits for the answer
         to.set_exception(error)
