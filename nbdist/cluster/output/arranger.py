@@ -32,8 +32,7 @@ LEFT_OUT = "nbdist_left_out"
 OUTPUT = ("stream", "display_data", "execute_result", "error", LEFT_OUT)
 """The message kinds that take a place below the cell. Other messages change existing output, or concern a widget."""
 
-_NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)")
-"""A name that ends in a number without leading zeros."""
+_NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)")  # a name that ends in a number without leading zeros
 
 
 class Published(NamedTuple):
@@ -46,44 +45,32 @@ class Published(NamedTuple):
 
 
 class Arranger:
-    """Takes messages of workers, and returns the messages to show. ``now`` is in seconds, of any one clock."""
+    """Takes messages of workers, and returns the messages to show. ``now`` is in seconds, of any one clock.
 
-    labels = True
-    """False if the output is shown without the workers' names."""
+    The caller asks for `next_flush` after each call of another method, and calls `flush` at that time. Threads that the
+    cell has left running may print after `ended` and `finish`, so `feed` may be called afterwards, too.
+    """
+
+    labels = True  # False if the output is shown without the workers' names
 
     def feed(self, worker: str, message: Published, now: float) -> list[Published]:
-        """Take a message of a worker; return what to show now.
-
-        The result may lack this message, which is then held back, and contain earlier ones.
-        """
+        """Take a message of a worker; return what to show now: perhaps without this message, and with earlier ones."""
         raise NotImplementedError
 
     def flush(self, now: float) -> list[Published]:
-        """Return the messages that are due at the time ``now``.
-
-        The caller calls this at the time that `next_flush` gave; calling it earlier or more often is harmless.
-        """
+        """Return the messages that are due at the time ``now``; harmless before `next_flush`."""
         return []
 
     def next_flush(self) -> float | None:
-        """Return when `flush` is due next; None if nothing waits.
-
-        The caller asks after each call of another method, and sets its timer anew.
-        """
+        """Return when `flush` is due next; None if nothing waits."""
         return None
 
     def ended(self, worker: str, now: float) -> list[Published]:
-        """Note that a worker has ended the cell, so that no line waits for it; return what to show now.
-
-        Called once for each worker. Threads that the cell started may still print afterwards.
-        """
+        """Note that a worker has ended the cell, so that no line waits for it; return what to show now."""
         return []
 
     def finish(self, now: float) -> list[Published]:
-        """Return everything that was held back: all workers have ended.
-
-        Output may still be fed afterwards, from threads that the cell has left running, and is shown too.
-        """
+        """Return everything that was held back: all workers have ended."""
         return []
 
 
@@ -100,8 +87,7 @@ class Straight(Arranger):
 def say_left_out(message: Published, workers: Sequence[str], label: str = "") -> Published:
     """Return the line that says how many lines of these workers are left out, and which magic shows them.
 
-    ``message`` is the internal message (`LEFT_OUT`) with the number of lines and the cell; ``label`` is put before the
-    line.
+    ``message`` is the internal message (`LEFT_OUT`) with the number of lines and the cell.
     """
     lines, cell = message.content["lines"], message.content["cell"]
     text = f"{counted(lines, 'line')} left out: `%dist_log {say_names(workers)} --cell {cell}`"
@@ -148,8 +134,6 @@ def say_members(names: Sequence[str]) -> str:
 
 def grouped(things: Iterable[_Thing], key: Callable[[_Thing], _Key]) -> dict[_Key, list[_Thing]]:
     """Return things in groups with equal keys, by the key, in the order of each group's first.
-
-    This shows equal lines of several workers once.
 
     Example:
         >>> said = {"worker0": "x", "worker1": "y", "worker2": "x"}

@@ -32,8 +32,5 @@ class InPlace:
         self._sink.publish(Published(kind, content))
 
     def move_to(self, sink: Sink) -> None:
-        """Show the next text as a new one in ``sink``: another place, or the same one after its output was cleared.
-
-        A text that was shown before stays where it is.
-        """
+        """Show the next text as a new one in ``sink``: another place, or the same one after its output was cleared."""
         self._sink, self._id, self._shown = sink, "", ""

@@ -14,8 +14,7 @@ from nbdist.cluster.output.arranger import LEFT_OUT, Published
 from nbdist.cluster.output.pieces import OutputItem, display_id
 from nbdist.cluster.output.terminal import as_seen, close_colours, overlaid
 
-_DOTS_AFTER = 0.3
-"""Seconds after which an unfinished line without carriage returns is shown; usually its end arrives sooner."""
+_DOTS_AFTER = 0.3  # seconds after which an unfinished line without carriage returns is shown; usually its end is sooner
 
 
 class Lines:
@@ -31,23 +30,16 @@ class Lines:
         self.wipe()
 
     def wipe(self) -> None:
-        """Forget the unfinished lines and the colours.
-
-        Called at the start, and when the worker clears its output.
-        """
+        """Forget the unfinished lines and the colours."""
+        # All by stream: the text of the unfinished line, when it began, and the colours that are set at this point.
         self._begun = {"stdout": "", "stderr": ""}
-        """The text of the unfinished line, by stream."""
         self._since = {"stdout": 0.0, "stderr": 0.0}
-        """When the unfinished line began, by stream."""
         self._colours: dict[str, dict[int, str]] = {"stdout": {}, "stderr": {}}
-        """The colours that are set at this point of a stream."""
 
     def take(self, message: Published, now: float) -> list[OutputItem]:
         """Take a message; return the items (whole lines, or displays) that it completes.
 
-        Text after the last line end is kept. A result that is only text becomes one item of text. Any other display
-        becomes an item that is never merged with another worker's if it has an id, because the worker may update it
-        later.
+        A result that is only text becomes one item of text.
         """
         content = message.content
         if message.kind == "stream":
@@ -67,28 +59,21 @@ class Lines:
         return [*self.rest(now), OutputItem([self._worker], key, now, message=message)]
 
     def _take_text(self, stream: str, text: str, now: float) -> list[OutputItem]:
-        """Add text to a stream; return the lines that it completes.
-
-        The text after the last line end is kept for the next call. ``now`` is when the text arrived: the time of the
-        lines, and the moment from which an unfinished line waits to be shown as a bar.
-        """
+        """Add text that arrived at ``now`` to a stream; return the lines that it completes."""
         begun = self._begun.get(stream, "")
         *lines, last = (begun + text).split("\n")
-        if lines or not begun:
+        if lines or not begun:  # else the unfinished line is the one that began earlier
             self._since[stream] = now
         before, written_over, tail = last.rpartition("\r")
         self._begun[stream] = overlaid(before) + written_over + tail  # a bar is short, however often it moved
         return [self._line(stream, line, now) for line in lines]
 
     def rest(self, now: float, streams: Sequence[str] = ("stdout", "stderr"), *, bars: bool = True) -> list[OutputItem]:
-        """Return the unfinished lines as items, and forget them.
-
-        Without ``bars``, lines that are overwritten (with carriage returns) are kept, because they are shown as
-        progress bars; but not in the streams ``plain`` of the constructor, where nothing that is shown can be replaced.
-        """
+        """Return the unfinished lines as items, and forget them; without ``bars``, progress bars stay."""
         items = []
         for stream in streams:
             text = self._begun[stream]
+            # Bars are lines with carriage returns, but not in the plain streams, where nothing can be replaced.
             if text and (bars or "\r" not in text or stream in self._plain):
                 self._begun[stream] = ""
                 if as_seen(text):
@@ -96,29 +81,20 @@ class Lines:
         return items
 
     def bars(self) -> list[str]:
-        """Return the unfinished lines as they stand: progress bars, or dots.
-
-        They stay unfinished, so each call shows their newest state. Lines of the streams ``plain``, where nothing that
-        is shown can be replaced, are not among them.
-        """
+        """Return the unfinished lines as they stand: progress bars, or dots."""
         begun = ((stream, as_seen(text)) for stream, text in self._replaceable())
+        # The lines stay unfinished, so their colours are not taken over: `dict` makes a copy.
         return [close_colours(text, dict(self._colours[stream])) for stream, text in begun if text]
 
     def bars_due(self) -> float:
-        """Return when the unfinished lines should be shown.
-
-        The time is on the clock of ``now``. Raises ValueError if no unfinished line can be shown.
-        """
+        """Return when the unfinished lines should be shown. Raises ValueError if none can be shown."""
         return min(
             self._since[stream] + (arranger.FOLD_AFTER if "\r" in text else _DOTS_AFTER)
             for stream, text in self._replaceable()
         )
 
     def _replaceable(self) -> Iterator[tuple[str, str]]:
-        """Yield the stream and text of each unfinished line whose display can be replaced.
-
-        Lines of the streams ``plain`` cannot: what was shown there stays.
-        """
+        """Yield the stream and text of each unfinished line whose display can be replaced."""
         return ((stream, text) for stream, text in self._begun.items() if text and stream not in self._plain)
 
     def _line(self, stream: str, line: str, now: float) -> OutputItem:

@@ -24,14 +24,12 @@ from nbdist.cluster.output.screen import Screen
 
 @dataclass
 class _Worker:
-    """The arranger's state of one worker: its unfinished lines, and the items that wait to be shown."""
+    """The arranger's state of one worker."""
 
     lines: Lines
-    queue: deque[OutputItem] = field(default_factory=deque)
-    """Items that have not been shown."""
+    queue: deque[OutputItem] = field(default_factory=deque)  # items that have not been shown
     ended: bool = False
-    clear: bool = False
-    """True if the worker wants its output cleared by its next output."""
+    clear: bool = False  # True if the worker wants its output cleared by its next output
 
 
 class Live(Arranger):
@@ -47,21 +45,13 @@ class Live(Arranger):
         self._plain = plain
         self._workers = {name: _Worker(Lines(name, plain)) for name in workers}
         self._new_id = new_id
-        self._screen = Screen()
-        """The items that have been shown."""
-        self._bars_id: str | None = None
-        """The id of the display that shows all progress bars; None if there is none."""
-        self._bars: dict[str, list[str]] = {}
-        """The progress bars that are shown, by worker."""
-        self._bars_due: dict[str, float] = {}
-        """When to show the changed progress bars, by worker."""
+        self._screen = Screen()  # the items that have been shown
+        self._bars_id: str | None = None  # of the display that shows all progress bars
+        self._bars: dict[str, list[str]] = {}  # those that are shown, by worker
+        self._bars_due: dict[str, float] = {}  # when to show the changed ones, by worker
 
     def feed(self, worker: str, message: Published, now: float) -> list[Published]:
-        """Take a message; return what can be shown without waiting.
-
-        Updates of displays and messages of widgets pass at once, because they take no new place on the page. The
-        message that closes a widget first shows all lines that wait.
-        """
+        """Take a message; return what can be shown without waiting."""
         state = self._find(worker)
         message = with_own_id(worker, message)
         if message.kind == "clear_output":
@@ -73,6 +63,7 @@ class Live(Arranger):
             # The message changes output that has its place already, or a widget, which has its own.
             if message.kind == "update_display_data":
                 self._update(state, message)
+            # A line that waits may be the widget's display, which must be shown before the widget closes.
             shown = self._release(now, everything=True) if message.kind == "comm_close" else []
             return [*shown, message]
         elif message.kind != "stream" or message.content["text"]:
@@ -96,29 +87,22 @@ class Live(Arranger):
         return published
 
     def ended(self, worker: str, now: float) -> list[Published]:
-        """Note that a worker has ended the cell: its last line is complete, and no line waits for it.
-
-        A progress bar keeps its place until the cell's end.
-        """
+        """Note that a worker has ended the cell: its last line is complete, and no line waits for it."""
         state = self._find(worker)
-        state.queue += state.lines.rest(now, bars=False)
+        state.queue += state.lines.rest(now, bars=False)  # a bar keeps its place until the cell's end
         state.ended = True
         published = self._release(now)
         self._note_bars(worker, state, now)
         return published
 
     def finish(self, now: float) -> list[Published]:
-        """Return all that is left.
-
-        Unfinished lines count as whole, and bars are shown in their last state.
-        """
+        """Return all that is left; bars are shown in their last state."""
         for state in self._workers.values():
             state.queue += state.lines.rest(now, bars=False)
             state.ended = True
         return [*self._release(now), *self._show_bars(now, everything=True)]
 
     def _find(self, worker: str) -> _Worker:
-        """Return the state of a worker; one that is not known yet gets a new state."""
         if worker not in self._workers:
             self._workers[worker] = _Worker(Lines(worker, self._plain))
         return self._workers[worker]
@@ -126,12 +110,7 @@ class Live(Arranger):
     # -- folding ------------------------------------------------------------------------------
 
     def _release(self, now: float, *, everything: bool = False) -> list[Published]:
-        """Return the first items of the queues, as long as none has to wait.
-
-        An item waits while a worker without a queued item may still print the same, but no longer than `FOLD_AFTER`.
-        Items come in the workers' order, except that an item goes first if it is older than another by more than
-        `FOLD_AFTER`. Equal items at the heads of queues become one.
-        """
+        """Return the first items of the queues, as long as none has to wait; equal items at their heads become one."""
         published: list[Published] = []
         queues = {name: state.queue for name, state in self._workers.items() if state.queue}
         silent = sum(not state.queue and not state.ended for state in self._workers.values())
@@ -140,9 +119,11 @@ class Live(Arranger):
         while shown and queues:
             shown = False
             latest = min(queue[0].since for queue in queues.values()) + arranger.FOLD_AFTER
+            # In the workers' order, except that an item goes first if it is older than another by more than FOLD_AFTER.
             for name in list(queues):
                 while name in queues and (item := queues[name][0]).since < latest:
                     if item.key and silent and not everything and now < item.since + arranger.FOLD_AFTER:
+                        # A silent worker may still print the same.
                         break
                     shown = True
                     same = [name]
@@ -161,7 +142,6 @@ class Live(Arranger):
         return merged(published)
 
     def _show(self, workers: list[str], item: OutputItem, now: float) -> list[Published]:
-        """Return the messages that show an item for these workers, and remember it on the screen."""
         if item.message is not None and item.message.kind == "clear_output":
             return self._wipe(workers, item.message, now)
         item.workers, item.key = workers, ""
@@ -172,12 +152,10 @@ class Live(Arranger):
     # -- wiping and updating ------------------------------------------------------------------
 
     def _clear(self, worker: str, state: _Worker, now: float) -> None:
-        """Queue a request to clear a worker's output, and drop its items that have not been shown.
-
-        Text of the streams ``plain``, which are never cleared, stays.
-        """
+        """Queue a request to clear a worker's output, and drop its items that have not been shown."""
         message = Published("clear_output", {"wait": state.clear})
         state.clear = False
+        # Text of the plain streams is never cleared.
         kept = [item for item in state.queue if item.message is None and item.stream in self._plain]
         kept += state.lines.rest(now, [stream for stream in ("stdout", "stderr") if stream in self._plain])
         state.lines.wipe()
@@ -188,25 +166,21 @@ class Live(Arranger):
     def _wipe(self, workers: Sequence[str], message: Published, now: float) -> list[Published]:
         """Clear the output of some workers in the record of shown output; return the messages that clear the page.
 
-        ``message`` is the workers' ``clear_output``. It clears all output of the cell, so the output of the other
-        workers is shown again after it. Empty if nothing of these workers is shown. Progress bars are due at ``now``, a
-        time of `time.monotonic`.
+        ``message`` is the workers' ``clear_output``.
         """
         found = self._screen.wipe(workers)
-        if not found and not any(name in self._bars for name in workers):
+        if not found and not any(name in self._bars for name in workers):  # nothing of them is shown
             return []
         self._bars_due.update(dict.fromkeys(self._bars, now))
         self._bars_id, self._bars = None, {}
         for name in workers:
             self._bars_due.pop(name, None)
             self._note_bars(name, self._workers[name], now)
+        # The message clears all output of the cell, so that of the other workers is shown again.
         return [message, *self._screen.render(), *self._show_bars(now)]
 
     def _update(self, state: _Worker, message: Published) -> None:
-        """Change a display on the screen and in the queue, where it may still be shown for the first time or again.
-
-        A display that is not remembered any more stays as it is.
-        """
+        """Change a display on the screen and in the queue, where it may still be shown for the first time or again."""
         self._screen.update(message)
         for item in state.queue:
             if item.message is not None and display_id(item.message) == display_id(message):
@@ -215,23 +189,17 @@ class Live(Arranger):
     # -- progress bars ------------------------------------------------------------------------
 
     def _note_bars(self, worker: str, state: _Worker, now: float) -> None:
-        """Plan when to show a worker's bars, if they differ from the bars on the page.
-
-        A new bar may wait for its line to end; a bar that is shown is updated after `FOLD_AFTER`.
-        """
+        """Plan when to show a worker's bars, if they differ from the bars on the page."""
         bars, shown = state.lines.bars(), self._bars.get(worker, [])
         if bars == shown:
             self._bars_due.pop(worker, None)
         elif bars and not shown:
-            self._bars_due[worker] = state.lines.bars_due()
+            self._bars_due[worker] = state.lines.bars_due()  # a new bar may wait for its line to end
         else:
             self._bars_due.setdefault(worker, now + arranger.FOLD_AFTER)
 
     def _show_bars(self, now: float, *, everything: bool = False) -> list[Published]:
-        """Return the one display of all bars that are shown or due.
-
-        With ``everything``, it also has the bars that are not due. Returns an empty list if the display is up to date.
-        """
+        """Return the one display of all bars that are shown or due, or of all; nothing if it is up to date."""
         shown: dict[str, list[str]] = {}
         for name, state in self._workers.items():
             if everything or name in self._bars or self._bars_due.get(name, now) <= now:

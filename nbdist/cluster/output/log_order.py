@@ -22,24 +22,18 @@ class _Held:
     def wipe(self) -> None:
         """Drop the held messages: the worker has cleared its output."""
         self.messages: list[Published] = []
-        self.clear = False
-        """True after a ``clear_output`` that waits for the next output."""
-        self._displays: dict[str, list[int]] = {}
-        """The places in `messages` of the displays with an id."""
+        self.clear = False  # True after a ``clear_output`` that waits for the next output
+        self._displays: dict[str, list[int]] = {}  # the places in `messages` of those with an id
 
     def add(self, message: Published) -> None:
-        """Append a message; first drop the earlier ones if the worker wanted that with its next output."""
-        if self.clear:
+        if self.clear:  # the worker wanted that with its next output
             self.wipe()
         if (id := display_id(message)) is not None:
             self._displays.setdefault(id, []).append(len(self.messages))
         self.messages.append(message)
 
     def update(self, message: Published) -> bool:
-        """Give the held displays that have the update's id the new content; return whether there were any.
-
-        If there is none, the display has been shown already, and the update must be shown, too.
-        """
+        """Give the held displays that have the update's id the new content; return whether there were any."""
         places = self._displays.get(display_id(message) or "", [])
         for place in places:
             self.messages[place] = updated(self.messages[place], message)
@@ -56,14 +50,10 @@ class LogOrder(Arranger):
     def __init__(self, workers: Sequence[str]) -> None:
         self._held = {name: _Held() for name in workers}
         self._finished = False
-        self._late: float | None = None
-        """When output that came after the end is due; None if there is none."""
+        self._late: float | None = None  # when output that came after the end is due; None if there is none
 
     def feed(self, worker: str, message: Published, now: float) -> list[Published]:
-        """Hold a message back. Messages of widgets, and updates of displays that are shown already, pass.
-
-        A ``clear_output`` drops what the worker has printed so far, at once or with its next output.
-        """
+        """Hold a message back. Messages of widgets, and updates of displays that are shown already, pass."""
         message = with_own_id(worker, message)
         held = self._held.setdefault(worker, _Held())
         if message.kind == "clear_output":
@@ -107,15 +97,13 @@ class LogOrder(Arranger):
 
 
 def _in_fixed_order(worker: str, said: Sequence[Published]) -> list[OutputItem]:
-    """Return one worker's output as items, in an order that does not depend on when its streams were flushed.
-
-    Between two displays, all text of stdout comes before all text of stderr.
-    """
+    """Return one worker's output as items, in an order that does not depend on when its streams were flushed."""
     lines = Lines(worker)
     items: list[OutputItem] = []
     part: list[OutputItem] = []
 
     def end_part() -> None:
+        # Between two displays, all text of stdout comes before all text of stderr.
         items.extend(item for item in part if item.stream == "stdout")
         items.extend(item for item in part if item.stream == "stderr")
         part.clear()

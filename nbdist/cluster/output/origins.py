@@ -13,29 +13,22 @@ from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.outlet import Outlet, make_arranger
 from nbdist.cluster.output.sinks import Sink, current_sink
 
-_CELLS_KEPT = 500
-"""The number of cells that are kept; late output of calls of older cells is not shown."""
+_CELLS_KEPT = 500  # late output of calls of older cells is not shown
 
 
 class Origin:
-    """A cell of the notebook that called functions on workers. Shows the output of these calls.
-
-    The arranger is told at once that all workers have ended: a call's output need not wait for other workers, which may
-    not have been called.
-    """
+    """A cell of the notebook that called functions on workers. Shows the output of these calls."""
 
     def __init__(self, thread: KernelThread, names: Sequence[str], sink: Sink) -> None:
         self.sink = sink
         self.number = labels.cell_number() or 0
         self._outlet = Outlet(thread, make_arranger(names, sink, labels=True), sink, self.number)
         for name in names:
-            thread.soon(self._outlet.ended, name)  # no line waits for other workers to print the same
+            # Other workers may not have been called: no line waits for them to print the same.
+            thread.soon(self._outlet.ended, name)
 
     def on_output(self, worker: str, message: Message) -> None:
-        """Show output that a worker sent for a call of this cell. Called in the kernel thread.
-
-        The output may come after the cell's end.
-        """
+        """Show output that a worker sent for a call of this cell, perhaps after its end. In the kernel thread."""
         kind = message["msg_type"]
         if kind in ("status", "execute_input", "iopub_welcome"):
             return
@@ -61,10 +54,9 @@ class Origins:
     def current(self) -> str:
         """Return the key (`Sink.key`) of the place where the calling thread's output is shown, such as a notebook cell.
 
-        Makes an `Origin` for it at the first call. The key travels with the calls that the thread makes; workers send
-        it back with what these calls print. What was printed here before the call is sent now. Called in any thread.
+        The key travels with the calls that the thread makes; workers send it back with what these calls print.
         """
-        send_text()
+        send_text()  # what was printed here before the call comes first
         sink = current_sink()
         key = sink.key
         if key not in self._known:
@@ -77,8 +69,5 @@ class Origins:
         return key
 
     def find(self, key: str) -> Origin | None:
-        """Return the cell with this key; None if there is none.
-
-        Only the newest `_CELLS_KEPT` cells are known.
-        """
+        """Return the cell with this key; None if it is none of the newest `_CELLS_KEPT` ones."""
         return self._known.get(key)

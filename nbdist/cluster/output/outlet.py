@@ -22,14 +22,9 @@ from nbdist.cluster.output.log_order import LogOrder
 from nbdist.cluster.output.output_cutter import OutputCutter
 from nbdist.cluster.output.sinks import Sink
 
-_LAST_LINES = 10
-"""Lines of each worker that are shown while more are printed than the page can show."""
-
-_UPDATE_EVERY = 0.5
-"""Seconds between two updates of these lines."""
-
-_QUIET_AFTER = 1.0
-"""Seconds without output after which held text from a thread that outlives its cell is shown."""
+_LAST_LINES = 10  # lines of each worker that are shown while more are printed than the page can show
+_UPDATE_EVERY = 0.5  # seconds between two updates of these lines
+_QUIET_AFTER = 1.0  # seconds without output after which held text from a thread that outlives its cell is shown
 
 
 def make_arranger(names: Sequence[str], sink: Sink, *, grouped: bool = False, labels: bool = False) -> Arranger:
@@ -52,8 +47,7 @@ class Outlet:
         self._arranger = arranger
         self._sink = sink
         self._number = number
-        self._timer: asyncio.TimerHandle | None = None
-        """The next call of the arranger's `flush`."""
+        self._timer: asyncio.TimerHandle | None = None  # the next call of the arranger's `flush`
         self._cutters: dict[str, OutputCutter] = {}
         self._ended: set[str] = set()
         self._last = InPlace(sink.page)
@@ -64,7 +58,7 @@ class Outlet:
         """Take a message of a worker, and show the output that is due.
 
         Returns the messages that are kept as the cell's outputs: this one, others that were held back before, or none
-        while its text is held back (`OutputCutter`), because the worker has printed too many lines to show.
+        while its text is held back (`OutputCutter`).
         """
         cutter = self._cutters.get(worker)
         if cutter is None:
@@ -78,21 +72,14 @@ class Outlet:
         return let_through
 
     def ended(self, worker: str) -> list[Published]:
-        """Note that a worker has ended the cell, so that no line waits for it; show its held lines and return them.
-
-        Held lines are the last ones of a worker that has printed too many to show. Threads that the cell has left
-        running may still print; their lines are shown when they pause.
-        """
-        self._ended.add(worker)
+        """Note that a worker has ended the cell, so that no line waits for it; show its held lines and return them."""
+        self._ended.add(worker)  # its threads may still print; their lines are shown when they pause
         last = self.release(worker)
         self._show(self._arranger.ended(worker, time.monotonic()))
         return last
 
     def finish(self) -> None:
-        """Show everything that is held back: no worker has to be waited for any more.
-
-        Called when all workers have ended the cell; output that comes later is still shown.
-        """
+        """Show everything that is held back: all workers have ended the cell."""
         for worker in self._cutters:
             self.release(worker)
         self._show(self._arranger.finish(time.monotonic()))
@@ -103,15 +90,10 @@ class Outlet:
         self._last.move_to(sink.page)
 
     def _arrange(self, worker: str, messages: Iterable[Published]) -> None:
-        """Feed messages to the arranger, and show the messages that it returns."""
         now = time.monotonic()
         self._show([shown for message in messages for shown in self._arranger.feed(worker, message, now)])
 
     def _flush(self) -> None:
-        """Show the arranger's messages that are due now.
-
-        The timer that `_show` has set calls this.
-        """
         self._timer = None
         self._show(self._arranger.flush(time.monotonic()))
 
@@ -119,7 +101,7 @@ class Outlet:
         """Publish messages, and set the timer for the arranger's next `flush`."""
         for message in published:
             self._sink.publish(message)
-            if message.kind == "clear_output":
+            if message.kind == "clear_output":  # which also removes the replaceable text
                 self._last.move_to(self._sink.page)
         if self._timer is not None:
             self._timer.cancel()
@@ -131,10 +113,7 @@ class Outlet:
     # -- lines that are held back -------------------------------------------------------------
 
     def release(self, worker: str) -> list[Published]:
-        """Show the lines of a worker that its `OutputCutter` holds back, and return them.
-
-        Empty for a worker that has sent nothing.
-        """
+        """Show the lines of a worker that its `OutputCutter` holds back, and return them."""
         cutter = self._cutters.get(worker)
         last = cutter.release() if cutter is not None else []
         if last:
@@ -158,10 +137,7 @@ class Outlet:
             self._last_due = self._thread.loop.call_later(_UPDATE_EVERY, self._show_last)
 
     def _show_last(self) -> None:
-        """Show the last held lines of each worker in one replaceable text, with the number of lines left out so far.
-
-        Removes the text once no lines are held.
-        """
+        """Show the last held lines of each worker in one replaceable text, which goes once none are held."""
         if self._last_due is not None:
             self._last_due.cancel()
             self._last_due = None

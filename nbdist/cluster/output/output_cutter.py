@@ -18,8 +18,7 @@ from nbdist.cluster.output.arranger import LEFT_OUT, OUTPUT, Published
 from nbdist.cluster.output.pieces import merged
 from nbdist.cluster.output.terminal import as_seen
 
-LINES_KEPT = 2000
-"""The number of lines shown at the beginning, and again at the end."""
+LINES_KEPT = 2000  # lines shown at the beginning, and again at the end
 _LINE_KEPT = 100_000  # characters of one line that are shown at its beginning, and again at its end
 
 
@@ -33,24 +32,15 @@ class OutputCutter:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget all lines, and count `left_out` from 0 again.
-
-        Called at the start, and when the worker clears its output.
-        """
-        self._shown = 0
-        """The number of lines that have been shown."""
-        self._open = {"stdout": False, "stderr": False}
-        """True for a stream whose shown text ends in the middle of a line."""
-        self._held: deque[Published] = deque(maxlen=LINES_KEPT)
-        """The last lines that have not been shown."""
-        self._begun = {"stdout": "", "stderr": ""}
-        """The beginning of a held line whose end has not arrived, by stream."""
+        """Forget all lines, and count `left_out` from 0 again."""
+        self._shown = 0  # lines that have been shown
+        self._open = {"stdout": False, "stderr": False}  # True if the stream's shown text ends in the middle of a line
+        self._held: deque[Published] = deque(maxlen=LINES_KEPT)  # the last lines that have not been shown
+        self._begun = {"stdout": "", "stderr": ""}  # a held line whose end has not arrived, by stream
         self.left_out = 0
         """The number of lines that were dropped; only the worker's print log has them."""
-        self._coloured = False
-        """True once a held or dropped line may have set a colour."""
-        self._wipe = False
-        """True after a ``clear_output`` that waits for the next output."""
+        self._coloured = False  # True once a held or dropped line may have set a colour
+        self._wipe = False  # True after a ``clear_output`` that waits for the next output
 
     @property
     def holds(self) -> bool:
@@ -58,11 +48,7 @@ class OutputCutter:
         return bool(self._held or any(self._begun.values()))
 
     def take(self, message: Published) -> list[Published]:
-        """Take a message; return the messages to show now, which may be earlier ones.
-
-        Text may be held back. The value of a cell's last expression (``execute_result``) releases it, and so does
-        `release`.
-        """
+        """Take a message; return the messages to show now, which may be earlier ones."""
         kind, content = message.kind, message.content
         if self._wipe and kind in OUTPUT:
             self._begin()
@@ -79,13 +65,10 @@ class OutputCutter:
         return [message]
 
     def _take_text(self, message: Published, stream: str, text: str) -> list[Published]:
-        """Take text of a stream that is cut; return what to show now.
-
-        While fewer than `LINES_KEPT` lines have been shown, text passes as it is. After that, whole lines go to
-        `_held`, which drops its oldest line when it is full. The beginning of a line waits in `_begun` for its end.
-        """
+        """Take text of a stream that is cut; return what to show now."""
         lines = text.count("\n")
         whole_lines = text.endswith("\n")
+        # The first LINES_KEPT lines pass as they came, whole or not.
         if not self.holds and (self._shown + lines < LINES_KEPT or (self._shown + lines == LINES_KEPT and whole_lines)):
             self._shown += lines
             self._open[stream] = not whole_lines if text else self._open[stream]
@@ -99,7 +82,7 @@ class OutputCutter:
                 self._shown += 1
                 self._open[stream] = False
             else:
-                self.left_out += len(self._held) == LINES_KEPT
+                self.left_out += len(self._held) == LINES_KEPT  # the deque drops its oldest line now
                 self._held.append(_text(stream, f"{line}\n"))
         if rest and (
             self._shown < LINES_KEPT or self._open[stream] or "\r" in rest
@@ -127,10 +110,7 @@ class OutputCutter:
         return [*said, *held]
 
     def last(self, lines: int) -> list[str]:
-        """Return the last of the held lines, as a terminal would show them.
-
-        They stay held.
-        """
+        """Return the last of the held lines, as a terminal would show them. They stay held."""
         held = [message.content["text"] for message in list(self._held)[-lines:]]
         texts = [*held, *filter(None, self._begun.values())][-lines:]
         return [as_seen(text.removesuffix("\n")) for text in texts]

@@ -13,29 +13,21 @@ from dataclasses import dataclass
 
 from nbdist.cluster.output.arranger import LEFT_OUT, Published, label_of, say_left_out
 
-_GENERATED_ID = re.compile(r"[0-9a-f]{32}")
-"""A display id that IPython has generated, and that no other worker has."""
+_GENERATED_ID = re.compile(r"[0-9a-f]{32}")  # a display id that IPython has generated, and that no other worker has
 
 
 @dataclass(slots=True)
 class OutputItem:
-    """A whole line of text, a display, or a request to clear the output.
+    """A whole line of text, a display, or a request to clear the output."""
 
-    When `Live` shows an item, it sets `workers` to all workers with the same item, and `key` to "", so that the item is
-    never merged again.
-    """
-
-    workers: list[str]
-    """The workers whose item this is; more than one if they are shown as one."""
+    workers: list[str]  # the workers whose item this is; more than one if they are shown as one
+    # Equal for items of several workers that can be shown as one; "" for an item that is always shown alone, as every
+    # item is once `Live` has shown it.
     key: str
-    """Equal for items of several workers that can be shown as one; "" for an item that is always shown alone."""
-    since: float
-    """When the item was made, by the clock of the arranger."""
-    text: str = ""
-    """Whole lines, with their ends; "" for anything but text."""
+    since: float  # when the item was made, by the clock of the arranger
+    text: str = ""  # whole lines, with their ends; "" for anything but text
     stream: str = "stdout"
-    message: Published | None = None
-    """The message to show, for anything but text."""
+    message: Published | None = None  # for anything but text
 
     def render(self) -> list[Published]:
         """Return the messages that show the item, labelled with the names of its workers."""
@@ -62,10 +54,7 @@ def display_id(message: Published) -> str | None:
 
 
 def with_own_id(worker: str, message: Published) -> Published:
-    """Return a display with the worker's name before its id, unless IPython has generated that id.
-
-    A message without an id comes back as it is. Several workers may use one id; each then updates its own display.
-    """
+    """Return a display with the worker's name before its id: each worker updates its own display."""
     id = display_id(message)
     if id is None or _GENERATED_ID.fullmatch(id):
         return message

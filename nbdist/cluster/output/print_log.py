@@ -23,12 +23,9 @@ from typing import BinaryIO, NamedTuple
 from nbdist.channel.resources import explain
 from nbdist.cluster.output.terminal import as_seen
 
-_FILES_KEPT = 10
-"""The most files that are kept for one worker."""
-_FILE_BYTES = 20_000_000
-"""The size at which the next file is begun."""
-_PIECE = 1 << 18
-"""The most characters in one record."""
+_FILES_KEPT = 10  # the most files that are kept for one worker
+_FILE_BYTES = 20_000_000  # the size at which the next file is begun
+_PIECE = 1 << 18  # the most characters in one record
 
 _HEAD = struct.Struct("<IBI")
 _STREAMS = ("stdout", "stderr")
@@ -77,22 +74,14 @@ class PrintLog:
         self._stem = folder / f"{worker}.printed"
         self._worker = worker
         self._file: BinaryIO | None = None
-        self._size = 0
-        """The size of the newest file, in bytes."""
-        self._made = 0
-        """The number of files made so far."""
-        self._lines: deque[Counter[int]] = deque()
-        """The number of lines of each cell, for each file that is kept."""
-        self._dropped: Counter[int] = Counter()
-        """The number of deleted lines of each cell."""
+        self._size = 0  # of the newest file, in bytes
+        self._made = 0  # the number of files made so far
+        self._lines: deque[Counter[int]] = deque()  # of each cell, for each file that is kept
+        self._dropped: Counter[int] = Counter()  # the number of deleted lines of each cell
         self._broken = ""
 
     def write(self, cell: int, stream: str, text: str) -> None:
-        """Append text that a cell has printed.
-
-        If writing fails, because the disk is full for instance, keep the reason for readers (`Printed.broken`), and
-        write nothing from then on.
-        """
+        """Append text that a cell has printed. If writing fails, nothing is written from then on: `Printed.broken`."""
         if self._broken:
             return
         try:
@@ -103,10 +92,6 @@ class PrintLog:
             self.close()
 
     def _append(self, cell: int, stream: str, text: str) -> None:
-        """Append one record, to a new file if the newest is full.
-
-        Raises OSError if the disk is full.
-        """
         data = text.encode(errors="backslashreplace")
         if self._file is None or self._size + _HEAD.size + len(data) > _FILE_BYTES:
             self._next_file()
@@ -116,7 +101,6 @@ class PrintLog:
         self._lines[-1][cell] += text.count("\n")
 
     def _next_file(self) -> None:
-        """Begin a new file, and delete the oldest if there are too many."""
         if self._file is not None:
             self._file.close()
         if len(self._lines) == _FILES_KEPT:
@@ -131,10 +115,7 @@ class PrintLog:
         return self._stem.with_name(f"{self._stem.name}-{number}")
 
     def read(self, cell: int | None = None) -> Printed:
-        """Return the worker's lines in one cell, or in all cells, as open files, which stay readable.
-
-        Lines in files that were deleted are only counted. Raises OSError if a file cannot be opened.
-        """
+        """Return the worker's lines in one cell, or in all cells, as open files. OSError if one cannot be opened."""
         try:
             if self._file is not None and not self._file.closed:
                 self._file.flush()

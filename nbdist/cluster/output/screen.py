@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from nbdist.cluster.output.arranger import Published
 from nbdist.cluster.output.pieces import OutputItem, display_id, updated
 
-_CHARACTERS_KEPT = 20_000_000
-"""Characters of output that are kept to be shown again; the oldest output is forgotten first."""
+_CHARACTERS_KEPT = 20_000_000  # characters of output that are kept to be shown again; the oldest are forgotten first
 
 
 class Screen:
@@ -21,17 +20,12 @@ class Screen:
 
     def __init__(self) -> None:
         self._items: deque[OutputItem] = deque()
-        self._displays: dict[str, list[OutputItem]] = {}
-        """The items with a display id, by this id."""
+        self._displays: dict[str, list[OutputItem]] = {}  # those with a display id, by this id
         self._size = 0
-        self._forgotten = False
-        """True once older items had to be forgotten."""
+        self._forgotten = False  # True once older items had to be forgotten
 
     def add(self, item: OutputItem) -> None:
-        """Remember an item that has been shown.
-
-        The oldest items are forgotten once there are more than `_CHARACTERS_KEPT` characters.
-        """
+        """Remember an item that has been shown."""
         self._items.append(item)
         self._size += _size(item)
         if item.message is not None and (id := display_id(item.message)) is not None:
@@ -41,18 +35,14 @@ class Screen:
             self._forget(self._items.popleft())
 
     def wipe(self, workers: Sequence[str]) -> bool:
-        """Forget what these workers have printed; return whether the page may show any of it.
-
-        An item that other workers have printed, too, stays with their names. True as well once old items were
-        forgotten.
-        """
+        """Forget what these workers have printed; return whether the page may show any of it."""
         gone = set(workers)
         kept: deque[OutputItem] = deque()
-        found = self._forgotten
+        found = self._forgotten  # forgotten items may have been theirs
         for item in self._items:
             left = [name for name in item.workers if name not in gone]
             found = found or len(left) < len(item.workers)
-            item.workers = left
+            item.workers = left  # what others have printed, too, stays with their names
             if left:
                 kept.append(item)
             else:
@@ -61,10 +51,7 @@ class Screen:
         return found
 
     def update(self, message: Published) -> None:
-        """Replace the content of a display.
-
-        Every item with the message's id changes; without one, nothing does.
-        """
+        """Replace the content of every item with the message's display id."""
         for item in self._displays.get(display_id(message) or "", ()):
             assert item.message is not None
             self._size -= _size(item)
@@ -72,14 +59,10 @@ class Screen:
             self._size += _size(item)
 
     def render(self) -> list[Published]:
-        """Return the messages that show all remembered items again.
-
-        Called after a worker's ``clear_output``, which has cleared the output of all workers.
-        """
+        """Return the messages that show all remembered items again."""
         return [message for item in self._items for message in item.render()]
 
     def _forget(self, item: OutputItem) -> None:
-        """Take an item out of the count of characters and the index of displays."""
         self._size -= _size(item)
         if item.message is not None and (id := display_id(item.message)) is not None:
             self._displays[id] = [other for other in self._displays[id] if other is not item]

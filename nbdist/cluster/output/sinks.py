@@ -19,11 +19,9 @@ from IPython import get_ipython
 from nbdist.cluster.output.arranger import Published
 
 _STREAMS = frozenset({"stdout", "stderr"})
-_not_captured: tuple[Any, ...] = ()
-"""The streams and the publisher that were found not to capture anything."""
-
+_not_captured: tuple[Any, ...] = ()  # the streams and the publisher that were found not to capture anything
+# The messages that IPython gives to the hooks of displays (`display_pub.register_hook`).
 _SHOWN = ("display_data", "update_display_data")
-"""The messages that IPython gives to the hooks of displays (`display_pub.register_hook`)."""
 _DISPLAYS = ("display_data", "update_display_data", "execute_result", "clear_output")
 
 
@@ -49,10 +47,7 @@ class Sink(Protocol):
 
     @property
     def key(self) -> str:
-        """A key that only this place has: the request's id, and the objects that capture its output.
-
-        `nbdist.cluster.output.origins` keeps one arranger for each key.
-        """
+        """A key for `origins` that only this place has: the request's id, and the objects that capture its output."""
         ...
 
     @property
@@ -99,19 +94,11 @@ class KernelSink:
 
     @property
     def page(self) -> KernelSink:
-        """This place itself, which shows output in the notebook's page, below the cell.
-
-        Notices go to a sink's ``page``, so that the user sees them even if the cell's output is captured: only the
-        ``page`` of a `CapturedSink` is another place, the `KernelSink` of the same cell.
-        """
+        """This place itself."""
         return self
 
     def publish(self, message: Published) -> None:
-        """Send a message to the front ends, over the kernel's own output thread.
-
-        The parent is the cell's request, so a front end shows the message below that cell, even after the cell has
-        ended.
-        """
+        """Send a message to the front ends, over the kernel's own output thread."""
         session = self._kernel.session
         made = session.msg(message.kind, dict(message.content), parent=self._parent, metadata=dict(message.metadata))
         for hook in self._display_hooks if message.kind in _SHOWN else ():
@@ -121,10 +108,7 @@ class KernelSink:
         session.send(self._kernel.iopub_socket, made, ident=message.kind.encode(), buffers=list(message.buffers))
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
-        """Add ``payload``, what a worker's reply asks the front end for, to the reply of the cell that runs now.
-
-        The front end acts on it when that cell ends.
-        """
+        """Add ``payload`` to the reply of the cell that runs now; the front end acts on it when that cell ends."""
         self._kernel.shell.payload_manager.write_payload(dict(payload))
 
 
@@ -166,10 +150,6 @@ class CapturedSink:
             self.page.publish(message)
 
     def _take(self, kind: str, content: Mapping[str, Any]) -> bool:
-        """Give a message to the object that captures it; return whether there is one.
-
-        Text goes to the file object that took the place of `sys.stdout` or `sys.stderr`; its errors are raised.
-        """
         if kind == "stream" and content["name"] in self._files:
             self._files[content["name"]].write(content["text"])
         elif kind not in _DISPLAYS or self._publisher is None:
@@ -182,10 +162,7 @@ class CapturedSink:
         return True
 
     def hand_on(self, payload: Mapping[str, Any]) -> None:
-        """Add ``payload``, what a worker's reply asks the front end for, to the reply of the cell that runs now.
-
-        The front end acts on it when that cell ends.
-        """
+        """Add ``payload`` to the reply of the cell that runs now."""
         self.page.hand_on(payload)
 
 
@@ -207,10 +184,7 @@ class PlainSink:
         return self
 
     def publish(self, message: Published) -> None:
-        """Print the parts of a message that are text.
-
-        Other messages are dropped, and so is all text once the streams have closed.
-        """
+        """Print the parts of a message that are text, if it has any and the streams are open."""
         kind, content, *_ = message
         with contextlib.suppress(ValueError, OSError):  # the streams close at the end of the process
             if kind == "stream":
@@ -229,23 +203,16 @@ class PlainSink:
 
 
 def current_sink() -> Sink:
-    """Return the place for the output of the code that runs now.
-
-    In a notebook this is the present cell. If the cell's output is captured (`%%capture`), it is the object that
-    captures it.
-    """
+    """Return the place for the output of the code that runs now: the present cell, or the object that captures it."""
     shell: Any = get_ipython()
     sink = sink_of((shell.get_parent() if hasattr(shell, "get_parent") else None) or {})
     return _captured(sink, shell) if isinstance(sink, KernelSink) else sink
 
 
 def _captured(page: KernelSink, shell: Any) -> Sink:
-    """Return the sink for the object that captures the cell's output now; ``page`` if none does.
-
-    Every call asks for its sink. So the streams and publisher of the usual case are kept in `_not_captured`, and looked
-    at first.
-    """
+    """Return the sink for the object that captures the cell's output now; ``page`` if none does."""
     global _not_captured
+    # Every call asks for its sink, so the usual case is looked at first.
     if _not_captured == (sys.stdout, sys.stderr, shell.display_pub):
         return page
     from ipykernel.iostream import OutStream
@@ -261,10 +228,7 @@ def _captured(page: KernelSink, shell: Any) -> Sink:
 
 
 def sink_of(request: Mapping[str, Any]) -> KernelSink | PlainSink:
-    """Return the place for output that a front end's message causes.
-
-    Standard output in a process without a kernel.
-    """
+    """Return the place for output that a front end's message causes; standard output without a kernel."""
     kernel = getattr(get_ipython(), "kernel", None)
     if kernel is None or not hasattr(kernel, "iopub_socket"):
         return PlainSink()
