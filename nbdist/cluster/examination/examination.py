@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from nbdist.cluster.kernels.workers import Worker
     from nbdist.rpc.agent import Agent
 
-_PAIR_SECONDS = 0.7
-"""Seconds for the measurement of one pair, if there is time enough for all pairs."""
-_PAIR_WITHIN = 12.0
-"""Seconds to wait for a measurement. Its own limits end it sooner, unless the process of its sender is stopped."""
+_PAIR_SECONDS = 0.7  # seconds for the measurement of one pair, if there is time enough for all pairs
+_PAIR_WITHIN = 12.0  # seconds to wait for it: its own limits end it sooner, unless its sender's process is stopped
 
 
 @dataclass(repr=False, frozen=True)
@@ -65,11 +63,9 @@ def examine(agent: Agent, workers: Sequence[Worker], seconds: float) -> Examinat
     """Return the examination of a running cluster, made in at most about ``seconds`` and the time of one pair.
 
     ``agent`` is the notebook's, and ``workers`` are the cluster's.
-
-    The calls are not recorded in any context. Ctrl-C ends it with KeyboardInterrupt.
     """
     deadline = time.monotonic() + seconds
-    with recorder().contexts.outside():
+    with recorder().contexts.outside():  # the calls are of no training step
         members = _members(agent, workers)
         links, left_out = _links(agent, members, deadline)
         links = _again(agent, members, links, deadline)
@@ -77,7 +73,7 @@ def examine(agent: Agent, workers: Sequence[Worker], seconds: float) -> Examinat
 
 
 def _members(agent: Agent, workers: Sequence[Worker]) -> list[ExaminedMember]:
-    """Return the notebook and the workers, each with its facts if it tells them within `ANSWERS_WITHIN` seconds."""
+    # A dead worker is not asked, and one that is starting does not answer yet.
     ready = [worker.name for worker in workers if worker.alive and worker.step == "ready"]
     asked = ask_each(agent, describe_machine, dict.fromkeys(ready, ()), timeout=ANSWERS_WITHIN)
     places = {record.name: record.host for record in agent.members()}
@@ -103,10 +99,7 @@ def _members(agent: Agent, workers: Sequence[Worker]) -> list[ExaminedMember]:
 
 
 def _links(agent: Agent, members: Sequence[ExaminedMember], deadline: float) -> tuple[list[LinkSpeed], int]:
-    """Measure one pair of members after another until ``deadline``; return the results, and how many pairs are left.
-
-    A member that once does not answer the notebook, or is lost meanwhile, is asked no more.
-    """
+    """Measure one pair of members after another until ``deadline``; return the results, and how many pairs are left."""
     pairs = list(pairs_of([member.name for member in members if member.facts is not None]))
     found: list[LinkSpeed] = []
     silent: set[str] = set()
@@ -114,7 +107,7 @@ def _links(agent: Agent, members: Sequence[ExaminedMember], deadline: float) -> 
         left = deadline - time.monotonic()
         if left <= 0:
             return found, len(pairs) - number
-        if silent & {sender, receiver}:
+        if silent & {sender, receiver}:  # it would take its whole time limit again
             continue
         part = min(1.0, left / (len(pairs) - number) / _PAIR_SECONDS)
         link, is_silent = measure_link(agent, sender, receiver, part)
@@ -126,10 +119,8 @@ def _links(agent: Agent, members: Sequence[ExaminedMember], deadline: float) -> 
 def _again(
     agent: Agent, members: Sequence[ExaminedMember], links: Sequence[LinkSpeed], deadline: float
 ) -> list[LinkSpeed]:
-    """Measure the slow links once more until ``deadline``; return all links, with the better numbers of these.
-
-    A computer that does something else for a moment would look like a slow line.
-    """
+    """Measure the slow links once more until ``deadline``; return all links, with the better numbers of these."""
+    # A computer that does something else for a moment would look like a slow line.
     better: dict[tuple[str, str], LinkSpeed] = {}
     slow = slow_links(members, links)
     for number, link in enumerate(slow):

@@ -17,24 +17,18 @@ if TYPE_CHECKING:
     from nbdist.cluster.examination.machine import MachineFacts
     from nbdist.cluster.examination.speed import LinkSpeed
 
-_LITTLE_MEMORY = 500_000_000
-"""A process with fewer bytes of memory left gets a finding."""
+_LITTLE_MEMORY = 500_000_000  # bytes of memory left below which a process gets a finding
+# Free bytes of /dev/shm below which NCCL or DataLoader may fail. Containers have 64 MB, by default; 1 GB is usual.
 _LITTLE_SHARED_FILES = 500_000_000
-"""Free bytes of /dev/shm below which NCCL or DataLoader may fail. Containers have 64 MB, by default; 1 GB is usual."""
-_FEW_FILES = 256
-"""Files that a process should still be able to open. In the notebook a worker of another host takes 35."""
+_FEW_FILES = 256  # that a process should still be able to open; in the notebook a worker of another host takes 35
+# Ports below which a host may run out of them: each agent takes some, and so do gloo and NCCL for each connection.
 _FEW_PORTS = 1000
-"""Ports below which a host may run out of them: each agent takes some, and so do gloo and NCCL for each connection."""
-_CLOCKS_APART = 1.0
-"""Seconds between two clocks from which lines of different hosts may be sorted wrongly."""
-_TIMES_SLOWER = 10
-"""A link is slow if it is this many times slower than the fast links of its kind."""
-_FAST_ENOUGH = 0.01
-"""A latency of up to this many seconds is never called slow: a busy machine has it at times."""
+_CLOCKS_APART = 1.0  # seconds between two clocks from which lines of different hosts may be sorted wrongly
+_TIMES_SLOWER = 10  # a link is slow if it is this many times slower than the fast links of its kind
+_FAST_ENOUGH = 0.01  # a latency of up to this many seconds is never called slow: a busy machine has it at times
+# A rate of this many bytes a second is never called slow: on most machines, encrypted messages are not faster.
 _MOVES_FAST_ENOUGH = 200_000_000
-"""A rate of this many bytes a second is never called slow: on most machines, encrypted messages are not faster."""
-_LINKS_COMPARED = 3
-"""Links of a kind that are needed to compare them."""
+_LINKS_COMPARED = 3  # links of a kind that are needed to compare them
 
 
 @dataclass(frozen=True)
@@ -216,6 +210,7 @@ def find_all(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed], left
     found = _of_members(members)
     found += _of_versions(members)
     known = [(member, member.facts) for member in members if member.facts is not None]
+    # Reversed, so that the first member of a host stands for the host.
     first_of_host = {member.place: (member, facts) for member, facts in reversed(known)}
     each: list[Finding] = []
     for member, facts in first_of_host.values():
@@ -223,7 +218,7 @@ def find_all(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed], left
     for member, facts in known:
         each += [_about(finding, member.name) for finding in of_process(facts)]
     for link in links:
-        if link.sender == members[0].name and link.ahead is not None:
+        if link.sender == members[0].name and link.ahead is not None:  # against the notebook's clock
             each += [_about(finding, link.receiver) for finding in of_clock(link.ahead)]
     found += _merged(each)
     found += _of_links(members, links)
@@ -240,12 +235,10 @@ def find_all(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed], left
 
 
 def _about(finding: Finding, name: str) -> Finding:
-    """Return a finding about the member ``name``."""
     return Finding(finding.topic, name, finding.problem, finding.remedy)
 
 
 def _merged(found: Iterable[Finding]) -> list[Finding]:
-    """Return the findings; equal findings about several members become one."""
     groups = grouped(found, lambda finding: _about(finding, ""))
     return [_about(finding, say_members([each.about for each in group])) for finding, group in groups.items()]
 
@@ -270,7 +263,6 @@ def _of_members(members: Sequence[ExaminedMember]) -> list[Finding]:
 
 
 def _of_versions(members: Sequence[ExaminedMember]) -> list[Finding]:
-    """Return a finding for each package that has different versions on the members."""
     known = [(member.name, member.facts) for member in members if member.facts is not None]
     reads: list[tuple[str, Callable[[MachineFacts], str]]] = [
         ("torch", lambda facts: facts.torch),
@@ -307,10 +299,7 @@ def slow_links(members: Sequence[ExaminedMember], links: Sequence[LinkSpeed]) ->
 
 
 def _compared(by_name: Mapping[str, ExaminedMember], links: Sequence[LinkSpeed]) -> Iterator[tuple[LinkSpeed, str]]:
-    """Yield each link that is much slower than others, with a text that says how slow it is.
-
-    Links inside of a host are compared with each other, and so are links between hosts.
-    """
+    """Yield each link that is much slower than others of its kind, with a text that says how slow it is."""
     for is_inside in (True, False):
         of_kind = [link for link in links if _is_inside(by_name, link) is is_inside]
         latencies = [link.latency for link in of_kind if link.latency is not None]
@@ -330,15 +319,12 @@ def _compared(by_name: Mapping[str, ExaminedMember], links: Sequence[LinkSpeed])
 
 
 def _is_inside(by_name: Mapping[str, ExaminedMember], link: LinkSpeed) -> bool:
-    """Return whether both ends of a link are on one host."""
     return by_name[link.sender].place == by_name[link.receiver].place
 
 
 def _of_fast_ones(best_first: Sequence[float]) -> float:
-    """Return the number that a fifth of the links reach or surpass, given the best first.
-
-    The median would not do: one slow host among three makes four of the six links slow.
-    """
+    # The number that a fifth of the links reach or surpass. The median would not do: one slow host among three makes
+    # four of the six links slow.
     return best_first[len(best_first) // 5]
 
 

@@ -52,8 +52,7 @@ class MachineFacts:
     """True if NVIDIA's driver runs on the machine."""
     gpu_count: int
     """The number of GPUs that torch sees in this process."""
-    gpus: tuple[GpuFacts, ...]
-    """The GPUs that were looked at: see `describe_machine`."""
+    gpus: tuple[GpuFacts, ...]  # those that were looked at: see `describe_machine`
     unpinned: str
     """Why the process has no pinned memory for tensors that leave its GPU; empty if it has, or needs none."""
     can_share: bool
@@ -99,18 +98,17 @@ def describe_machine(*, every_gpu: bool = False) -> MachineFacts:
 
 
 def _nccl_version() -> str:
-    """Return the version of the NCCL in torch, such as ``2.27.5``; an empty text without one."""
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         return ""
     try:
         found = torch.cuda.nccl.version()
-    except (AttributeError, ImportError, RuntimeError):
+    except (AttributeError, ImportError, RuntimeError):  # torch's, depending on its version and build
         return "of an unknown version"
     return ".".join(map(str, found))
 
 
 def _gpus(count: int) -> tuple[GpuFacts, ...]:
-    """Return the facts about the first ``count`` GPUs; starts CUDA in this process."""
+    # Starts CUDA in this process.
     built = torch.cuda.get_arch_list()
     found = []
     for index in range(count):
@@ -123,7 +121,6 @@ def _gpus(count: int) -> tuple[GpuFacts, ...]:
 
 
 def _shared_files_left() -> int | None:
-    """Return the free bytes of ``/dev/shm``; None if there is no such folder."""
     try:
         found = os.statvfs(_SHARED_FILES)
     except OSError:

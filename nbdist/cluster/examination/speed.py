@@ -21,21 +21,15 @@ from nbdist.rpc.agent import Agent
 from nbdist.rpc.api import current_agent
 from nbdist.rpc.asking import ask_each
 
-ANSWERS_WITHIN = 3.0
-"""Seconds for the answer to a small message."""
-LARGEST = 1 << 23
-"""The bytes of the largest message."""
+ANSWERS_WITHIN = 3.0  # seconds for the answer to a small message
+LARGEST = 1 << 23  # bytes of the largest message
+# The bytes of the messages that measure a rate. The largest is sent twice: its first memory is new, and slower.
 _SIZES = (1 << 17, 1 << 20, LARGEST, LARGEST)
-"""The bytes of the messages that measure a rate. The largest is sent twice: its first memory is new, and slower."""
 _ROUND_TRIPS = 20
-_ROUND_TRIPS_SECONDS = 0.2
-"""Seconds after which no more round trip begins."""
-_MOVING_SECONDS = 0.5
-"""Seconds for all messages that measure a rate, if the first one is fast enough to tell."""
-_MOVES_WITHIN = 5.0
-"""Seconds for one of these messages to arrive."""
-_LEAST_PART_MOVING = 0.1
-"""The least part of a message's time that counts for its bytes: the rest may be latency."""
+_ROUND_TRIPS_SECONDS = 0.2  # seconds after which no more round trip begins
+_MOVING_SECONDS = 0.5  # seconds for all messages that measure a rate, if the first one is fast enough to tell
+_MOVES_WITHIN = 5.0  # seconds for one of these messages to arrive
+_LEAST_PART_MOVING = 0.1  # the least part of a message's time that counts for its bytes: the rest may be latency
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,7 @@ def round_trips(ask: Callable[[], float], seconds: float = _ROUND_TRIPS_SECONDS)
         before, began = time.time(), time.perf_counter()
         there = ask()
         took = time.perf_counter() - began
-        found.append((took, there - before - took / 2))
+        found.append((took, there - before - took / 2))  # the other clock was read in the middle
     return RoundTrips(statistics.median(took for took, _ in found), *min(found))
 
 
@@ -90,13 +84,10 @@ def rate_of(
 ) -> float:
     """Send messages of growing sizes with ``move(nbytes)``; return bytes a second, by the largest that was sent.
 
-    The first message is always sent. The others are sent only if they should arrive within ``seconds`` in all.
-
     Args:
         move: Sends a message of ``nbytes`` bytes, and returns once the other side has it.
-        fastest: Seconds of the fastest small message, there and back. They are subtracted from the time of each
-            message.
-        seconds: The time for all messages.
+        fastest: Seconds of the fastest small message, there and back, to be subtracted from each message's time.
+        seconds: The time for all messages; the first is sent anyway.
         clock: Returns the time in seconds.
     """
     end = clock() + seconds
@@ -144,15 +135,15 @@ def error_in_words(error: BaseException) -> str:
 
 
 def _ask_clock(agent: Agent, to: str) -> float:
-    """Return the time of a member's clock, in seconds since 1970. Raises RpcTimeout if it does not answer in time."""
+    # In seconds since 1970, as the next two on the receiver.
     return float(agent.ask(to, _clock, timeout=ANSWERS_WITHIN))
 
 
 def _clock() -> float:
-    """Return the time in seconds since 1970. Called on the receiver."""
+    # Called on the receiver.
     return time.time()
 
 
 def _take(data: torch.Tensor) -> int:
-    """Return the number of bytes of a tensor, which has arrived with the call. Called on the receiver."""
+    # Called on the receiver; its call has brought the tensor.
     return data.numel()

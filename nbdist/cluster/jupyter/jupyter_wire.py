@@ -17,16 +17,12 @@ from jupyter_client.session import json_packer, json_unpacker
 
 from nbdist.errors import ProtocolError
 
-COLLECTIVES = "nbdist_collectives"
-"""The type of a message that tells what a worker has called in its process groups."""
-FENCE = "nbdist_fence"
-"""The type of a message that marks a place in a worker's output: everything before it has been sent."""
-NAMES = "nbdist_names"
-"""The type of a message that lists the user's names on a worker."""
+COLLECTIVES = "nbdist_collectives"  # the type of a message that tells what a worker has called in its process groups
+FENCE = "nbdist_fence"  # of one that marks a place in a worker's output: everything before it has been sent
+NAMES = "nbdist_names"  # of one that lists the user's names on a worker
 
 _DELIMITER = b"<IDS|MSG>"
-_VERSION = "5.4"
-"""The version of Jupyter's message protocol."""
+_VERSION = "5.4"  # of Jupyter's message protocol
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder()
@@ -41,7 +37,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
-    """Return a value from JSON; also takes NaN, which Python writes. Raises ValueError for anything else."""
+    """Return a value from JSON. Raises ValueError for anything else."""
     try:
         return _decoder.decode(data)
     except msgspec.DecodeError:  # NaN, for instance, which Python writes although JSON has none
@@ -54,10 +50,7 @@ def new_id() -> str:
 
 
 def new_header(kind: str, session: str, id: str | None = None) -> dict[str, Any]:
-    """Return the header of a new message of type ``kind``; ``id`` is made up if there is none.
-
-    ``session`` tells the kernel which client sends; all messages of one `Kernel` have the same.
-    """
+    """Return the header of a new message of type ``kind``; ``session`` tells the kernel which client sends."""
     return {
         "msg_id": id or new_id(),
         "msg_type": kind,
@@ -77,10 +70,9 @@ def encode(
     metadata: bytes = b"{}",
     buffers: Sequence[Any] = (),
 ) -> list[Any]:
-    """Return a message as frames, signed with ``key``.
+    """Return a message as frames, signed with ``key``; ``parent`` is the header of the message that caused this one.
 
-    ``content`` and ``metadata`` are JSON already, so that a message to many kernels is packed once. ``parent`` is the
-    header of the message that caused this one.
+    ``content`` and ``metadata`` are JSON already, so that a message to many kernels is packed once.
     """
     parts = [pack(header), pack(parent or {}), metadata, content]
     return [_DELIMITER, _sign(key, parts), *parts, *buffers]
@@ -89,11 +81,10 @@ def encode(
 def decode(key: bytes, frames: Sequence[bytes]) -> dict[str, Any]:
     """Return the message in these frames as a dict, in the layout of `jupyter_client`.
 
-    Frames before the delimiter, such as a topic, are skipped. Raises ProtocolError if the message is not signed with
-    ``key``, or is not a complete Jupyter message.
+    Raises ProtocolError if the message is not signed with ``key``, or is not a complete Jupyter message.
     """
     try:
-        start = frames.index(_DELIMITER)
+        start = frames.index(_DELIMITER)  # a topic may stand before it
         signature, *parts = frames[start + 1 : start + 6]
         if len(parts) != 4 or not hmac.compare_digest(signature, _sign(key, parts)):
             raise ProtocolError("a kernel's message has a wrong signature: another program sent it, or it was damaged")
@@ -141,5 +132,5 @@ def with_text(key: bytes, frames: Sequence[bytes], text: str) -> list[bytes]:
 
 
 def _sign(key: bytes, parts: Sequence[bytes]) -> bytes:
-    """Return the signature of a message: the hexadecimal HMAC-SHA256 of its header, parent, metadata and content."""
+    # The hexadecimal HMAC-SHA256 of the header, parent, metadata and content; buffers are not signed.
     return hmac.digest(key, b"".join(parts), "sha256").hex().encode()

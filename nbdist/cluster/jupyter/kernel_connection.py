@@ -32,18 +32,12 @@ T = TypeVar("T")
 Message = dict[str, Any]
 
 _log = logging.getLogger("nbdist.cluster")
-_ASK_AGAIN_AFTER = 0.1
-"""Seconds after which a starting kernel is asked again, until its first output has arrived."""
-_RECONNECT_MS = 10
-"""Milliseconds between two attempts of ZeroMQ to connect."""
-_MOST_SOCKETS = 16_384
-"""Sockets to all kernels, four for each. ZeroMQ's default, 1,023, is enough for 255 workers only."""
-_MESSAGES_AT_ONCE = 100
-"""Messages that are read before the loop's other work gets its turn."""
-_FILES_OF_LOOP = 3
-"""Files that an event loop opens."""
-_FILES_NEEDED = 24
-"""Files that must be free before ZeroMQ starts its threads and opens the sockets to one kernel; it takes about 20."""
+_ASK_AGAIN_AFTER = 0.1  # seconds after which a starting kernel is asked again, until its first output has arrived
+_RECONNECT_MS = 10  # milliseconds between two attempts of ZeroMQ to connect
+_MOST_SOCKETS = 16_384  # to all kernels, four for each; ZeroMQ's default, 1,023, is enough for 255 workers only
+_MESSAGES_AT_ONCE = 100  # messages that are read before the loop's other work gets its turn
+_FILES_OF_LOOP = 3  # files that an event loop opens
+_FILES_NEEDED = 24  # files to be free before ZeroMQ's threads and the sockets to one kernel, which take about 20
 
 
 class KernelThread:
@@ -56,8 +50,7 @@ class KernelThread:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="nbdist-kernels", daemon=True)
         self._thread.start()
-        self.context: Any = None
-        """The ZeroMQ context of all kernels; made by the first one."""
+        self.context: Any = None  # ZeroMQ's, of all kernels; made by the first one
         self._closing = False
 
     def _run(self) -> None:
@@ -65,26 +58,22 @@ class KernelThread:
         self.loop.run_forever()
 
     def soon(self, action: Callable[..., object], *arguments: Any) -> bool:
-        """Call ``action`` in this thread soon. Any thread may call this.
-
-        Returns whether ``action`` will be called: False once the thread is ending.
-        """
+        """Call ``action`` in this thread soon; return False if it will not be called. Any thread may call this."""
         if self._closing:
             return False
         try:
             self.loop.call_soon_threadsafe(action, *arguments)
-        except RuntimeError:
+        except RuntimeError:  # the loop is closed
             return False
         return True
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in this thread; return the future of its outcome. Any other thread may wait for it.
+        """Run a coroutine in this thread; return the future of its outcome. RuntimeError once the thread is ending.
 
-        In this thread itself, await the coroutine instead: waiting would block it for ever. RuntimeError once the
-        thread is ending.
+        In this thread itself, await the coroutine instead: waiting would block it for ever.
         """
         if self._closing:
-            work.close()
+            work.close()  # else Python warns that it was never awaited
             raise RuntimeError("the thread of the kernels is ending")
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
@@ -95,7 +84,7 @@ class KernelThread:
     def close(self) -> None:
         """Cancel the loop's tasks and close all sockets, within 2 s; then end the thread, within another 2 s.
 
-        Errors of tasks are ignored. Another thread must call this.
+        Another thread must call this.
         """
 
         async def cancel_all() -> None:
@@ -107,7 +96,7 @@ class KernelThread:
                 self.context.destroy(linger=0)
 
         self._closing = True  # nothing is begun any more that nobody would cancel
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the tasks' errors: whatever they are, the thread must end
             asyncio.run_coroutine_threadsafe(cancel_all(), self.loop).result(2.0)
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -132,17 +121,15 @@ class Kernel:
         self._listener = listener
         self._replies: dict[str, asyncio.Future[Message]] = {}
         self._sockets: dict[str, Any] = {}
-        self._heard = asyncio.Event()
-        """Set when the first message of the output channel arrives."""
-        self._closed: str | None = None
-        """The reason for which the connection was closed; None while it is open."""
+        self._heard = asyncio.Event()  # set when the first message of the output channel arrives
+        self._closed: str | None = None  # why the connection was closed; None while it is open
 
     async def open(self) -> None:
         """Connect, and wait until the kernel answers and its output reaches this process.
 
         Raises WorkerLost if `close` is called before or meanwhile, ResourceError if too many files are open.
         """
-        if self._closed is not None:
+        if self._closed is not None:  # closed before it was opened
             raise WorkerLost(self._closed)
         require_files(_FILES_NEEDED, "the notebook cannot talk to a worker's kernel")
         if self._thread.context is None:
@@ -154,6 +141,7 @@ class Kernel:
         for channel in ("shell", "iopub", "stdin", "control"):
             self._connect(channel)
             self._thread.loop.add_reader(self._sockets[channel].FD, self._drain, channel)
+        # A PUB socket drops what it sends before a subscription has arrived, so the kernel is asked again.
         while True:
             await self.ask("kernel_info_request", {})
             with contextlib.suppress(TimeoutError):
@@ -161,10 +149,7 @@ class Kernel:
                 return
 
     def _connect(self, channel: str) -> None:
-        """Connect to a channel of the kernel, through the socket file that the connection names.
-
-        A client of jupyter_client would do the same, but in version 7 it insists on sockets for asyncio.
-        """
+        # A client of jupyter_client would do the same, but in version 7 it insists on sockets for asyncio.
         socket = self._sockets[channel] = self._thread.context.socket(channel_socket_types[channel])
         if channel == "iopub":
             socket.subscribe(b"")
@@ -174,10 +159,7 @@ class Kernel:
         socket.connect(f"ipc://{self._connection['ip']}-{self._connection[f'{channel}_port']}")
 
     def close(self, why: str) -> None:
-        """Disconnect. Requests that wait for a reply fail with WorkerLost(``why``), and so do later requests.
-
-        A second call only replaces ``why`` for later requests.
-        """
+        """Disconnect. Requests that wait for a reply fail with WorkerLost(``why``), and so do later requests."""
         self._closed = why
         sockets, self._sockets = self._sockets, {}
         for socket in sockets.values():
@@ -203,9 +185,7 @@ class Kernel:
         """Send a message on ``channel``; return its id, which is ``id`` if that is given.
 
         A caller that sends the same content to many kernels packs it once, as bytes. ``parent`` is the message that
-        caused this one.
-
-        Raises WorkerLost if the connection is closed or not open yet.
+        caused this one. Raises WorkerLost if the connection is closed or not open yet.
         """
         if self._closed is not None:
             raise WorkerLost(self._closed)
@@ -225,20 +205,17 @@ class Kernel:
         return str(header["msg_id"])
 
     def ask(self, kind: str, content: Mapping[str, Any], *, channel: str = "shell") -> asyncio.Future[Message]:
-        """Send a request; return the future of the reply.
+        """Send a request; return the future of the reply, which has no time limit.
 
-        Raises WorkerLost if the kernel is not connected; if it gets disconnected later, the future fails with
-        WorkerLost. There is no time limit.
+        Raises WorkerLost if the kernel is not connected; if it gets disconnected later, the future fails with it.
         """
         id = self.send(kind, content, channel=channel)
         reply = self._replies[id] = asyncio.get_running_loop().create_future()
         return reply
 
     def _drain(self, channel: str) -> None:
-        """Read the messages that have arrived, up to `_MESSAGES_AT_ONCE` of them, and the others a little later.
-
-        ZeroMQ's file descriptor reports the arrival of messages only once, however many have arrived.
-        """
+        """Read the messages that have arrived, up to `_MESSAGES_AT_ONCE` of them, and the others a little later."""
+        # ZeroMQ's file descriptor reports the arrival of messages only once, however many have arrived.
         for _ in range(_MESSAGES_AT_ONCE):
             socket = self._sockets.get(channel)  # a message may close the kernel
             if socket is None or not socket.EVENTS & zmq.POLLIN:
@@ -246,15 +223,12 @@ class Kernel:
             frames = socket.recv_multipart()
             try:
                 self._take(channel, decode(self._key, frames))
-            except Exception:
+            except Exception:  # a listener's, or of a malformed message: the next one must be read
                 _log.exception("a message from a worker's kernel could not be handled, and is dropped")
         self._thread.loop.call_soon(self._drain, channel)
 
     def _take(self, channel: str, message: Message) -> None:
-        """Give a message to the `ask` whose request it answers, by the parent id, else to the listener.
-
-        A second reply to a request goes to the listener.
-        """
+        """Give a message to the `ask` whose request it answers first, by the parent id, else to the listener."""
         if channel == "iopub":
             self._heard.set()
         parent = message["parent_header"].get("msg_id", "")

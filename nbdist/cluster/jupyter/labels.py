@@ -27,29 +27,23 @@ from nbdist.errors import NbdistError, UsageError
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+# A frame in a formatted traceback of Python: indent, file, line, function and source line.
 _FRAME = re.compile(r'^( *)File "([^"]+)", line (\d+)(, in .*)?\n?((?:\1  .*\n?)?)', re.MULTILINE)
-"""A frame in a formatted traceback of Python: indent, file, line, function and source line."""
 
-_IPYTHON = f"{os.path.dirname(core.__file__)}/"
-"""The folder of IPython's code that runs cells and magics, with a slash at its end."""
+_IPYTHON = f"{os.path.dirname(core.__file__)}/"  # the folder of IPython's code that runs cells and magics
 
 
 class _Cells:
     """The cells that this process compiles."""
 
     def __init__(self) -> None:
-        self.shell: Any = None
-        """The shell that runs the cells; None before `install`."""
-        self.number: int | None = None
-        """The number of the cell that runs or ran last."""
-        self.files: set[str] = set()
-        """The names of the files of the cells; `CELLS` has those of functions that the process was sent, too."""
+        self.shell: Any = None  # the shell that runs the cells; None before `install`
+        self.number: int | None = None  # of the cell that runs or ran last
+        self.files: set[str] = set()  # of the cells; `CELLS` has those of functions that the process was sent, too
 
     def follow(self, shell: InteractiveShell) -> None:
-        """Note the number of every cell that the shell compiles, for `cell_number` and for the names of files.
-
-        The shell's own count belongs to this cell or to the next one, depending on IPython's version.
-        """
+        """Note the number of every cell that the shell compiles, for `cell_number` and for the names of files."""
+        # Not the shell's own count: depending on IPython's version, that belongs to this cell or to the next one.
         self.shell = shell
         cache: Any = shell.compile.cache
         CELLS.clear()
@@ -69,18 +63,15 @@ class _Cells:
 _cells = _Cells()
 
 
+# The number and the source of each cell that was sent to workers, by the name of its file there, without a folder.
 _sent: dict[str, tuple[int, str]] = {}
-"""The number and the source of each cell that was sent to workers, by the name of its file there, without a folder."""
 _SENT_KEPT = 2000
 
 
 def install(shell: InteractiveShell, worker: str | None) -> None:
-    """Name the frames of cells by their numbers in this process; in a worker, add the worker's name.
-
-    Called once in a process.
-    """
+    """Name the frames of cells by their numbers in this process; in a worker, add the worker's name. Call it once."""
     _cells.follow(shell)
-    if threading.excepthook is threading.__excepthook__:
+    if threading.excepthook is threading.__excepthook__:  # else the user, or a library, has set one
         threading.excepthook = partial(_show_thread_error, f" on {worker}" if worker else "")
     if worker is None:
         return
@@ -109,8 +100,7 @@ def missing_here(text: str) -> str:
 def rename_frames(text: str, worker: str) -> str:
     """Return a worker's formatted traceback in which code of this process's cells is named ``Cell In[3] on worker1``.
 
-    ``worker`` is the worker where the error was raised. Other frames, and everything in a process without a shell, stay
-    as they are.
+    ``worker`` is the worker where the error was raised.
     """
 
     def rename(match: re.Match[str]) -> str:
@@ -137,10 +127,7 @@ def sent_cell(file: str) -> tuple[int, str] | None:
 
 
 def rename_cell_frames(text: str, worker: str) -> str:
-    """Return a line of a crash report with the file of a cell replaced by a name such as ``Cell In[3] on worker1``.
-
-    ``worker`` is the worker that crashed. Other lines stay as they are.
-    """
+    """Return a line of a crash report with the file of a cell replaced by a name such as ``Cell In[3] on worker1``."""
 
     def rename(match: re.Match[str]) -> str:
         sent = sent_cell(match[1])
@@ -157,7 +144,7 @@ def is_cell(file: str, code: str) -> bool:
 def trim_tracebacks(shell: Any) -> None:
     """Make a shell show nbdist's errors, interrupts and errors from workers without the frames inside this package.
 
-    A UsageError is shown without its cause as well. Other errors are shown as before. Call it once for a shell.
+    A UsageError is shown without its cause as well. Call it once for a shell.
     """
     show_notes(shell)
     shown: Any = shell.InteractiveTB.structured_traceback
@@ -183,13 +170,11 @@ def trim_tracebacks(shell: Any) -> None:
 
 
 def _leave_out_our_frames(tb: TracebackType | None) -> None:
-    """Leave this package's frames out of a traceback, but its first ones, with those of Python's that they call.
-
-    Frames of IPython by which a cell comes to a magic are left out as well; IPython 7 shows them.
-    """
+    """Leave this package's frames out of a traceback, but its first ones, with those of Python's that they call."""
     last, ours = None, False
     while tb is not None:
         file, following = tb.tb_frame.f_code.co_filename, tb.tb_next
+        # Frames of IPython by which a cell comes to a magic are left out as well; IPython 7 shows them.
         ours = file.startswith((NBDIST, _IPYTHON, "<decorator-gen-")) or (ours and is_pythons(file))
         if not ours:
             if last is not None:

@@ -33,7 +33,7 @@ class Page(NamedTuple):
     def lines_above(self, code: str) -> int | None:
         """Return how many lines of the notebook's cell stand above the first line of ``code`` that is not empty.
 
-        Returns None if ``text`` does not end with ``code``: then a program made the code.
+        None if ``text`` does not end with ``code``: then a program made the code.
         """
         found = lines_above(self.text, code)
         if found is None:
@@ -62,9 +62,6 @@ def follow_page(compiler: Any, page: Callable[[], Page | None]) -> None:
     """Make IPython's compiler count lines from the top of the notebook's cell that has the code.
 
     ``page()`` returns the cell that runs; None leaves the line numbers as they are.
-
-    Replaces two methods of the compiler: ``cache``, which names the code and gives its text to tracebacks, and
-    ``ast_parse``, which makes the tree.
     """
     plain_cache, plain_parse = compiler.cache, compiler.ast_parse
     moves: dict[str, int] = {}
@@ -73,6 +70,7 @@ def follow_page(compiler: Any, page: Callable[[], Page | None]) -> None:
         found = page()
         return (found.lines_above(code) or 0) if found is not None else 0
 
+    # Replaces the compiler's method that names the code and gives its text to tracebacks.
     def cache(transformed: str, number: int = 0, raw_code: str | None = None) -> Any:
         raw = transformed if raw_code is None else raw_code
         lines = lines_to_move(raw)
@@ -86,6 +84,7 @@ def follow_page(compiler: Any, page: Callable[[], Page | None]) -> None:
             store_source(name, (size + lines, time, ["\n"] * lines + cached, file))
         return name
 
+    # Replaces the method that makes the tree.
     def ast_parse(source: str, filename: str = "<unknown>", symbol: str = "exec") -> ast.AST:
         # %%time parses its body without a file name.
         lines = moves.get(filename, 0) if filename != "<unknown>" else lines_to_move(source)

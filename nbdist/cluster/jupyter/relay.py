@@ -27,12 +27,10 @@ import zmq
 from nbdist.cluster.jupyter.waiting_output import Parcel, WaitingOutput
 
 _CHANNELS = ("shell", "iopub", "stdin", "control")
+# The name by which the kernel knows its only client: requests for input go where the cells came from.
 _CLIENT = b"notebook"
-"""The name by which the kernel knows its only client: requests for input go where the cells came from."""
-_BATCH = 1 << 20
-"""Bytes after which a batch is full."""
-_MESSAGES_AT_ONCE = 100
-"""Messages of a channel that are read before the others have their turn."""
+_BATCH = 1 << 20  # bytes after which a batch is full
+_MESSAGES_AT_ONCE = 100  # messages of a channel that are read before the others have their turn
 
 _log = logging.getLogger("nbdist.cluster")
 
@@ -40,7 +38,7 @@ _log = logging.getLogger("nbdist.cluster")
 class Relay:
     """One end of the connection between a notebook and a kernel of another host.
 
-    `before_notebook` and `before_kernel` make it.
+    `before_notebook` and `before_kernel` make it; their ``connection`` is what the kernel's connection file says.
     ``carry(batch)`` brings a list of parcels to the other end, and returns when they are there. If it raises an error,
     the relay carries nothing more.
     """
@@ -51,15 +49,12 @@ class Relay:
         self._sockets = dict(sockets)
         self._context = context
         self._carry = carry
-        self._client = _CLIENT
-        """The identity of the client on this side, for ROUTER sockets."""
-        self._to_send: deque[Parcel] = deque()
-        """The parcels that have been delivered here and not been sent to a socket yet."""
+        self._client = _CLIENT  # the identity of the client on this side, for ROUTER sockets
+        self._to_send: deque[Parcel] = deque()  # delivered here, and not sent to a socket yet
         self._read = WaitingOutput(key)
-        self._carrying = False
-        """True while a batch is on its way."""
+        self._carrying = False  # True while a batch is on its way
+        # Guards `_read`, `_carrying` and `_closed`; notified when one of them changes.
         self._changed = threading.Condition()
-        """Guards `_read`, `_carrying` and `_closed`; notified when one of them changes."""
         self._closed = False
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._threads = [
@@ -71,10 +66,7 @@ class Relay:
 
     @classmethod
     def before_notebook(cls, connection: Mapping[str, Any], carry: Callable[[list[Parcel]], object]) -> Relay:
-        """Return a relay that answers the notebook in the place of the kernel, at the ``ipc`` sockets of a connection.
-
-        ``connection`` is what the kernel's connection file says.
-        """
+        """Return a relay that answers the notebook in the place of the kernel, at a connection's ``ipc`` sockets."""
         context = _context()
         sockets = {}
         for channel in _CHANNELS:
@@ -84,10 +76,7 @@ class Relay:
 
     @classmethod
     def before_kernel(cls, connection: Mapping[str, Any], carry: Callable[[list[Parcel]], object]) -> Relay:
-        """Return a relay that is the client of a kernel of this host.
-
-        ``connection`` is what the kernel's connection file says.
-        """
+        """Return a relay that is the client of a kernel of this host."""
         context = _context()
         sockets = {}
         for channel in _CHANNELS:
@@ -118,7 +107,7 @@ class Relay:
                     return
 
     def close(self) -> None:
-        """Stop, and close the sockets. A second call does nothing."""
+        """Stop, and close the sockets."""
         with self._changed:
             if self._closed:
                 return
@@ -133,7 +122,7 @@ class Relay:
             os.close(wake_in)
 
     def _wake(self) -> None:
-        """Make the thread of the sockets look at once. Does nothing once closed."""
+        """Make the thread of the sockets look at once."""
         # Under the lock: the file's number may belong to another file as soon as it is closed.
         with self._changed, contextlib.suppress(OSError):
             os.write(self._wake_in, b"w")
@@ -196,7 +185,7 @@ class Relay:
         while batch := self._next_batch():
             try:
                 self._carry(batch)
-            except Exception as error:
+            except Exception as error:  # of `carry`, of any class: the other end cannot be reached
                 if not self._closed:
                     _log.debug("a relay stops: %s", error)
                 return
@@ -220,16 +209,14 @@ def _address(connection: Mapping[str, Any], channel: str) -> str:
 
 
 def _context() -> Any:
-    """Return a ZeroMQ context whose sockets drop no message."""
     context: Any = zmq.Context()
-    context.rcvhwm = context.sndhwm = 0
+    context.rcvhwm = context.sndhwm = 0  # no message is dropped
     return context
 
 
 def _socket(context: Any, kind: int) -> Any:
-    """Return a new socket, which forgets unsent messages as it closes."""
     sock = context.socket(kind)
-    sock.linger = 0
+    sock.linger = 0  # forgets unsent messages as it closes
     if kind in (zmq.DEALER, zmq.SUB):
         sock.reconnect_ivl = 10  # a starting kernel has yet to make its sockets
     return sock

@@ -45,13 +45,10 @@ class Completions(NamedTuple):
 
 
 class _Nothing(list[Any]):
-    """An empty list of completions that suppresses the completions of other completers.
-
-    IPython suppresses them only for a completer whose list is not empty, so this one claims to have a length of 1.
-    """
+    """An empty list of completions that suppresses the completions of other completers."""
 
     def __len__(self) -> int:
-        """Return 1, although the list is empty: IPython would else show the completions of its other completers."""
+        """Return 1: IPython suppresses others' completions only for a completer whose list is not empty."""
         return 1
 
 
@@ -67,7 +64,7 @@ def add_completer(shell: Any, complete: Callable[[str, int], Completions]) -> Ca
 
 
 def _add_matcher(completer: Any, complete: Callable[[str, int], Completions]) -> Callable[[], None]:
-    """Do the work of `add_completer` with IPython 8.6 and later, which has completers of one's own."""
+    # IPython 8.6 and later have completers of one's own.
     from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
     @context_matcher(identifier="nbdist")  # type: ignore[untyped-decorator, unused-ignore]
@@ -87,7 +84,7 @@ def _add_matcher(completer: Any, complete: Callable[[str, int], Completions]) ->
 
 
 def _wrap_completions(completer: Any, complete: Callable[[str, int], Completions]) -> Callable[[], None]:
-    """Do the work of `add_completer` with older versions: put our completions before IPython's."""
+    # Older versions: our completions come before IPython's.
     from IPython.core.completer import Completion
 
     plain = completer.completions
@@ -111,10 +108,7 @@ def _wrap_completions(completer: Any, complete: Callable[[str, int], Completions
 
 
 def name_files(shell: Any, name: Callable[[str], str | None]) -> None:
-    """Make the shell's tracebacks show ``name(file)`` in place of the file of a cell; None leaves the shell's own name.
-
-    The name is such as ``Cell In[3] on worker1``.
-    """
+    """Make the shell's tracebacks show ``name(file)`` in place of a cell's file; None leaves the shell's own name."""
     compiler = shell.compile
     if hasattr(compiler, "format_code_name"):
         plain: Callable[[str], tuple[str, str] | None] = compiler.format_code_name
@@ -134,12 +128,9 @@ def name_files(shell: Any, name: Callable[[str], str | None]) -> None:
 
 
 def store_source(name: str, entry: tuple[int, float | None, list[str], str]) -> None:
-    """Give Python's `linecache` the text of a file, as an entry of its cache.
-
-    Older versions of IPython restore the texts of cells from a store of their own, which gets it too.
-    """
+    """Give Python's `linecache` the text of a file, as an entry of its cache."""
     linecache.cache[name] = entry
-    if hasattr(linecache, "_ipython_cache"):
+    if hasattr(linecache, "_ipython_cache"):  # from which older versions of IPython restore the texts of cells
         linecache._ipython_cache[name] = entry
 
 
@@ -173,19 +164,14 @@ def _without_colours(text: str) -> str:
 
 
 def handle_where_sent(comm: Any) -> None:
-    """Make ipykernel handle the page's messages for a comm in the thread that they are sent to.
-
-    From version 7.4 on, ipykernel hands a message to the thread that published last, which may be busy with a cell.
-    """
+    """Make ipykernel handle the page's messages for a comm in the thread that they are sent to."""
+    # From version 7.4 on, ipykernel hands a message to the thread that published last, which may be busy with a cell.
     if hasattr(comm, "_reply_subshell_for"):
         comm._reply_subshell_for = _where_it_was_sent
 
 
 def _where_it_was_sent(_: Any, default: Any) -> Any:
-    """Return ``default``: the thread, as ipykernel names it, to which the page has sent a message.
-
-    This replaces a method of the comm that may choose another thread by its first argument, the message's data.
-    """
+    # Replaces a method of the comm. ``default`` is the thread to which the page has sent the message.
     return default
 
 
@@ -205,9 +191,7 @@ def answer_through_stream(kernel: Any) -> None:
 
     ipykernel 7.3 answers directly on the socket of its shell channel, past the stream that reads the socket. The stream
     then overlooks a request that arrives at that moment, and all later ones:
-    https://github.com/ipython/ipykernel/pull/1529
-
-    Does nothing for other versions. Call it in the kernel's main thread.
+    https://github.com/ipython/ipykernel/pull/1529. Call it in the kernel's main thread.
     """
     thread = getattr(kernel, "shell_channel_thread", None)
     if thread is not None and hasattr(thread.manager, "_shell_socket"):  # not in 7.4
@@ -239,12 +223,12 @@ def answer_in_thread(shell: Any, parent: dict[str, Any]) -> Callable[[], None]:
 def keep_output_apart(shell: Any) -> None:
     """Let each thread of a worker have a request of its own as the parent of its output: see `answer_in_thread`.
 
-    ipykernel 7.0 and later can do this. In older versions, one request is the parent of the output of all threads. So
-    this changes the class of the shell, and of each object that publishes: its ``parent_header`` becomes the request of
-    the calling thread. Call it once in a worker.
+    Call it once in a worker.
     """
-    if hasattr(shell, "_parent_header"):
+    if hasattr(shell, "_parent_header"):  # ipykernel 7.0 and later can do this
         return
+    # In older versions, one request is the parent of the output of all threads. So the class of the shell, and of each
+    # object that publishes, changes: its ``parent_header`` becomes the request of the calling thread.
     for source in _publishers(shell):
         kind = _ApartStream if hasattr(source, "pub_thread") else _Apart
         parent = source.parent_header
@@ -263,12 +247,12 @@ def send_text() -> None:
 
 
 def _publishers(shell: Any) -> tuple[Any, ...]:
-    """Return the shell and the four objects that publish its output; each has the request that the output answers."""
+    # Each has the request that its output answers.
     return shell, shell.displayhook, shell.display_pub, sys.stdout, sys.stderr
 
 
+# The request that the calling thread's output answers, and its unsent text; None for the request of the cell.
 _scope: ContextVar[_Scope | None] = ContextVar("nbdist_scope", default=None)
-"""The request that the calling thread's output answers, and its unsent text; None for the request of the cell."""
 
 
 class _Scope:
@@ -302,8 +286,7 @@ class _Scope:
 class _Apart:
     """Mixed into an object that publishes: gives the calling thread the request that its output answers."""
 
-    _own_parent: Any
-    """The request, or its header, that the output of all other threads answers."""
+    _own_parent: Any  # the request, or its header, that the output of all other threads answers
 
     @property
     def parent_header(self) -> Any:

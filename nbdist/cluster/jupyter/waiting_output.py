@@ -15,13 +15,10 @@ from collections import deque
 from nbdist import amounts
 from nbdist.cluster.jupyter import jupyter_wire
 
-Parcel = tuple[str, list[bytes]]
-"""A message: its channel, such as "shell", and its frames, without the identity of a client."""
+Parcel = tuple[str, list[bytes]]  # a message: its channel, and its frames without the identity of a client
 
-_LIMIT = 50 << 20
-"""Bytes that may wait; more only if they must arrive."""
-_BEYOND = 8 << 20
-"""Bytes beyond half the limit that may wait in the first queue; then there is no room for anything."""
+_LIMIT = 50 << 20  # bytes that may wait; more only if they must arrive
+_BEYOND = 8 << 20  # bytes beyond half the limit that may wait in the first queue; then there is no room for anything
 
 
 class WaitingOutput:
@@ -36,8 +33,7 @@ class WaitingOutput:
         self._first: deque[Parcel] = deque()
         self._last: deque[Parcel] = deque()
         self._first_bytes = self._last_bytes = 0
-        self._dropped: list[bytes] = []
-        """The frames of the last message that was dropped and not told of; [] if there is none."""
+        self._dropped: list[bytes] = []  # the frames of the last message that was dropped and not told of
         self._dropped_bytes = 0
 
     def __bool__(self) -> bool:
@@ -65,6 +61,7 @@ class WaitingOutput:
             self._last_bytes -= _size(oldest)
             if jupyter_wire.is_text(oldest[1]):
                 if self._dropped and jupyter_wire.parent_of(self._dropped) != jupyter_wire.parent_of(oldest[1]):
+                    # Each cell is told what it lacks.
                     self._tell()
                 self._dropped = oldest[1]
                 self._dropped_bytes += _size(oldest)
@@ -77,6 +74,7 @@ class WaitingOutput:
         batch: list[Parcel] = []
         while self and size > 0:
             if not self._first:
+                # Before what the second queue has left: the line stands where text is missing.
                 self._tell()
             if not self._first:
                 self._first, self._last = self._last, self._first
@@ -101,5 +99,4 @@ class WaitingOutput:
 
 
 def _size(parcel: Parcel) -> int:
-    """Return the bytes of a parcel's frames."""
     return sum(map(len, parcel[1]))
