@@ -18,8 +18,7 @@ def complete(
 ) -> tuple[list[str], int, int] | None:
     """Return a worker's completions of ``code`` at ``cursor``, and the start and end of the text that one replaces.
 
-    All three places count characters of ``code``. Returns None if the worker runs a cell, is dead, or does not answer
-    within ``patience`` seconds.
+    All three places count characters of ``code``. None if the worker is dead or busy, or needs over ``patience`` s.
     """
     content = _ask(cluster, worker, "complete_request", {"code": code, "cursor_pos": cursor}, patience)
     return None if content is None else (content["matches"], content["cursor_start"], content["cursor_end"])
@@ -28,21 +27,13 @@ def complete(
 def inspect(
     cluster: Cluster, worker: Worker, code: str, cursor: int, detail_level: int, patience: float
 ) -> dict[str, Any] | None:
-    """Return the content of a worker's `inspect_reply` for the name at ``cursor``: what Shift-Tab shows.
-
-    Returns None if the worker runs a cell, is dead, or does not answer within ``patience`` seconds.
-    """
+    """Return the content of a worker's `inspect_reply` for the name at ``cursor``, what Shift-Tab shows, or None."""
     asked = {"code": code, "cursor_pos": cursor, "detail_level": detail_level}
     return _ask(cluster, worker, "inspect_request", asked, patience)
 
 
 def _ask(cluster: Cluster, worker: Worker, kind: str, asked: dict[str, Any], patience: float) -> dict[str, Any] | None:
-    """Send a request to an idle worker's kernel; return the content of the reply, or None if none arrives in time.
-
-    Also None, without a request, if the worker is dead or runs a cell, because its kernel would answer only afterwards.
-    ``patience`` is in seconds.
-    """
-    if not worker.alive or worker.cells:
+    if not worker.alive or worker.cells:  # its kernel would answer only after its cells
         return None
 
     async def ask() -> Message:

@@ -25,15 +25,11 @@ from nbdist.rpc.agent import Agent
 PROGRESS_AFTER = 10.0
 """Seconds without output after which a line shows what the workers of a cell wait for."""
 
-_OUTPUT_ARRIVES_WITHIN = 1.0
-"""Seconds to wait for output that may be on the way."""
+_OUTPUT_ARRIVES_WITHIN = 1.0  # seconds to wait for output that may be on the way
 
 
 class CellSender:
-    """Sends cells to the workers of one cluster, interrupts them, and passes on what their user types.
-
-    `Cluster.execute` describes a cell's options; ``agent`` is this process's.
-    """
+    """Sends cells to the workers of one cluster, interrupts them, and passes on what their user types."""
 
     def __init__(
         self,
@@ -51,8 +47,7 @@ class CellSender:
         self._agent = agent
         self._interrupts = interrupts
         self.collation = Collation(team.workers, thread, agent, lifecycle)
-        self._counter = 0
-        """The number of cells so far, which numbers them where there is no notebook."""
+        self._counter = 0  # numbers the cells where there is no notebook
 
     def execute(
         self,
@@ -69,10 +64,7 @@ class CellSender:
         progress_after: float | None = None,
         above: int = 0,
     ) -> Cell:
-        """Run a cell, as `Cluster.execute` does, on workers that have started.
-
-        ``progress_after`` is None for the usual time, `PROGRESS_AFTER`.
-        """
+        """Run a cell, as `Cluster.execute` does, on workers that have started."""
         if progress_after is None:
             progress_after = PROGRESS_AFTER
         with self._lifecycle.choosing() as token:
@@ -95,7 +87,7 @@ class CellSender:
                 quiet=quiet,
                 fail_fast=fail_fast,
             )
-            labels.note_sent(cell.source, number)
+            labels.note_sent(cell.source, number)  # before it is sent: a worker may fail at once
             cell.why_late = lambda: [each.text for each in self.collation.partings()]
             if not quiet:
                 cell.before_end = self.collation.at_end_of_cell
@@ -133,7 +125,6 @@ class CellSender:
         """Send a cell to its workers; the cell fails at once on dead workers. In the kernel thread.
 
         ``content`` and ``metadata`` belong to the execute request, as JSON; ``token`` comes from `Lifecycle.choosing`.
-        The other workers run the cell even if one is dead.
         """
         self._lifecycle.unsent.discard(token)  # no other work of this thread runs before the end of this method
         cell.when_part_ends(self._on_part_end)
@@ -172,16 +163,12 @@ class CellSender:
         self._router.settle(origin, [worker for worker in self._team.workers if worker.alive], ask, within)
 
     def _on_part_end(self, cell: Cell, name: str) -> None:
-        """Remove a cell that has ended on a worker from the cells of that worker. In the kernel thread.
-
-        The cell calls this once for each worker, as set by `send`. If a restart has left the process group to be
-        formed once all workers are idle, and they now are, this begins to form it.
-        """
+        """Remove a cell that has ended on a worker from the cells of that worker. In the kernel thread."""
         worker = self._team.find(name)
         if cell in worker.cells:
             worker.cells.remove(cell)
             worker.on_change()
-            self._lifecycle.after_cell()
+            self._lifecycle.after_cell()  # a restart may have left the process group to be formed once all are idle
 
     def _cancel_late(self, cell: Cell) -> None:
         """Interrupt a cell, sent without ``block``, whose time is over and that still runs. In the kernel thread."""
@@ -205,15 +192,11 @@ class CellSender:
 
 
 def forget_values(cell: Cell) -> None:
-    """Let the workers drop the values that they keep for `Cluster.references`, once the cell has ended.
-
-    Does nothing if the cell keeps none, and for values that were fetched or dropped before.
-    """
+    """Let the workers drop the values that they keep for `Cluster.references`, once the cell has ended."""
     if cell.kept is not None:
         cell.when_done(cell.kept)
 
 
 def _drop_values_soon(sender: weakref.ref[CellSender], ids: Sequence[tuple[str, str]]) -> None:
-    """Let workers drop values, unless the cluster has ended."""
     if (known := sender()) is not None:
         known.drop_values(ids)

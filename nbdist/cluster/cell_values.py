@@ -37,10 +37,10 @@ class CellValues:
             with torch.no_grad(), named_in_errors(expression):
                 ids = {part.worker: (part.id,) for part in cell.parts.values()}
                 found = list(ask_each(self._agent, take_last_value, ids).or_raise().values())
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: nobody else will ask for the values
             forget_values(cell)
             raise
-        if cell.kept is not None:
+        if cell.kept is not None:  # the workers have dropped what they gave
             cell.kept.detach()
         return found[0] if means_one(targets) else found
 
@@ -52,12 +52,9 @@ class CellValues:
         return found[0] if means_one(targets) else found
 
     def _reference(self, part: CellPart) -> RRef[Any]:
-        """Return an RRef to the value of a cell's last expression on one worker.
-
-        If the worker is dead, or has been restarted since, the RRef is one of this process, and fetching its value
-        raises WorkerLost.
-        """
+        """Return an RRef to the value of a cell's last expression on one worker."""
         here = self._agent.me.name
+        # A worker that is restarted has lost the value: the RRef is one of this process, and fetching it fails.
         if part.incarnation is not None and self._team.find(part.worker).incarnation not in (part.incarnation, None):
             why = (
                 f"{part.worker} has ended since it was sent this cell, and the cell's value with it; run the cell again"
@@ -80,7 +77,7 @@ class CellValues:
                 args = "pushed", "receive", token, dict(variables)
                 ask_each(self._agent, call_method, dict.fromkeys(names, args), label="pushed.receive").or_raise()
             self._sender.execute(code, ranks, quiet=True)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C, too: the workers would keep the values
             for name in names:
                 self._agent.at(name, "pushed").cast("forget", token)  # not where the worker is gone
             if not isinstance(error, EncodeError):
@@ -124,5 +121,4 @@ def check_kept(cell: Cell) -> None:
 
 
 def _raise_lost(text: str) -> None:
-    """Raise WorkerLost: the value of a dead worker's RRef."""
     raise WorkerLost(text)

@@ -125,8 +125,7 @@ class Cluster:
         self._team = Team(self.spec)
         self.workers = self._team.workers
         self.driver = driver or "notebook"
-        self._called_on_each: set[Callable[[], object]] = set()
-        """The functions of `call_on_each`."""
+        self._called_on_each: set[Callable[[], object]] = set()  # the functions of `call_on_each`
 
     @classmethod
     def of(cls, spec: Spec) -> Cluster:
@@ -256,7 +255,7 @@ class Cluster:
         try:
             with refusals_in_words("the cluster cannot start"):
                 self._start()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the workers that have started end
             self.shutdown()
             raise
         self._state = "running"
@@ -265,7 +264,6 @@ class Cluster:
         return self
 
     def _start(self) -> None:
-        """Start the workers and this process's agent, and wait for all. Where it fails, `start` cleans up."""
         deadline = time.monotonic() + self.spec.timeout
         self.kernel_thread = KernelThread()
         """The thread that talks to the workers' kernels. AttributeError before `start`, as for the other parts."""
@@ -307,17 +305,12 @@ class Cluster:
         self.agent.named.publish("mending", self._mending, *Mending.METHODS)
 
     def _on_step(self, worker: Worker, step: str) -> None:
-        """Note a worker's agent once the worker is a member of the RPC world, and tell the user's ``progress``.
-
-        In the kernel thread.
-        """
         if step == "rpc":
             worker.incarnation = self.agent.find(worker.name).incarnation
         if self.progress is not None:
             self.progress(worker.name, step)
 
     def _tell(self, line: str) -> None:
-        """Pass a line about workers that have joined, or are waited for, on to the user. In any thread; "" for none."""
         if self.on_joined is not None and line:
             self.on_joined(line)
 
@@ -343,7 +336,7 @@ class Cluster:
             changes.close()
         left: list[int] = []
         with contextlib.ExitStack() as steps:  # runs the last step first, and all of them even if one fails
-            steps.callback(self._forget)
+            steps.callback(self._forget)  # last: until then, no other cluster may start
             if thread is not None:
                 steps.callback(thread.close)
                 steps.callback(self._router.comms.close)
@@ -358,7 +351,7 @@ class Cluster:
         return sum(left)
 
     def _forget(self) -> None:
-        """Mark this cluster as ended, so that another may start: the last step of `shutdown`."""
+        """Mark this cluster as ended, so that another may start."""
         self._state = "ended"
         atexit.unregister(self.shutdown)
         if Cluster.current is self:
@@ -568,7 +561,7 @@ class Cluster:
         names = [record.name for record in self.agent.membership.others()]
         try:
             ask_each(self.agent, function, dict.fromkeys(names, ())).or_raise()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: there are no later calls then
             forget()
             self._called_on_each.discard(function)
             raise

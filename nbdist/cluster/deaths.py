@@ -11,18 +11,14 @@ from nbdist.cluster.team import Team
 from nbdist.rpc.agent import Agent
 from nbdist.wire.messages import Record
 
-_LAST_WORDS_WITHIN = 1.0
-"""Seconds to wait for the end of a process, and as long again for the last text that it wrote."""
+_LAST_WORDS_WITHIN = 1.0  # seconds to wait for the end of a process, and as long again for the last text that it wrote
 
 
 class Deaths:
     """Tells the agent of workers whose process has ended, and gives up workers that the agent has lost.
 
-    Args:
-        team: The workers.
-        thread: The kernel thread, in which workers are given up.
-        agent: This process's agent, whose errors then say how a worker died.
-        signal_worker: Sends a signal to the process of a worker, by name.
+    ``agent``, this process's, then says in its errors how a worker died. ``signal_worker`` sends a signal to the
+    process of a worker, by name.
     """
 
     def __init__(
@@ -37,20 +33,13 @@ class Deaths:
         return any(record.name == name for record in self._agent.members())
 
     def on_end(self, worker: Worker, why: str) -> None:
-        """Tell this process's agent that the process of a member has ended, and how. In the kernel thread.
-
-        For a process of this host, the agent notices the end by itself. For one of another host, it would notice only
-        the silence.
-        """
-        if worker.host:
+        """Tell this process's agent that the process of a member has ended, and how. In the kernel thread."""
+        if worker.host:  # the agent would notice only its silence; of this host's processes, it notices the end itself
             assert worker.incarnation is not None  # it was a member
             self._agent.lose(worker.incarnation, why)
 
     def _on_lost(self, record: Record, why: str) -> None:
-        """Give up a worker on another host that the agent has lost, although its process may live. In any thread.
-
-        The worker may be frozen, or its network may be down. Its process is killed as soon as its host can be reached.
-        """
+        """Give up a worker on another host that the agent has lost, although its process may live. In any thread."""
         worker = self._team.with_record(record)
         if worker is None or not worker.host:
             return
@@ -58,7 +47,7 @@ class Deaths:
         def give_up() -> None:
             if worker.alive and worker.incarnation == record.incarnation:
                 worker.lose(why)
-                self._signal(worker.name, signal.SIGKILL)
+                self._signal(worker.name, signal.SIGKILL)  # once its host can be reached: it may be frozen, or cut off
 
         self._thread.soon(give_up)
 

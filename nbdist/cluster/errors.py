@@ -18,22 +18,20 @@ import nbdist.errors
 from nbdist.cluster.output.arranger import grouped, say_names
 from nbdist.errors import DecodeError, EncodeError, NbdistError
 
-_TRACEBACKS_SHOWN = 4
-"""The most tracebacks, or texts, of different errors that one error shows."""
+_TRACEBACKS_SHOWN = 4  # the most tracebacks, or texts, of different errors that one error shows
 _NEVER_SUBCLASSED = (
     StopIteration,  # Python turns it into a RuntimeError when it leaves a coroutine, such as one that awaits a cell
     StopAsyncIteration,
     SyntaxError,  # IPython shows it in its own way
 )
 _NUMBER = re.compile(r"\b(?:0x[0-9a-fA-F]+|\d+(?:\.\d+)*)\b")
-_SHORT_TEXT = 80
-"""The most characters of a short text: in a short text, every number may matter to the reader."""
+_SHORT_TEXT = 80  # the most characters of a short text, where every number may matter to the reader
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def _name_pattern(worker: str) -> re.Pattern[str]:
-    """Return a pattern for the worker's name in the frames of a traceback. For worker1 it does not match worker10."""
+    # For worker1, not for worker10.
     return re.compile(rf" on {re.escape(worker)}(?!\w)")
 
 
@@ -48,10 +46,7 @@ class WorkerError:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """A key that is equal for errors that differ only in the worker, and in numbers within long lines.
-
-        `make_error` shows errors with equal keys once.
-        """
+        """A key that is equal for errors that differ only in the worker, and in numbers within long lines."""
         text = _comparable(self.text)
         shown = _COLOUR.sub("", "\n".join(self.traceback))
         if self.text:
@@ -95,10 +90,7 @@ class CellInterrupted(KeyboardInterrupt):
     traceback: Sequence[str] = ()
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows: the workers' tracebacks, and a text for each worker that did not stop.
-
-        Without any of these, the only line is the name KeyboardInterrupt.
-        """
+        """Return the lines that IPython shows: the workers' tracebacks, and a text for each one that did not stop."""
         return list(self.traceback)
 
 
@@ -110,12 +102,10 @@ class CellTimeout(CellError, TimeoutError):
 
 
 def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
-    """Return the one error that a cell on ``targets`` workers raises for these errors.
-
-    Its ``traceback`` has each different traceback once, below the names of the workers if the cell has several.
-    """
+    """Return the one error that a cell on ``targets`` workers raises for these errors."""
     traceback: list[str] = []
     alike = list(grouped(errors, lambda error: error.key).values())
+    # Each different traceback once, below the names of its workers if the cell has several.
     for group in alike[:_TRACEBACKS_SHOWN]:
         whose = _names_of(group)
         if targets > 1:
@@ -143,20 +133,16 @@ def make_error(errors: Sequence[WorkerError], targets: int) -> CellError:
 
 
 def _comparable(text: str) -> str:
-    """Return a text by which to compare errors: in one of more than `_SHORT_TEXT` characters, every number becomes 0.
-
-    The numbers of long texts are ports, addresses and the like, which differ between workers.
-    """
+    """Return a text by which to compare errors: with more than `_SHORT_TEXT` characters, every number becomes 0."""
+    # The numbers of long texts are ports, addresses and the like, which differ between workers.
     return text if len(text) <= _SHORT_TEXT else _NUMBER.sub("0", text)
 
 
 def _names_of(errors: Sequence[WorkerError]) -> str:
-    """Return the names of the workers that had these errors, as one short text such as ``worker0-2``."""
     return say_names([error.worker for error in errors])
 
 
 def _in_one_line(error: WorkerError, *, with_name: bool) -> str:
-    """Return an error in one line, with or without the name of its class."""
     return ": ".join(part for part in (error.name if with_name else "", error.text) if part)
 
 
@@ -164,8 +150,7 @@ def _in_one_line(error: WorkerError, *, with_name: bool) -> str:
 def _class_for(name: str) -> type[CellError]:
     """Return a subclass of `CellError` with this name, which derives from Python's or nbdist's class of that name too.
 
-    The result derives from `CellError` alone if there is no such class, if the two cannot be combined, for the classes
-    in `_NEVER_SUBCLASSED`, and for classes that are no `Exception`, such as KeyboardInterrupt.
+    The result derives from `CellError` alone if there is no such `Exception`, or if the two cannot be combined.
     """
     if name == "CellError":
         return CellError

@@ -63,10 +63,7 @@ class Task(Future[Any]):
         return (self.completed - self.started).total_seconds() if self.started and self.completed else 0.0
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Complete the task with an error if there is one, else with a value. Drops the arguments. Call it once.
-
-        A second call raises InvalidStateError.
-        """
+        """Complete the task with an error if there is one, else with a value. Call it once: a second call raises."""
         self.received, self.call = now(), ()  # a task that somebody keeps does not keep its arguments
         if error is None:
             self.set_result(value)
@@ -85,10 +82,9 @@ class Lanes:
         """Make the lanes of the cluster that has this list of workers, which may grow, and this process's agent."""
         self._workers, self._thread, self._agent = workers, thread, agent
         self._changed = threading.Condition()
+        # The tasks that no worker has taken, the oldest first: True once the cells that were sent before are known.
         self._waiting: dict[Task, bool] = {}
-        """The tasks that no worker has taken, the oldest first: True once the cells that were sent before are known."""
-        self._served: set[str] = set()
-        """The names of the workers that have a thread."""
+        self._served: set[str] = set()  # the names of the workers that have a thread
         self._closed = False
 
     def add(self, task: Task) -> None:
@@ -101,7 +97,7 @@ class Lanes:
             self.close()  # fails the task
 
     def look_again(self) -> None:
-        """Wake the threads: a worker has become free, has joined, or is lost. Called in any thread."""
+        """Wake the threads: a worker has become free, has joined, or is lost. In any thread."""
         with self._changed:
             if not self._waiting or self._closed:
                 return
@@ -131,14 +127,12 @@ class Lanes:
                 self._changed.notify_all()
 
     def _serve(self, worker: Worker) -> None:
-        """Run tasks on a worker until the cluster is shut down. A failed call or a lost worker fails only the task."""
         while (task := self._take(worker)) is not None:
             if task.running() or task.set_running_or_notify_cancel():  # it runs already if it was put back
                 self._run(task, worker)
-            del task
+            del task  # while this waits, it would keep the task's value
 
     def _take(self, worker: Worker) -> Task | None:
-        """Wait until a worker may run a task, and take it out of the queue; None once the lanes are closed."""
         with self._changed:
             while not self._closed:
                 if (task := self._next(worker)) is not None:
@@ -175,7 +169,7 @@ class Lanes:
                     return
                 raise
             value, started, completed = answer.wait(self._agent.read_as_guest)
-        except BaseException as error:
+        except BaseException as error:  # the function's, or RPC's: whatever it is, the caller gets it
             task.settle(error=error)
         else:
             task.started, task.completed = started, completed

@@ -36,7 +36,7 @@ class Growth:
 
     Args:
         workers: The cluster's workers, a list to which `Lifecycle.adopt` adds the new ones.
-        make: Makes the object for the worker of a rank, and returns it.
+        make: Makes the object for the worker of a rank.
         lives: Starts the workers.
         launcher: Knows how many new workers its keepers have room for.
         changing: Held while workers are added; `WorkerChanges` holds it while it restarts workers.
@@ -67,8 +67,7 @@ class Growth:
         self._timeout = timeout
         self._grown = grown
         self._tell = tell
-        self._changed = threading.Condition()
-        """Notified after each growth."""
+        self._changed = threading.Condition()  # notified after each growth
 
     def begin(self) -> None:
         """Let the cluster, which now runs, grow from now on; keepers that have come before are used at once."""
@@ -76,7 +75,7 @@ class Growth:
         self.look_soon()
 
     def look_soon(self) -> None:
-        """Add workers, in a new thread, if keepers have room for new ones. Returns at once. Any thread may call it."""
+        """Add workers, in a new thread, if keepers have room for new ones. Any thread may call it."""
         if self._launcher.spare():
             threading.Thread(target=self._look, name="nbdist-growing", daemon=True).start()
 
@@ -87,14 +86,13 @@ class Growth:
             return self._changed.wait_for(lambda: len(self._workers) >= count, max(0.0, deadline - time.monotonic()))
 
     def _look(self) -> None:
-        """Add workers until no keeper has room for a new one. Runs in a thread of its own."""
         try:
             while self._launcher.spare():
                 self._launcher.hear_from_keepers()  # without the lock: a restart need not wait for a silent host
                 with self._changing:
-                    if count := self._launcher.spare():
+                    if count := self._launcher.spare():  # again: a keeper may be lost by now
                         self._take_in(count)
-        except Exception:
+        except Exception:  # of a launcher, of any class: nobody waits for this thread, and later keepers may join
             if not self._launcher.is_closing:
                 _log.exception("workers could not join")
 
@@ -114,10 +112,10 @@ class Growth:
                     self._say(reasons[worker.name] + (f" (on {worker.host})" if worker.host else ""))
             return
         self._launcher.keep(names)
-        line = self._say_joined(workers)
+        line = self._say_joined(workers)  # before `adopt`, which lengthens `_workers`
         try:
             awaited = self._lives.adopt(workers, time.monotonic() + self._timeout)
-        except Exception as error:
+        except Exception as error:  # of a worker or of RPC: the workers have joined all the same
             awaited, group = [], f"The process group did not form anew: {error}; `%dist_restart -p` tries again."
         else:
             group = "The process group is formed anew"
@@ -128,13 +126,11 @@ class Growth:
         self._say(f"{line} {group}" if self._lives.has_group else line)
 
     def _say_joined(self, workers: Sequence[Worker]) -> str:
-        """Return a line that says which workers have joined, from which hosts, and how many workers there are."""
         hosts = list(dict.fromkeys(worker.host for worker in workers))
         names = say_names([worker.name for worker in workers])
         return f"{names} joined from {', '.join(hosts)}; {counted(len(self._workers) + len(workers), 'worker')}."
 
     def _say(self, line: str) -> None:
-        """Tell the user a line."""
         _log.info(line)
         with contextlib.suppress(Exception):  # an error of a view must not keep workers from joining
             self._tell(line)

@@ -47,36 +47,20 @@ if TYPE_CHECKING:  # workers import this module for `stop_served_calls`, but not
     from nbdist.cluster.team import Team
     from nbdist.rpc.futures import Future
 
+# Seconds after which a worker gets SIGINT for its next cell, even if it has not reported that the cell began.
 _SIGNAL_ANYWAY_AFTER = 0.3
-"""Seconds after which a worker gets SIGINT for its next cell, even if it has not reported that the cell began."""
-_WAKE_AFTER = 0.02
-"""Seconds from SIGINT to a message that wakes the worker's event loop, which may not notice the signal itself."""
+_WAKE_AFTER = 0.02  # seconds from SIGINT to a message that wakes the worker's event loop, which may not notice SIGINT
+# Seconds to wait for a worker to confirm that it skips a cell, and for the skipped cell to end once it has begun.
 _SKIP_CONFIRMED_WITHIN = 0.3
-"""Seconds to wait for a worker to confirm that it skips a cell, and for the skipped cell to end once it has begun."""
-
-_CALLS_STOP_WITHIN = 0.5
-"""Seconds to wait for a worker to confirm that it has stopped its calls; a worker that holds the GIL cannot confirm."""
-
-_TRACEBACK_WITHIN = 30.0
-"""Seconds for a stopped worker to format its traceback, which reads and parses the files of all frames."""
-
-_TRACEBACK_FORMATTERS = ("showtraceback", "_format_exception_for_storage")
-"""The functions of IPython that format an error's traceback."""
-_BROKEN_OFF_WITHIN = 8.0
-"""Seconds for a worker to break a collective off. An abort of NCCL may take 5 s of them."""
-_POLL = 0.005
-"""Seconds between two looks at a condition that `_wait_until` waits for."""
+_CALLS_STOP_WITHIN = 0.5  # seconds for a worker to confirm that it has stopped its calls; one that holds the GIL cannot
+_TRACEBACK_WITHIN = 30.0  # seconds for a stopped worker's traceback, for which it reads and parses files
+_TRACEBACK_FORMATTERS = ("showtraceback", "_format_exception_for_storage")  # functions of IPython
+_BROKEN_OFF_WITHIN = 8.0  # seconds for a worker to break a collective off; an abort of NCCL may take 5 s of them
+_POLL = 0.005  # seconds between two looks at a condition that `_wait_until` waits for
 
 
 class Interrupts:
-    """Interrupts work on the workers of one cluster.
-
-    Args:
-        team: The workers.
-        thread: The kernel thread.
-        agent: The RPC agent of this process.
-        launcher: Sends signals to the workers' processes, and says where they are.
-    """
+    """Interrupts work on the workers of one cluster."""
 
     def __init__(self, team: Team, thread: KernelThread, agent: Agent, launcher: Launcher) -> None:
         self._team, self._thread, self._agent, self._launcher = team, thread, agent, launcher
@@ -84,8 +68,8 @@ class Interrupts:
     def stop_cell(self, cell: Cell) -> list[str]:
         """Interrupt a cell on the workers that still run it; return a text for each worker that does not stop.
 
-        Waits until the workers have stopped, about 2 s at most, or 30 s if one is formatting its traceback. In the
-        kernel thread, this does not wait and returns an empty list; the interrupt continues in the background.
+        Waits until the workers have stopped, or are named. In the kernel thread, this does not wait and returns an
+        empty list; the interrupt continues in the background.
         """
         work = self.interrupt([(cell, part) for part in cell.parts.values()])
         if self._thread.is_current():
@@ -112,10 +96,7 @@ class Interrupts:
     async def interrupt(self, work: Sequence[tuple[Cell, CellPart]]) -> list[str]:
         """Interrupt cells on workers, in the kernel thread; return a text for each worker that does not stop in time.
 
-        ``work`` has each cell with the part of the worker on which to interrupt it. Calls off the cells that have not
-        begun, and sends SIGINT to the workers of the others, and to those that do not begin their next cell. After
-        `BREAK_OFF_AFTER` seconds, breaks collectives off. After `NAME_AFTER` seconds, the texts say where the workers
-        are that still run.
+        ``work`` has each cell with the part of the worker on which to interrupt it.
         """
         began = time.monotonic()
         work = [(cell, part) for cell, part in work if not part.done]
@@ -140,15 +121,12 @@ class Interrupts:
         return [text for text in said if text]
 
     def _is_next(self, cell: Cell, part: CellPart) -> bool:
-        """Return whether the worker runs this cell or will run it next.
-
-        ``part.began`` alone does not tell: a cell that takes the GIL at once cannot report that it began.
-        """
+        """Return whether the worker runs this cell or will run it next."""
+        # Not by ``part.began`` alone: a cell that takes the GIL at once cannot report that it began.
         cells = self._team.find(part.worker).cells
         return part.began is not None or (bool(cells) and cells[0] is cell)
 
     def _signal(self, part: CellPart) -> None:
-        """Send SIGINT to the worker of a cell's part, unless the part has ended. Returns at once."""
 
         def wake() -> None:
             kernel = self._team.find(part.worker).kernel
@@ -160,36 +138,30 @@ class Interrupts:
             asyncio.get_running_loop().call_later(_WAKE_AFTER, wake)
 
     def _stop_next(self, part: CellPart) -> None:
-        """Stop a cell that its worker will run next, and whose beginning has not been reported. Returns at once.
-
-        The cell is called off. If it has not been reported `_SIGNAL_ANYWAY_AFTER` seconds later, the worker gets
-        SIGINT: the cell has begun but holds the GIL, so that the kernel cannot report it; or the worker handles another
-        request, such as a widget's, and the cell is skipped afterwards. The worker gets one signal at most: a second
-        one could hit what the cell does to clean up.
-        """
+        """Stop a cell that its worker will run next, and whose beginning has not been reported. Returns at once."""
         signalled = False
 
         def signal_anyway() -> None:
             nonlocal signalled
+            # The cell has begun but holds the GIL, so that the kernel cannot report it; or the worker handles another
+            # request, such as a widget's, and skips the cell afterwards.
             if part.began is None:
                 signalled = True
                 self._signal(part)
 
-        self._call_off(part, lambda: not signalled)
+        self._call_off(part, lambda: not signalled)  # a second signal could hit what the cell does to clean up
         asyncio.get_running_loop().call_later(_SIGNAL_ANYWAY_AFTER, signal_anyway)
 
     def _call_off(self, part: CellPart, may_signal: Callable[[], bool] = lambda: True) -> Future[Any] | None:
         """Tell the worker of a cell's part to skip the cell, which has not begun there.
 
-        Returns a future that is done once the worker has confirmed; it fails if there is no confirmation after
-        `NAME_AFTER` seconds. Returns None if the worker is gone. After its confirmation, the worker ends the cell as
-        soon as the cell begins. If the cell begins and still runs `_SKIP_CONFIRMED_WITHIN` seconds later, the worker
-        gets SIGINT, unless ``may_signal()`` says no when the cell begins. An earlier signal could hit the worker's next
-        cell.
+        Returns a future that is done once the worker has confirmed, or after `NAME_AFTER` seconds; None if the worker
+        is gone. ``may_signal`` is asked when the cell begins all the same.
         """
         loop = asyncio.get_running_loop()
 
         def begun() -> None:
+            # The worker ends the cell now. An earlier signal could hit the cell before; this one comes if it runs on.
             if may_signal():
                 loop.call_later(_SKIP_CONFIRMED_WITHIN, self._signal, part)
 
@@ -201,18 +173,18 @@ class Interrupts:
     def _break_collective(self, cell: Cell, part: CellPart) -> None:
         """Make the worker of a cell's part shut the process group of the collective in which it may wait.
 
-        Returns at once. The part ends only after the worker's answer: the answer has the sentence for the user that
-        says so, and an abort of NCCL ends the wait for the GPU before the worker has asked for a new process group. The
-        next cell must not run in the old one. A worker that does not answer for `_BROKEN_OFF_WITHIN` seconds, or is
-        lost, has broken nothing off.
+        Returns at once. A worker that does not answer for `_BROKEN_OFF_WITHIN` seconds, or is lost, has broken nothing
+        off.
         """
 
         def answered(future: Future[Any]) -> None:
             note = ""
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the worker's error, or RPC's: it has broken nothing off
                 note = future.value()
             self._thread.soon(cell.on_broken_off, part, note)
 
+        # The part ends only after the answer, which has the sentence for the user. An abort of NCCL ends the wait for
+        # the GPU before the worker has asked for a new process group, and the next cell must not run in the old one.
         part.breaks_off += 1
         try:
             asked = self._agent.at(part.worker, "collectives").call("break_off", timeout=_BROKEN_OFF_WITHIN)
@@ -224,9 +196,8 @@ class Interrupts:
     async def _describe(self, cell: Cell, part: CellPart, deadline: float) -> str:
         """Return a sentence on a worker that has not ended its cell: where it is, and how to restart it.
 
-        If the cell has not begun there, the sentence says that the worker will skip it. A worker that is formatting its
-        traceback, or has replied but breaks a collective off, is waited for until ``deadline``, by `time.monotonic`; ""
-        if it ends then.
+        Waits until ``deadline`` for a worker that only formats its traceback, or breaks a collective off; "" if it ends
+        then.
         """
         await _wait_until(lambda: part.done or not part.breaks_off or part.reply is None, deadline)
         if part.done:
@@ -259,31 +230,25 @@ class Interrupts:
 
 
 def stop_served_calls() -> None:
-    """Raise KeyboardInterrupt in the calls that this worker runs for others. The notebook calls this on the worker.
-
-    Does nothing if this worker has no agent.
-    """
+    """Raise KeyboardInterrupt in the calls that this worker runs for others. The notebook calls this on the worker."""
     agent = active_agent()
     if agent is not None:
         agent.stopping.stop_served()
 
 
 async def _wait_until(happened: Callable[[], bool], deadline: float) -> None:
-    """Wait until ``happened()`` is true or the deadline, by `time.monotonic`, has passed."""
+    # ``deadline`` is by `time.monotonic`.
     while not happened() and time.monotonic() < deadline:
         await asyncio.sleep(_POLL)
 
 
 def _formats_traceback(frames: Sequence[where.Frame]) -> bool:
-    """Return whether IPython is formatting an error, to show it or to keep it with the cell."""
+    # To show it, or to keep it with the cell.
     return any(frame.function in _TRACEBACK_FORMATTERS and "/IPython/core/" in frame.file for frame in frames)
 
 
 def _say_place(frames: Sequence[where.Frame], cell: Cell) -> str:
-    """Return in words the innermost of these frames, and the line of the cell that called it; "" without frames.
-
-    The text is put at the end of a sentence: it begins with a space and stands in brackets.
-    """
+    """Return in words, to end a sentence, the innermost of these frames, and the line of the cell that called it."""
     if not frames:
         return ""
     inner = frames[0]

@@ -14,10 +14,8 @@ from nbdist.errors import UsageError
 if TYPE_CHECKING:
     from nbdist.cluster.spec import Spec
 
-GROUP = "nbdist.launchers"
-"""The group of the entry points."""
-_OURS = ("join", "local", "ray")
-"""The launchers that are built in."""
+GROUP = "nbdist.launchers"  # of the entry points
+_OURS = ("join", "local", "ray")  # the launchers that are built in
 
 
 def launcher_of(spec: Spec) -> type[Launcher]:

@@ -38,33 +38,26 @@ from nbdist.errors import NbdistError
 _log = logging.getLogger("nbdist.cluster")
 _NOT_FORMED = "the process group did not form anew: %s; `%%dist_restart -p` tries again"
 
-_LAST_OUTPUT_WITHIN = 0.03
-"""Seconds after the end of a process during which its last output may arrive; its cells fail only afterwards."""
-
-_KERNELS_END_WITHIN = 1.0
-"""Seconds for idle kernels to end by themselves when the cluster shuts down."""
-
+_LAST_OUTPUT_WITHIN = 0.03  # seconds after a process's end in which its last output may arrive; then its cells fail
+_KERNELS_END_WITHIN = 1.0  # seconds for idle kernels to end by themselves when the cluster shuts down
+# Seconds for workers to end that could not join a running cluster: a host that is cut off is lost after 12.
 _KILLED_WITHIN = 20.0
-"""Seconds for workers to end that could not join a running cluster: a host that is cut off is lost after 12."""
+_POLL = 0.005  # seconds between two looks whether processes have ended
+_BEFORE_RPC = ("starting", "process", "kernel")  # the steps of a worker that is not a member of the RPC world yet
 
-_POLL = 0.005
-"""Seconds between two looks whether processes have ended."""
-
-_BEFORE_RPC = ("starting", "process", "kernel")
-"""The steps of a worker that is not a member of the RPC world yet."""
-
+# The end of a worker whose cluster ends, and what to do then.
 _SHUT_DOWN = "has been shut down with its cluster", "`%dist_init` starts another"
-"""The end of a worker whose cluster ends, and what to do then."""
+# Why a worker is lost if its restart did not reach the step "rpc".
 _NOT_READY = "did not become ready: its start failed or was interrupted"
-"""The reason for which a worker is lost if its restart did not reach the step "rpc"."""
 
 
 class Lifecycle:
     """Starts, restarts and ends the workers of one cluster.
 
-    Methods wait in the calling thread for coroutines, which run in the kernel thread. ``listener(worker, channel,
-    message)`` gets what kernels send unasked, ``reached(worker, step)`` each step of a worker, and ``ended(worker,
-    why)`` each end of a worker's process that was a member of the RPC world, in that thread.
+    Methods wait in the calling thread for coroutines, which run in the kernel thread. A ``deadline`` is by
+    `time.monotonic`. ``listener(worker, channel, message)`` gets what kernels send unasked, ``reached(worker, step)``
+    each step of a worker, and ``ended(worker, why)`` each end of a worker's process that was a member of the RPC world,
+    in that thread.
     """
 
     def __init__(
@@ -85,27 +78,24 @@ class Lifecycle:
         self._listener = listener
         self._reached_step = reached
         self._ended = ended
-        self._group_is_due = False
-        """True if the process group must form anew once all workers are idle. Only the kernel thread uses this."""
+        self._group_is_due = False  # True if the group must form anew once all are idle; for the kernel thread only
         self._is_ending = False
-        self._coming: list[Worker] = []
-        """The workers that are starting to join the cluster: see `bring_in`."""
-        self._told_size = len(workers)
-        """The size of the cluster that all workers know. Only the kernel thread uses this."""
+        self._coming: list[Worker] = []  # those that are starting to join the cluster: see `bring_in`
+        self._told_size = len(workers)  # the size of the cluster that all workers know; for the kernel thread only
+        # The tasks that wait until workers know that number. A loop keeps only weak references to its tasks.
         self._telling: list[asyncio.Task[None]] = []
-        """The tasks that wait until workers know that number. A loop keeps only weak references to its tasks."""
+        # A token for each cell whose workers `CellSender.execute` has chosen, but which is not sent to them yet.
         self.unsent: set[object] = set()
-        """A token for each cell whose workers `CellSender.execute` has chosen, but which is not sent to them yet."""
+        # By name: the futures of the starts that `launch` has asked for, until `bring_up` waits for them.
         self._begun: dict[str, Future[StartedWorker]] = {}
-        """By name: the futures of the starts that `launch` has asked for, until `bring_up` waits for them."""
         self.launcher = launcher(spec, self._on_end)
         try:
             self.folder = self.launcher.folder
             self.generations = Generations(self.launcher.group_stores)
+            # The imports that the first workers wait for; None once they are done, or if there are none.
             self._preloading = self.launcher.preload(spec.preload) if spec.preload else None
-            """The imports that the first workers wait for; None once they are done, or if there are none."""
             self._master_port = _free_port()
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the zygote or the hub would stay
             self.launcher.close()
             raise
 
@@ -119,14 +109,13 @@ class Lifecycle:
     def launch(self, workers: Sequence[Worker]) -> None:
         """Ask the launcher for a process for each worker. Does not wait: `bring_up` does.
 
-        `Cluster` starts its own RPC agent between the two, while the workers start. If the launcher raises
-        an error, this method raises it too, gives up the starts before, and starts none of the workers that follow.
+        If the launcher raises an error, this raises it, gives up the starts before, and starts no other worker.
         """
         self._begun = {}
         try:
             for worker in workers:
                 self._begun[worker.name] = self._launch(worker)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the workers before would run on
             self._give_up(workers)
             raise
 
@@ -139,10 +128,7 @@ class Lifecycle:
                 start.cancel()
 
     def _launch(self, worker: Worker) -> Future[StartedWorker]:
-        """Start a worker's next process; return the future of its start, which fails if no process can be made.
-
-        If the launcher raises an error at once, the worker is marked as lost, and the error is raised.
-        """
+        """Start a worker's next process; return the future of its start. If the launcher fails, the worker is lost."""
         worker.prepare(self._thread, self.folder, self._listener)
         setup = WorkerSetup(
             name=worker.name,
@@ -163,20 +149,19 @@ class Lifecycle:
         )
         try:
             return self.launcher.start(setup, self._environment(worker))
-        except BaseException:
+        except BaseException:  # of a launcher, of any class, and Ctrl-C
             worker.lose("could not be started")
             worker.ended.set()  # no process will end, and `kill` waits for this
             raise
 
     def _environment(self, worker: Worker) -> dict[str, str]:
-        """Return the environment variables that tell a worker its GPUs."""
         return {} if worker.gpu is None else {"CUDA_VISIBLE_DEVICES": self._spec.visible_gpus(worker.gpu)}
 
     def bring_up(self, workers: Sequence[Worker], deadline: float) -> None:
         """Wait until launched workers are ready; if these are all workers, they form the process group, too.
 
-        Raises StartError if they are not ready by ``deadline`` (by `time.monotonic`) or a step fails, WorkerLost if one
-        dies, and UsageError if a module to preload cannot be imported.
+        Raises StartError if they are not ready by ``deadline`` or a step fails, WorkerLost if one dies, and UsageError
+        if a module to preload cannot be imported.
         """
 
         async def all_steps() -> None:
@@ -197,19 +182,15 @@ class Lifecycle:
         self._in_time(all_steps(), deadline)
 
     def abandon(self, workers: Sequence[Worker]) -> None:
-        """End a restart that has failed or was interrupted: no worker stays half started. Waits for the kernel thread.
-
-        A worker that is not a member of the RPC world is killed and counts as lost, so that the next restart starts it
-        again. The others can run cells: they count as ready. The process group forms once all workers are idle.
-        """
+        """Settle a failed or interrupted restart: no worker stays half started. Waits for the kernel thread."""
 
         async def settle() -> None:
             self._give_up(workers)
             for worker in workers:
-                if worker.step in _BEFORE_RPC:
+                if worker.step in _BEFORE_RPC:  # killed and lost, so that the next restart starts it again
                     worker.lose(_NOT_READY)
                     self.launcher.signal(worker.name, signal.SIGKILL)
-                elif worker.alive and worker.step != "ready":
+                elif worker.alive and worker.step != "ready":  # it can run cells; the group forms later
                     self._note_reached(worker, "ready")
                     self._group_is_due = self.has_group
             self.after_cell()
@@ -218,10 +199,8 @@ class Lifecycle:
             self._thread.run(settle()).result()
 
     async def _reach_rpc(self, worker: Worker) -> None:
-        """Wait until a launched worker is a member of the RPC world. Raises the error of the step that fails.
-
-        Each await raises if the worker dies: `Worker.lose` closes the kernel, which fails its requests.
-        """
+        """Wait until a launched worker is a member of the RPC world. Raises the error of the step that fails."""
+        # Each await raises if the worker dies: `Worker.lose` closes the kernel, which fails its requests.
         worker.note_started(await self._started(worker))
         self._note_reached(worker, "process")
         assert worker.kernel is not None
@@ -236,15 +215,15 @@ class Lifecycle:
         """Start new workers beside the workers of the running cluster; return the errors of the failed ones, by name.
 
         If the result is empty, all of them are members of the RPC world, and `adopt` makes them workers of the cluster.
-        Else all of them have been killed. ``deadline`` and ``is_member`` are as for `bring_up` and `kill`. The caller
-        makes sure that no other call of this method, and no restart, runs at the same time.
+        Else all of them have been killed. ``is_member`` is as for `kill`. The caller makes sure that no other call of
+        this method, and no restart, runs at the same time.
         """
         failed: dict[str, BaseException] = {}
 
         async def reach(worker: Worker) -> None:
             try:
                 await self._reach_rpc(worker)
-            except Exception as error:
+            except Exception as error:  # a step's, of any class: it says why none of the new workers joins
                 failed[worker.name] = error
                 raise
 
@@ -258,7 +237,7 @@ class Lifecycle:
         try:
             self.launch(workers)
             self._in_time(reach_all(), deadline)
-        except Exception as error:
+        except Exception as error:  # also a launcher's, of any class: the running cluster goes on without them
             if not failed:  # too late, or not even launched
                 failed.update({each.name: error for each in workers if each.step != "rpc"} or {workers[0].name: error})
             try:
@@ -269,11 +248,7 @@ class Lifecycle:
         return failed
 
     def adopt(self, workers: Sequence[Worker], deadline: float) -> list[str]:
-        """Make workers of `bring_in` workers of the cluster, and form the process group anew once all are idle.
-
-        If all are idle, waits until it has formed, with the errors of `form_group`. Returns the names of the workers
-        that are not idle, dead ones included; empty if the group has formed, or if the cluster has no process group.
-        """
+        """Make workers of `bring_in` workers of the cluster, and form the group as `form_group_once_idle` does."""
 
         async def take_in() -> tuple[list[str], Coroutine[Any, Any, None] | None]:
             for worker in workers:
@@ -291,39 +266,33 @@ class Lifecycle:
     def choosing(self) -> Iterator[object]:
         """Return a token in `unsent` for a cell whose workers are chosen in this block.
 
-        The code that sends the cell removes the token from `unsent`, in the kernel thread. If the block raises an
-        error, it is removed here.
+        The code that sends the cell removes the token, in the kernel thread.
         """
         token = object()
         try:
             self.unsent.add(token)
             yield token
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: no group could form while the token is there
             self.unsent.discard(token)
             self._thread.soon(self.after_cell)
             raise
 
     async def _started(self, worker: Worker) -> StartedWorker:
-        """Wait until a launched worker has its process; raise the error of the start.
-
-        If the start fails, the worker is lost, and `kill` need not wait for it. If the start is given up, the worker is
-        lost, too; but its process may exist, so `kill` waits until the launcher has reported the end.
-        """
+        """Wait until a launched worker has its process; raise the error of the start, for which the worker is lost."""
         try:
             return await asyncio.wrap_future(self._begun.pop(worker.name))
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # given up; `kill` waits for the launcher's report, as there may be a process
             worker.lose(GIVEN_UP)
             raise
-        except BaseException:
+        except BaseException:  # of a launcher, of any class: there is no process
             worker.lose("could not be started")
-            worker.ended.set()
+            worker.ended.set()  # `kill` need not wait
             raise
 
     def form_group(self, deadline: float) -> None:
         """Form the process group of all workers anew and wait until it has formed, unless the backend is none.
 
-        Raises WorkerLost if a worker is dead, StartError if a worker fails to form the group, or if it has not formed
-        by ``deadline``, by `time.monotonic`.
+        Raises WorkerLost if a worker is dead, StartError if a worker fails to form the group, or is late.
         """
         self._in_time(self._form_group(), deadline)
 
@@ -331,7 +300,7 @@ class Lifecycle:
         """Form the process group of all workers anew: now if all are idle, else as soon as they are (see `after_cell`).
 
         If all are idle, waits until it has formed, with the errors of `form_group`. Returns the names of the workers
-        that are not idle, dead ones included; empty if the group has formed, or if the cluster has no process group.
+        that are not idle, dead ones included; none without a process group.
         """
 
         async def look() -> tuple[list[str], Coroutine[Any, Any, None] | None]:
@@ -343,11 +312,9 @@ class Lifecycle:
         """Begin to form the next process group if all workers are idle, else note that it is due. In the kernel thread.
 
         Cells begin and end in that thread, so none begins between the check and the start of the group. Returns the
-        names of the workers that are not idle, and the coroutine of `_begin_group` if this has called it, else None.
-        With the backend none, no worker needs to be idle, and this calls `_begin_group` only after the cluster has
-        grown.
+        names of the workers that are not idle, and the coroutine of `_begin_group` if this has called it.
         """
-        if self._backend == "none":
+        if self._backend == "none":  # no worker needs to be idle
             return [], self._begin_group() if self._told_size != len(self._workers) else None
         busy = [worker.name for worker in self._workers if worker.state != "idle"]
         self._group_is_due = bool(busy)
@@ -356,7 +323,6 @@ class Lifecycle:
     def _await_group(
         self, beginning: Coroutine[Any, Any, tuple[list[str], Coroutine[Any, Any, None] | None]], deadline: float
     ) -> list[str]:
-        """Run a coroutine with the result of `_begin_if_idle`; wait for the group, and return the busy workers."""
         busy, forming = self._thread.run(beginning).result()
         if forming is not None:
             self._in_time(forming, deadline)
@@ -365,15 +331,14 @@ class Lifecycle:
     def form_group_later(self, generation: int) -> None:
         """Form the process group of all workers anew as soon as all are idle; from any thread, without waiting.
 
-        Does nothing if the present group has another number than ``generation``, because several workers ask for the
-        same; in a cluster without a process group; and if a worker is dead, because its restart forms the group.
+        ``generation`` is the number of the group that is gone.
         """
 
         def note() -> None:
             if (
                 self._backend != "none"
-                and generation == self.generations.present
-                and all(worker.alive for worker in self._workers)
+                and generation == self.generations.present  # else another worker has asked for the same
+                and all(worker.alive for worker in self._workers)  # else its restart forms the group
             ):
                 self._group_is_due = True
                 self.after_cell()
@@ -383,9 +348,7 @@ class Lifecycle:
     def after_cell(self) -> None:
         """Begin to form the process group if it is due and all workers are idle. In the kernel thread, after each cell.
 
-        It is due after a restart of some workers while others were busy, after an abort of NCCL's collectives, and
-        after a user's ``destroy_process_group``. Returns at once, but the workers are told first: the cells that they
-        are sent next run in the new group. A failure is only logged.
+        Returns at once, but the workers are told first: the cells that they are sent next run in the new group.
         """
         # A cell that is about to be sent counts as a running cell: its workers were chosen for the present group.
         if self.unsent or not (self._group_is_due and all(worker.state == "idle" for worker in self._workers)):
@@ -395,7 +358,7 @@ class Lifecycle:
             try:
                 async with asyncio.timeout(self._spec.timeout):
                     await forming
-            except Exception as error:
+            except Exception as error:  # a worker's, of any class: nobody waits
                 if not self._is_ending:
                     _log.error(_NOT_FORMED, error)
 
@@ -405,10 +368,6 @@ class Lifecycle:
             _log.error(_NOT_FORMED, error)
 
     async def _form_group(self) -> None:
-        """Form the next process group and wait for it, unless the backend is none. In the kernel thread.
-
-        Raises what `_begin_group` and its coroutine raise.
-        """
         if self._backend != "none":
             await self._begin_group()
 
@@ -416,8 +375,7 @@ class Lifecycle:
         """Tell all workers to form the next process group; return a coroutine that waits until it has formed.
 
         Raises WorkerLost at once if a worker is dead. If one fails, the others are released, and the coroutine raises
-        its error. The store of the previous generation is removed in the end. In the kernel thread. With the backend
-        none, the workers only learn how many they are.
+        its error. In the kernel thread. With the backend none, the workers only learn how many they are.
         """
         if self._backend == "none":
             return self._tell_size()
@@ -440,8 +398,8 @@ class Lifecycle:
         try:
             for worker in self._workers:
                 calls.append((worker, worker.call(f"group({generation}, {size})")))
-        except BaseException as error:
-            for _, call in calls:
+        except BaseException as error:  # of a worker's connection; the workers that were told wait for the others
+            for _, call in calls:  # else Python warns that they were never awaited
                 call.close()
             release(error)
             raise
@@ -449,7 +407,7 @@ class Lifecycle:
         async def all_formed() -> None:
             try:
                 await first_error([asyncio.create_task(formed(worker, call)) for worker, call in calls])
-            except BaseException as error:
+            except BaseException as error:  # a worker's, or the time is over
                 release(error)
                 raise
             self.generations.remove_before(generation)
@@ -457,11 +415,8 @@ class Lifecycle:
         return all_formed()
 
     def enter_group(self, name: str) -> int:
-        """Return the number of the process group that worker ``name`` forms in a cell: see `Generations.enter`.
-
-        Raises WorkerLost if a worker is dead: the others would wait for it.
-        """
-        self._raise_if_any_is_dead()
+        """Return the number of the process group that worker ``name`` forms in a cell: see `Generations.enter`."""
+        self._raise_if_any_is_dead()  # the others would wait for it
         return self.generations.enter(name, [worker.name for worker in self._workers])
 
     def _raise_if_any_is_dead(self) -> None:
@@ -470,10 +425,7 @@ class Lifecycle:
                 raise lost_error(worker)
 
     def _tell_size(self) -> Coroutine[Any, Any, None]:
-        """Tell all living workers how many there are; return a coroutine that sends it. A worker that dies is skipped.
-
-        Busy workers learn it after the cells that they were sent before, and nobody waits for that.
-        """
+        """Tell all living workers how many there are; return a coroutine that sends it."""
         self._told_size = size = len(self._workers)
         calls = [worker.call(f"group(0, {size})") for worker in self._workers if worker.alive]
 
@@ -482,6 +434,7 @@ class Lifecycle:
                 await call
 
         async def tell() -> None:
+            # Nobody waits: busy workers learn it after the cells that they were sent before.
             self._telling = [asyncio.create_task(see_through(call)) for call in calls]
 
         return tell()
@@ -498,8 +451,7 @@ class Lifecycle:
     ) -> None:
         """Run a coroutine in the kernel thread; raise StartError if it is not done by ``deadline``.
 
-        The error names the modules to preload if these are not imported yet, else the workers that are not ready, else
-        ``otherwise``.
+        The error names what is late, or ``otherwise``.
         """
 
         async def limited() -> None:
@@ -541,7 +493,7 @@ class Lifecycle:
         """Kill workers; wait until their processes have ended and they are no members of the RPC world any more.
 
         Their cells fail, with the reason ``because`` if there is one. ``is_member(name)`` returns whether the RPC world
-        still counts a worker as a member. Raises StartError after ``deadline``, by `time.monotonic`.
+        still counts a worker as a member. Raises StartError after ``deadline``.
         """
         why = f"was restarted, because {because}" if because else "was restarted"
 
@@ -559,10 +511,7 @@ class Lifecycle:
         self._in_time(kill(), deadline, "the killed workers have not ended")
 
     def say_goodbye(self) -> None:
-        """Ask idle kernels to end, so that their exit handlers run; wait at most `_KERNELS_END_WITHIN` seconds.
-
-        Errors are ignored: `close` kills the workers that remain.
-        """
+        """Ask idle kernels to end, so that their exit handlers run; wait at most `_KERNELS_END_WITHIN` seconds."""
 
         self._is_ending = True
 
@@ -576,14 +525,13 @@ class Lifecycle:
             while any(worker.alive for worker in asked) and time.monotonic() < deadline:
                 await asyncio.sleep(_POLL)
 
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # any error: `close` kills the workers that remain
             self._thread.run(ask()).result(2 * _KERNELS_END_WITHIN)
 
     def close(self) -> int:
-        """Kill all workers, remove the run directory, and fail the cells that still run.
+        """Kill all workers, remove the run directory, and fail the cells that still run, a moment later.
 
-        Returns how many workers may still live, once the others have ended. The cells fail a moment later, in the
-        kernel thread.
+        Returns how many workers may still live, once the others have ended.
         """
         self._is_ending = True
         left = self.launcher.close()
@@ -593,32 +541,26 @@ class Lifecycle:
         return left
 
     def _lose_all(self) -> None:
-        """Fail the cells that still run, as the cluster has been shut down. In the kernel thread."""
         for worker in [*self._workers, *self._coming]:
             worker.lose(*_SHUT_DOWN)
             if worker.print_log is not None:
                 worker.print_log.close()
 
     def _on_end(self, name: str, how: int | str) -> None:
-        """Note that a worker's process has ended; its cells fail a moment later. In a thread of the launcher's.
-
-        The delay lets the last output arrive first. ``how`` is as `Launcher` has it.
-        """
+        """Note that a worker's process has ended, ``how`` as `Launcher` says. In a thread of the launcher's."""
         worker = next((worker for worker in [*self._workers, *self._coming] if worker.name == name), None)
         if worker is None:
             return  # it could not join, and nobody waits for its end
         if self._is_ending:  # `close` has killed it
             how = _SHUT_DOWN[0]
         worker.exit(how)
+        # The cells fail a moment later, so that the last output arrives first.
         self._thread.soon(
             self._thread.loop.call_later, _LAST_OUTPUT_WITHIN, self._fail_cells_of, worker, worker.lives, how
         )
 
     def _fail_cells_of(self, worker: Worker, life: int, how: int | str) -> None:
-        """Fail the cells of a worker whose process has ended in this life. In the kernel thread.
-
-        ``life`` is the number of the process: does nothing if the worker has been restarted meanwhile.
-        """
+        """Fail the cells of a worker whose process, number ``life``, has ended. In the kernel thread."""
         if worker.lives == life:  # else the worker has been restarted meanwhile
             if how == _SHUT_DOWN[0]:
                 worker.lose(*_SHUT_DOWN)
@@ -630,7 +572,7 @@ class Lifecycle:
 
 
 def _free_port() -> int:
-    """Return a port on which nothing listens now. Another process may take it before the user's code does."""
+    # Another process may take it before the user's code does.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -47,12 +47,10 @@ from nbdist.code_places import is_users, shown_name
 from nbdist.errors import NbdistError
 from nbdist.rpc.agent import Agent
 
-_LOOK_EVERY = 2.0
-"""Seconds between two looks."""
+_LOOK_EVERY = 2.0  # seconds between two looks
+# Seconds until the first look, and the least silence before a look: a wait is known from two looks.
 _FIRST_LOOK = 0.5
-"""Seconds until the first look, and the least silence before a look: a wait is known from two looks."""
-_ANSWER_WITHIN = 0.4
-"""Seconds for the workers to answer. A worker that holds the GIL cannot."""
+_ANSWER_WITHIN = 0.4  # seconds for the workers to answer; a worker that holds the GIL cannot
 
 
 _BLIND = "who has not come is not known: TORCH_FR_BUFFER_SIZE=0 has switched off torch's record of collectives"
@@ -76,20 +74,15 @@ class Lookout:
     ) -> None:
         self._thread, self._agent, self._probe, self._cell, self._after = thread, agent, probe, cell, after
         self._team, self._collation = team, collation
-        self._stopped: dict[str, float] = {}
-        """The workers that a signal has stopped, each with the time at which this was seen first."""
+        self._stopped: dict[str, float] = {}  # those that a signal has stopped, and when this was seen first
         self._stands = Stands(after)
+        # The questions to the hosts of workers that do not answer, each the last one.
         self._probes: dict[str, Future[Probe]] = {}
-        """The questions to the hosts of workers that do not answer, each the last one."""
-        self._is_blind = False
-        """True if a worker is in a collective, and its recorder is off."""
+        self._is_blind = False  # True if a worker is in a collective, and its recorder is off
         self._line = InPlace(cell.sink.page)
 
     def start(self) -> None:
-        """Begin to look; stop, and remove the line, when the cell ends.
-
-        Call it once, when the cell has been sent.
-        """
+        """Begin to look; stop, and remove the line, when the cell ends. Call it once, when the cell has been sent."""
         for part in self._cell.parts.values():
             self._team.find(part.worker).sightings.clear()
         self._cell.when_done(lambda: self._line.show(""))
@@ -99,11 +92,7 @@ class Lookout:
         self._thread.loop.call_later(seconds, action, *arguments)
 
     def _look(self) -> None:
-        """Ask the workers where they are (`place`), if the cell has had no output since about the last look.
-
-        The kernel thread must not wait for their answers. `_judge` therefore runs `_ANSWER_WITHIN` seconds later and
-        takes the answers that have arrived by then.
-        """
+        """Ask the workers where they are (`place`), if the cell has had no output since about the last look."""
         if self._cell.done:
             return
         asked: dict[str, Any] = {}
@@ -114,13 +103,10 @@ class Lookout:
                     at = self._agent.at(part.worker, "collectives")
                     asked[part.worker] = at.call("place", timeout=_ANSWER_WITHIN)
             self._probes |= {worker: self._probe(worker) for worker in self._stands.unplaced(now) if worker in asked}
-        self._call_later(self._judge, _ANSWER_WITHIN, asked)
+        self._call_later(self._judge, _ANSWER_WITHIN, asked)  # this thread must not wait: late answers count as none
 
     def _judge(self, asked: Mapping[str, Any]) -> None:
-        """Take the answers that have arrived, and plan the line: after another question, if one is in a collective.
-
-        ``asked`` has the future of each worker's `Position`, by name.
-        """
+        """Take the answers that have arrived, and plan the line: after another question, if one is in a collective."""
         if self._cell.done:
             return
         now = time.monotonic()
@@ -151,10 +137,7 @@ class Lookout:
         self._call_later(self._show, _ANSWER_WITHIN if told else 0, held, told)
 
     def _show(self, held: Mapping[str, str], told: Mapping[str, Any]) -> None:
-        """Show, change or remove the line, and plan the next look.
-
-        ``told`` is as for `Collation.conclude`.
-        """
+        """Show, change or remove the line, and plan the next look."""
         if self._cell.done:
             return
         now = time.monotonic()
@@ -187,7 +170,6 @@ class Lookout:
         return f"is still busy with {place}, {since:.0f} s" if first is not self._cell else ""
 
     def _running(self) -> list[CellPart]:
-        """Return the parts of the cell (one for each worker) that have not ended."""
         return [part for part in self._cell.parts.values() if not part.done]
 
 

@@ -28,18 +28,13 @@ from nbdist.cluster.worker_changes import WorkerChanges
 class Mending:
     """Answers the requests of one cluster's workers, while it runs. No method waits for what it begins."""
 
-    METHODS = ("form_group_anew", "enter_group", "end_group", "restart_worker")
-    """The methods that workers call."""
+    METHODS = ("form_group_anew", "enter_group", "end_group", "restart_worker")  # those that workers call
 
     def __init__(self, lifecycle: Lifecycle, changes: WorkerChanges) -> None:
         self._lifecycle, self._changes = lifecycle, changes
 
     def form_group_anew(self, generation: int) -> None:
-        """Form the process group again once all workers are idle.
-
-        ``generation`` is the number of the group that is gone. Does nothing if another group has formed since, or if a
-        worker is dead.
-        """
+        """Form the process group again once all workers are idle: see `Lifecycle.form_group_later`."""
         self._lifecycle.form_group_later(generation)
 
     def enter_group(self, name: str) -> int:
@@ -51,12 +46,7 @@ class Mending:
         self._lifecycle.generations.end(generation, why)
 
     def restart_worker(self, name: str, incarnation: int, because: str) -> None:
-        """Restart a worker in a new thread.
-
-        ``incarnation`` is the incarnation of the worker's agent. Does nothing if another incarnation runs by now,
-        because the worker has been restarted meanwhile. ``because`` is the reason, for the text of the WorkerLost of
-        the worker's cells.
-        """
+        """Restart a worker in a new thread: see `WorkerChanges.replace`."""
         threading.Thread(
             target=self._changes.replace, args=(name, incarnation, because), name="nbdist-mending", daemon=True
         ).start()

@@ -19,14 +19,12 @@ _spawn: Any = mp.spawn
 
 
 def install(*, on_worker: bool) -> None:
-    """Let ``spawn`` raise UsageError for functions of cells; on a worker also for those of a script in ``%run``.
-
-    On several workers, each would start the processes of such a script, which then meet at one port.
-    """
+    """Let ``spawn`` raise UsageError for functions of cells; on a worker also for those of a script in ``%run``."""
 
     @functools.wraps(_spawn)
     def spawn(fn: Any, *args: Any, **kwargs: Any) -> Any:
         is_lost = on_worker or not hasattr(sys.modules["__main__"], "__file__")
+        # On several workers, each would start the processes of such a script, which then meet at one port.
         if is_lost and getattr(fn, "__module__", None) == "__main__":
             where = "" if on_worker else "start them with `%dist_init -n 4`, and "
             raise UsageError(

@@ -30,19 +30,13 @@ DEFAULT_INVITATION = "nbdist-invitation.json"
 VALID_FOR = 3600.0
 """Seconds for which an invitation is valid, unless the user says otherwise."""
 
-_SET_BY_THE_CLUSTER = ("devices", "host", "init_method", "secret")
-"""Options of RPC that the cluster sets itself."""
-_WIDTH = 108
-"""The characters of a line of help, which stands indented in docstrings of 120."""
-_LARGEST = (1 << 63) - 1
-"""The largest whole number that is passed to a worker."""
+_SET_BY_THE_CLUSTER = ("devices", "host", "init_method", "secret")  # options of RPC that the cluster sets itself
+_WIDTH = 108  # characters of a line of help, which stands indented in docstrings of 120
+_LARGEST = (1 << 63) - 1  # the largest whole number that is passed to a worker
 
 
 def default_count(gpu_ids: Sequence[int] | None, backend: str | None) -> int:
-    """Return the default number of workers: one for each GPU that they may get, or 2 without GPUs.
-
-    ``gpu_ids`` and ``backend`` are as `Cluster` describes them.
-    """
+    """Return the default number of workers: one for each GPU that they may get, or 2 without GPUs."""
     if gpu_ids:
         return len(gpu_ids)
     return (torch.cuda.device_count() if backend != "gloo" else 0) or 2
@@ -51,8 +45,7 @@ def default_count(gpu_ids: Sequence[int] | None, backend: str | None) -> int:
 def rpc_arguments(options: RpcBackendOptions | None) -> dict[str, Any]:
     """Return the options that differ from the defaults, as arguments of `RpcBackendOptions` that JSON can hold.
 
-    Numbers that are too large for it become the largest that it holds. Raises UsageError for an option that a cluster
-    sets itself, TypeError for options of another class.
+    Raises UsageError for an option that a cluster sets itself, TypeError for options of another class.
     """
     if options is None:
         return {}
@@ -63,6 +56,7 @@ def rpc_arguments(options: RpcBackendOptions | None) -> dict[str, Any]:
     if refused := sorted(asked.keys() & set(_SET_BY_THE_CLUSTER)):
         raise UsageError(f"a cluster sets {', '.join(refused)} of its RPC itself; leave that out of the options")
     for name, value in asked.items():
+        # JSON has no infinity, and a worker reads no number of more than 64 bits.
         if isinstance(value, float):
             asked[name] = min(value, durations.LONGEST)
         elif isinstance(value, int):
@@ -313,19 +307,15 @@ class Spec:
             raise UsageError(f"placement is pack or spread, not {self.placement!r}")
 
     def same_as(self, other: Spec) -> bool:
-        """Return whether two descriptions mean equal clusters. Their timeouts may differ.
-
-        `%dist_init` uses this to keep a cluster that is already running.
-        """
+        """Return whether two descriptions mean equal clusters, as `%dist_init` asks. Their timeouts may differ."""
         return self.__dict__ | {"timeout": 0} == other.__dict__ | {"timeout": 0}
 
     def devices(self) -> list[tuple[str, int | None]]:
         """Return, for each rank, the device as the worker's torch calls it, and the GPU's number as the user knows it.
 
-        GPUs are handed out in turn; without any, every rank has ``("cpu", None)``. Raises UsageError if a GPU does not
-        exist here, or if there are too few for nccl. Where launchers find the devices, all are ``("cpu", None)``.
+        Raises UsageError if a GPU does not exist here, or if there are too few for nccl.
         """
-        if self.is_remote:
+        if self.is_remote:  # the launchers find the devices
             return [("cpu", None)] * self.count
         there = torch.cuda.device_count() if self.backend != "gloo" or self.gpu_ids is not None else 0
         if self.gpu_ids is not None:
@@ -347,10 +337,7 @@ class Spec:
         return [(f"cuda:{0 if self.isolate_gpus else place}", chosen[place]) for place in places]
 
     def visible_gpus(self, own: int) -> str:
-        """Return ``CUDA_VISIBLE_DEVICES`` for the worker whose GPU has the number ``own``.
-
-        The variable has all of the cluster's GPUs, or with ``isolate_gpus`` only the worker's own.
-        """
+        """Return ``CUDA_VISIBLE_DEVICES`` for the worker whose GPU has the number ``own``."""
         # The variable may be set for this process, too: then its entries are the names of the GPUs that torch counts.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name.strip() for name in visible.split(",")] if visible else []
@@ -358,7 +345,6 @@ class Spec:
         return ",".join(names[gpu] if names else str(gpu) for gpu in chosen)
 
     def _usable_gpus(self) -> list[int]:
-        """Return the numbers of the GPUs that workers may get: those asked for, else all that torch sees."""
         return list(self.gpu_ids) if self.gpu_ids is not None else list(range(torch.cuda.device_count()))
 
 

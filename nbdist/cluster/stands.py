@@ -8,8 +8,7 @@ from typing import NamedTuple
 from nbdist.amounts import plural
 from nbdist.cluster.output.arranger import grouped, say_names
 
-_SHARE_OF_WAITING = 0.05
-"""The share of the time between two looks for which a waiting thread may use the processor."""
+_SHARE_OF_WAITING = 0.05  # the part of the time between two looks for which a waiting thread may use the processor
 
 
 class Position(NamedTuple):
@@ -38,14 +37,12 @@ class Stands:
     def __init__(self, after: float) -> None:
         """Make a line about a worker that has waited, or has not answered, for ``after`` seconds."""
         self._after = after
-        self._last: dict[str, tuple[float, Position]] = {}
-        """When each worker was seen last, and where."""
+        self._last: dict[str, tuple[float, Position]] = {}  # when each worker was seen last, and where
+        # The time from which each worker has waited. A worker without an entry computes, or is not known to wait.
         self._since: dict[str, float] = {}
-        """The time from which each worker has waited. A worker without an entry computes, or is not known to wait."""
-        self._silent: dict[str, float] = {}
-        """The time from which each worker has not answered."""
+        self._silent: dict[str, float] = {}  # the time from which each worker has not answered
+        # The places of workers that do not answer, as far as their hosts have told; "" for none in the user's code.
         self._places: dict[str, str] = {}
-        """The places of workers that do not answer, as far as their hosts have told; "" for none in the user's code."""
 
     def heard_nothing(self, worker: str, now: float) -> None:
         """Note that a worker has not answered at the time ``now``."""
@@ -58,20 +55,13 @@ class Stands:
         self._places[worker] = place
 
     def unplaced(self, now: float) -> list[str]:
-        """Return the workers that `say` will soon name as silent, and whose places are not known.
-
-        Their hosts ask them by a signal, which may cut a sleep in the user's C code short: so only late, and once.
-        """
+        """Return the workers that `say` will soon name as silent, and whose places are not known."""
+        # Their hosts ask them by a signal, which may cut a sleep in the user's C code short: so only late, and once.
         silent = [worker for worker in self._silent if worker not in self._places]
         return [worker for worker in silent if now - self._silent[worker] >= self._after / 2]
 
     def saw(self, worker: str, found: Position | None, now: float) -> None:
-        """Note that a worker was at ``found`` at the time ``now``, in seconds of any one clock.
-
-        ``found`` is None if the worker runs no user code, or was not asked. The worker counts as waiting, since the
-        earlier of two looks, if it is at the same instruction in both and has used at most `_SHARE_OF_WAITING` of the
-        time between them on the processor.
-        """
+        """Note that a worker was at ``found`` at the time ``now``; None if it runs no user code, or was not asked."""
         self._silent.pop(worker, None)
         self._places.pop(worker, None)
         if found is None:
@@ -83,6 +73,7 @@ class Stands:
         if before is not None:
             then, place = before
             used = found.processor - place.processor
+            # At the same instruction in two looks, it waits since the earlier one, unless it has computed.
             if found.instruction == place.instruction and used <= _SHARE_OF_WAITING * (now - then):
                 self._since.setdefault(worker, then)
                 return
@@ -91,10 +82,8 @@ class Stands:
     def say(self, running: Sequence[str], ended: Mapping[str, bool], held: Mapping[str, str], now: float) -> str:
         """Return the line to show at the time ``now``; empty if none should be shown.
 
-        There is a line if all ``running`` workers wait, if one has waited or not answered for long, or if some wait and
-        others have ended, as in a deadlock after an error; and if there are workers in ``held``, which says in words
-        what keeps each of them from the cell. Workers at the same place are named together. ``ended`` has the workers
-        that have ended the cell: True for a worker that failed.
+        ``held`` says in words what keeps workers from the cell. ``ended`` has the workers that have ended the cell:
+        True for a worker that failed.
         """
         waiting = [worker for worker in running if worker in self._since and worker not in held]
         mute = [
@@ -102,6 +91,7 @@ class Stands:
         ]
         is_long = any(now - self._since[worker] >= self._after for worker in waiting)
         if not held and not mute and not (waiting and (ended or is_long or len(waiting) == len(running))):
+            # Else all compute, or some wait for a moment; a wait beside ended workers may be a deadlock after an error.
             return ""
         last = {worker: found for worker, (_, found) in self._last.items()}
         said = [f"{worker} {why}" for worker, why in held.items()]

@@ -69,11 +69,7 @@ def means_one(targets: object) -> bool:
 
 
 def _parse_one(part: str, text: str, names: Sequence[str]) -> Sequence[int]:
-    """Return the ranks that ``part``, a piece of ``text`` between commas, names.
-
-    ``text`` is the whole target, for the error. Raises UnknownWorker for a worker that does not exist, UsageError for a
-    piece that cannot be read.
-    """
+    """Return the ranks that ``part`` names, a piece between commas of the target ``text``."""
     if part in _ALL and part:
         return range(len(names))
     if _NUMBER.fullmatch(part):
@@ -96,14 +92,12 @@ def _parse_one(part: str, text: str, names: Sequence[str]) -> Sequence[int]:
 
 
 def _slice(part: str, match: re.Match[str], names: Sequence[str]) -> Sequence[int]:
-    """Return the ranks of a slice. A slice that names no worker is an error.
-
-    Raises UnknownWorker for a bound beyond the last worker, UsageError for a step of 0 or an empty slice.
-    """
+    """Return the ranks of a slice."""
     start, stop, step = (int(group) if group is not None else None for group in match.groups())
     if step == 0:
         raise UsageError(f"the step of the slice {part!r} must not be 0")
     for bound in (start, stop):
+        # Python would cut the bound: a cell must not run on fewer workers than its author meant.
         if bound is not None and not -len(names) <= bound <= len(names):
             raise UnknownWorker(f"{part!r} goes beyond the last worker; {_which_workers(names)}")
     ranks = range(len(names))[start:stop:step]
@@ -113,17 +107,13 @@ def _slice(part: str, match: re.Match[str], names: Sequence[str]) -> Sequence[in
 
 
 def _rank(number: int, names: Sequence[str]) -> int:
-    """Return a rank counted from 0; a negative number counts from the end.
-
-    Raises UnknownWorker if there is none.
-    """
+    """Return a rank counted from 0; a negative number counts from the end."""
     if not -len(names) <= number < len(names):
         raise UnknownWorker(f"there is no worker with rank {number}; {_which_workers(names)}")
     return number % len(names)
 
 
 def _which_workers(names: Sequence[str]) -> str:
-    """Return the sentence that says which workers there are."""
     if len(names) == 1:
         return f"there is {names[0]} alone, with rank 0"
     shown = f"{names[0]} … {names[-1]}" if len(names) > 4 else ", ".join(names)

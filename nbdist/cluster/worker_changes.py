@@ -36,14 +36,7 @@ _log = logging.getLogger("nbdist.cluster")
 class WorkerChanges:
     """Changes the workers of one cluster. Its methods do what those of `Cluster` say.
 
-    Args:
-        spec: The description of the cluster.
-        team: The workers.
-        lifecycle: Starts and ends them.
-        deaths: Knows which of them are members of the RPC world.
-        agent: This process's agent.
-        grown: Called when workers have been added.
-        tell: Called with a line for the user; "" for none.
+    ``grown`` is called when workers have been added, and ``tell`` with a line for the user; "" for none.
     """
 
     def __init__(
@@ -59,11 +52,9 @@ class WorkerChanges:
         self._spec, self._team, self._lifecycle, self._deaths, self._tell = spec, team, lifecycle, deaths, tell
         self.awaited: list[str] = []
         """The workers that had to become idle, at the last `restart`, for the process group to form anew."""
-        self.changing = threading.Lock()
-        """Held while workers restart, join, or form the process group for the user."""
+        self.changing = threading.Lock()  # held while workers restart, join, or form the process group for the user
         self._losses = Losses(agent) if spec.is_remote else None
-        self._growth: Growth | None = None
-        """Takes workers into the running cluster; None if the launcher lets none join."""
+        self._growth: Growth | None = None  # None if the launcher lets no worker join
         if spec.may_grow:
             self._growth = Growth(
                 team.workers,
@@ -95,23 +86,20 @@ class WorkerChanges:
             return self._restart([worker for worker in self._team.workers if worker.lost is not None], process_group)
 
     def _restart(self, chosen: Sequence[Worker], process_group: bool = False, because: str = "") -> list[str]:
-        """Kill and start these workers, and form the process group, as `restart` does; the lock is held.
-
-        ``because`` is the reason, for the errors of the killed workers' cells.
-        """
+        """Kill and start these workers, and form the process group, as `restart` does. The caller holds the lock."""
         self.awaited = []
         deadline = time.monotonic() + self._spec.timeout
         workers = self._team.workers
         if chosen:
             with refusals_in_words("the workers cannot be restarted"):
                 self._lifecycle.kill(chosen, self._deaths.is_member, deadline, because)
-                if self._losses is not None:
+                if self._losses is not None:  # a worker can join under its name once all have given it up
                     self._losses.wait()
                 try:
                     self._lifecycle.launch(chosen)
                     self._tell(self._lifecycle.launcher.advice())  # a worker whose host is lost needs a person
                     self._lifecycle.bring_up(chosen, deadline)
-                except BaseException:
+                except BaseException:  # Ctrl-C, too: no worker stays half started
                     self._lifecycle.abandon(chosen)
                     raise
         if process_group and len(chosen) < len(workers):
@@ -124,19 +112,19 @@ class WorkerChanges:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Exclude other changes of the workers during the block, such as workers that join; these come afterwards."""
+        """Exclude other changes of the workers during the block."""
         try:
             with self.changing:
                 yield
         finally:
             if self._growth is not None:
-                self._growth.look_soon()
+                self._growth.look_soon()  # keepers that came meanwhile
 
     def replace(self, name: str, incarnation: int, because: str) -> None:
         """Restart the worker called ``name`` for the reason ``because``, which the errors of its cells then say.
 
         Waits until it is ready. Does nothing if the worker's agent has not this ``incarnation`` any more, or after
-        `close`. An error is only logged, because nobody waits for this: see `nbdist.cluster.mending`.
+        `close`.
         """
         with self._alone():
             present = self._team.workers
@@ -145,7 +133,7 @@ class WorkerChanges:
                 return
             try:
                 self._restart(found, because=because)
-            except Exception as error:
+            except Exception as error:  # of a start, of any class: a worker asked for this, and nobody waits
                 if not self._is_closed:
                     _log.error("%s could not be restarted, although %s: %s", name, because, error)
 

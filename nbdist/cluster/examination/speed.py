@@ -135,7 +135,6 @@ def error_in_words(error: BaseException) -> str:
 
 
 def _ask_clock(agent: Agent, to: str) -> float:
-    # In seconds since 1970, as the next two on the receiver.
     return float(agent.ask(to, _clock, timeout=ANSWERS_WITHIN))
 
 

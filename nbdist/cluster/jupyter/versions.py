@@ -191,7 +191,9 @@ def answer_through_stream(kernel: Any) -> None:
 
     ipykernel 7.3 answers directly on the socket of its shell channel, past the stream that reads the socket. The stream
     then overlooks a request that arrives at that moment, and all later ones:
-    https://github.com/ipython/ipykernel/pull/1529. Call it in the kernel's main thread.
+    https://github.com/ipython/ipykernel/pull/1529
+
+    Call it in the kernel's main thread.
     """
     thread = getattr(kernel, "shell_channel_thread", None)
     if thread is not None and hasattr(thread.manager, "_shell_socket"):  # not in 7.4
