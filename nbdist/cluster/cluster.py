@@ -351,11 +351,10 @@ class Cluster:
         return sum(left)
 
     def _forget(self) -> None:
-        """Mark this cluster as ended, so that another may start."""
         self._state = "ended"
         atexit.unregister(self.shutdown)
         if Cluster.current is self:
-            Cluster.current = None
+            Cluster.current = None  # from now on, another may start
 
     def restart(self, targets: Targets = None, *, process_group: bool = False) -> list[str]:
         """Kill workers and start them again, under the same names and ranks.

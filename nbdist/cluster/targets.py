@@ -92,7 +92,6 @@ def _parse_one(part: str, text: str, names: Sequence[str]) -> Sequence[int]:
 
 
 def _slice(part: str, match: re.Match[str], names: Sequence[str]) -> Sequence[int]:
-    """Return the ranks of a slice."""
     start, stop, step = (int(group) if group is not None else None for group in match.groups())
     if step == 0:
         raise UsageError(f"the step of the slice {part!r} must not be 0")

@@ -112,7 +112,6 @@ class WorkerChanges:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Exclude other changes of the workers during the block."""
         try:
             with self.changing:
                 yield

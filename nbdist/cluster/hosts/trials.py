@@ -113,7 +113,6 @@ class TrialWay:
         return self._try_all([Trial(self._token, b"", wanted, port, host)])[0]
 
     def _try_all(self, trials: Sequence[Trial]) -> list[TrialAnswer]:
-        """Send trials, one right after the other, and return all answers."""
         requests = [TRIAL + msgspec.msgpack.encode(trial) for trial in trials]
         answers = [decode_answer(answer) for answer in self._visit.ask_all(requests, _ANSWERS_WITHIN)]
         tried = [answer for answer in answers if isinstance(answer, TrialAnswer)]

@@ -71,6 +71,5 @@ class Screen:
 
 
 def _size(item: OutputItem) -> int:
-    """Return about how many characters an item takes."""
     data = item.message.content.get("data", {}) if item.message is not None else {}
     return 200 + len(item.text) + sum(len(value) for value in data.values() if isinstance(value, str))

@@ -19,10 +19,7 @@ class Tail:
         self._open_at = 0.0
 
     def feed(self, text: str, now: float = 0.0) -> None:
-        """Take a piece of text that was written at the time ``now``, on the clock that the caller uses for all texts.
-
-        An unfinished line is kept for the next call, and counts as a line until then.
-        """
+        """Take a piece of text that was written at the time ``now``; an unfinished line counts as a line."""
         *ended, rest = (self._open + text).split("\n")
         shown = (self._after_returns(line) for line in ended[-(self._lines.maxlen or 1) :])
         self._lines.extend((now, line) for line in shown if line.strip())
@@ -44,5 +41,4 @@ class Tail:
         return [line for _, line in self.timed_lines()]
 
     def _after_returns(self, line: str) -> str:
-        """Return what a line shows after its carriage returns."""
         return line.rstrip("\r").rpartition("\r")[2][-self._longest :]

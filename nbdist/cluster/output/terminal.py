@@ -100,5 +100,4 @@ def close_colours(line: str, open: dict[int, str]) -> str:
 
 
 def _set_colours(open: Mapping[int, str]) -> str:
-    """Return the escape sequence that sets all these colours."""
     return f"\x1b[{';'.join(open.values())}m" if open else ""

@@ -186,7 +186,7 @@ class RayLauncher(RemoteLauncher):
             start.future.set_exception(ResourceError(f"Ray has not started {name}: {why}. Restart it to try again"))
 
     def _kill(self, placed: _Placed) -> None:
-        """Let Ray end an actor, and so free its place."""
+        # Also frees the actor's place.
         with contextlib.suppress(Exception):  # Ray's errors, of many classes, such as for an actor that has ended
             self._ray.kill(placed.actor, no_restart=True)
 

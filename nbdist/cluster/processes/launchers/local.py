@@ -127,7 +127,6 @@ def _home(folder: Path) -> dict[str, str]:
 
 
 def _surroundings() -> dict[str, str]:
-    """Return the environment variables of all workers."""
     environment = dict(os.environ)
     environment.pop("JPY_PARENT_PID", None)  # this kernel's parent, which a worker would take for its own and watch
     environment.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # figures appear below cells
