@@ -204,16 +204,13 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
 """The third-party packages that only some modules may import."""
 
 
+# The subpackages that a program can use without importing them.
 _NAMESPACES = ("autograd", "nn", "optim", "rpc", "swarm", "testing")
-"""The subpackages that a program can use without importing them."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import and return the class `Cluster` or a subpackage when a program first asks for it.
-
-    Python calls this for a name that the package does not have yet. `Cluster` needs Jupyter's packages, and `swarm`
-    needs transformers, which not every program has. Any other name raises AttributeError.
-    """
+    """Import and return the class `Cluster` or a subpackage when a program first asks for it."""
+    # Not at import: `Cluster` needs Jupyter's packages, and `swarm` transformers, which not every program has.
     if name == "Cluster":
         from nbdist.cluster.cluster import Cluster
 
@@ -224,47 +221,37 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names that a user needs, for Tab: without the modules of the package that happen to be imported."""
+    # For Tab: without the modules of the package that happen to be imported.
     return [*__all__, *_NAMESPACES]
 
 
+# Each of these imports its layer when it is first called: a process without an agent needs no `nbdist.autograd`.
+# `nbdist.registry` says what each one returns.
 def _make_recorder(agent: Any) -> Any:
-    """Return a new recorder for an agent, which records the agent's calls for backward passes.
-
-    The agent calls this once, so a process imports `nbdist.autograd` only when it has an agent.
-    """
     from nbdist.autograd.recorder import Recorder
 
     return Recorder(agent)
 
 
 def _describe(value: Any) -> str:
-    """Return a `Trace`, a `Plan` or an `Examination` as lines of text, for its repr."""
     from nbdist.views.values import text_of
 
     return text_of(value)
 
 
 def _draw(value: Any) -> dict[str, str]:
-    """Return the pictures of a `Trace`, a `Plan` and the like, by MIME type, for a notebook."""
     from nbdist.views.values import pictures_of
 
     return pictures_of(value)
 
 
 def _make_timeline(agent: Agent) -> Timeline:
-    """Begin to record the work of an agent and all members of its world; return the `Timeline`, which can stop it."""
     from nbdist.views.timeline.timeline import Timeline
 
     return Timeline(agent)
 
 
 def _make_view(cluster: Cluster, targets: Any, balanced: bool) -> DirectView | LoadBalancedView:
-    """Return ipyparallel's view of some workers of a cluster, which calls functions on them. For `Cluster.view`.
-
-    ``targets`` is as for `Cluster.view`; None for all workers. If ``balanced``, each call runs on the first of these
-    workers that is free; otherwise it runs on all of them.
-    """
     from nbdist.compat.ipyparallel.client import view_of
 
     return view_of(cluster, targets, balanced=balanced)

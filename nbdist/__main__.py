@@ -11,7 +11,6 @@ from nbdist.errors import NbdistError
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser of nbdist's own arguments."""
     parser = argparse.ArgumentParser(prog="python -m nbdist", description="Distributed PyTorch over ZeroMQ.")
     parser.add_argument("--version", action="version", version=f"nbdist {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -52,14 +51,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Split the arguments into nbdist's own and the program's, which nbdist does not read.
-
-    After ``run``, the first argument that is not an option is the program, and the arguments after it belong to the
-    program. Without ``run``, all arguments are nbdist's.
-    """
+    """Split the arguments into nbdist's own and those of the program of ``run``, which nbdist does not read."""
     if arguments[:1] != ["run"]:
         return arguments, []
     end = 1
+    # The first word that is not an option is the program. argparse would take the program's options, such as -h, for
+    # nbdist's own.
     while end < len(arguments) and arguments[end].startswith("-"):
         end += 1
     return arguments[: end + 1], arguments[end + 1 :]
@@ -81,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.command == "run":
             from nbdist.compat.run import run
 
-            run([*(["-m"] if given.is_module else []), given.program, *programs])
+            run([*(["-m"] if given.is_module else []), given.program, *programs])  # does not return
         if given.command == "worker":
             from nbdist.cluster.processes.zygote import frozen_imports
 

@@ -25,19 +25,16 @@ from pathlib import Path
 
 import torch
 
-NBDIST = f"{Path(__file__).parent}/"
-"""The folder of nbdist's code, with a slash at its end."""
+NBDIST = f"{Path(__file__).parent}/"  # the slash keeps nbdist_experiments/ beside it apart
 TORCH = f"{Path(torch.__file__).parent}/"
-"""The folder of torch's code, with a slash at its end."""
+# Packages may be installed inside of the folder of Python's library, too.
 _PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
-"""The folder of Python's library. Packages may be installed inside of it, too."""
 # torch.autograd calls nbdist's engine in place of its own. So each backward pass has a frame of this file, below which
 # torch waits in C++ for other workers: it counts as a frame of the file of torch that has called it.
 _STANDS_FOR = {f"{NBDIST}autograd/passes/engine.py": f"{TORCH}autograd/graph.py"}
 _PACKAGES = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("purelib", "platlib"))
-"""The folders into which this Python installs packages."""
+# ipykernel compiles a cell under a digest of its code, in a directory of the process.
 _CELL = re.compile(r"/ipykernel_\d+/\d+\.py$")
-"""The name under which ipykernel compiles a cell: a digest of the code, in a directory of the process."""
 CELLS: dict[str, int] = {}
 """The numbers of cells, by the names of their files: of cells that this process has compiled, and of functions that it
 was sent. If the same text has run twice, the last number counts. `nbdist.cluster.jupyter.labels` fills the table.
@@ -45,7 +42,7 @@ was sent. If the same text has run twice, the last number counts. `nbdist.cluste
 
 
 def is_nbdists(file: str, *packages: str) -> bool:
-    """Return whether a file is nbdist's own; with ``packages`` such as "rpc", whether it is in one of these."""
+    """Return whether a file is nbdist's; with ``packages`` such as "rpc", whether it is in one of these."""
     return file not in _STANDS_FOR and _is_in(NBDIST, packages, file)
 
 
@@ -55,20 +52,18 @@ def is_torchs(file: str, *packages: str) -> bool:
 
 
 def is_pythons(file: str) -> bool:
-    """Return whether a file belongs to Python itself. Modules that are frozen into the interpreter count, too."""
+    """Return whether a file belongs to Python, or is a module that is frozen into the interpreter."""
     return file.startswith((_PYTHON, "<frozen ")) and not _is_in_packages(file)
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file holds the user's code, not Python's, an installed package's, torch's or nbdist's.
-
-    A package may be installed into any folder of `sys.path` (``pip install --target``), beside code of the user's.
-    Compiled code, such as Cython's, names its files by relative paths, which count as not the user's.
-    """
+    """Return whether a file holds the user's code: see the table above."""
+    # Compiled code, such as Cython's, names its files by relative paths.
     if _is_in_packages(file) or not os.path.isabs(file) or file.startswith((NBDIST, TORCH, _PYTHON, *_PACKAGES)):
         return False
+    # ``pip install --target`` puts packages into a folder of `sys.path` that may hold the user's code, too.
     for folder in sys.path:
-        if folder and file.startswith(f"{folder}/"):
+        if folder and file.startswith(f"{folder}/"):  # the entry "" would fit each absolute path
             first = file[len(folder) + 1 :].partition("/")[0]
             if first.removesuffix(".py") in _installed_into(folder):
                 return False
@@ -87,18 +82,17 @@ def shown_name(file: str) -> str:
 
 
 def _is_in(folder: str, packages: tuple[str, ...], file: str) -> bool:
-    """Return whether a file is in this folder; with ``packages``, whether it is in one of these subfolders."""
     return file.startswith(tuple(f"{folder}{package}/" for package in packages) if packages else folder)
 
 
 def _is_in_packages(file: str) -> bool:
-    """Return whether a file lies in ``site-packages`` or ``dist-packages`` of some Python, which may be another one."""
+    # Not `_PACKAGES`: the file may belong to another Python.
     return "/site-packages/" in file or "/dist-packages/" in file
 
 
+# Once a folder: `is_users` is asked of each frame of a stack, and this reads the folder.
 @lru_cache(maxsize=256)
 def _installed_into(folder: str) -> frozenset[str]:
-    """Return the names of the packages and modules that pip has installed into a folder. It is read once."""
     return frozenset(
         path.parts[0].removesuffix(".py")
         for each in distributions(path=[folder])

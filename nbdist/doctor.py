@@ -1,8 +1,8 @@
 """``python -m nbdist doctor``: shows what this installation can use, one line each.
 
 Every feature is tried out, not looked up by its name. The indented text below a line says what is wrong with it, and
-what to do about it. If agents cannot work, the exit code is 1; a feature that is only missing for speed does not
-change it.
+what to do about it. `_try` prints what the function of a feature returns, or "no" and the error that it raises. If
+agents cannot work, the exit code is 1; a feature that is only missing for speed does not change it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def examine(invitation: str | None = None) -> int:
             _line(package, metadata.version(package))
         except metadata.PackageNotFoundError:
             _line(package, "not installed")
+    # These decide the exit code: agents do not work without them.
     needed = [_try("runtime directory", _runtime_directory), _try("unix sockets", _unix_sockets)]
     needed += [_try("secret", _secret), _try("CURVE", _curve)]
     _line("may use", machine.limits() or "all cores and all memory")
@@ -59,7 +60,7 @@ def examine(invitation: str | None = None) -> int:
     _try("ports", _ports)
     _try("GPUs", _gpus)
     _try("NCCL", _nccl)
-    with contextlib.suppress(NbdistError, OSError):
+    with contextlib.suppress(NbdistError, OSError):  # the line of the runtime directory has said why
         _agents()
     if invitation is not None:
         needed += [_try("the notebook", lambda: _notebook(invitation))]
@@ -67,11 +68,7 @@ def examine(invitation: str | None = None) -> int:
 
 
 def _notebook(path: str) -> str:
-    """Ask the notebook of an invitation, and print what there is to know before a worker of this host joins it.
-
-    Returns its versions. Raises UsageError or SecurityError for the invitation, ChannelError if nobody answers, and
-    VersionMismatch if a worker of this process's versions would be refused.
-    """
+    """Print what a worker of this host would find at the notebook of an invitation; return the notebook's versions."""
     from nbdist.cluster.hosts.admission import describe_myself
     from nbdist.cluster.hosts.interfaces import interface_of
     from nbdist.cluster.hosts.invitations import read_invitation
@@ -82,6 +79,7 @@ def _notebook(path: str) -> str:
         spent = time.monotonic()
         facts = way.ask_for_facts()
         _line("first answer", f"{duration(time.monotonic() - spent)}, with the handshake of a new connection")
+        # Before the measurements: a worker of these versions would be refused.
         if facts.misfit:
             raise VersionMismatch(facts.misfit)
         trips: list[RoundTrips] = []
@@ -97,13 +95,12 @@ def _notebook(path: str) -> str:
 
 
 def _latency(way: TrialWay, trips: list[RoundTrips]) -> str:
-    """Return the time of a small message to the notebook and back; append the measurement to ``trips``."""
     trips.append(way.round_trips())
     return f"{duration(trips[0].latency)}, there and back"
 
 
 def _clock(ahead: float) -> str:
-    """Return in words a difference of the clocks: the notebook's is ``ahead`` seconds ahead of this host's."""
+    """Return in words how far the notebook's clock is ``ahead`` of this host's, in seconds."""
     from nbdist.cluster.examination.findings import of_clock
 
     return _with_findings(
@@ -112,13 +109,11 @@ def _clock(ahead: float) -> str:
 
 
 def _bandwidth(way: TrialWay, fastest: float) -> str:
-    """Return the bandwidth to the notebook and back; ``fastest`` is the time of the fastest round trip, in seconds."""
     there, back = way.rates(fastest)
     return f"{size(int(there))}/s there, {size(int(back))}/s back"
 
 
 def _ports_there(way: TrialWay, facts: NotebookFacts) -> str:
-    """Return in words whether this host and the notebook's host reach each other at ports beside the entrance's."""
     told = [
         f"{who} {unreached}. Open all TCP ports between the two hosts: agents, gloo and NCCL listen at free ports. "
         "Start the worker with --host if others reach this host at another address."
@@ -132,7 +127,7 @@ def _ports_there(way: TrialWay, facts: NotebookFacts) -> str:
 
 
 def _line(what: str, found: str) -> None:
-    """Print the name of a feature or package, padded to a column, and what was found; further lines are indented."""
+    """Print a line, with ``what`` padded to a column; further lines of ``found`` are indented."""
     first, *more = found.split("\n")
     print(f"{what:<18} {first}")
     for line in more:
@@ -140,15 +135,11 @@ def _line(what: str, found: str) -> None:
 
 
 def _with_findings(found: str, findings: Iterable[Finding]) -> str:
-    """Return the text ``found``, and below it a line for each finding: the fault, and what to do about it."""
     return "\n".join([found, *map(str, findings)])
 
 
 def _with_own_findings(found: str, topic: str, facts: MachineFacts | None = None) -> str:
-    """Return the text ``found``, and below it the findings about this machine and process that have this ``topic``.
-
-    ``facts`` are the facts about both; None stands for `_facts`.
-    """
+    """Return the text ``found``, and below it the findings about this machine and process with this ``topic``."""
     from nbdist.cluster.examination.findings import of_machine, of_process
 
     facts = facts or _facts()
@@ -156,7 +147,6 @@ def _with_own_findings(found: str, topic: str, facts: MachineFacts | None = None
 
 
 def _try(what: str, find: Callable[[], str]) -> bool:
-    """Print the result of ``find()``, or "no" and the error that it raised; return whether it succeeded."""
     try:
         _line(what, find())
     except Exception as error:  # such as one of CUDA's many
@@ -166,15 +156,14 @@ def _try(what: str, find: Callable[[], str]) -> bool:
 
 
 def _runtime_directory() -> str:
-    """Return the path of this user's directory for sockets; make it if it does not exist."""
     return str(runtime_directory())
 
 
 def _unix_sockets() -> str:
-    """Return "yes" if a unix socket in the directory for sockets can be connected to. Raises an error if not."""
     path = runtime_directory() / f"doctor-{os.getpid()}"
     with contextlib.ExitStack() as undo:
         door = undo.enter_context(socket.socket(socket.AF_UNIX))
+        # Not every file system has sockets.
         door.bind(str(path))
         undo.callback(path.unlink)
         door.listen()
@@ -184,50 +173,35 @@ def _unix_sockets() -> str:
 
 
 def _secret() -> str:
-    """Return where agents read the secret that they prove to one another.
-
-    The result is the path of the file that several hosts share, or a phrase that says that the secret is this user's
-    own. Raises an error if the secret cannot be read.
-    """
     if Secret.find(None).shared_off_host:
         return os.environ["NBDIST_SECRET_FILE"]
     return "this user's own; members on this host only"
 
 
 def _curve() -> str:
-    """Return "yes" if this machine's ZeroMQ can derive CURVE keys, which encrypt connections.
-
-    Raises an error if not.
-    """
-    Secret.find(None).curve("member")
+    Secret.find(None).curve("member")  # raises where ZeroMQ was built without CURVE
     return "yes"
 
 
 def _memfd() -> str:
-    """Return "yes" if this process can make memory to share with agents of this host. Raises OSError if not."""
     os.close(os.memfd_create("nbdist-doctor"))
     return "yes"
 
 
 def _pidfd() -> str:
-    """Return "yes" if a pidfd can watch a process, so that the kernel reports its end at once.
-
-    Raises OSError or AttributeError if not.
-    """
-    os.close(os.pidfd_open(os.getpid()))
+    os.close(os.pidfd_open(os.getpid()))  # an old kernel lacks it, and so may Python: OSError, AttributeError
     return "yes"
 
 
 @functools.cache
 def _facts() -> MachineFacts:
-    """Return the facts about this process and its machine, read once, without facts that only CUDA can tell."""
+    """Return the facts about this process and its machine, without those that only CUDA can tell."""
     from nbdist.cluster.examination.machine import describe_machine  # here: it imports torch
 
     return describe_machine()
 
 
 def _shared_memory() -> str:
-    """Return how much memory is left, in which agents share tensors, and what other libraries find in /dev/shm."""
     from nbdist.channel.shared_memory.arena import default_bound
 
     facts = _facts()
@@ -237,24 +211,20 @@ def _shared_memory() -> str:
 
 
 def _open_files() -> str:
-    """Return how many files this process may open."""
     return _with_own_findings(f"at most {counted(_facts().files_limit, 'file')}", "open files")
 
 
 def _ports() -> str:
-    """Return the range of ports at which agents, gloo and NCCL listen, as text."""
     found = _facts().ports
     told = "any free ones" if found is None else f"free ones from {found[0]} to {found[1]}"
     return _with_own_findings(f"{told}; hosts of one cluster must reach each other at all of them", "ports")
 
 
 def _nccl() -> str:
-    """Return the version of the NCCL in torch."""
     return _with_own_findings(_facts().nccl or "none", "NCCL")
 
 
 def _gpus() -> str:
-    """Return how many GPUs torch sees, which of them have memory that processes can share, and how tensors go else."""
     import torch  # here, so that everything else is shown if torch cannot be imported
 
     from nbdist.channel.shared_memory import gpu_memory
@@ -276,7 +246,6 @@ def _gpus() -> str:
 
 
 def _agents() -> None:
-    """Print a line for each agent of this user on this host: its process and command, or that it has died."""
     for path, is_alive in sorted(_directories()):
         pid = path.name.split("-")[1]
         if is_alive:
@@ -290,10 +259,11 @@ def _agents() -> None:
 
 
 def _directories() -> Iterator[tuple[Path, bool]]:
-    """Yield the directory of each agent of this user, and whether the agent is alive: it holds the directory's lock."""
+    """Yield the directory of each agent of this user, and whether the agent is alive."""
     for path in runtime_directory().glob("agent-*-*"):
         try:
             with (path / "lock").open("rb") as lock:
+                # A living agent holds the lock alone. Shared here: another doctor is no agent.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             yield path, False
         except BlockingIOError:

@@ -1,14 +1,16 @@
 """Checks a number of seconds that a user gave, and refuses anything else.
 
-============================== ===================== ==========================
-given                          `limit` (a call)      `patience` (a wait)
-============================== ===================== ==========================
-a text, None, a list           TypeError             TypeError
-NaN                            UsageError            UsageError
-less than 0                    as given: the default UsageError
-0                              0: no limit           0: do not wait
-more than `LONGEST`, infinity  0: no limit           None: no limit
-============================== ===================== ==========================
+============================== ===================== =================== ====================== ===============
+given                          `limit` (a call)      `patience` (a wait) `bounded` (a deadline) `positive`
+============================== ===================== =================== ====================== ===============
+a text, None, a list           TypeError             TypeError           TypeError              TypeError
+NaN                            UsageError            UsageError          UsageError             UsageError
+less than 0                    as given: the default UsageError          UsageError             UsageError
+0                              0: no limit           0: do not wait      0                      UsageError
+more than `LONGEST`, infinity  0: no limit           None: no limit      `LONGEST`              `LONGEST`
+============================== ===================== =================== ====================== ===============
+
+The errors call the value by its ``name``.
 """
 
 from __future__ import annotations
@@ -25,11 +27,10 @@ LONGEST = 1e8
 def seconds(value: Any, name: str = "timeout") -> float:
     """Return ``value``, a number of seconds, as a float. A number that is too large for a float becomes infinity.
 
-    Raises:
-        TypeError: ``value`` is no number; the message calls it ``name``.
-        UsageError: ``value`` is NaN.
+    Raises TypeError if ``value`` is no number, UsageError if it is NaN.
     """
     try:
+        # `float` would read a text such as "5", too.
         found = None if isinstance(value, str | bytes | bytearray) else float(value)
     except OverflowError:
         found = math.inf if value > 0 else -math.inf
@@ -43,38 +44,24 @@ def seconds(value: Any, name: str = "timeout") -> float:
 
 
 def limit(value: Any, name: str = "timeout") -> float:
-    """Return the time limit of a call, in seconds: 0 for no limit, negative for the default.
-
-    More than `LONGEST` becomes 0. Raises TypeError if ``value`` is no number, UsageError if it is NaN; ``name`` is the
-    value's name in the message.
-    """
+    """Return the time limit of a call, in seconds: 0 for no limit, negative for the default."""
     found = seconds(value, name)
     return 0.0 if found > LONGEST else found
 
 
 def patience(value: Any, name: str = "timeout") -> float | None:
-    """Return the longest time to wait, in seconds: 0 for not at all, None for no limit.
-
-    More than `LONGEST` becomes None. Raises TypeError if ``value`` is no number (None is none), UsageError if it is
-    negative or NaN; ``name`` is the value's name in the message.
-    """
+    """Return the longest time to wait, in seconds: 0 for not at all, None for no limit."""
     found = _from_0(value, name)
     return None if found > LONGEST else found
 
 
 def bounded(value: Any, name: str = "timeout") -> float:
-    """Return a number of seconds from 0 to `LONGEST`, for computing a deadline. A longer time becomes `LONGEST`.
-
-    Raises TypeError if ``value`` is no number, UsageError if it is negative or NaN; the message calls it ``name``.
-    """
+    """Return a number of seconds from 0 to `LONGEST`, for computing a deadline."""
     return min(_from_0(value, name), LONGEST)
 
 
 def positive(value: Any, name: str = "timeout") -> float:
-    """Return a number of seconds above 0, for computing a deadline. A longer time than `LONGEST` becomes `LONGEST`.
-
-    Raises TypeError if ``value`` is no number, UsageError if it is 0, negative or NaN; the message calls it ``name``.
-    """
+    """Return a number of seconds above 0, for computing a deadline."""
     found = seconds(value, name)
     if found <= 0:
         raise UsageError(f"{name} must be more than 0 s, not {found:g}")

@@ -39,20 +39,18 @@ class _PerThread(threading.local):
 this_thread = _PerThread()
 """The state of the calling thread. Code that sets ``this_thread.is_closed`` restores the earlier value afterwards.
 
-It does so with ``try`` and ``finally`` in its own function, also after an error: Ctrl-C could keep a context manager
-from restoring it.
+It does so with ``try`` and ``finally`` in its own function: Ctrl-C could keep a context manager from restoring it.
 """
 
+# The guarded locks, all of them reentrant, which other threads need to make progress.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The guarded locks, all of them reentrant, which other threads need to make progress."""
 
 
 def guard(lock: Any) -> Callable[[], bool]:
     """Register a reentrant lock that other threads need; return a function that tells if the calling thread holds it.
 
-    `may_wait` is False in a thread that holds the lock: a call that a finaliser makes there is sent, but waiting for
-    the answer raises UsageError. The caller uses the function for its own decisions. The lock stays registered until it
-    is collected; a second call changes nothing.
+    `may_wait` is False in a thread that holds the lock. The lock stays registered until it is collected; a second call
+    changes nothing.
     """
     _locks.add(lock)
     is_held: Callable[[], bool] = lock._is_owned
@@ -60,9 +58,8 @@ def guard(lock: Any) -> Callable[[], bool]:
 
 
 def may_wait() -> bool:
-    """Return whether the calling thread may wait for other threads.
+    """Return whether the calling thread may wait for other threads: it is not closed, and holds no lock of `guard`.
 
-    The result is False in a closed thread (see the module's docstring), and while the thread holds a lock of `guard`.
     Code that is about to wait calls this first. If the result is False, it raises UsageError or hands the work over to
     another thread.
     """
@@ -77,32 +74,33 @@ class _Jobs:
         self._is_running = False
 
     def hand_over(self, job: Callable[[], None]) -> None:
-        """Run ``job`` in another thread, as a rule one job after the other. Errors of a job are logged.
+        """Run ``job`` in another thread, as a rule one job after the other; it may start before this returns.
 
-        This takes no lock, and starts a thread of the simplest kind, because `threading.Thread` takes locks. ``job``
-        may start before this returns.
+        Errors of a job are logged.
         """
+        # First: a thread that is about to end looks into the queue again after it has set `_is_running` to False.
         self._queue.append(job)
         if not self._is_running:
             self._is_running = True
+            # No lock, and no `threading.Thread`, which takes some: the interrupted code may hold it.
             threads.start_new_thread(self._run, ())
 
     def _run(self) -> None:
-        """Run the queued jobs until none is left; `hand_over` starts this thread.
-
-        Two threads may do so for a moment, if one starts while the other is about to end.
-        """
+        """Run the queued jobs until none is left. Two threads may do so for a moment."""
         while True:
             try:
                 job = self._queue.popleft()
             except IndexError:
                 self._is_running = False
+                # A job that came just before saw a running thread, and `hand_over` started none for it.
                 if not self._queue:
                     return
                 self._is_running = True
                 continue
             try:
                 job()
+            # A job sends a call of the user's, whatever that raises. If this thread died, `_is_running` would stay
+            # True, and no later job would run.
             except BaseException:
                 _log.exception("a call of a finaliser failed")
             del job

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Hold:
-    """An object that ends when nothing refers to it any more. Make one with `Holds.hold`."""
+    """An object that ends when nothing refers to it any more. `Holds.hold` makes it."""
 
     __slots__ = ("__weakref__", "note")
 
@@ -37,8 +37,8 @@ class Holds(Generic[T]):
     def __init__(self) -> None:
         self.ended: deque[_Note] = deque()
         """The notes of holds that have ended, for `take_ended`. Other code only tests whether it is empty."""
+        # Python reports nothing if a hold and its note are collected together, in a cycle: so the notes live here.
         self._notes: set[_Note] = set()
-        """The notes of all holds. Python reports nothing if a hold and its note are collected together, in a cycle."""
 
     def hold(self, held: T) -> Hold:
         """Return a new `Hold`, an object that the caller keeps as long as ``held`` is needed.
@@ -46,7 +46,7 @@ class Holds(Generic[T]):
         Once the `Hold` has been garbage-collected, `take_ended` returns ``held``. Until then, ``held`` stays alive.
         """
         hold = Hold()
-        note = hold.note = _Note(hold, self.ended.append)
+        note = hold.note = _Note(hold, self.ended.append)  # C code: no Python code runs when the hold is collected
         note.held = held
         self._notes.add(note)
         return hold
@@ -57,10 +57,7 @@ class Holds(Generic[T]):
         del hold.note
 
     def take_ended(self) -> list[T]:
-        """Return the held objects of the holds that have been garbage-collected since the last call.
-
-        Each held object is returned once, to one thread.
-        """
+        """Return the held objects of the holds that were collected since the last call: each once, to one thread."""
         taken: list[T] = []
         while self.ended:
             try:

@@ -10,16 +10,15 @@ import ctypes
 import sys
 from collections.abc import Callable
 
-_WORTH_WHILE = 4 << 20
-"""The size in bytes of the smallest memory for which the kernel is asked for large pages."""
+_WORTH_WHILE = 4 << 20  # bytes, from which on the kernel is asked for large pages
 _PAGE = 4096
+# Tensors begin at a multiple of this address: at other addresses, vectorised arithmetic differs in the last bit.
 _ALIGNED = 64
-"""Tensors begin at a multiple of this address: at other addresses, vectorised arithmetic differs in the last bit."""
 _MADV_HUGEPAGE = 14
 
-_WITHOUT_GIL = 64 * 1024
-"""Bytes from which on a copy lets other threads run."""
+_WITHOUT_GIL = 64 * 1024  # bytes, from which on a copy lets other threads run
 
+# `bytearray(length)` would fill the memory with zeros, and so map all of it.
 _new: Callable[[None, int], bytearray] = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
     ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
 )
@@ -40,7 +39,7 @@ def unfilled(length: int) -> memoryview:
 
 def copy(target: memoryview, source: memoryview) -> None:
     """Copy the bytes of ``source`` to ``target``, which has the same length. Other threads run during a long copy."""
-    if len(source) < _WITHOUT_GIL or source.readonly:
+    if len(source) < _WITHOUT_GIL or source.readonly:  # ctypes takes no memory that is read-only
         target[:] = source
     else:
         ctypes.memmove((ctypes.c_char * 1).from_buffer(target), (ctypes.c_char * 1).from_buffer(source), len(source))
@@ -53,6 +52,7 @@ def with_large_pages(address: int, length: int) -> None:
     """
     if length < _WORTH_WHILE or sys.platform != "linux":
         return
+    # Only whole pages: `madvise` refuses an address within one, and the rest of the page belongs to others.
     begin = -(-address // _PAGE) * _PAGE
     end = (address + length) // _PAGE * _PAGE
     _madvise(begin, end - begin, _MADV_HUGEPAGE)

@@ -10,6 +10,8 @@ import threading
 from types import CodeType, FrameType
 from typing import Any
 
+# The signals that another process, the user or a timer may send, and whose handlers may raise an error. The handler of
+# SIGCHLD raises one where torch's DataLoader has workers.
 _DEFERRED = tuple(
     getattr(signal, name)
     for name in (
@@ -18,14 +20,10 @@ _DEFERRED = tuple(
     )
     if hasattr(signal, name)
 )
-"""The signals that another process, the user or a timer may send, and whose handlers may raise an error.
-
-The handler of SIGCHLD raises one where torch's DataLoader has workers.
-"""
 
 
+# So many handlers may raise an error, one after the other, while the others are restored or run.
 _HANDLERS_THAT_MAY_RAISE = 1000
-"""The number of handlers that may raise an error, one after the other, while the others are restored or run."""
 
 
 class DeferredSignals:
@@ -33,15 +31,13 @@ class DeferredSignals:
 
     A handler whose signal came meanwhile runs at the end. In other threads, which never run handlers, this does
     nothing. Deferrals may be nested. Entering and leaving takes about 2 µs.
+
+    ``sleeps`` is the code of a function in which the thread may sleep: there, handlers run at once all the same.
     """
 
     __slots__ = ("_before", "_came", "_is_over", "_sleeps", "is_due")
 
     def __init__(self, sleeps: CodeType | None = None) -> None:
-        """Make a deferral, to be entered with ``with``.
-
-        ``sleeps`` is the code of a function in which the thread may sleep: there, handlers run at once all the same.
-        """
         self.is_due = False
         """True once a signal has arrived whose handler waits for the end of the block."""
         self._sleeps = sleeps
@@ -52,10 +48,11 @@ class DeferredSignals:
     def __enter__(self) -> DeferredSignals:
         if threading.get_ident() == _main_thread:
             try:
+                # Before the first handler is replaced: a child that is forked here restores the handlers of `_open`.
                 _open.append(self)
                 for number in _DEFERRED:
                     before = signals.getsignal(number)
-                    if callable(before):
+                    if callable(before):  # not SIG_DFL or SIG_IGN, nor None, which is a handler in C
                         self._before[number] = before
                         signals.signal(number, self._note)
             except BaseException:  # from a handler that is not replaced yet
@@ -84,18 +81,18 @@ class DeferredSignals:
                 del raised  # else the error, its traceback and this frame would keep each other alive
 
     def put_back(self) -> None:
-        """Restore the handlers that signals had before this deferral, except where code has set another one meanwhile.
+        """Restore the handlers that signals had before this deferral. The deferral is over then.
 
-        The deferral is over then: a signal that still reaches `_note` calls its handler at once. Called at the end of
-        the block, and in a forked child.
+        Called at the end of the block, and in a forked child.
         """
         for number, before in self._before.items():
+            # A handler that other code has set inside of the block stays. `==`, since each look makes another bound
+            # method.
             if signals.getsignal(number) == self._note:
                 signals.signal(number, before)
-        self._is_over = True
+        self._is_over = True  # a signal that still reaches `_note` calls its handler at once
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: remember it for the end; in the function ``sleeps``, or after the end, call its handler."""
         if self._is_over or (frame is not None and frame.f_code is self._sleeps):
             self._before[number](number, frame)
         else:
@@ -103,10 +100,6 @@ class DeferredSignals:
             self.is_due = True
 
     def _run_what_came(self) -> None:
-        """Call the handlers of the signals that came during the block, in order. The error of a handler is raised.
-
-        After an error the later signals stay queued, and the next call continues with them.
-        """
         while self._came:
             number, frame = self._came[0]
             try:
@@ -115,15 +108,12 @@ class DeferredSignals:
                 del self._came[0]  # only now: if an error keeps a handler from running, it runs later
 
 
-_open: list[DeferredSignals] = []
-"""The deferrals of the main thread that have begun and not ended; the innermost is last."""
+_open: list[DeferredSignals] = []  # the deferrals of the main thread; the innermost is last
 
-_main_thread = threading.main_thread().ident
-"""The ident of the thread that runs the handlers of signals."""
+_main_thread = threading.main_thread().ident  # the thread that runs the handlers of signals
 
 
 def _after_fork() -> None:
-    """Restore the handlers in a forked child, whose main thread is the thread that forked."""
     global _main_thread
     _main_thread = threading.get_ident()
     while _open:  # another thread has forked, and is the child's main thread

@@ -9,13 +9,11 @@ from types import FrameType
 
 
 def thread_frames() -> dict[int, FrameType]:
-    """Return the innermost frame of each thread of Python, by the thread's ident.
-
-    Python 3.11's own function makes frame objects while it holds a lock of the interpreter. If that begins a garbage
-    collection that frees a `threading.local`, the thread waits for itself, with the GIL, and the process hangs.
-    """
+    """Return the innermost frame of each thread of Python, by the thread's ident."""
     if sys.version_info >= (3, 12):
         return sys._current_frames()
+    # Python 3.11's own function makes frame objects while it holds a lock of the interpreter. If that begins a garbage
+    # collection that frees a `threading.local`, the thread waits for itself, with the GIL, and the process hangs.
     # Without a lock, which a fork could leave held. Of two threads that look at once, the second may find the collector
     # on again; none leaves it off.
     collects = gc.isenabled()

@@ -130,8 +130,7 @@ def _find(name: str, otherwise: Any = None) -> Any:
 
 
 def _raises(name: str) -> Callable[..., Any]:
-    """Return a function, for any arguments, that raises UsageError: this torch lacks ``name``, which nbdist needs."""
-
+    # Raised at the first use, not at the import: other parts of nbdist work without the name.
     def missing(*_: Any, **__: Any) -> Any:
         newest = ".".join(map(str, NEWEST_TESTED))
         raise UsageError(
@@ -159,13 +158,13 @@ class ValuesOfThreads:
 
     def __init__(self) -> None:
         self._local = threading.local()
+        # torch before 2.12 takes over the reference that it receives, and adds none of its own.
         self._steals = torch_version() < (2, 12)
-        """True if torch takes over the reference that it receives, instead of adding its own."""
 
     def keep(self, key: str, value: Any) -> None:
         """Store a value under a key, for the calling thread."""
         setattr(self._local, key, value)
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # only then does the engine have threads for a GPU
             self._tell_torch(key, value)
 
     def value(self, key: str) -> Any:
@@ -177,13 +176,14 @@ class ValuesOfThreads:
         return _value(key) if value is None and _has(key) else value
 
     def has(self, key: str) -> bool:
-        """Return whether the calling thread has a value under a key, as `value` finds it."""
+        """Return whether `value` finds a value under a key."""
         return self.value(key) is not None
 
     def take(self, key: str) -> None:
         """Remove the calling thread's value under a key; do nothing if there is none."""
         self._local.__dict__.pop(key, None)
         if _has(key):
+            # Torch cannot forget a key, so it gets None.
             self._tell_torch(key, None)
 
     def _tell_torch(self, key: str, value: Any) -> None:
@@ -227,11 +227,10 @@ def direct_apply(function: Any) -> Callable[..., Any]:
     """Return the C++ function that ``function.apply`` of a `torch.autograd.Function` calls in the end.
 
     ``function.apply`` looks at each argument first, which takes time. Use the C++ function outside of torch.func's
-    transforms only. It accepts no tensors that a transform has left over: see `unwrap_if_dead`. If torch has no such
-    function, this returns ``function.apply``.
+    transforms only, and with no tensors that a transform has left over: see `unwrap_if_dead`.
     """
     of_base: Callable[..., Any] = super(torch.autograd.Function, function).apply
-    return of_base if isinstance(of_base, BuiltinFunctionType) else function.apply
+    return of_base if isinstance(of_base, BuiltinFunctionType) else function.apply  # else the slower way
 
 
 graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id", lambda: -1)
@@ -267,10 +266,7 @@ engine: Any = _find("torch.autograd.Variable._execution_engine")
 
 
 def set_engine(engine: Any) -> None:
-    """Replace the engine that ``torch.autograd.grad``, and other users of the engine's Python name, call.
-
-    ``engine`` has all methods of torch's own engine.
-    """
+    """Replace the engine that `torch.autograd` calls, by one with all methods of torch's own engine."""
     torch.autograd.Variable._execution_engine = engine
 
 
@@ -280,7 +276,7 @@ _future: type = _find("torch._C.Future", torch.futures.Future)
 
 
 def is_torch_future(value: object) -> bool:
-    """Return whether a value is one of torch's futures. torch has such a class in Python and one in C++."""
+    """Return whether a value is one of torch's futures, of its class in Python or the one in C++."""
     return isinstance(value, _future)
 
 
@@ -291,8 +287,8 @@ collect_all_of_torch: Any = _find("torch._C._collect_all", False)
 def take_over_collect_all(collect: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
     """Make ``torch.futures.collect_all`` and ``wait_all`` call ``collect(futures, collect_of_torch)``.
 
-    ``collect_of_torch`` is the function of torch that they called before, for futures that are all torch's. Does
-    nothing if this torch has no private function to replace.
+    ``collect_of_torch`` is torch's own function, for futures that are all torch's. Does nothing if this torch has no
+    private function to replace.
     """
     if collect_all_of_torch:
         torch._C._collect_all = lambda futures: collect(futures, collect_all_of_torch)
@@ -307,12 +303,9 @@ def torch_rpc() -> Any:
 
 
 def torch_library() -> ctypes.CDLL:
-    """Return torch's C++ library, to look up the names of `SYMBOLS`.
-
-    Raises OSError if torch has loaded no such file.
-    """
+    """Return torch's C++ library, to look up `SYMBOLS`. Raises OSError if torch has loaded no such file."""
     file = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    return ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    return ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)  # not a second copy of it
 
 
 # -- process groups -----------------------------------------------------------------------------------------
@@ -323,6 +316,7 @@ _no_world = SimpleNamespace(pg_names={}, group_count=0)
 def process_groups() -> dict[str, list[int]]:
     """Return the global ranks of each process group that this process is in, by the group's name."""
     groups = _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
+    # A copy: another thread may make a group meanwhile.
     return {name: torch.distributed.get_process_group_ranks(group) for group, name in list(groups.items())}
 
 
@@ -358,7 +352,7 @@ def groups_by_name() -> dict[str, Any]:
 
 
 def is_process_group_known(group: Any) -> bool:
-    """Return whether torch still knows a process group, which is so until the group is destroyed."""
+    """Return whether torch still knows a process group: it has not been destroyed."""
     return group in _find("torch.distributed.distributed_c10d._world", _no_world).pg_names
 
 
@@ -385,10 +379,9 @@ def take_over_warning_of_group(warn: Callable[[str], None]) -> None:
 
 
 def load_layouts() -> None:
-    """Fill torch's table of tensor layouts now, before several threads rebuild sparse tensors.
-
-    torch fills it when a sparse tensor is first rebuilt; another thread that comes meanwhile finds it half full.
-    """
+    """Fill torch's table of tensor layouts now, before several threads rebuild sparse tensors."""
+    # torch fills the table when a sparse tensor is first rebuilt; another thread that comes meanwhile finds it half
+    # full.
     _find("torch.serialization._get_layout", lambda _: None)(str(torch.strided))
 
 
@@ -401,10 +394,9 @@ _validate: Callable[[], None] = _find("torch._utils._validate_loaded_sparse_tens
 def validate_sparse() -> None:
     """Validate the sparse tensors that were rebuilt, which torch collects in a list until then.
 
-    Raises torch's RuntimeError for indices out of range, if ``torch.sparse.check_sparse_tensor_invariants`` is on. The
-    list belongs to the process up to torch 2.14, and to the calling thread from 2.15 on.
+    Raises torch's RuntimeError for indices out of range, if ``torch.sparse.check_sparse_tensor_invariants`` is on.
     """
-    if _loaded_here():
+    if _loaded_here():  # of the process up to torch 2.14, of the calling thread from 2.15 on
         _validate()
 
 
@@ -417,7 +409,6 @@ _TRACED = Path(__file__).parent / "autograd" / "graph" / "noting.py"
 
 
 def _skip_own_code(rules: Any) -> None:
-    """Make ``torch.compile`` run nbdist's code as it is, outside of its graphs. ``rules`` is torch's module."""
     if hasattr(rules, "SKIP_DIRS") and hasattr(rules, "add"):
         parents = _TRACED.parents[:3]
         files = {file for folder in parents for file in folder.iterdir()} - {_TRACED, *parents}
@@ -426,7 +417,7 @@ def _skip_own_code(rules: Any) -> None:
 
 
 def _find_rules(name: str, path: Sequence[str] | None = None, _: Any = None) -> ModuleSpec | None:
-    """Return the spec of torch's `_RULES`, with a loader that calls `_skip_own_code` at the end; None for others."""
+    """Return the spec of torch's module `_RULES`, with a loader that calls `_skip_own_code` at the end; else None."""
     spec = PathFinder.find_spec(name, path) if name == _RULES else None
     if spec is not None:
         loader: Any = spec.loader

@@ -73,7 +73,7 @@ def emit(event: str, **fields: Any) -> None:
     for listener in tuple(listeners):  # a copy, because subscriptions may end meanwhile
         try:
             listener(event, fields)
-        except Exception:
+        except Exception:  # a listener is a user's function, or a view's: neither may break a call
             _log.exception("a trace listener failed and is dropped")
             _drop(listener)
 
