@@ -52,14 +52,11 @@ def load(shell: InteractiveShell) -> None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """End the cluster, and undo what `load` did to the shell, except that the magics stay registered.
-
-    A shell that has no session gets one first, which is then closed.
-    """
+    """Undo what `load` did to the shell, except that the magics stay registered; end the cluster."""
     from nbdist import trace
     from nbdist.magics.session import NotebookSession
     from nbdist.views import displays
 
     trace.show_steps(None)
     displays.unregister(shell)
-    NotebookSession.of(shell).close()
+    NotebookSession.of(shell).close()  # makes a session, if the shell has none, and closes it

@@ -12,18 +12,16 @@ from nbdist.cluster.jupyter import labels
 from nbdist.cluster.jupyter.page_lines import Page, moved_down
 from nbdist.errors import UsageError
 
+# IPython turns a magic into a call of one of these methods.
 _MARKS = {"run_line_magic": "%", "run_cell_magic": "%%"}
-"""By method: the sign of the magics that IPython turns into a call of the method."""
 
 
 class _BadCell(UsageError):
-    """A cell for workers has a syntax error. The notebook shows it like a syntax error in one of its own cells."""
+    """A cell for workers has a syntax error, which the notebook shows like one in a cell of its own."""
 
-    shown: Sequence[str] = ()
-    """The lines to show."""
+    shown: Sequence[str] = ()  # the lines to show
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows for this error."""
         return list(self.shown)
 
 
@@ -35,11 +33,12 @@ def check(shell: Any, code: str, own: Container[str], page: Page) -> None:
     """
     lines = page.lines_above(code) or 0
     transformed = moved_down(TransformerManager().transform_cell(code), lines)
+    # So that the traceback finds the cell's lines.
     name = shell.compile.cache(transformed, labels.cell_number(), raw_code=moved_down(code, lines))
     try:
         compile(transformed, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    except (SyntaxError, ValueError, OverflowError) as error:
-        bad = type(type(error).__name__, (_BadCell,), {})(str(error))
+    except (SyntaxError, ValueError, OverflowError) as error:  # before Python 3.12, a null byte is a ValueError
+        bad = type(type(error).__name__, (_BadCell,), {})(str(error))  # the notebook shows the name of the class
         bad.shown = shell.SyntaxTB.structured_traceback(type(error), error.with_traceback(None), None)
         raise bad from None
     if (magic := _find_magic(transformed, own)) is not None:
@@ -51,9 +50,9 @@ def check(shell: Any, code: str, own: Container[str], page: Page) -> None:
 def _find_magic(transformed: str, own: Container[str]) -> str | None:
     """Return the first magic among the names in ``own`` that code uses, such as ``%%remote``; None if there is none.
 
-    ``transformed`` is the code as IPython has transformed it. The text below a magic such as ``%%time`` is searched,
-    too.
+    ``transformed`` is the code as IPython has transformed it.
     """
+    # Most cells have no magic, and are not parsed.
     if not any(method in transformed for method in _MARKS):
         return None
     try:

@@ -26,11 +26,11 @@ ANSWER_TIMEOUT = 0.2
 _VALUES = {each.flags[-1].removeprefix("--"): each.known_values for each in OPTIONS.values() if each.known_values}
 _VALUE = re.compile(rf".*\s--({'|'.join(_VALUES)})[ =]\s*[\w.-]*")
 _MAGIC_LINE = re.compile(r"\s*(%%?\w+)\b")
+# A call whose first argument, a worker's name, is being typed at the cursor.
 _CALLED = re.compile(
     r"\b(?:rpc_sync|rpc_async|remote|RemoteModule|get_worker_info)"
     r"\(\s*(?:(?:to|remote_device|worker_name)\s*=\s*)?[\"']([\w.-]*)$"
 )
-"""Matches a call whose first argument, a worker's name, is being typed at the cursor."""
 _MAGIC = re.compile(r"\s*%+\w*")
 _WORD = re.compile(r"[^\s,=\[]*$")
 _NAME = re.compile(r"\w*$")
@@ -42,15 +42,15 @@ class RemoteCompleter:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell: Any = shell
         self.remove = add_completer(shell, self.complete)
-        """Removes this completer from the shell's completers again. Call this once."""
+        """Removes this completer from the shell again. Call this once."""
 
     def complete(self, text: str, cursor: int) -> Completions:
         """Return the completions at a place in a cell's text; ``cursor`` counts characters.
 
-        The result is empty where the text is not for this completer; IPython then completes alone. Asks a worker only
-        if the cursor is in code for workers.
+        The result is empty where the text is not for this completer; IPython then completes alone.
         """
         before = text[:cursor]
+        # First: also in code for workers, where no worker need be asked for the workers' names.
         if (called := _CALLED.search(before)) is not None and Cluster.current is not None:
             names = [name for name in [*_workers(), Cluster.current.driver] if name.startswith(called[1])]
             return Completions(names, called[1], "worker", alone=True)
@@ -69,10 +69,6 @@ class RemoteCompleter:
         return self._words(line, _VALUES[value[1]] if value is not None else options)
 
     def _variables(self, magic: str) -> list[str]:
-        """Return the names of variables that a magic takes: of the notebook for ``%dist_push``, else of all workers.
-
-        Returns an empty list for a magic that takes no variables.
-        """
         if magic == "%dist_push":
             hidden = self._shell.user_ns_hidden
             return [name for name in list(self._shell.user_ns) if not name.startswith("_") and name not in hidden]
@@ -82,10 +78,7 @@ class RemoteCompleter:
 
     @staticmethod
     def _words(before: str, words: Iterable[str], *, alone: bool = True) -> Completions:
-        """Return the completions of the last word of ``before``, the text up to the cursor, by the given ``words``.
-
-        With ``alone``, IPython shows no completions of its own beside them.
-        """
+        """Complete the last word of ``before``; with ``alone``, IPython adds no completions of its own."""
         begun = _WORD.search(before)[0]  # type: ignore[index]
         found = [word for word in words if word.startswith(begun)]
         if not found or _MAGIC.fullmatch(before):  # the magic's own name is not complete yet
@@ -94,10 +87,6 @@ class RemoteCompleter:
 
     @staticmethod
     def _remote_code(place: RemoteCode) -> Completions:
-        """Return the completions of code for workers, from the first target worker.
-
-        Asks an idle worker. For a busy or silent one, uses the names that it sent after its last cell.
-        """
         worker = place.first_target()
         if worker is None or Cluster.current is None:
             return Completions()
@@ -107,12 +96,13 @@ class RemoteCompleter:
             matches, start, end = found
             fragment = code[start:cursor] if end >= cursor else ""
         else:
+            # The worker is busy or silent: complete the names that it sent after its last cell.
             fragment = _NAME.search(code[:cursor])[0]  # type: ignore[index]
+            # Those names are variables, and none is an attribute of what stands before the dot.
             attribute = code[: cursor - len(fragment)].endswith(".")
             matches = [] if attribute else [name for name in worker.names if name.startswith(fragment)]
         return Completions(matches, fragment, "instance", alone=True)
 
 
 def _workers() -> list[str]:
-    """Return the names of the cluster's workers; [] without a cluster."""
     return Cluster.current.names if Cluster.current is not None else []

@@ -52,8 +52,7 @@ from nbdist.views.workers.remarks import remarks_on_start
 from nbdist.views.workers.stacks import say as say_stacks
 from nbdist.views.workers.status import StatusTable
 
-_MANY_PAIRS = 20
-"""The number of pairs of members from which `%dist_doctor` first says that it takes a while."""
+_MANY_PAIRS = 20  # from so many pairs of members on, `%dist_doctor` says that it takes a while
 
 
 def _living(cluster: Cluster, targets: str | None) -> str | None:
@@ -67,16 +66,14 @@ def _living(cluster: Cluster, targets: str | None) -> str | None:
 
 
 def _shortly(magic: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the magic, changed so that nbdist's errors show no traceback: it would have only nbdist's own code.
-
-    An error with a rendering of its own, or with notes, such as an error of a worker, is shown as usual.
-    """
+    """Return the magic, changed so that nbdist's errors show no traceback: it would have only nbdist's own code."""
 
     @functools.wraps(magic)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return magic(*args, **kwargs)
         except NbdistError as error:
+            # An error with a rendering of its own, or with notes, such as an error of a worker, is shown as usual.
             if not hasattr(error, "_render_traceback_") and not getattr(error, "__notes__", []):
                 shown = f"{type(error).__name__}: {error}"
                 error._render_traceback_ = lambda: [shown]  # type: ignore[attr-defined]
@@ -152,6 +149,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             self._give_names()
             return
         cluster = Cluster.of(spec)
+        # Before `start`, which reports each step.
         cluster.progress = StartProgress(cluster.names, current_sink())
         if spec.launcher == "join":
             invitation = Path(spec.invitation or DEFAULT_INVITATION)
@@ -273,7 +271,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def _status(line: str) -> StatusTable | None:
-        """Return the table of `%dist_status`; None if no cluster runs, after a line that says so."""
         read("%dist_status", line)
         if Cluster.current is None:
             print("No cluster runs; start one with %dist_init -n 4.")
@@ -434,7 +431,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         """
         found = read("%dist_mode", line)
         if found.enable:
-            self._session.cluster()
+            self._session.cluster()  # raises if there is no cluster to run them on
             self._session.everywhere = True
         elif found.disable:
             self._session.everywhere = False
@@ -478,10 +475,6 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def _names(magic: str, line: str) -> tuple[list[str], str | None]:
-        """Return the names and the target (None for all workers) in the line of `%dist_push` or `%dist_pull`.
-
-        Raises UsageError for a line without names.
-        """
         found = read(magic, line)
         return [name for word in found.names for name in word.split(",") if name], found.targets
 
@@ -534,6 +527,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             cluster = self._session.cluster()
             living = _living(cluster, asked.targets)
             found = cluster.evaluate(asked.expression, living, timeout=asked.timeout)
+            # If all other workers are lost, `all` names one worker, and the answer stays a list.
             return [found] if living != asked.targets and living in cluster.names else found
         return self._run(parse_cell(line), cell)
 
@@ -606,14 +600,12 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
             end()
 
     def _run_here(self, code: str, page: Page | None = None) -> Any:
-        """Run code of this cell in the notebook, and return the value of its last expression (None after a ``;``).
-
-        Raises the errors of the code. Tracebacks count lines from the top of ``page``, the whole cell, or else of the
-        cell that runs now.
-        """
+        """Run code of this cell in the notebook; return the value of its last expression (None after a ``;``)."""
+        # Tracebacks count lines from the top of the whole cell, also for code below a magic.
         lines = (page or self._session.page()).lines_above(code) or 0
         transformed = moved_down(self._shell.transform_cell(code), lines)
         name = self._shell.compile.cache(transformed, labels.cell_number(), raw_code=moved_down(code, lines))
+        # Not by `run_cell`, which shows an error of the code: the magic has to raise it.
         body: list[Any] = ast.parse(transformed, name).body
         silent = transformed.rstrip().endswith(";")
         last = body.pop() if body and isinstance(body[-1], ast.Expr) and not silent else None
@@ -652,13 +644,9 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
         return self._run(options, cell)
 
     def _run(self, options: CellLine, code: str) -> Cell | None:
-        """Run code on workers with the ``options`` of `%%remote`; return the handle with ``-a``, else None.
-
-        Raises UsageError without a cluster, UnknownWorker for a wrong target, and CellError if the cell fails while
-        this waits.
-        """
+        """Run code on workers with the ``options`` of `%%remote`; return the handle with ``-a``, else None."""
         cluster = self._session.cluster()
-        cluster.select(options.targets)
+        cluster.select(options.targets)  # a wrong target is an error before a wrong cell is
         page = self._session.page()
         check(self._shell, code, {*self.magics["line"], *self.magics["cell"]}, page)
         wait = not (options.noblock or options.local)
@@ -685,7 +673,7 @@ class DistMagics(Magics):  # type: ignore[misc, unused-ignore]
 
             try:
                 cell.wait(begin=here)
-            except BaseException:
+            except BaseException:  # also Ctrl-C: whatever ends the wait is raised again
                 if cell.kept is not None:
                     cell.when_done(cell.kept)  # the user gets no handle, so nobody can fetch the values
                 raise

@@ -20,18 +20,15 @@ class RemoteInspector:
 
     def remove(self) -> None:
         """Restore the kernel's own ``do_inspect``. Call this once."""
-        del self._kernel.do_inspect
+        del self._kernel.do_inspect  # the attribute hides the class's own method
 
     def _inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
-        """Return the reply to an inspect request, from the first target worker if the code is for workers.
-
-        Waits for the worker for 0.2 s at most. If it does not answer, the reply says that it is busy.
-        """
+        """Return the reply to an inspect request, from the first target worker if the code is for workers."""
         place = find_remote_code(code, cursor_pos)
         worker = place.first_target() if place is not None else None
         if place is None or worker is None or Cluster.current is None:
             return self._plain(code, cursor_pos, detail_level, omit_sections)
-        patience = completion.ANSWER_TIMEOUT
+        patience = completion.ANSWER_TIMEOUT  # the notebook's kernel answers nothing else meanwhile
         found = asking.inspect(Cluster.current, worker, place.code, place.cursor, detail_level, patience)
         if found is not None:
             return found

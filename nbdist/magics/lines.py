@@ -1,5 +1,7 @@
 """Parses the lines of magics into options. Pure. A wrong line raises UsageError, which says how to write it.
 
+Targets and expressions are returned as they are written: the cluster checks targets, a worker expressions.
+
 A function that reads the text of one option raises argparse's ArgumentTypeError if the text is wrong; `Reader` makes
 the UsageError of it.
 """
@@ -25,16 +27,13 @@ READERS: dict[str, Reader] = {}
 
 
 def _reader(usage: str, *flags: str) -> Reader:
-    """Make the parser of a magic, with options that have no value, and enter it into `READERS`."""
+    # The name ends before a space, or before the bracket of %%rank[0,1].
     reader = READERS[re.split(r"[ \[]", usage)[0]] = Reader(usage, *flags)
     return reader
 
 
 def read(magic: str, line: str) -> Any:
-    """Return the options in the line of a magic, by name. ``targets``, if it has this, is one text, or None.
-
-    Raises UsageError for a wrong line; the target is not looked up here.
-    """
+    """Return the options in the line of a magic, by name. ``targets``, if it has this, is one text, or None."""
     found = READERS[magic].read(line)
     if hasattr(found, "targets"):
         found.targets = " ".join(found.targets or ()).strip() or None  # with spaces, so that `1 2` does not become 12
@@ -42,19 +41,17 @@ def read(magic: str, line: str) -> Any:
 
 
 def _this_host(text: str) -> str:
-    """Return the address of ``--master-addr``, which must be this host's own loopback address."""
     if text not in ("localhost", "127.0.0.1"):
         raise argparse.ArgumentTypeError(f"workers are started on this host only, not at {text!r}")
     return text
 
 
 def _seconds(text: str) -> float:
-    """Return a number of seconds above 0."""
     try:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
-    if not 0 < value <= LONGEST:
+    if not 0 < value <= LONGEST:  # NaN fails both comparisons
         raise argparse.ArgumentTypeError(
             f"the time must be more than 0 s, and at most {LONGEST:.0f}, not {text.strip()}"
         )
@@ -62,12 +59,10 @@ def _seconds(text: str) -> float:
 
 
 def _seconds_or_0(text: str) -> float:
-    """Return a number of seconds; 0 is allowed."""
     return 0.0 if text.strip() in ("0", "0.0") else _seconds(text)
 
 
 def _variable(text: str) -> str:
-    """Return the text behind ``-o``, which must be able to name a variable."""
     if not text.isidentifier() or keyword.iskeyword(text):
         raise argparse.ArgumentTypeError(f"needs the name of a variable, not {text!r}")
     return text
@@ -91,10 +86,7 @@ class CellLine:
 
 
 def parse_cell(line: str, magic: str = "%%remote") -> CellLine:
-    """Parse the line after the magic of a cell for workers: ``%%remote``, ``%%distributed`` or ``%%rank``.
-
-    Raises UsageError for a wrong line; the target is not looked up here.
-    """
+    """Parse the line after the magic of a cell for workers: ``%%remote``, ``%%distributed`` or ``%%rank``."""
     return CellLine(**vars(read(magic, line)))
 
 
@@ -119,17 +111,14 @@ class ValueLine:
 
 
 def parse_value(line: str) -> ValueLine:
-    """Parse the line of ``%remote``: ``[-t SECONDS] TARGET expression``. The expression is not checked.
-
-    Raises UsageError for a wrong line; the target is not looked up here.
-    """
+    """Parse the line of ``%remote``: ``[-t SECONDS] TARGET expression``."""
     match = _VALUE.fullmatch(line)
     if match is None:
         raise UsageError(
             f"%remote needs a target and an expression; {_VALUE_USAGE}; a cell for workers begins with %%remote"
         )
     targets, seconds = match["targets"], match["before"] or match["after"]
-    if re.match(r"-\D", targets):
+    if re.match(r"-\D", targets):  # an option that %remote lacks; -1 is a target
         raise UsageError(f"{targets!r} is not a target; {_VALUE_USAGE}")
     try:
         timeout = _seconds(seconds) if seconds is not None else None
@@ -142,7 +131,6 @@ def parse_value(line: str) -> ValueLine:
 
 
 def _ports(text: str) -> tuple[int, int]:
-    """Return the first and the last port of a range such as ``40000-40100``."""
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is no range of ports such as 40000-40100")
@@ -150,14 +138,12 @@ def _ports(text: str) -> tuple[int, int]:
 
 
 def _device_map(text: str) -> tuple[str, dict[str, str]]:
-    """Return the receiver in a text such as ``worker1:0=1,cpu=cuda:0``, and its device for each device of a sender.
-
-    A number stands for a GPU.
-    """
+    """Return the receiver in a text such as ``worker1:0=1,cpu=cuda:0``, and its device for each device of a sender."""
     name, _, pairs = text.partition(":")
     devices = {}
     for pair in pairs.split(","):
         ours, _, theirs = map(_device, pair.partition("="))
+        # Refuses a pair such as 0=1=2, too, and a device of the sender that is named twice.
         if not (name and ours and theirs) or "=" in theirs or ours in devices:
             raise argparse.ArgumentTypeError(f"{text!r} is not a device map such as worker1:0=1,1=0")
         devices[ours] = theirs
@@ -165,13 +151,11 @@ def _device_map(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _device(text: str) -> str:
-    """Return the name of a device; a number is the number of a GPU, so that ``0`` becomes ``cuda:0``."""
     text = text.strip()
-    return f"cuda:{text}" if text.isdecimal() else text
+    return f"cuda:{text}" if text.isdecimal() else text  # a number stands for a GPU
 
 
 def _with_maps(maps: Sequence[tuple[str, Mapping[Device, Device]]]) -> RpcBackendOptions:
-    """Return options of RPC with these device maps. Raises UsageError for a device that torch does not know."""
     options = RpcBackendOptions()
     for name, device_map in maps:
         try:
@@ -182,13 +166,11 @@ def _with_maps(maps: Sequence[tuple[str, Mapping[Device, Device]]]) -> RpcBacken
 
 
 def parse_init(line: str) -> Spec:
-    """Parse the line of ``%dist_init``, and check the values: see `Spec.check`.
-
-    Raises UsageError for a wrong line; nothing is started.
-    """
+    """Parse the line of ``%dist_init``, and check the values: see `Spec.check`. Nothing is started."""
     found = read("%dist_init", line)
     if found.bare:
         bare = " ".join(found.bare)
+        # The most likely slip: a number of workers without -n.
         meant = f": `%dist_init -n {bare}` starts {bare} workers" if bare.isdecimal() and int(bare) else ""
         raise UsageError(f"%dist_init takes options only, not {bare!r}{meant}; write: {READERS['%dist_init'].usage}")
     given = {name: value for name, value in vars(found).items() if value is not None}
@@ -198,7 +180,6 @@ def parse_init(line: str) -> Spec:
 
 
 def _whole_number(text: str) -> int:
-    """Return the whole number in the text of an option, from 1 to 999999999."""
     if not re.fullmatch(r"\s*\d{1,9}\s*", text) or not int(text):
         raise argparse.ArgumentTypeError(f"{text.strip()!r} is not a whole number from 1 to 999999999")
     return int(text)
@@ -207,7 +188,7 @@ def _whole_number(text: str) -> int:
 def _line_span(text: str) -> tuple[int | None, int | None]:
     """Return the first and the last line of ``FIRST:LAST``, a `nbdist.views.workers.printed.LineRange`.
 
-    Without FIRST the first line is 1; without LAST the last one is None. A single number N, without a colon, returns
+    Without FIRST the first line is 1; without LAST the last one is None. A number N without a colon returns
     ``(None, N)``: the last N lines.
     """
     first, colon, last = text.partition(":")
@@ -217,10 +198,8 @@ def _line_span(text: str) -> tuple[int | None, int | None]:
 
 
 def parse_diff(line: str) -> tuple[str, str | None]:
-    """Parse the line of ``%dist_diff``; return the expression, unchecked, and the target.
-
-    Raises UsageError if there is no expression.
-    """
+    """Parse the line of ``%dist_diff``; return the expression and the target."""
+    # Not by a `Reader`: the quotes in an expression are Python's, and not a shell's.
     found = re.fullmatch(r"(.*?)(?:\s(?:-r|--rank|--targets)[\s=]+(.+))?", line.strip())
     if found is None or not found[1].strip():
         raise UsageError("%dist_diff needs an expression to compare; write: %dist_diff EXPRESSION [-r TARGET]")
@@ -228,10 +207,7 @@ def parse_diff(line: str) -> tuple[str, str | None]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list such as ``0,1``; brackets and spaces are allowed.
-
-    Raises UsageError for any other text.
-    """
+    """Return the numbers of a list such as ``0,1``; brackets and spaces are allowed."""
     match = re.fullmatch(r"\s*(\[)?([-\d,\s]*)(?(1)\])\s*", text)
     try:
         return tuple(int(part) for part in re.split(r"\s*,\s*|\s+", match[2].strip() if match else ""))
@@ -251,6 +227,8 @@ for _magic in ("%%remote [TARGET]", "%%distributed", "%%rank[0,1]"):
     _cell.add_argument("-t", "--timeout", type=_seconds)
     _cell.add_argument("--progress-after", type=_seconds_or_0, default=10.0)
 
+# The arguments of argparse for an option of a cluster, by the type of the field of `Spec`. A ``float`` is a time in
+# seconds, a ``float | None`` any number.
 _READ: dict[str, dict[str, Any]] = {
     "int": {"type": int},
     "float": {"type": _seconds},
@@ -263,10 +241,6 @@ _READ: dict[str, dict[str, Any]] = {
     "tuple[int, int] | None": {"type": _ports},
     "tuple[str, ...]": {"type": lambda text: tuple(name.strip() for name in text.split(",") if name.strip())},
 }
-"""The arguments of argparse for an option of a cluster, by the type of the field of `Spec`.
-
-A ``float`` is a time in seconds, a ``float | None`` any number.
-"""
 
 _init = _reader(f"%dist_init {options_usage()} [--device-map WORKER:0=1,1=0]")
 _init.add_argument("bare", nargs="*")

@@ -22,13 +22,12 @@ BY_QUESTION: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("It is wrong, or NaN: where does it begin?", ("%%watch", "%dist_diff")),
     ("It failed: what did a worker say?", ("%dist_log",)),
 )
+# A line below the magics of a question.
 _HINTS = {
     "It hangs: where does each worker stand?": "The stop button interrupts a cell; -t SECONDS does so after that time.",
     "It failed: what did a worker say?": "`%debug` in a cell of `%%remote worker1` looks around where worker1 failed.",
 }
-"""A line below the magics of some questions."""
-_OTHERS = "And:"
-"""The heading of the magics that belong to no question."""
+_OTHERS = "And:"  # the heading of the magics that belong to no question
 
 
 def overview(said: Mapping[str, str]) -> str:

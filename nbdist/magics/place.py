@@ -36,10 +36,7 @@ class RemoteCode(NamedTuple):
 
 
 def find_remote_code(text: str, cursor: int) -> RemoteCode | None:
-    """Return the code for workers around the cursor; None if the code at the cursor runs in the notebook.
-
-    ``text`` is the whole cell, and ``cursor`` a place in it, in characters.
-    """
+    """Return the code for workers around the cursor; None if the code at the cursor runs in the notebook."""
     first = _FIRST_LINE.match(text)
     if first is not None:
         begin = first.end() + 1

@@ -25,6 +25,7 @@ class Reader(argparse.ArgumentParser):
     @property
     def options(self) -> list[str]:
         """All options for users, short and long."""
+        # Options only for programs that were written for nbdistributed are hidden: their help is `argparse.SUPPRESS`.
         return [option for action in self._actions if action.help is None for option in action.option_strings]
 
     @property
@@ -33,14 +34,12 @@ class Reader(argparse.ArgumentParser):
         return any(action.dest == "targets" and action.help is None for action in self._actions)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError with the message and the syntax; argparse itself would end the process.
-
-        argparse calls this for a wrong line, also with the text of the errors of functions that read values.
-        """
+        """Raise UsageError with the message and the syntax. argparse calls this for a wrong line."""
+        # argparse's own method ends the process.
         raise UsageError(f"{message}; write: {self.usage}")
 
     def read(self, line: str) -> Any:
-        """Return the options of a line; its words are separated as a shell does. Raises UsageError if it is wrong."""
+        """Return the options of a line, whose words are separated as in a shell. Raises UsageError if it is wrong."""
         try:
             words = shlex.split(line)
         except ValueError as error:

@@ -23,8 +23,7 @@ class Reruns:
     def begin(self, cell: Cell) -> None:
         """Note a new run, and show the further output of earlier runs of the same cell below it.
 
-        If an earlier run still runs on workers, a line below the cell says so. Does nothing if the front end does not
-        give its cells an id.
+        If an earlier run still runs on workers, a line below the cell says so.
         """
         parent = self._shell.get_parent() if hasattr(self._shell, "get_parent") else None
         id = ((parent or {}).get("metadata") or {}).get("cellId")
@@ -35,7 +34,7 @@ class Reruns:
         if earlier:
             for run in earlier:
                 run.move_to(cell.sink)
-            running = {name: None for run in earlier for name in run.running}
+            running = {name: None for run in earlier for name in run.running}  # each name once, in order
             if running and cell.sink.interactive:
                 text = _line_about(list(running), cell)
                 cell.sink.page.publish(Published("stream", {"name": "stderr", "text": text}))
@@ -43,7 +42,6 @@ class Reruns:
 
 
 def _line_about(running: list[str], cell: Cell) -> str:
-    """Return the line that tells the user of an earlier run on the workers ``running``."""
     awaited = [name for name in running if name in cell.parts]
     who = say_names(running)
     text = f"An earlier run of this cell still runs on {who}; its output appears here, and its cancel() ends it."

@@ -27,17 +27,16 @@ from nbdist.views.workers.memory_rows import Look
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+# The most seconds for which a cell's result waits for the output of its calls. A worker may hold the GIL longer.
 _RESULT_WAITS_FOR_OUTPUT = 0.3
-"""The most seconds for which a cell's result waits for the output of its calls. A worker may hold the GIL longer."""
 
 _RANK = re.compile(r"^(\s*%%rank)(?=\[)")
 
 
 class NotebookSession:
-    """The state of nbdist in one shell. It hooks into the shell until `close`."""
+    """The state of nbdist in one shell, made by `of`. It hooks into the shell until `close`."""
 
     def __init__(self, shell: InteractiveShell) -> None:
-        """Install the hooks in a shell. Use `of`, which does this once for each shell."""
         self._shell: Any = shell
         self.everywhere = False
         """True if cells without a magic run on all workers (`%dist_mode -e`)."""
@@ -47,6 +46,7 @@ class NotebookSession:
         """The cluster that `%dist_init` has called ``cluster``; None if the user has a variable of this name."""
         labels.install(shell, None)
         spawning.install(on_worker=False)
+        # First: `_transform` compares the lines with the page's text, and later transformers remove some of them.
         shell.input_transformers_cleanup.insert(0, self._transform)
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
@@ -58,8 +58,8 @@ class NotebookSession:
         self._show_result: Any = hook.start_displayhook
         hook.start_displayhook = self._before_result
         self.reruns = Reruns(shell)
+        # The whole text of a cell while a part of it runs in the notebook: tracebacks count lines from its top.
         self._counted: Page | None = None
-        """The whole text of a cell while a part of it runs in the notebook: tracebacks count lines from its top."""
         follow_page(self._shell.compile, lambda: self._counted)
 
     @classmethod
@@ -78,7 +78,7 @@ class NotebookSession:
         return Cluster.current
 
     def page(self) -> Page:
-        """Return the text of the notebook cell that runs now, as a `Page`; its text is empty outside of a kernel."""
+        """Return the notebook cell that runs now, as a `Page`; its text is empty outside of a kernel."""
         parent = self._shell.get_parent() if hasattr(self._shell, "get_parent") else None
         return Page((parent or {}).get("content", {}).get("code", ""))
 
@@ -114,17 +114,14 @@ class NotebookSession:
     # -- with every cell ------------------------------------------------------------------------
 
     def _transform(self, lines: list[str]) -> list[str]:
-        """Return a cell's lines, rewritten before IPython runs them.
-
-        ``%%rank[0,1]`` gets a space before the bracket. After ``%dist_mode -e`` a cell without a magic gets
-        ``%%distributed`` above it. IPython calls this for all code that it transforms, so the text below a magic, such
-        as ``%%time``, comes here as well: it is not the page's own cell, and runs where the magic runs it.
-        """
+        """Return a cell's lines, rewritten before IPython runs them: ``%%rank[0,1]``, or after ``%dist_mode -e``."""
         first = next((index for index, line in enumerate(lines) if line.strip()), None)
         if first is None:
             return lines
         if _RANK.match(lines[first]):
             return [*lines[:first], _RANK.sub(r"\1 ", lines[first]), *lines[first + 1 :]]
+        # IPython calls this for all code that it transforms. The text below a magic, such as ``%%time``, is not the
+        # page's own cell, and runs where the magic runs it.
         page = self.page().text  # empty outside of a kernel
         is_own = not page or "".join(lines).rstrip("\n") == page.rstrip("\n")
         if self.everywhere and is_own and Cluster.current is not None and Cluster.current.running and _is_plain(lines):
@@ -134,27 +131,23 @@ class NotebookSession:
     @staticmethod
     def _before_cell(info: Any) -> None:
         """Say, before ``%debug``, where the last error can be debugged if a called function raised it."""
+        # A called function raised the last error: `%debug` has no frame of it here.
         for note in getattr(getattr(sys, "last_value", None), "__notes__", ()):
             if info.raw_cell.strip() == "%debug" and note.startswith("raised on "):
                 where = note.removeprefix("raised on ").partition(":\n")[0]
                 print(f"Raised on {where}: call it in a cell of %%remote to debug it there. Here is who called it:")
 
     def _before_result(self) -> None:
-        """Wait for the output of the cell's calls on workers, so that it is shown above the cell's result.
-
-        Waits `_RESULT_WAITS_FOR_OUTPUT` seconds at most. Does nothing without a running cluster.
-        """
+        """Wait for the output of the cell's calls on workers, so that it is shown above the cell's result."""
         cluster = Cluster.current
         if cluster is not None and cluster.running:
             cluster.settle(patience=_RESULT_WAITS_FOR_OUTPUT)
         self._show_result()
 
     def _after_cell(self, _: Any) -> None:
-        """Wait for the output of the cell's calls on workers, so that it is shown below this cell.
-
-        IPython calls this after each cell. Drops the variable ``cluster`` of `%dist_init` if its cluster has ended.
-        """
+        """Wait for the output of the cell's calls on workers, so that it is shown below this cell."""
         cluster = Cluster.current
+        # The cluster of `%dist_init` has ended. A variable that the user has assigned meanwhile stays.
         if self.named is not None and self.named is not cluster:
             self._shell.drop_by_id({"cluster": self.named})
             self.named = None
@@ -163,8 +156,7 @@ class NotebookSession:
 
 
 def _is_plain(lines: list[str]) -> bool:
-    """Return whether a cell has code, and is neither a magic nor a request for help (``x?``)."""
     text = "".join(lines).strip()
-    if text.startswith(("%", "?")) or text.endswith("?"):
+    if text.startswith(("%", "?")) or text.endswith("?"):  # a magic, or a request for help
         return False
     return any(line.strip() and not line.strip().startswith("#") for line in lines)
