@@ -24,11 +24,7 @@ from nbdist.errors import GroupError, NbdistError, WorkerLost
 
 
 def raise_translated(collectives: Collectives, error: RuntimeError | ValueError) -> None:
-    """Raise the error that says why a collective failed, if nbdist knows; else return.
-
-    If this returns, the caller raises torch's error as it is. If the error says that the GPU's memory is full, it gets
-    a note.
-    """
+    """Raise the error that says why a collective failed, if nbdist knows; else return."""
     gpu.explain(error)
     said = collectives.translate(error)
     if said is not None:
@@ -38,8 +34,8 @@ def raise_translated(collectives: Collectives, error: RuntimeError | ValueError)
 def install(shell: Any, collectives: Collectives) -> None:
     """Make the cells of a shell fail with WorkerLost or GroupError if that is the reason for torch's error.
 
-    An error that says that the GPU's memory is full gets a note: see `gpu.explain`. Replaces two methods of the shell:
-    ``showtraceback``, which shows the error and sends it to the notebook, and ``run_code``, whose result keeps it.
+    Replaces two methods of the shell: ``showtraceback``, which shows the error and sends it to the notebook, and
+    ``run_code``, whose result keeps it.
     """
     plain_run, plain_show = shell.run_code, shell.showtraceback
     translated: tuple[Any, Any] = None, None  # torch's error, and the error in its place
@@ -92,11 +88,9 @@ def install(shell: Any, collectives: Collectives) -> None:
 
 
 def _show_without_cause(show: Callable[..., Any], said: WorkerLost | GroupError, *args: Any, **options: Any) -> Any:
-    """Show ``said`` by ``show``, the shell's own `showtraceback`, with the first line of torch's error below it.
-
-    torch's frames are left out: every worker of a group would show its own copy of these frames, which say nothing
-    about the user's code. The error object keeps torch's error as its cause. Returns what ``show`` returns.
-    """
+    """Show ``said`` by ``show``, the shell's own `showtraceback`, with the first line of torch's error below it."""
+    # torch's frames are left out: every worker of a group would show its own copy of these frames, which say nothing
+    # about the user's code. The error object keeps torch's error as its cause.
     said.__suppress_context__ = True
     cause, said.__cause__ = said.__cause__, None
     if cause is not None:
@@ -110,15 +104,13 @@ def _show_without_cause(show: Callable[..., Any], said: WorkerLost | GroupError,
 def _say_where_stopped(
     error: BaseException, collectives: Collectives
 ) -> tuple[type[BaseException], BaseException, Any]:
-    """Give an interrupt the text "stopped in ...", unless it has a text; return it as `sys.exc_info` does.
-
-    If the interrupt caused an error in torch, IPython does not show that error and torch's frames.
-    """
+    """Give an interrupt the text "stopped in ...", unless it has a text; return it as `sys.exc_info` does."""
     of_torch = collectives.translate(error.__context__) is not None
     # If Python raises the interrupt in a ``with`` on torch's error's way up, that error knows the call that waited.
     tb = error.__context__.__traceback__ if of_torch and error.__context__ is not None else error.__traceback__
     if not error.args and (where := say_where(tb) or say_where(error.__traceback__)):
         error.args = (f"stopped in {where}",)
+    # The interrupt has caused torch's error: IPython shows neither that error nor torch's frames.
     if of_torch:
         error.__suppress_context__ = True
         error.__traceback__ = _up_to_torch(error.__traceback__)

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 from torch.distributed.distributed_c10d import destroy_process_group as _destroy_process_group
-from torch.distributed.distributed_c10d import init_process_group as _init_process_group
+from torch.distributed.distributed_c10d import init_process_group as _init_process_group  # not that of `default_group`
 
 from nbdist.cluster.group_history import GroupHistory
 from nbdist.cluster.hosts.group_board import BoardStore
@@ -61,38 +61,32 @@ if TYPE_CHECKING:
     from nbdist.rpc.agent import Agent
     from nbdist.wire.messages import Record
 
-_LOOK_EVERY = 0.05
-"""Seconds between two checks, while a group forms, whether another worker has failed to form it."""
+_LOOK_EVERY = 0.05  # seconds between two checks, while a group forms, whether another worker has failed
 
+# Seconds within which a worker learns of a death, after another survivor has shut its connections.
 _DEATH_KNOWN_WITHIN = 1.0
-"""Seconds within which a worker learns of a death, after another survivor has shut its connections."""
 
+# Seconds after a death for which forming groups of ``new_group`` are kept from waiting for the dead member.
 _NEW_GROUP_WITHIN = 5.0
-"""Seconds after a death for which forming groups of ``new_group`` are kept from waiting for the dead member."""
 
+# The looks for cut transfers after connections were shut, and the seconds between two. A number of looks and not a time
+# limit, because the process may be stopped for a while at that moment.
 _LOOKS_FOR_CUT, _LOOK_FOR_CUT_EVERY = 40, 0.25
-"""The number of looks for cut transfers after connections were shut, and the seconds between two looks.
 
-Not a time limit, because the process may be stopped for a while at that moment.
-"""
-
+# Seconds for which destroyed process groups stay in memory: longer than gloo's threads need after a collective.
 _KEPT_FOR = 1.0
-"""Seconds for which destroyed process groups stay in memory: longer than gloo's threads need after a collective."""
 
-_NOTEBOOK_ANSWERS_WITHIN = 2.0
-"""Seconds for the notebook to answer that it will form the process group anew."""
+_NOTEBOOK_ANSWERS_WITHIN = 2.0  # seconds for the notebook to answer that it will form the process group anew
 
 _POLL = 0.01
+# A part of the RPC agent's text about a death. It differs in each run, so the error of the user leaves it out.
 _PROCESS = re.compile(r" \(process \d+ has ended\)")
-"""A part of the RPC agent's text about a death. It differs in each run, so the error of the user leaves it out."""
 
+# The texts of gloo's errors when a connection has been shut, at either end.
 _GLOO_LEFT = re.compile(r"/gloo/.*(Connection closed|Connection reset|Broken pipe|not connected)", re.DOTALL)
-"""The texts of gloo's errors when a connection has been shut, at either end."""
 
-_NO_GROUP = "Default process group has not been initialized"
-"""A part of torch's error where there is no process group."""
-_GROUP_DESTROYED = "is not initialized in the world group map"
-"""A part of torch's error for a group that has been destroyed."""
+_NO_GROUP = "Default process group has not been initialized"  # in torch's error where there is no process group
+_GROUP_DESTROYED = "is not initialized in the world group map"  # in torch's error for a group that was destroyed
 
 _BROKEN_OFF = (
     "an interrupt has broken this process group off, or a worker has destroyed it; `%dist_restart -p` forms it anew"
@@ -106,11 +100,9 @@ _DESTROYED = (
 )
 _FORMING_STOPPED = "an interrupt has ended the forming of the process group"
 _ABORTED = "its process group was aborted, and forms anew once all workers are idle"
-"""The note on an interrupt that has aborted NCCL's collectives."""
+# Two reasons of a restart, which follow "was restarted, because".
 _NOT_ABORTED = "an abort of NCCL's collectives did not return within 5 s"
-"""The reason of a restart, which follows "was restarted, because"."""
 _NOT_ENDED = "a collective of NCCL did not end, although a member had died and it was aborted"
-"""Another reason of a restart, which also follows "was restarted, because"."""
 _OLD = (
     "this process group is from before the last %dist_restart, or before the last worker joined, after which a new one "
     "has formed: make it again with dist.new_group, and wrap models again in DistributedDataParallel or FSDP"
@@ -120,48 +112,40 @@ dist: Any = torch.distributed  # Any: torch does not declare what this module ex
 
 
 class Collectives:
-    """The process groups of this worker. The notebook may call the methods in `METHODS`."""
+    """The process groups of this worker. The notebook may call the methods in `METHODS`, in a thread of the agent.
+
+    Cells form and use the groups in the main thread; deaths and interrupts are handled in other threads. `_breaking` is
+    held while connections are shut and while the group changes, so that none of the next group is shut.
+    """
 
     METHODS = ("backend", "break_off", "histories", "place")
 
     def __init__(self) -> None:
-        self._agent: Agent | None = None
-        """This worker's agent, which reports the deaths of members; None before `follow`."""
-        self._driver = ""
-        """The name of the notebook's agent. The notebook forms the group again and restarts this worker."""
-        self._store: GroupStore | None = None
-        """The store of the process group. C++ does not keep the Python object alive, so this object does."""
-        self._formed = False
-        """True once the present process group has formed."""
-        self._forming_since = 0
-        """When the present process group began to form, by `time.time_ns`."""
+        self._agent: Agent | None = None  # None before `follow`
+        self._driver = ""  # the name of the notebook's agent
+        self._store: GroupStore | None = None  # C++ does not keep the Python object alive, so this does
+        self._formed = False  # True once the present process group has formed
+        self._forming_since = 0  # by `time.time_ns`
         self._record_server = RecordServer()
-        self._backend = "none"
-        """The backend of the process group that formed last, as torch writes it."""
-        self._forms_group = False
-        """True if the cluster has a process group: its backend is not "none"."""
-        self._state_told: object = None
-        """The state of the flight recorder at the last `news`."""
+        self._backend = "none"  # of the process group that formed last, as torch writes it
+        self._forms_group = False  # False for a cluster with the backend "none"
+        self._state_told: object = None  # the state of the flight recorder at the last `news`
+        # By rank: the name of each lost member of the present group, and a text that says how it was lost.
         self._lost: dict[int, tuple[str, str]] = {}
-        """By rank: the name of each lost member of the present group, and a text that says how it was lost."""
+        # The addresses of loops (`gloo.Loop`) of earlier groups, which live while an object holds the group.
         self._loops_before: set[bytes] = set()
-        """The addresses of loops (`gloo.Loop`) of earlier groups, which live while an object holds the group."""
-        self._spans_hosts = False
-        """True if members of the present group may be on other hosts."""
+        self._spans_hosts = False  # True if members of the present group may be on other hosts
+        # When an interrupt has broken off a collective of the present group, by the ident of the waiting thread.
         self._broken: dict[int, float] = {}
-        """When an interrupt has broken off a collective of the present group, by the ident of the waiting thread."""
         self.generation = 0
         """The number of the present group, by `initialise`."""
-        self._stop_forming = threading.Event()
-        """Set when an interrupt ends the forming of the present group, on this worker."""
+        self._stop_forming = threading.Event()  # set when an interrupt ends the forming of the present group here
         self._breaking = threading.Lock()
-        """Held while connections are shut and while the group changes, so that none of the next group is shut."""
 
     def follow(self, agent: Agent, told: WorkerSetup) -> None:
         """Let this worker's agent report members that die, and end collectives of calls that are interrupted.
 
-        `nbdist.cluster.worker.kernel.join` calls this once, in the main thread, when the agent has started. ``told`` is
-        this worker's setup.
+        Called once, in the main thread, when the agent has started.
         """
         self._agent, self._driver, self._forms_group = agent, told.driver, told.backend != "none"
         nccl.follow()
@@ -173,33 +157,31 @@ class Collectives:
     def form_in_cell(self, told: WorkerSetup, backend: str | None, **options: Any) -> None:
         """Form the process group anew with all other workers, whose code must call this, too: ``init_process_group``.
 
-        The arguments are as for `initialise`, which says what is raised. If this fails, it fails on the other workers.
+        If this fails, it fails on the other workers. The arguments and errors are those of `initialise`.
         """
         before = self.generation
         try:
             self.initialise(told, None, backend, **options)
-        except BaseException as error:
-            if self.generation != before:
+        except BaseException as error:  # also an interrupt: the others would wait for this worker
+            if self.generation != before:  # else this worker has not entered the group
                 why = f"the process group did not form: {told.name}: {error or type(error).__name__}"
                 self._ask_notebook("end_group", self.generation, why, wait=_NOTEBOOK_ANSWERS_WITHIN)
             raise
 
     def ask_for_group(self) -> None:
-        """Let the notebook form the process group anew if a cell has destroyed it. Called at the end of each cell.
-
-        Waits for the answer: the notebook ends the cell after this, and must not send the next one to a worker without
-        a group.
-        """
+        """Let the notebook form the process group anew if a cell has destroyed it. Called at the end of each cell."""
         if self._forms_group and self._store is not None and not dist.is_initialized():
+            # Wait for the answer: the notebook ends the cell after this, and must not send the next one to a worker
+            # without a group.
             self._ask_notebook("form_group_anew", self.generation, wait=_NOTEBOOK_ANSWERS_WITHIN)
 
     def initialise(self, told: WorkerSetup, generation: int | None, backend: str | None = None, **options: Any) -> None:
         """Form the process group number ``generation`` with all other workers; destroy the previous group first.
 
-        ``generation`` is None if code in a cell forms the group: then the notebook gives the number. ``told`` is this
-        worker's setup. ``backend`` is None for the cluster's; ``options`` are those of torch's
-        ``init_process_group``. Waits for the others. Raises RendezvousError if another worker fails or the abort of the
-        previous group does not return, WorkerLost if a member has died.
+        ``generation`` is None if code in a cell forms the group: then the notebook gives the number. ``backend`` is
+        None for the cluster's; ``options`` are those of torch's ``init_process_group``. Waits for the others. Raises
+        RendezvousError if another worker fails or the abort of the previous group does not return, WorkerLost if a
+        member has died.
         """
         self._spans_hosts = told.secret is not None
         if generation is None:
@@ -220,6 +202,7 @@ class Collectives:
                     )
                 destroy()
             self._loops_before = {loop.address for loop in gloo.loops(lambda address: False)}
+            # The flight recorder has entries of earlier groups.
             self._formed, self._forming_since = False, time.time_ns()
             self._record_server.note_forming(record_socket(told.folder, told.name))
             self._broken.clear()
@@ -228,6 +211,7 @@ class Collectives:
             self._store, self.generation = self._open_store(told, generation), generation
             if timeout := options.get("timeout"):
                 self._store.set_timeout(timeout)
+        # Without `_breaking`: this waits for the other workers, and the threads that end the wait take the lock.
         with contextlib.ExitStack() as stack:
             if told.device.startswith("cuda"):
                 stack.enter_context(torch.cuda.device(told.device))
@@ -236,6 +220,7 @@ class Collectives:
             restart_group_numbers()
             stack.enter_context(self._leaving_with(self._store, told.world_size))
             if self._agent is not None:
+                # `_lose` finds a member's rank by the incarnation of its agent, also while the group forms.
                 self._store.enter(self._agent.me.incarnation, told.rank)
             if self._spans_hosts:
                 _follow_master(self._store, told)
@@ -249,7 +234,7 @@ class Collectives:
                 self._leave_groups_of(rank)
 
     def backend(self) -> str:
-        """Return the backend of this worker's process group, as torch writes it. The notebook calls this by RPC."""
+        """Return the backend of this worker's process group, as torch writes it."""
         return self._backend
 
     def place(self) -> Position | None:
@@ -274,10 +259,7 @@ class Collectives:
         return flight_recorder.read(self._forming_since, places=False)
 
     def _open_store(self, told: WorkerSetup, generation: int) -> GroupStore:
-        """Return the store of one generation of the process group: files, or, for several hosts, the notebook's memory.
-
-        Each forming of the group has its own number, the generation.
-        """
+        """Return the store for one forming of the group: files, or, for several hosts, the notebook's memory."""
         agent = self._agent
         if told.secret is None or agent is None:
             return FolderStore(Path(told.folder, group_folder(generation)))
@@ -286,14 +268,12 @@ class Collectives:
 
     @contextlib.contextmanager
     def _leaving_with(self, store: GroupStore, world_size: int) -> Iterator[None]:
-        """End the forming of the group in this process, with RendezvousError, if another worker fails to form it.
-
-        The group forms in the ``with`` block. A wait in the store raises by itself when another worker fails. But a
-        process that is done with the store waits in gloo for the connections of its peers, without a time limit. A
-        second thread makes these connections in the peers' place.
-        """
+        """End the forming of the group in the ``with`` block if another worker fails to form it."""
         formed = threading.Event()
 
+        # A wait in the store raises by itself when another worker fails. But a process that is done with the store
+        # waits in gloo for the connections of its peers, without a time limit: this thread makes them in the peers'
+        # place.
         def watch() -> None:
             while store is self._store and not formed.wait(_LOOK_EVERY):
                 if store.lost or self._stop_forming.is_set() or store.ended:
@@ -309,30 +289,26 @@ class Collectives:
                 raise RendezvousError(why)  # the group may consist of connections that `connect_for_peers` made
             if store.lost:
                 raise WorkerLost(store.lost)
-        except BaseException:
+        except BaseException:  # also an interrupt: no group stays that has formed in part
             if dist.is_initialized():
                 destroy()
             raise
         finally:
             formed.set()
-            if thread.is_alive():
+            if thread.is_alive():  # else an interrupt came before it began, and `join` would raise
                 thread.join()
 
     # -- a member dies ----------------------------------------------------------------------------------------------
 
     def _on_lost(self, record: Record, why: str) -> None:
-        """Shut the connections of the process groups that have the lost worker, in a new thread.
-
-        The agent calls this when a member of the RPC world is lost. It must not wait here.
-        """
+        """Leave the groups of a lost worker, in a new thread: the agent, which calls this, must not wait."""
         threading.Thread(target=self._lose, args=(record, why), name="nbdist-leaving", daemon=True).start()
 
     def _lose(self, record: Record, why: str) -> None:
         """Shut the connections of the groups that contain a lost worker, and keep new groups from waiting for it.
 
         ``why`` follows the worker's name in the text of the WorkerLost. While the group still forms, only notes the
-        loss. Does nothing if the worker is not a member of the present group, such as an earlier process of the same
-        name.
+        loss.
         """
         with self._breaking:
             # Look for the incarnation, not for the name: a restarted worker of the same name is another member.
@@ -350,10 +326,7 @@ class Collectives:
         self._keep_new_groups_from_waiting()
 
     def _leave_groups_of(self, rank: int) -> None:
-        """Shut the connections of each group that contains a dead member.
-
-        Collectives that wait in these groups fail at once, in the user's threads, and the groups stay unusable.
-        """
+        """Shut the connections of each group that contains a dead member; the groups stay unusable."""
         assert self._store is not None
         self._store.lost = self._say_lost()
         groups = process_groups()
@@ -365,19 +338,21 @@ class Collectives:
     def _abort(self, groups: Iterable[Any], *, but: int | None = None) -> bool:
         """Abort NCCL's collectives of these process groups; return False if an abort did not return in time.
 
-        If an abort does not return, asks the notebook to restart this worker. Raises `nccl.CollectiveAborted` in
-        threads that run cells or calls and wait for the GPU: without this error they would read meaningless values. The
-        thread with the ident ``but`` gets no error: it has been interrupted.
+        Raises `nccl.CollectiveAborted` in threads that run cells or calls and wait for the GPU. The thread with the
+        ident ``but``, which was interrupted, gets no error.
         """
         backends = [backend for group in groups for backend in nccl.abortable(group)]
         if not backends:
             return True
         told = dict[int, nccl.WaitingPlace]()
         if self._agent is not None:
+            # Without a communicator the group has nothing on the GPU: only threads inside `torch.distributed`, where
+            # NCCL makes it, can wait for the group.
             stopping, are_used = self._agent.stopping, any(map(nccl.is_used, backends))
             calls = stopping.threads()
             threads = {threading.main_thread().ident or 0, *calls.values()} - {but}
             told = nccl.waits([thread for thread in threads if thread is not None], collectives_only=not are_used)
+            # Before the abort: after it, a thread could read what the memory holds, without an error.
             nccl.tell(told, {key: thread for key, thread in calls.items() if thread in told}, stopping.raise_in)
         done = nccl.abort(backends)
         if not done:
@@ -387,41 +362,33 @@ class Collectives:
         return done
 
     def _restart_if_stuck(self, told: Mapping[int, nccl.WaitingPlace]) -> None:
-        """Ask for a restart of this worker if a thread does not leave its collective after the abort.
-
-        NCCL makes a communicator in a group's first collective, and waits there for all members. It cannot abort this
-        wait. Runs in a thread of its own.
-        """
+        """Ask for a restart of this worker if a thread does not leave its collective after the abort."""
+        # NCCL makes a communicator in a group's first collective, and waits there for all members. It cannot abort this
+        # wait.
         if nccl.is_stuck(told):
             self._ask_for_restart(_NOT_ENDED)
 
     def _ask_for_restart(self, because: str) -> None:
-        """Ask the notebook to restart this worker; ``because`` is a text to follow "was restarted, because"."""
         if self._agent is not None:
             self._ask_notebook("restart_worker", self._agent.me.name, self._agent.me.incarnation, because)
 
     def _ask_notebook(self, method: str, *arguments: object, wait: float = 0.0) -> None:
-        """Call a method of the notebook's `nbdist.cluster.mending.Mending`; ignore a notebook that is gone.
-
-        Waits ``wait`` seconds at most for the answer.
-        """
-        with contextlib.suppress(NbdistError):
+        """Call a method of the notebook's `Mending`; wait up to ``wait`` seconds for the answer."""
+        with contextlib.suppress(NbdistError):  # the notebook is gone, or does not answer in time
             assert self._agent is not None
             asked = self._agent.at(self._driver, "mending").call(method, *arguments, timeout=wait or -1.0)
             if wait:
                 asked.wait()
 
     def _keep_new_groups_from_waiting(self) -> None:
-        """End the waits of groups that form by the user's ``new_group``: they may wait for the dead member to connect.
-
-        Looks for such groups until there are none, for at most `_NEW_GROUP_WITHIN` seconds.
-        """
+        """End the waits of groups that form by ``new_group``: they may wait for the dead member to connect."""
         deadline = time.monotonic() + _NEW_GROUP_WITHIN
         while time.monotonic() < deadline:
             with self._breaking:
                 if not self._lost or self._store is None:
                     return  # the group has formed again meanwhile
                 groups = process_groups()
+                # torch does not list a group that still forms; nor an earlier one, which `_loops_before` has.
                 unknown = [loop for loop in self._all_loops() if self._store.group_at(loop.address) not in groups]
                 forming = [loop for loop in unknown if loop.address not in self._loops_before]
                 for loop in forming:
@@ -431,17 +398,10 @@ class Collectives:
             time.sleep(_LOOK_EVERY)
 
     def _all_loops(self) -> list[gloo.Loop]:
-        """Return the sockets of all gloo process groups in this process, a `gloo.Loop` for each group.
-
-        Before torch 2.13, only of groups that the store knows.
-        """
         return gloo.loops(self._is_known)
 
     def _is_known(self, address: bytes) -> bool:
-        """Return whether the group whose gloo listens at this address formed here, through the present store.
-
-        ``address`` is as in `GroupStore.group_at`.
-        """
+        """Return whether the group whose gloo listens at this address formed here, through the present store."""
         return self._store is not None and self._store.group_at(address) is not None
 
     def _say_lost(self) -> str:
@@ -456,16 +416,9 @@ class Collectives:
     def translate(self, error: BaseException | None) -> WorkerLost | GroupError | None:
         """Return the error that explains torch's error of a collective, if nbdist knows the reason; else None.
 
-        Returns a GroupError at once if the process group has not formed yet, or was destroyed, or is older than a
-        restart.
-
-        If a connection of the group has ended, or NCCL's collectives were aborted, waits up to `_DEATH_KNOWN_WITHIN`
-        seconds for news of a death. If a member on another host does not answer, waits until that member is lost. Then
-        returns a WorkerLost that names the dead members. Without such news, returns a GroupError, which says that an
-        interrupt, or another worker, has ended the group. But for an error of NCCL it then returns None, because NCCL's
-        text says so itself, unless this worker was interrupted.
-
-        Returns None for None and for all other errors, including nbdist's own.
+        Waits up to `_DEATH_KNOWN_WITHIN` seconds for news of a death; if a member on another host does not answer,
+        until that member is lost. Returns a WorkerLost that names the dead members, or a GroupError that says what has
+        ended the group, or that there is none.
         """
         if self._agent is None or isinstance(error, NbdistError) or not isinstance(error, RuntimeError | ValueError):
             return None
@@ -483,6 +436,7 @@ class Collectives:
         if not (self._lost or self._broken) and self._spans_hosts:
             self._wait_for_loss_elsewhere(self._agent)
         if not self._lost:
+            # NCCL's own error says that its communicator was aborted.
             if of_nccl and not self._broken:
                 return None
             return GroupError(_BROKEN_OFF if self._broken or not self._is_whole() else _OLD)
@@ -500,11 +454,9 @@ class Collectives:
         return min(counted, default=False)
 
     def _wait_for_loss_elsewhere(self, agent: Agent) -> None:
-        """Wait until a member on another host that does not answer is lost; return at once if all answer.
-
-        The end of a gloo connection may be the first sign that a host has died. RPC reports the loss only after
-        `RpcBackendOptions.lost_after` seconds of silence.
-        """
+        """Wait until a member on another host that does not answer is lost; return at once if all answer."""
+        # The end of a gloo connection may be the first sign that a host has died. RPC reports the loss only after
+        # `RpcBackendOptions.lost_after` seconds of silence.
         names = [each.name for each in agent.membership.others()]
         answers = ask_each(agent, _answer, dict.fromkeys(names, ()), timeout=_DEATH_KNOWN_WITHIN)
         silent = set(names) - answers.or_raise(but=NbdistError).keys()
@@ -522,10 +474,7 @@ class Collectives:
             time.sleep(_POLL)
 
     def _group_members(self, agent: Agent) -> list[int]:
-        """Return the incarnations of the living members of the present group, this worker's included.
-
-        The RPC world has other members, too: the notebook, and workers that have joined since the group formed.
-        """
+        """Return the incarnations of the living members of the present group, this worker's included."""
         with contextlib.suppress(NbdistError):  # the notebook, which may have the store, is lost as well
             return [
                 record.incarnation
@@ -540,9 +489,8 @@ class Collectives:
         """End the collective in which a thread waits; return a text that says what was done, empty for nothing.
 
         Called in another thread when an interrupt has had no effect. Leaves the collective's group, and gloo's groups
-        without a known name. If the frames of the thread do not show the group, such as during a wait for the GPU,
-        leaves all groups. Groups that were left stay unusable. ``thread`` is the thread's ident; None for the main
-        thread.
+        without a known name; all groups if the frames of the thread do not show the group, such as during a wait for
+        the GPU. ``thread`` is the thread's ident; None for the main thread.
         """
         ident = threading.main_thread().ident or 0 if thread is None else thread
         if self._is_forming(ident):
@@ -577,10 +525,7 @@ class Collectives:
         return _ABORTED if done else ""
 
     def was_broken_off(self, since: float) -> bool:
-        """Return whether an interrupt has broken off a collective of the main thread since a moment, a monotonic time.
-
-        torch may then have lost the KeyboardInterrupt, and raise its own error of the collective.
-        """
+        """Return whether a collective of the main thread was broken off since a moment, by `time.monotonic`."""
         return self._broken.get(threading.main_thread().ident or 0, 0.0) > since
 
     def _is_forming(self, ident: int) -> bool:
@@ -589,11 +534,9 @@ class Collectives:
 
 
 def destroy(group: Any = None) -> None:
-    """Destroy process groups as torch's ``destroy_process_group`` does, and keep the objects for a second.
-
-    Right after a collective, one of gloo's threads may still need the GIL, to release a tensor. If a DDP wrapper held
-    the group last, it would end the group meanwhile: it waits for that thread, and holds the GIL for ever.
-    """
+    """Destroy process groups as torch's ``destroy_process_group`` does, and keep the objects for a second."""
+    # Right after a collective, one of gloo's threads may still need the GIL, to release a tensor. If a DDP wrapper held
+    # the group last, it would end the group meanwhile: it waits for that thread, and holds the GIL for ever.
     kept = list(groups_by_name().values())
     _destroy_process_group(group)
     timer = threading.Timer(_KEPT_FOR, kept.clear)
@@ -602,10 +545,7 @@ def destroy(group: Any = None) -> None:
 
 
 def _follow_master(store: GroupStore, told: WorkerSetup) -> None:
-    """Set ``MASTER_ADDR`` and ``MASTER_PORT`` to the values of rank 0's worker, which may have moved to another host.
-
-    Waits for that worker. Raises RendezvousError if it fails, WorkerLost if a member has died.
-    """
+    """Set ``MASTER_ADDR`` and ``MASTER_PORT`` to those of rank 0's worker, which may have moved to another host."""
     if told.rank == 0:
         store.set("nbdist/master", f"{told.master_address} {told.master_port}")
     address, _, port = store.get("nbdist/master").decode().partition(" ")
@@ -613,10 +553,7 @@ def _follow_master(store: GroupStore, told: WorkerSetup) -> None:
 
 
 def agree_on_backend(store: GroupStore, told: WorkerSetup) -> str:
-    """Return the backend that all workers use. The worker of rank 0 chooses it, by the GPUs of all workers.
-
-    Waits for the others. Raises RendezvousError if another worker fails, WorkerLost if a member has died.
-    """
+    """Return the backend that all workers use. The worker of rank 0 chooses it, by the GPUs of all workers."""
     store.set(f"nbdist/gpu of {told.rank}", gpu.identity(told))
     if told.rank == 0:
         gpus = store.multi_get([f"nbdist/gpu of {rank}" for rank in range(told.world_size)])
@@ -625,11 +562,7 @@ def agree_on_backend(store: GroupStore, told: WorkerSetup) -> str:
 
 
 def _shut(loops: Sequence[gloo.Loop]) -> int:
-    """Shut the connections of these process groups, and end waits that gloo forgets; return how many were still open.
-
-    gloo's waits then fail at once. The sockets stay, since gloo owns their files; a second call finds the same sockets
-    and is harmless.
-    """
+    """Shut the connections of process groups, and end waits that gloo forgets; return how many were still open."""
     count = sum(map(gloo.shut, loops))
     # Also if no connection was open: gloo closes the connections to a dead member itself, and forgets cut transfers.
     threading.Thread(target=_end_cut_transfers, name="nbdist-cut-transfers", daemon=True).start()
@@ -637,10 +570,7 @@ def _shut(loops: Sequence[gloo.Loop]) -> int:
 
 
 def _end_cut_transfers() -> None:
-    """End waits for transfers that were cut off halfway, for about 10 seconds; gloo would end them after 30 minutes.
-
-    Runs in a thread of its own.
-    """
+    """End waits for transfers that were cut off halfway, for about 10 seconds; gloo would end them after 30 minutes."""
     cut = CutTransfers()
     for _ in range(_LOOKS_FOR_CUT):
         time.sleep(_LOOK_FOR_CUT_EVERY)
@@ -652,10 +582,8 @@ def _answer() -> None:
 
 
 def _is_of_old_group(error: BaseException) -> bool:
-    """Return whether the frames of an error hold a destroyed group, or a DDP or FSDP wrapper with such a group.
-
-    Some errors of torch do not say that the group is gone, such as those after a restart.
-    """
+    """Return whether the frames of an error hold a destroyed group, or a DDP or FSDP wrapper with such a group."""
+    # Some errors of torch do not say that the group is gone, such as those after a restart.
     tb = error.__traceback__
     while tb is not None:
         found = tb.tb_frame.f_locals

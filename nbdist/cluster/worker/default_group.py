@@ -33,8 +33,8 @@ from nbdist.cluster.worker.collectives import Collectives, destroy
 from nbdist.errors import UsageError
 from nbdist.torch_private import set_group_timeout
 
+# The modules that have these functions. A search through all modules would copy memory that workers share: 9 MB.
 HOMES = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
-"""The modules that have these functions. A search through all modules would copy memory that workers share: 9 MB."""
 
 dist: Any = torch.distributed  # Any: torch does not declare what this module exports
 
@@ -86,18 +86,17 @@ def _form(asked: Mapping[str, Any], told: WorkerSetup, collectives: Collectives)
                 set_group_timeout(asked["timeout"])
             print(f"init_process_group: the process group is there already: {own}, {told.world_size} workers")
             return True
+    # torch's own function raises the error of a group that is there, and forms the others.
     elif dist.is_initialized() or asked["store"] or not is_same or str(asked["init_method"]).startswith("file:"):
         return False
+    # What is left of torch's arguments: nbdist gives store, rank and size.
     options = {name: asked[name] for name in ("timeout", "pg_options", "device_id") if asked[name] is not None}
     collectives.form_in_cell(told, None if has_group else backend or "undefined", **options)
     return True
 
 
 def _is_same_backend(asked: str, own: str, device: str) -> bool:
-    """Return whether a group with the backend ``own`` does what ``asked`` would, on the CPU and this worker's device.
-
-    Both are as for torch: ``gloo``, or ``cpu:gloo,cuda:nccl``.
-    """
+    """Return whether the backend ``own`` does what ``asked`` would, on the CPU and this worker's device."""
     theirs, ours = (BackendConfig(Backend(each)).get_device_backend_map() for each in (asked, own))
-    named = {"cpu", device.partition(":")[0]} & theirs.keys()
+    named = {"cpu", device.partition(":")[0]} & theirs.keys()  # a backend for another device makes no difference here
     return bool(named) and all(ours.get(each) == theirs[each] for each in named)

@@ -24,6 +24,7 @@ from nbdist.code_places import is_users, shown_name
 from nbdist.thread_frames import thread_frames
 from nbdist.torch_private import flight_record, groups_by_name, process_groups
 
+# torch's names of dtypes in C++, where they are not Python's in capitals.
 _DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -36,18 +37,14 @@ _DTYPES = {
     "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }
-"""torch's names of dtypes in C++, where they are not Python's in capitals."""
+# Kinds in which the members may give tensors of different sizes, or none.
 _MAY_DIFFER = ("all_to_all", "alltoall", "send", "recv", "barrier")
-"""Kinds in which the members may give tensors of different sizes, or none."""
-_MAY_DIFFER_ON_NCCL = ("all_gather", "reduce_scatter")
-"""Kinds in which that is so on NCCL, but not on gloo."""
+_MAY_DIFFER_ON_NCCL = ("all_gather", "reduce_scatter")  # but not on gloo
+# One member gives the tensors: the sizes of all members' outputs must agree.
 _FROM_ONE = ("scatter",)
-"""Kinds to which one member gives tensors: the sizes of all members' outputs must agree."""
 _TITLES = {"default_pg": "default group", "undefined": ""}
-_COLLECTIVES = torch.distributed.distributed_c10d.__file__
-"""The file with the functions of ``torch.distributed``."""
-_MESH = "mesh_"
-"""The beginning of the description that torch gives to the group of a dimension of a DeviceMesh."""
+_COLLECTIVES = torch.distributed.distributed_c10d.__file__  # the file with the functions of ``torch.distributed``
+_MESH = "mesh_"  # begins the description of a group that is a dimension of a DeviceMesh
 
 
 def progress() -> tuple[int, bool | None]:
@@ -69,10 +66,7 @@ def state() -> object:
 
 
 def read(formed_at: int, *, places: bool) -> list[GroupHistory]:
-    """Return the histories of the groups of this process that have formed since ``formed_at``, by `time.time_ns`.
-
-    With ``places``, they have the lines of the user's code.
-    """
+    """Return the histories of the groups since ``formed_at``, by `time.time_ns`; with ``places``, with lines."""
     entries = [each for each in flight_record(frames=places).get("entries", ()) if each["time_created_ns"] >= formed_at]
     titles = {name: _title(group) for name, group in groups_by_name().items()}
     return histories(entries, process_groups(), titles, thread_frames() if places else {})
@@ -95,10 +89,7 @@ def histories(
     titles: Mapping[str, str],
     threads: Mapping[int, FrameType],
 ) -> list[GroupHistory]:
-    """Return the history of each group in ``groups``, which has the members' ranks, from the recorder's ``entries``.
-
-    ``threads`` has the innermost frame of each thread of this process, by ident.
-    """
+    """Return the history of each group in ``groups``, which has the members' ranks, from the recorder's ``entries``."""
     of_group: dict[str, dict[int, Mapping[str, Any]]] = {name: {} for name in groups}
     for entry in entries:
         known, number = of_group.get(entry["process_group"][0]), entry["collective_seq_id"]
@@ -121,7 +112,6 @@ def _history(
     threads: Mapping[int, FrameType],
     busy: bool,
 ) -> GroupHistory:
-    """Return the history of one group from its entries, by number, without gaps."""
     main = threads.get(threading.main_thread().ident or 0)
     kinds: dict[Given, int] = {}
     given, waits = [], []

@@ -30,18 +30,16 @@ from types import FrameType
 
 from nbdist.torch_private import torch_version
 
-_NAME = "gloo_tcp_loop" if torch_version() >= (2, 13) else None
-"""The name of a loop's thread; None if the installed torch gives it no name."""
+_NAME = "gloo_tcp_loop" if torch_version() >= (2, 13) else None  # of a loop's thread
 _EPOLL_WAITS = ("232", "281", "441", "22")  # epoll_wait, epoll_pwait, epoll_pwait2 on x86-64; epoll_pwait on ARM
+# The most looks, 1 ms apart, to see whether a thread polls. The second is for an idle thread without a known name.
 _TRIES, _TRIES_FOR_ANY = 100, 3
-"""The most looks, 1 ms apart, to see whether a thread polls. The second is for an idle thread without a known name."""
+# The functions of C's library, during which no other thread of Python runs.
 _KEEPS_GIL = ctypes.PyDLL(None)
-"""The functions of C's library, during which no other thread of Python runs."""
 _KEEPS_GIL.pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long)
-_LOOKS, _LOOK_EVERY = 5, 50
-"""The most looks at a thread that seems to run, and the microseconds between two."""
+_LOOKS, _LOOK_EVERY = 5, 50  # the most looks at a thread that seems to run, and the microseconds between two
+# Bytes of a system call as Linux writes it: its number, six arguments and two addresses.
 _LONGEST_CALL = 256
-"""The most bytes of a system call as Linux writes it: its number, six arguments and two addresses."""
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 
@@ -59,11 +57,11 @@ def loops(is_known: Callable[[bytes], bool]) -> list[Loop]:
     """Return the sockets of all gloo process groups in this process, a `Loop` for each group.
 
     Before torch 2.13, returns only the groups for which ``is_known`` returns True: it gets the address of the group's
-    listener. Skips a thread that ends during the search, or does not poll.
+    listener.
     """
     found = []
     for task in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # a thread that ends during the search
             if _NAME is None or (task / "comm").read_text().strip() == _NAME:
                 poller = _poller(int(task.name))
                 if poller is None:
@@ -76,13 +74,11 @@ def loops(is_known: Callable[[bytes], bool]) -> list[Loop]:
 
 
 def shut(loop: Loop) -> int:
-    """Shut all connections of a process group down; return how many were still open.
-
-    gloo keeps the file numbers open, so a second call is harmless.
-    """
+    """Shut all connections of a process group down; return how many were still open. A second call is harmless."""
     count = 0
     for number in loop.connections:
         # The listener stays open: gloo ends the process if it cannot accept connections.
+        # Shut, and not closed: the file number is gloo's, and would be given to another file.
         with contextlib.suppress(OSError), _copy(number) as connection:
             connection.shutdown(socket.SHUT_RDWR)
             count += 1
@@ -92,11 +88,12 @@ def shut(loop: Loop) -> int:
 def connect_for_peers(loop: Loop, world_size: int) -> None:
     """Connect to a loop's listener as each of the group's members would, and close the connections.
 
-    This ends gloo's waits for members that will never connect. A member sends its rank in 8 bytes, which gloo does not
-    check. So here, gloo's wait for each rank ends, and finds a closed connection.
+    This ends gloo's waits for members that will never connect.
     """
     for number in loop.listeners:
         with contextlib.suppress(OSError), _copy(number) as listener:
+            # A member sends its rank in 8 bytes, which gloo does not check. So gloo's wait for each rank ends here, and
+            # finds a closed connection.
             for rank in range(world_size):
                 with socket.create_connection(listener.getsockname()[:2], timeout=1) as peer:
                     peer.sendall(rank.to_bytes(8, sys.byteorder))
@@ -106,14 +103,14 @@ def system_call(task: int) -> list[str]:
     """Return the number and the arguments of the system call that a thread of this process is in, as Linux writes them.
 
     ``task`` is the thread's native id. The first entry is ``running`` if the thread is not blocked, ``-1`` if it is
-    blocked outside of a system call, and ``unknown`` if Linux does not tell. A thread that waits for the GIL is
-    blocked: this keeps the GIL while it looks, and looks up to `_LOOKS` times more if the thread seems to run.
+    blocked outside of a system call, and ``unknown`` if Linux does not tell.
     """
     try:
         file = os.open(f"/proc/self/task/{task}/syscall", os.O_RDONLY)
     except OSError:
         return ["unknown"]
     try:
+        # A thread that waits for the GIL is blocked: so this keeps the GIL while it looks.
         found = _read_keeping_gil(file)
         for _ in range(_LOOKS):
             if found[0] != "running":
@@ -151,7 +148,6 @@ def method_called(frame: FrameType) -> str:
 
 
 def _sorted(numbers: Iterator[int]) -> Loop:
-    """Return a `Loop` with the sockets among these file numbers: the listeners and the connections."""
     loop = Loop()
     for number in numbers:
         with contextlib.suppress(OSError), _copy(number) as file:  # OSError: a pipe
@@ -171,10 +167,8 @@ def _start_of_sockaddr(listener: socket.socket) -> bytes:
 
 
 def _poller(task: int) -> int | None:
-    """Return the number of the epoll file with which a thread polls; None if it does not poll.
-
-    ``task`` is the thread's native id. Looks several times, because the thread may be busy between two polls.
-    """
+    """Return the number of the epoll file with which a thread polls; None if it does not poll."""
+    # Several looks, because the thread may be busy between two polls.
     for tried in range(_TRIES):
         call = system_call(task)
         if call[0] in _EPOLL_WAITS:
@@ -186,13 +180,10 @@ def _poller(task: int) -> int | None:
 
 
 def _copy(number: int) -> socket.socket:
-    """Return a Python socket for a copy of gloo's file; closing it leaves gloo's file open.
-
-    Raises OSError if the file is not a socket.
-    """
+    """Return a Python socket for a copy of gloo's file; closing it leaves gloo's file open."""
     file = os.dup(number)
     try:
         return socket.socket(fileno=file)
-    except OSError:
+    except OSError:  # not a socket
         os.close(file)
         raise

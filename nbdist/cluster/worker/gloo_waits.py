@@ -30,30 +30,28 @@ from typing import Any, BinaryIO
 from nbdist.cluster.worker import gloo
 from nbdist.torch_private import torch_library
 
+# The system calls of a waiting thread, futex and restart_syscall, on x86-64 and on ARM. The second one continues a
+# futex call after a signal has stopped the process; Linux still shows the arguments of the futex call.
 _WAITING = ("202", "219", "98", "128")
-"""The system calls of a waiting thread, futex and restart_syscall, on x86-64 and on ARM. The second one continues a
-futex call after a signal has stopped the process; Linux still shows the arguments of the futex call."""
 
-_WORD = 8
-"""Bytes of a pointer."""
+_WORD = 8  # bytes of a pointer
 
-_CONTEXT_AT = 24
-"""Distance from a buffer's start to the address of its context."""
+_CONTEXT_AT = 24  # from a buffer's start to the address of its context
 
+# Distances from a buffer's start at which its two condition variables lie: from 80 on x86-64, from 88 on ARM.
 _CONDITIONS_AT = range(64, 192)
-"""Distances from a buffer's start at which its two condition variables lie: from 80 on x86-64, from 88 on ARM."""
 
+# From a virtual table's symbol to the functions, to which objects point; two words about the type precede.
 _FUNCTIONS_AT = 16
-"""Distance from a virtual table's symbol to the functions, to which objects point; two words about the type precede."""
 
+# A variable of torch's: if set, members connect when one first sends, so having no connection need not mean a loss.
 _LAZY = "TORCH_GLOO_LAZY_INIT"
-"""A variable of torch's: if set, members connect when one first sends, so having no connection need not mean a loss."""
 
+# The text of the error, in which `nbdist.cluster.worker.collectives` recognises the words of gloo's own errors.
 _ERROR_TEXT = b"[nbdist, in place of third_party/gloo/gloo/transport/tcp] Connection closed in the middle of a transfer"
-"""The text of the error, in which `nbdist.cluster.worker.collectives` recognises the words of gloo's own errors."""
 
+# Held from a look until its waits are ended: a buffer whose wait another thread has ended may have been freed.
 _looking = threading.Lock()
-"""Held from a look until its waits are ended: a buffer whose wait another thread has ended may have been freed."""
 
 
 class CutTransfers:
@@ -66,8 +64,7 @@ class CutTransfers:
         """End waits that only gloo's timeout would end, and return how many were ended.
 
         Ends a wait only if the previous call found the same thread waiting for the same buffer, so the first call ends
-        none. The thread gets a RuntimeError. Returns 0, and ends none, where torch's or C++'s library lacks a function
-        that this needs, or where torch connects the members of groups lazily.
+        none. The thread gets a RuntimeError.
         """
         functions = _functions()
         if functions is None:
@@ -112,17 +109,14 @@ class _Functions:
         self._end_error = _address(cpp, "_ZNSt13runtime_errorD1Ev")
 
     def hopeless_waits(self) -> dict[int, int]:
-        """Return the threads whose gloo wait only the timeout would end: by thread id, the address of the buffer.
-
-        The process group of the buffer has no connection left. Looks at all threads of the process. Skips a thread that
-        waits for something else: no buffer lies around the address at which it waits.
-        """
+        """Return the threads whose gloo wait only the timeout would end: by thread id, the address of the buffer."""
         found = {}
         with Path("/proc/self/mem").open("rb", buffering=0) as memory:
             for task in Path("/proc/self/task").iterdir():
                 call = gloo.system_call(int(task.name))
                 if call[0] not in _WAITING:
                     continue
+                # A thread that waits for something else has no buffer around the address at which it waits.
                 buffer = self._buffer_around(memory, int(call[1], 16))
                 context = _pointer_at(memory, buffer + _CONTEXT_AT) if buffer else 0
                 if context and _pointer_at(memory, context) == self._contexts and not self._is_connected(context):
@@ -130,10 +124,7 @@ class _Functions:
         return found
 
     def _buffer_around(self, memory: BinaryIO, address: int) -> int:
-        """Return the address of the gloo buffer that has a condition variable at ``address``; 0 if there is no buffer.
-
-        ``memory`` is the open ``/proc/self/mem``.
-        """
+        """Return the address of the gloo buffer that has a condition variable at ``address``; 0 if there is none."""
         starts = (address - distance for distance in _CONDITIONS_AT if (address - distance) % _WORD == 0)
         return next((start for start in starts if _pointer_at(memory, start) == self._buffers), 0)
 
@@ -141,16 +132,16 @@ class _Functions:
         """Return whether a process group, by the address of its gloo context, is connected to any other member."""
         ranks = self._connected(context)
         if ranks.begin:
-            self._delete(ranks.begin)
+            self._delete(ranks.begin)  # the vector was returned by value, so it is ours to free
         return bool(ranks.begin != ranks.end)
 
     def fail(self, buffer: int) -> None:
         """Make the thread that waits for a buffer throw a ``std::runtime_error``, in Python a RuntimeError.
 
-        ``buffer`` is an address that `hopeless_waits` has returned; this is not checked. This makes the error as a C++
-        compiler would for ``std::make_exception_ptr(std::runtime_error(text))``: memory from the runtime, the
-        exception's header, the constructor, a pointer to the whole.
+        ``buffer`` is an address that `hopeless_waits` has returned; this is not checked.
         """
+        # As a C++ compiler does for ``std::make_exception_ptr(std::runtime_error(text))``: memory from the runtime, the
+        # exception's header, the constructor, a pointer to the whole.
         error = self._allocate(2 * _WORD)  # the size of a runtime_error
         self._initialise(error, self._type, self._end_error)
         self._make_error(error, _ERROR_TEXT)
@@ -161,10 +152,7 @@ class _Functions:
 
 @functools.cache
 def _functions() -> _Functions | None:
-    """Return the `_Functions` of this process, made at the first call.
-
-    Returns None if one of the functions is missing, or if torch connects the members of groups lazily.
-    """
+    """Return the `_Functions` of this process; None if one is missing, or torch connects members lazily."""
     lazily = os.environ.get(_LAZY, "0").lower() not in ("", "0", "n", "no", "f", "false", "off")
     with contextlib.suppress(AttributeError, OSError):
         return None if lazily else _Functions()
@@ -172,7 +160,6 @@ def _functions() -> _Functions | None:
 
 
 def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
-    """Return a library's function with the types of its result and arguments; AttributeError if it is missing."""
     function = library[name]
     function.restype = result
     function.argtypes = arguments
@@ -180,12 +167,11 @@ def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> 
 
 
 def _address(library: ctypes.CDLL, name: str) -> int:
-    """Return the address of a symbol; AttributeError if the library has none of that name."""
-    return ctypes.cast(library[name], ctypes.c_void_p).value or 0
+    return ctypes.cast(library[name], ctypes.c_void_p).value or 0  # AttributeError if it has no such name
 
 
 def _pointer_at(memory: BinaryIO, address: int) -> int:
-    """Return the pointer at an address of ``memory``, the open ``/proc/self/mem``; 0 if there is no memory there."""
+    """Return the pointer at an address of ``memory``; 0 if there is no memory there."""
     with contextlib.suppress(OSError, OverflowError):
         return int.from_bytes(os.pread(memory.fileno(), _WORD, address), sys.byteorder)
     return 0

@@ -9,18 +9,13 @@ from nbdist.cluster.processes.setup import WorkerSetup
 from nbdist.errors import UsageError
 from nbdist.gpus.support import is_supported, lacks_convolutions
 
-_NOTE = "GPU "
-"""The beginning of the note that `explain` adds."""
+_NOTE = "GPU "  # the beginning of the note that `explain` adds
 
-_own: WorkerSetup | None = None
-"""This worker's setup, if it has a GPU."""
+_own: WorkerSetup | None = None  # this worker's setup, if it has a GPU
 
 
 def prepare(told: WorkerSetup) -> None:
-    """Make the worker's GPU torch's current device, and let torch take only the worker's share of its memory.
-
-    Does nothing for a worker without a GPU.
-    """
+    """Make the worker's GPU torch's current device, and let torch take only the worker's share of its memory."""
     global _own
     if told.gpu is None:
         return
@@ -49,15 +44,12 @@ def identity(told: WorkerSetup) -> str:
 
 
 def own_lacks_convolutions() -> str:
-    """Return what `lacks_convolutions` says of this worker's GPU. The notebook calls this on workers."""
+    """Return what `lacks_convolutions` says of this worker's GPU. The notebook calls this."""
     return "" if _own is None else lacks_convolutions(_own.device)
 
 
 def explain(error: BaseException | None) -> None:
-    """Add a note to torch's error that a GPU's memory is full: whose GPU it is, and what shows who takes the memory.
-
-    Does nothing for any other error, or if the error has the note already.
-    """
+    """Add a note to torch's error that a GPU's memory is full: whose GPU it is, and what shows who takes the memory."""
     if _own is None or not isinstance(error, torch.OutOfMemoryError):
         return
     if any(str(note).startswith(_NOTE) for note in getattr(error, "__notes__", ())):

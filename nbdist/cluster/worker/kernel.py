@@ -38,14 +38,13 @@ from nbdist.errors import UsageError
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+# Seconds within which a worker has to join the RPC world; also the time limit of its calls, unless options set one.
 _JOINS_WITHIN = 60.0
-"""Seconds within which a worker has to join the RPC world; also the time limit of its calls, unless options set one."""
+# Seconds to wait until the calls that this worker made have stopped after an interrupt; the notebook waits longer.
 _CALLS_STOP_WITHIN = 1.2
-"""Seconds to wait until the calls that this worker made have stopped after an interrupt; the notebook waits longer."""
 
 
-_worker: WorkerKernel | None = None
-"""Set by `main`; None in a process that is no worker."""
+_worker: WorkerKernel | None = None  # set by `main`; None in a process that is no worker
 
 
 def setup() -> WorkerSetup:
@@ -65,13 +64,14 @@ def _here() -> WorkerKernel:
 def main(told: str) -> None:
     """Run a worker: the entry of its process. ``told`` is its `WorkerSetup` as JSON.
 
-    Returns when the kernel has been asked to shut down. Crash reports go to the worker's log, which is standard error
-    before the kernel replaces it. The log is emptied once the kernel runs: what comes afterwards may say why it died.
+    Returns when the kernel has been asked to shut down.
     """
     global _worker
     setup = WorkerSetup.decode(told)
     _worker = WorkerKernel(setup)
-    _set_environment(setup)
+    _set_environment(setup)  # before the kernel starts: cells and their child processes inherit it
+    # Crash reports go to the worker's log, which is standard error before the kernel replaces it. It is emptied once
+    # the kernel runs: what comes afterwards may say why it died.
     log = os.dup(2)  # the kernel replaces standard error
     faulthandler.enable(file=log)  # all threads: gloo ends the process in a thread of its own
     _write_where_asked(setup)
@@ -105,13 +105,11 @@ def main(told: str) -> None:
 
 @contextlib.contextmanager
 def _modules_unlisted() -> Iterator[None]:
-    """Keep the kernel from listing `sys.modules` when it starts: for a debugger, and for ``%reset --aggressive``.
-
-    A list counts a reference to each of 2,000 modules and names, and so copies 8 MB that forked workers share.
-    """
+    """Keep the kernel from listing `sys.modules` when it starts: for a debugger, and for ``%reset --aggressive``."""
     from ipykernel import ipkernel
     from IPython.core import shellapp
 
+    # A list counts a reference to each of 2,000 modules and names, and so copies 8 MB that forked workers share.
     class Sys:
         modules: ClassVar[dict[str, Any]] = {}
 
@@ -129,21 +127,15 @@ def _modules_unlisted() -> Iterator[None]:
 
 
 def _leave() -> None:
-    """Exit at once with code 0: the kernel's own end may take seconds, and an ordinary exit copies shared memory.
-
-    A forked worker shares this memory with the others. Registered with `atexit`, so that it runs after the user's own
-    exit handlers. It never returns.
-    """
+    # After the user's exit handlers. The kernel's own end may take seconds, and an ordinary exit copies the memory that
+    # forked workers share.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _set_environment(told: WorkerSetup) -> None:
-    """Set the variables that torch's ``env://`` reads, and keep connections of process groups on this host.
-
-    Called before the kernel starts, so that cells and everything that they start have these variables.
-    """
+    """Set the variables that torch's ``env://`` reads, and keep connections of process groups on this host."""
     os.environ.update(
         RANK=str(told.rank),
         LOCAL_RANK=str(told.rank if told.local_rank is None else told.local_rank),
@@ -162,11 +154,9 @@ def _set_environment(told: WorkerSetup) -> None:
 
 
 def _write_where_asked(told: WorkerSetup) -> None:
-    """Install a handler that writes the frames of the main thread to `where_file` at each `WHERE_SIGNAL`.
-
-    The handler is C code, so it needs no GIL. ``told`` names the run directory and the worker.
-    """
+    """Install a handler that writes the frames of the main thread to `where_file` at each `WHERE_SIGNAL`."""
     file = open(where_file(told.folder, told.name), "a")  # noqa: SIM115 (it stays open: a handler writes to it)
+    # In C, so that it needs no GIL.
     faulthandler.register(WHERE_SIGNAL, file=file, all_threads=False)
 
 
@@ -174,20 +164,17 @@ def _write_where_asked(told: WorkerSetup) -> None:
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Turn a starting kernel into a worker: see `WorkerKernel.prepare`.
-
-    ``--ext`` names this module, so the kernel calls this function before it serves requests.
-    """
+    """Turn a starting kernel into a worker. ``--ext`` names this module, so the kernel calls this before it serves."""
     _here().prepare(shell)
 
 
 def join() -> None:
-    """Start the RPC agent and join the RPC world: see `WorkerKernel.join`. The notebook calls this by a silent cell."""
+    """Start the RPC agent and join the RPC world: see `WorkerKernel.join`."""
     _here().join()
 
 
 def group(generation: int, world_size: int) -> None:
-    """Form the process group: see `WorkerKernel.group`. The notebook calls this by a silent cell."""
+    """Form the process group: see `WorkerKernel.group`."""
     _here().group(generation, world_size)
 
 
@@ -244,9 +231,8 @@ class WorkerKernel:
     def join(self) -> None:
         """Start the RPC agent and join the RPC world. Returns when this worker is a member.
 
-        The notebook calls this once in each life of a worker; its errors become the notebook's StartError, and a second
-        call is a UsageError. From then on a call carries the cell that it belongs to, collectives end when a member
-        dies, and tracebacks of calls name cells by their numbers.
+        Called once in each life of a worker; its errors become the notebook's StartError, and a second call is a
+        UsageError.
         """
         from nbdist.cluster.jupyter import labels
         from nbdist.cluster.processes import process_memory
@@ -270,6 +256,7 @@ class WorkerKernel:
             hosted=Path(told.folder),
             device=told.device,
         )
+        # A short limit of the user's is not meant for joining.
         agent.rpc_timeout = told.rpc.get("rpc_timeout", _JOINS_WITHIN)
         agent.stopping.patience = _CALLS_STOP_WITHIN
         self._output.follow(agent)
@@ -281,38 +268,35 @@ class WorkerKernel:
     def group(self, generation: int, world_size: int) -> None:
         """Form the process group number ``generation`` of ``world_size`` workers; destroy the previous one first.
 
-        Waits for the other workers. In a cluster without a process group, only the number of workers is noted. Raises
-        RendezvousError if another worker fails to form it, WorkerLost if a member has died.
+        Waits for the other workers. Raises RendezvousError if another worker fails to form it, WorkerLost if a member
+        has died.
         """
+        # In a cluster without a process group, too.
         self._note_world_size(world_size)
         if self.setup.backend != "none":
             self._collectives.initialise(self.setup, generation)
 
     def _note_world_size(self, world_size: int) -> None:
-        """Note the number of workers, which grows as workers join: in the setup, the environment and the variables.
-
-        A variable to which the user has assigned another value stays as it is.
-        """
+        """Note the number of workers, which grows as workers join: in the setup, the environment and the variables."""
         told = self.setup
         if world_size == told.world_size:
             return
         self.setup = msgspec.structs.replace(told, world_size=world_size)
         os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(told.local_world_size or world_size))
         shell: Any = get_ipython()
+        # A variable to which the user has assigned another value stays as it is.
         own = [name for name in ("world_size", "__world_size__") if type(shell.user_ns.get(name)) is int]
         names = [name for name in own if shell.user_ns[name] == told.world_size]
         shell.push(dict.fromkeys(names, world_size), interactive=False)
 
 
 def _seed(told: WorkerSetup) -> None:
-    """Seed this worker's random generators with the cluster's seed plus the rank. Without a seed, make torch's differ.
-
-    The generators of Python and numpy differ already: a forked worker has seeded them again, a spawned one for the
-    first time.
-    """
+    """Seed this worker's random generators with the cluster's seed plus the rank; without a seed, only torch's."""
     import torch
 
     if told.seed is None:
+        # Those of Python and numpy differ already: a forked worker has seeded them again, a spawned one for the first
+        # time.
         torch.seed()  # torch's first seed is the same in every process
         return
     own = told.seed + told.rank

@@ -39,6 +39,8 @@ from nbdist.cluster.worker import gloo
 from nbdist.code_places import is_nbdists, is_pythons, is_torchs, is_users
 from nbdist.thread_frames import outwards, thread_frames
 
+# Environment variables that keep torch's watchdog of NCCL, a thread for each group, from ending a worker. torch reads
+# each of them when it makes a process group, the last one when it makes the first group.
 _ENVIRONMENT = {
     # The watchdog does nothing about a failed collective. By default it ends the process, a minute later; torch's
     # `_abort_process_group` asks for this value.
@@ -55,50 +57,41 @@ _ENVIRONMENT = {
     # From torch 2.15 on, "nccl" would mean "nccl2", which was never run with nbdist, and has a watchdog of its own.
     "TORCH_DIST_USE_NCCL2": "0",
 }
-"""Environment variables that keep torch's watchdog of NCCL, a thread for each group, from ending a worker.
 
-torch reads each of them when it makes a process group, the last one when it makes the first group.
-"""
+_ABORTS_WITHIN = 5.0  # seconds; NCCL itself would wait for the group's time limit, 10 minutes
 
-_ABORTS_WITHIN = 5.0
-"""Seconds for the aborts to return. NCCL itself would wait for the group's time limit, 10 minutes."""
-
+# Seconds for a thread to leave its collective after an abort. gloo may need 10 of them for a cut transfer.
 _ENDS_WITHIN = 15.0
-"""Seconds for a thread to leave its collective after an abort. gloo may need 10 of them for a cut transfer."""
 
-_LOOKS, _LOOK_EVERY = 3, 0.03
-"""The number of looks at a thread, and the seconds between two, to see that it stays at one instruction."""
+_LOOKS, _LOOK_EVERY = 3, 0.03  # looks at a thread, and the seconds between two
 
+# The system call ``sched_yield`` on x86-64 and ARM. CUDA waits with it if processes outnumber cores.
 _YIELDS = ("24", "124")
-"""The numbers of the system call ``sched_yield`` on x86-64 and ARM. CUDA waits with it if processes outnumber cores."""
 
+# torch's methods that wait for the GPU, or for a collective.
 _WAITING_METHODS = ("cpu", "cuda", "item", "numpy", "synchronize", "to", "tolist", "wait")
-"""The names of torch's methods that wait for the GPU, or for a collective."""
 
+# The number under which Python calls `_raise_in_cell` in the main thread. The system never sends this signal.
 _LEAVE_SIGNAL = signal.SIGRTMAX - 4
-"""The number under which Python calls `_raise_in_cell` in the main thread. The system never sends this signal."""
 
 LEFT = re.compile(r"NCCL communicator was aborted|remote process exited|setting up NCCL communicator")
 """The texts of torch's errors after an abort, or after the death of a member."""
 
 
+# The text of torch's error after an interrupt in the group's store, where NCCL's members first meet.
 _INTERRUPTED = re.compile(r"setting up NCCL communicator.*KeyboardInterrupt", re.DOTALL)
-"""The text of torch's error after an interrupt in the group's store, where NCCL's members first meet."""
 
 
+# The idents of the threads that run calls for other agents, by call: see `nbdist.rpc.calls.stopping`.
 _Calls = Mapping[tuple[int, int], int]
-"""The idents of the threads that run calls for other agents, by call: see `nbdist.rpc.calls.stopping`."""
 
 
 class WaitingPlace(NamedTuple):
     """The place at which a thread waits in C++."""
 
-    frame: int
-    """The id of the innermost frame."""
-    instruction: int
-    """The offset of the instruction in the frame's code."""
-    in_collective: bool
-    """True if the thread is inside a function of `torch.distributed`."""
+    frame: int  # the id of the innermost frame
+    instruction: int  # the offset in the frame's code
+    in_collective: bool  # inside a function of `torch.distributed`
 
 
 class CollectiveAborted(RuntimeError):
@@ -113,9 +106,9 @@ class CollectiveAborted(RuntimeError):
 
 
 def set_environment() -> None:
-    """Set the variables that keep torch's watchdog from ending this process; variables that the user set stay."""
+    """Set the variables that keep torch's watchdog from ending this process."""
     for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        os.environ.setdefault(name, value)  # what the user has set stays
 
 
 def follow() -> None:
@@ -124,11 +117,9 @@ def follow() -> None:
 
 
 def gpu_to_bind(backend: str, device: str) -> torch.device | None:
-    """Return the GPU that must be named when a process group forms; None if there is none, or none need be named.
-
-    ``device`` is the worker's device. torch's "nccl2" connects while the group forms, to the GPU number ``LOCAL_RANK``
-    unless another is named. The older backend takes the GPU of the first tensor.
-    """
+    """Return the GPU that must be named when a process group forms; None if there is none, or none need be named."""
+    # torch's "nccl2" connects while the group forms, to the GPU number ``LOCAL_RANK`` unless another is named. The
+    # older backend takes the GPU of the first tensor.
     names = {part.rpartition(":")[2] for part in backend.lower().split(",")}
     newer = names & {"nccl2", "nccl-lazy"} or ("nccl" in names and os.environ.get("TORCH_DIST_USE_NCCL2") != "0")
     has_newer = hasattr(torch.distributed, "ProcessGroupNCCL2")
@@ -139,36 +130,31 @@ def gpu_to_bind(backend: str, device: str) -> torch.device | None:
 
 
 def abortable(group: Any) -> list[Any]:
-    """Return the backends of a process group whose ``abort`` ends collectives: all backends but gloo's.
-
-    With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, torch wraps each backend. The wrapper does not pass an abort on, so this
-    returns the backend inside. A process group that is written in Python has no backends, and is returned itself.
-    """
+    """Return the backends of a process group whose ``abort`` ends collectives: all backends but gloo's."""
     gloos = getattr(torch.distributed, "ProcessGroupGloo", ())
+    # A group that is written in Python has no backends.
     found = [group._get_backend(device) for device in group._device_types] or [group]
+    # With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, torch wraps each backend, and the wrapper does not pass an abort on.
     plain = [getattr(backend, "wrapped_pg", backend) for backend in found]
     each_once = {id(backend): backend for backend in plain}.values()
     return [backend for backend in each_once if not isinstance(backend, gloos)]
 
 
 def is_used(backend: Any) -> bool:
-    """Return whether a backend has a communicator, which NCCL makes for the group's first collective.
-
-    Returns True for a backend that does not tell.
-    """
-    return bool(getattr(backend, "_is_initialized", lambda: True)())
+    """Return whether a backend has a communicator, which NCCL makes for the group's first collective."""
+    return bool(getattr(backend, "_is_initialized", lambda: True)())  # True for a backend that does not tell
 
 
 def abort(backends: Sequence[Any]) -> bool:
     """Abort all collectives of these backends; return whether this was done within `_ABORTS_WITHIN` seconds.
 
-    The aborts run at the same time: the abort of one communicator may have to wait until the kernels of the others have
-    left the GPU. An abort that raises an error counts as done, because nothing more can be done. A second abort of a
-    backend is harmless.
+    An abort that raises an error counts as done. A second abort of a backend is harmless.
     """
     threads = [
         threading.Thread(target=_abort, args=(backend,), name="nbdist-aborting", daemon=True) for backend in backends
     ]
+    # All at the same time: the abort of one communicator may have to wait until the kernels of the others have left the
+    # GPU.
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + _ABORTS_WITHIN
@@ -178,10 +164,9 @@ def abort(backends: Sequence[Any]) -> bool:
 
 
 def _abort(backend: Any) -> None:
-    """Abort one backend, and print its error, if any; runs in a thread of its own."""
     try:
         backend.abort()
-    except Exception as error:
+    except Exception as error:  # torch's, of any class: nothing more can be done, so the abort counts as done
         print(f"nbdist: the abort of a process group failed: {error}", file=sys.__stderr__)
 
 
@@ -191,12 +176,8 @@ def _abort(backend: Any) -> None:
 def waits(idents: Iterable[int], *, collectives_only: bool = False) -> dict[int, WaitingPlace]:
     """Return the places of the threads that wait in C++ for the GPU or a collective, or compute in C++, by ident.
 
-    ``idents`` are the threads to look at. With ``collectives_only``, only threads inside a function of
-    `torch.distributed` count: there NCCL makes the communicator for the first collective.
-
-    Takes about 0.1 s. A thread counts as waiting if it stays at one instruction of the user's code, a package's code or
-    torch's code, and one of these holds: it runs or yields although this thread holds the GIL, it calls one of
-    `_WAITING_METHODS`, or it is in torch's code. A thread that computes in C++ looks the same as one that waits for a
+    ``idents`` are the threads to look at; with ``collectives_only``, only those inside a function of
+    `torch.distributed` count. Takes about 0.1 s. A thread that computes in C++ looks the same as one that waits for a
     GPU, since CUDA waits by polling.
     """
     found = {ident: place for ident in idents if (place := _place(ident)) is not None}
@@ -207,11 +188,7 @@ def waits(idents: Iterable[int], *, collectives_only: bool = False) -> dict[int,
 
 
 def is_stuck(places: Mapping[int, WaitingPlace]) -> bool:
-    """Return whether a thread stays in its collective, at the place where `waits` has found it.
-
-    Waits up to `_ENDS_WITHIN` seconds for all threads to leave. A thread outside of a function of `torch.distributed`,
-    which waits for the GPU or computes, does not count.
-    """
+    """Return whether a thread stays for `_ENDS_WITHIN` seconds in the collective where `waits` has found it."""
     deadline = time.monotonic() + _ENDS_WITHIN
     left = {ident: place for ident, place in places.items() if place.in_collective}
     while left and time.monotonic() < deadline:
@@ -221,7 +198,6 @@ def is_stuck(places: Mapping[int, WaitingPlace]) -> bool:
 
 
 def _place(ident: int) -> WaitingPlace | None:
-    """Return the place at which a thread may wait in C++; None if it does not wait."""
     frame = thread_frames().get(ident)
     thread = next((thread for thread in threading.enumerate() if thread.ident == ident), None)
     if frame is None or thread is None:
@@ -230,27 +206,24 @@ def _place(ident: int) -> WaitingPlace | None:
     if is_pythons(file) or is_nbdists(file) or not _runs_user_code(frame):
         return None
     call = gloo.system_call(thread.native_id or 0)
+    # It runs or yields although this thread holds the GIL, or it is in code that waits for a collective or the GPU.
     if not (call[0] in ("running", *_YIELDS) or is_torchs(file) or gloo.method_called(frame) in _WAITING_METHODS):
         return None
     return WaitingPlace(id(frame), frame.f_lasti, _is_in_collective(frame))
 
 
 def _is_in_collective(frame: FrameType | None) -> bool:
-    """Return whether a frame, or one of its callers, belongs to torch's module with the collectives."""
     collectives = torch.distributed.distributed_c10d.__file__
     return any(each.f_code.co_filename == collectives for each in outwards(frame))
 
 
 def _runs_user_code(frame: FrameType | None) -> bool:
-    """Return whether a frame, or one of its callers, runs the user's code."""
     return any(is_users(each.f_code.co_filename) for each in outwards(frame))
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Return whether torch's error came from an interrupt while NCCL's members met in the group's store.
-
-    torch catches the store's KeyboardInterrupt there, and raises a RuntimeError with its text.
-    """
+    """Return whether torch's error came from an interrupt while NCCL's members met in the group's store."""
+    # torch catches the store's KeyboardInterrupt there, and raises a RuntimeError with its text.
     return isinstance(error, RuntimeError) and bool(_INTERRUPTED.search(str(error)))
 
 
@@ -269,15 +242,12 @@ def tell(idents: Collection[int], calls: _Calls, raise_in: Callable[[type[BaseEx
 
 
 def _raise_in_cell(number: int, frame: FrameType | None) -> None:
-    """Raise CollectiveAborted in the main thread if it runs the user's code, or torch's code for it: a signal handler.
-
-    If torch has raised an error of its own, the main thread may be in IPython by now, which shows torch's error.
-    """
+    """Raise CollectiveAborted in the main thread if it runs the user's code, or torch's code for it."""
+    # If torch has raised an error of its own, the main thread may be in IPython by now, which shows torch's error.
     if frame is not None and not _is_shown(frame) and _runs_user_code(frame):
         raise CollectiveAborted
 
 
 def _is_shown(frame: FrameType) -> bool:
-    """Return whether a frame runs code of nbdist, IPython or ipykernel, which handle a cell's error."""
     file = frame.f_code.co_filename
     return is_nbdists(file) or "/IPython/" in file or "/ipykernel/" in file

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 METADATA = "nbdist"
 """The key, in the metadata of an execute request, under which the notebook describes the cell."""
 
+# The types of requests that run user code, and so become the parent of its output.
 _CAUSES = ("execute_request", "comm_open", "comm_msg", "comm_close")
-"""The types of requests that run user code, and so become the parent of its output."""
 
 
 class _Exit(IPyAutocall):
-    """Takes the place of `exit` and `quit`, with or without brackets: IPython's would end the kernel unnoticed."""
+    """Takes the place of `exit` and `quit`: IPython's would end the kernel unnoticed."""
 
     rewrite = False
 
@@ -65,36 +65,32 @@ class _CalledOff(Exception):
         return ["KeyboardInterrupt: the cell was interrupted before it began"]
 
 
+# The kernel replies with the name of the error's class.
 _CalledOff.__name__ = "KeyboardInterrupt"
 
 
 class WorkerOutput:
-    """The cells of a worker: their output, numbers and values. The notebook may call the methods in `METHODS`."""
+    """The cells of a worker: their output, numbers and values. The notebook may call the methods in `METHODS`.
+
+    Prepares a shell for cells, once in a process: defines the variables ``given``, and numbers cells as the notebook
+    does. Cells end in the main thread; the notebook's calls run in RPC threads.
+    """
 
     METHODS = ("call_off", "drop_value", "fence")
 
     def __init__(self, shell: InteractiveShell, given: Mapping[str, Any], collectives: Collectives) -> None:
-        """Prepare a shell for cells: define the variables ``given``, number cells as the notebook does.
-
-        Also keeps the value of each cell that the notebook wants, for `value_of`. Called once in a process.
-        ``collectives`` explain the errors of calls.
-        """
         self._shell: Any = shell
         self._collectives = collectives
-        self._names_given = frozenset(given)
-        """The names that cells have without a variable of the user's, such as ``rank``."""
-        self._names_told: list[str] = []
-        """The names that the notebook was sent last."""
+        self._names_given = frozenset(given)  # names such as ``rank``, which are no variables of the user's
+        self._names_told: list[str] = []  # the names that the notebook was sent last
         self.called_off: set[str] = set()
         """The requests of cells that must not run, and have not ended."""
         self.values: dict[str, Future[Any]] = {}
         """The kept values by the ids of their requests. A value may arrive before or after the request for it."""
-        self._keeping = threading.Lock()
-        """Guards `values`: cells end in the main thread, values are asked for in RPC threads."""
+        self._keeping = threading.Lock()  # guards `values`
+        # True while the shell runs a silent request; `_told_of_cell` then still tells of the cell before.
         self._is_silent = False
-        """True while the shell runs a silent request; `_told_of_cell` then still tells of the cell before."""
-        self._numbered = ""
-        """The id of the request whose number the shell has."""
+        self._numbered = ""  # the id of the request whose number the shell has
         self._shell.push(dict(given), interactive=False)  # so that `%who` does not list them
         self._shell.push(dict.fromkeys(("exit", "quit"), _exit), interactive=False)
         shell.input_transformers_cleanup.append(self._number_cell)  # runs before the shell reads its own count
@@ -104,19 +100,14 @@ class WorkerOutput:
         follow_page(self._shell.compile, self._page)
 
     def _keep_parent(self) -> None:
-        """Keep the output of threads with the last cell when the kernel gets other requests, such as completion.
-
-        The shell then ignores these requests when it sets the request to which output belongs. Without this, the output
-        of a thread that a cell has started would be lost once the user presses Tab, or once the process group forms
-        anew: a silent request of the notebook's asks for that. Only the output of the main thread belongs to a silent
-        request; it is not shown.
-        """
+        """Keep the output of threads with the last cell when the kernel gets other requests, such as completion."""
         shell = self._shell
         plain = shell.set_parent
         undo: Callable[[], object] | None = None
 
         def set_parent(parent: dict[str, Any]) -> None:
             nonlocal undo
+            # Ignored, since the output of a thread that a cell has started would be lost once the user presses Tab.
             if parent.get("header", {}).get("msg_type") not in _CAUSES:
                 return
             if undo is not None:
@@ -125,6 +116,8 @@ class WorkerOutput:
                 undo = None
             self._is_silent = bool(parent.get("content", {}).get("silent"))
             if self._is_silent:
+                # A silent request of the notebook's, such as to form the process group, is not shown. Only the output
+                # of the main thread belongs to it; that of other threads stays with the last cell.
                 undo = answer_in_thread(shell, parent)
             else:
                 plain(parent)
@@ -132,52 +125,37 @@ class WorkerOutput:
         shell.set_parent = set_parent
 
     def follow(self, agent: Agent) -> None:
-        """Make the agent send an origin with each call: the key of the cell to which the output of the call belongs.
+        """Make the agent send an origin with each call, and run each call that it serves as part of the call's origin.
 
-        Each call that it serves runs as part of the call's origin. Called once, when the agent has started.
+        Called once, when the agent has started.
         """
         agent.know_cells(self._origin, self._as_part_of)
         agent.named.publish("output", self, *self.METHODS)
 
     def fence(self, token: str) -> None:
-        """Send a message with the ``token`` to the notebook behind all output so far.
-
-        The notebook waits for this message; then it has all output of the calls that ran before.
-        """
+        """Send the notebook a message with the ``token``, behind all output so far."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._publish(FENCE, {"token": token})
 
     def _told_of_cell(self) -> tuple[str, dict[str, Any]]:
-        """Return the id of the request of the last cell, and the dict in which the notebook describes this cell.
-
-        The dict has the cell's ``number``, how many lines stand ``above`` its code in the notebook's cell, whether to
-        ``keep`` its value, and ``origin``, the key of the cell to which its output belongs. It is empty if the notebook
-        has sent none.
-        """
+        """Return the id of the last cell's request, and the notebook's description of it; empty if there is none."""
         parent = self._shell.parent_header or {}
         return parent.get("header", {}).get("msg_id", ""), parent.get("metadata", {}).get(METADATA, {})
 
     def call_off(self, id: str) -> None:
-        """Make the cell with this request id fail, instead of running, when its turn comes.
-
-        A cell that has begun is not affected: an interrupt ends that one.
-        """
+        """Make the cell with this request id fail, instead of running, unless it has begun."""
         self.called_off.add(id)
 
     def _page(self) -> Page | None:
-        """Return the code of the present cell, and how many lines stand above it in the notebook's cell.
-
-        Such a line is ``%%remote``. Returns None if the notebook has not sent their number.
-        """
+        """Return the present cell's code and the lines above it in the notebook's cell; None if these are not known."""
         told = self._told_of_cell()[1]
         return Page(self._shell.parent_header["content"]["code"], told["above"]) if "above" in told else None
 
     def _number_cell(self, lines: list[str]) -> list[str]:
         """Give the shell the cell's number, before it compiles the lines; return the lines unchanged.
 
-        Raises `_CalledOff`, in the notebook a KeyboardInterrupt, if `call_off` was called for the cell. IPython calls
-        this for all code that it transforms, also for a magic's; a cell keeps its number.
+        Raises `_CalledOff`, in the notebook a KeyboardInterrupt, if `call_off` was called for the cell.
         """
         id, told = self._told_of_cell()
         if self._is_silent:  # not the cell that `_told_of_cell` tells of
@@ -190,10 +168,8 @@ class WorkerOutput:
         return lines
 
     def _tell_names(self) -> None:
-        """Send the names of the user's variables to the notebook, which completes them while this worker is busy.
-
-        Sends nothing if they have not changed. Names that begin with ``_``, and IPython's own, are left out.
-        """
+        """Send the names of the user's variables to the notebook, which completes them while this worker is busy."""
+        # Without names of IPython's own, but with those that every worker has, such as `rank`.
         hidden = self._shell.user_ns_hidden
         shown = [name for name in list(self._shell.user_ns) if name[:1] != "_"]
         names = [name for name in shown if name not in hidden or name in self._names_given]
@@ -202,16 +178,12 @@ class WorkerOutput:
             self._publish(NAMES, {"names": names})
 
     def _publish(self, kind: str, content: dict[str, Any]) -> None:
-        """Send a message of nbdist's own to the notebook, on the channel of output. Unflushed text comes later."""
+        # Past the stream's buffer: text that is not flushed comes later.
         kernel = self._shell.kernel
         kernel.session.send(kernel.iopub_socket, kind, content, ident=kind.encode())
 
     def _after_cell(self, result: Any) -> None:
-        """Send the variables' names and the collectives, and keep the cell's last value if the notebook wants it.
-
-        IPython calls this in the main thread after each cell, with the cell's ``result``. After a failed cell, the
-        future of the value fails with RemoteError. Whether the cell was called off is forgotten here.
-        """
+        """Send the variables' names and the collectives, and keep the cell's last value if the notebook wants it."""
         id, told = self._told_of_cell()
         self.called_off.discard(id)
         self._tell_names()
@@ -237,30 +209,20 @@ class WorkerOutput:
         return value
 
     def drop_value(self, id: str) -> None:
-        """Drop the value of a cell's last expression, which nobody will take. Called after the cell has ended.
-
-        ``id`` is the id of the cell's request. Does nothing if the value was taken or dropped before.
-        """
+        """Drop the value of a cell's last expression, which nobody will take. Called after the cell has ended."""
         with self._keeping:
             self.values.pop(id, None)
 
     def _value_of(self, id: str) -> Future[Any]:
-        """Return the future for the value of the cell with this request id; make one if there is none yet.
-
-        The cell and the notebook's request for the value may come in either order.
-        """
+        """Return the future for the value of the cell with this request id; make one if there is none yet."""
         with self._keeping:
             if id not in self.values:
                 self.values[id] = Future()
             return self.values[id]
 
     def _origin(self) -> str:
-        """Return the key of the cell to which the output of calls made now, in the calling thread, belongs.
-
-        The notebook's cell, if it has sent one; else the id of the request that this worker handles. What was printed
-        here is sent before the call, whose function may print as well.
-        """
-        send_text()
+        """Return the key of the cell to which the output of calls made now, in the calling thread, belongs."""
+        send_text()  # before the call, whose function may print as well
         id, told = self._told_of_cell()
         return str(told.get("origin", id))
 
@@ -268,9 +230,8 @@ class WorkerOutput:
     def _as_part_of(self, origin: str) -> Iterator[None]:
         """Return a block for a call's function, in which the output goes to the cell with the key ``origin``.
 
-        Only the calling thread is affected, so calls of several cells can run at once. An empty origin, as of calls
-        that no cell has made, changes nothing. What the function has printed is sent at its end. torch's error of a
-        dead member becomes WorkerLost or GroupError.
+        Only the calling thread is affected. An empty origin, as of calls that no cell has made, changes nothing.
+        torch's error of a dead member becomes WorkerLost or GroupError.
         """
         parent = {"header": {"msg_id": origin}}
         undo: Callable[[], object] | None = None
@@ -283,7 +244,7 @@ class WorkerOutput:
             raise
         finally:
             if undo is not None:
-                send_text()
+                send_text()  # now, and not 0.2 s later, as ipykernel would
                 undo()
 
 

@@ -15,9 +15,6 @@ def now() -> datetime.datetime:
 def run(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, datetime.datetime, datetime.datetime]:
-    """Call a function; return its value, and when the call started and completed by the worker's clock.
-
-    An error of the function is raised, and becomes the task's error.
-    """
+    """Call a function; return its value, and when the call started and completed by the worker's clock."""
     started = now()
     return function(*args, **kwargs), started, now()

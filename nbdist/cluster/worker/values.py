@@ -16,15 +16,12 @@ class PushedValues:
         self._shell = shell
         self.arrived: dict[str, dict[str, Any]] = {}
         """The variables that no cell has placed yet, by token."""
+        # The tokens forgotten before their variables arrived: a large message may arrive after a later small one.
         self._forgotten: set[str] = set()
-        """The tokens forgotten before their variables arrived: a large message may arrive after a later small one."""
         self._changing = threading.Lock()
 
     def receive(self, token: str, variables: dict[str, Any]) -> None:
-        """Keep variables, by name, until the cell with the same token runs.
-
-        A token is used once; the notebook makes a new one for each push. After `forget`, the variables are dropped.
-        """
+        """Keep variables, by name, until the cell with the same token runs. Each push has its own token."""
         with self._changing:
             if token in self._forgotten:
                 self._forgotten.remove(token)

@@ -11,15 +11,14 @@ from typing import Any
 from nbdist.code_places import is_torchs
 from nbdist.thread_frames import outwards
 
+# Bytes after which DDP begins its second bucket of gradients; for the others, the user sets the number.
 _FIRST_BUCKET = 1 << 20
-"""Bytes after which DDP begins its second bucket of gradients; for the others, the user sets the number."""
 
 
 def owner(innermost: FrameType | None, main: FrameType | None, entry: Mapping[str, Any]) -> str:
     """Return the module or the gradients that a collective belongs to, in words; "" if it belongs to none.
 
     ``innermost`` is the frame of the thread that called it, ``main`` of the main thread, in which a forward pass waits.
-    ``entry`` is what torch's flight recorder has.
     """
     for frame in (*outwards(innermost), *outwards(main)):
         known = frame.f_locals.get("self") if is_torchs(frame.f_code.co_filename, "distributed/fsdp") else None
@@ -42,7 +41,7 @@ def _models(frames: Iterable[FrameType]) -> Iterator[Any]:
 
 
 def _gradients(model: Any, entry: Mapping[str, Any]) -> str:
-    """Return the parameters of a model in DDP whose gradients an ``all_reduce`` averages; "" if that is not certain."""
+    """Return the parameters whose gradients an ``all_reduce`` of DDP averages; "" if that is not certain."""
     if entry["process_group"][0] != model.process_group.group_name or not entry["profiling_name"].endswith(
         "all_reduce"
     ):
@@ -56,11 +55,9 @@ def _gradients(model: Any, entry: Mapping[str, Any]) -> str:
 
 
 def _buckets(model: Any) -> list[list[tuple[str, Any]]]:
-    """Return the parameters whose gradients DDP averages together: each bucket, and all together for the first pass.
-
-    DDP fills the buckets in the order in which gradients come, usually the parameters' order reversed. Its own list of
-    them cannot be read while it waits: it holds a lock.
-    """
+    """Return the parameters whose gradients DDP averages together: each bucket, and all together for the first pass."""
+    # DDP's own list cannot be read while it waits: it holds a lock. It fills the buckets in the order in which
+    # gradients come, usually the parameters' order reversed.
     parameters = [each for each in model.module.named_parameters() if each[1].requires_grad][::-1]
     buckets: list[list[tuple[str, Any]]] = [[]]
     for name, parameter in parameters:
